@@ -18,6 +18,7 @@ from sac_policies import (
     solve,
 )
 from sac_policies.budget._fit_in_place import LEVELS, _Search
+from sac_policies.budget._intervals import forward_of
 from sac_policies.budget._measure import highest
 from sac_policies.budget._step import Step
 
@@ -103,6 +104,24 @@ def test_regions_that_offload_fit_as_predicted(sim, device, choice, copy_us):
     steps, before = search._steps(measured, [[]] * search._levels)
     assert before + steps.growth(choice) == search._measured(choice).peak
     search.undo()
+
+
+def test_what_is_measured_is_that_of_a_host_far_ahead(sim, device):
+    """Also where the host waits for the copies inside of regions, and could let go of values."""
+    sim.simulate(kernel_us=20, copy_us=5000, virtual=True)
+    found = []
+    for waits in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Block() for _ in range(3)), nn.Linear(32, 4)).to(device)
+        for block in model[:-1] if waits else ():
+            block.down.register_forward_hook(lambda *_: torch.accelerator.synchronize())
+        step = Step("here", model, torch.randn(512, 32, device=device), None)
+        search = _Search(model, step, "peak")
+        forward = forward_of(search._intervals(4))[1:]
+        found.append([(each.grown, each.most, each.moved.held) for each in forward])
+        search.undo()
+    assert any(held for *_, held in found[0])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("regions", [1, 12])
