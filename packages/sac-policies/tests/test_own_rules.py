@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from sac_policies import EngineError, profile, replay_rule, report, save_ops, solve
+from sac_policies import EngineError, MutationError, profile, replay_rule, report, save_ops, solve
 from sac_policies.engines.recipe._own_rules import rule_of
 
 from ._recipe import bytes_held, is_plain, leaf, run
@@ -135,6 +135,9 @@ def test_result_that_the_function_saves_is_kept_and_no_cycle() -> None:
         (lambda x: 1.0, "gives a float, not a tensor"),
         (lambda: None, "raises TypeError"),
         (lambda x: x.nothing, "raises AttributeError"),
+        (lambda x: {}[1], "raises KeyError: 1"),
+        (lambda x: x.mul_(x).mul_(2), "writes to what it reads"),
+        (lambda x: (x * x) * 2 + 0 * x.data.zero_(), "writes to what it reads"),
     ],
 )
 def test_wrong_rule_is_refused_with_what_it_does(rebuild: Any, reason: str) -> None:
@@ -149,6 +152,60 @@ def test_probe_of_another_function_is_refused() -> None:
     """It proves nothing of this one."""
     with pytest.raises(EngineError, match="has a probe that SinBackward0 makes, not Doubled"):
         given(a_function(), probe=lambda make: make(3).sin())
+
+
+def test_zero_with_another_sign_is_another_value() -> None:
+    """Equal numbers are not equal bits."""
+
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return -(x * x * 0)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return ctx.saved_tensors[0] * grad * 0
+
+    with pytest.raises(EngineError, match="gives other bits in 335 of 335"):
+        given(Nothing, lambda x: x * x * 0)
+
+
+@pytest.mark.parametrize(
+    ("probe", "reason"),
+    [
+        (lambda make, function: function.apply(make(0, 3)), "has a probe without elements"),
+        (lambda make, function: {}[1], "has a probe that raises KeyError: 1"),
+    ],
+)
+def test_probe_that_proves_nothing_is_refused(probe: Any, reason: str) -> None:
+    """Any rule agrees with nothing."""
+    function = a_function()
+    with pytest.raises(EngineError, match=f"the rule for Doubled {reason}"):
+        given(function, probe=lambda make: probe(make, function))
+
+
+def test_rule_that_writes_only_later_is_refused_when_it_does() -> None:
+    """What it wrote to is what backward reads."""
+    function, x = a_function(), leaf(6, 6)
+
+    def rebuild(saved: torch.Tensor) -> torch.Tensor:
+        out = (saved * saved) * 2
+        return out if saved.shape[0] == 5 else out + 0 * saved.zero_()
+
+    given(function, rebuild)
+    out = run(lambda t: function.apply(t.sin()).cos(), x)
+    with pytest.raises(EngineError, match="the rule for Doubled wrote to what Doubled saved"):
+        out.sum().backward()
+
+
+def test_rule_that_is_wrong_only_later_is_named() -> None:
+    """Also where it is another operator's output that differs."""
+    function, x = a_function(), leaf(6, 6)
+    given(function, lambda saved: (saved * saved) * (2 if saved.shape[0] == 5 else 3))
+    out = run(lambda t: function.apply(t).tanh().cos(), x)
+    with pytest.raises(MutationError, match="or what rebuilds Doubled gives something else now"):
+        out.sum().backward()
 
 
 def test_rule_that_fails_for_a_dtype_is_off_there_and_report_says_why() -> None:

@@ -28,6 +28,8 @@ _refused: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
 """Classes whose forward is not run again, and why (Rule 4)."""
 _found: dict[type, Rule] = {}
 """Of torch's classes, which last: looked up at every replay."""
+_MOST_SEEN = 256
+"""Nodes that a message is worth walking past."""
 _on_change: list[Callable[[type], None]] = []
 
 
@@ -57,6 +59,23 @@ def when_changed(forget: Callable[[type], None]) -> Callable[[type], None]:
     """Have tables that remember rules told of a class whose rule is another now."""
     _on_change.append(forget)
     return forget
+
+
+def rules_behind(node: Node) -> list[str]:
+    """Names of autograd functions of users that a value may be rebuilt through, nearest first.
+
+    For messages: it walks the graph, not what a replay would take.
+    """
+    found, seen, ahead = [], {node}, [node]
+    while ahead and len(seen) < _MOST_SEEN:
+        node = ahead.pop(0)
+        if type(node) in _own:
+            found.append(type(node).__name__.removesuffix("Backward"))
+        for edge, _ in node.next_functions:
+            if edge is not None and edge not in seen:
+                seen.add(edge)
+                ahead.append(edge)
+    return list(dict.fromkeys(found))
 
 
 def why_not_again(node: Node) -> str:
@@ -128,13 +147,20 @@ def replay_rule(
     """
     _check(function, rebuild, probe, op)
     _check_place(device, dtype)
-    kind = nodes_of(function)
+    kind, name = nodes_of(function), function.__name__
 
     def rebuilt(node: Node) -> torch.Tensor:
-        return rebuild(*node.saved_tensors)
+        saved = node.saved_tensors
+        versions = [each is not None and each._version for each in saved]
+        made = rebuild(*saved)
+        if versions != [each is not None and each._version for each in saved]:
+            raise EngineError(
+                f"sac_policies.checkpoint: the rule for {name} wrote to what {name} saved, but its "
+                "backward needs that as it was. Have the rule write to tensors of its own only."
+            )
+        return made
 
     rule = Rule(kind.__name__, op, rebuilt, (probe,))
-    name = function.__name__
     if reason := rule.why_off(dtype, str(device)):
         raise EngineError(
             f"sac_policies.replay_rule: the rule for {name} {reason} (for {dtype} on {device}), "

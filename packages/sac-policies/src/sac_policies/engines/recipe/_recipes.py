@@ -32,7 +32,7 @@ from .._error_context import error_context
 from .._guards import small_copy
 from ._filled import LEAST_BYTES, LEAST_BYTES_OF_INTEGERS, Filled, Narrowed, filling_of, narrowed
 from ._masks import Mask, bits_of
-from ._own_rules import rule_of
+from ._own_rules import rule_of, rules_behind
 from ._proof import Proof, agree
 from ._rebuilt import rebuilt
 from ._replay import Node, Rule
@@ -241,11 +241,14 @@ class Recipe:
 
     def _unseen(self) -> MutationError:
         shape = tuple(self.geometry[0])
+        node = current_node() if self.node is None else self.node
+        rules = "" if node is None else ", ".join(rules_behind(node))
+        doubted = rules and f", or what rebuilds {rules} gives something else now"
         return MutationError(
             f"sac_policies.checkpoint: replay of {self.entry.rule.op} for the saved tensor of "
             f"shape {shape} gives other values than the forward, but it must have the same: "
-            "something wrote past autograd to the tensor, or to what the operator reads "
-            f"({self._error_context()}). Change it after backward; if the region itself "
+            "something wrote past autograd to the tensor, or to what the operator reads"
+            f"{doubted} ({self._error_context()}). Change it after backward; if the region itself "
             'writes to it, write out-of-place or use engine="contexts".'
         )
 

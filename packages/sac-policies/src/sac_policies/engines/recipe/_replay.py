@@ -36,6 +36,7 @@ Edges = tuple[tuple[Node, int], ...]
 """A node's `next_functions`, which are made anew each time that they are asked for."""
 Probe = Callable[[Callable[..., torch.Tensor]], torch.Tensor]
 T = TypeVar("T")
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -216,16 +217,47 @@ def _tried(rule: Rule, dtype: torch.dtype, device: str, through: bool) -> str:
                 made = probe(make)
             if type(made.grad_fn).__name__ != rule.node:
                 return f"has a probe that {type(made.grad_fn).__name__} makes, not {rule.node}"
+            if not made.numel():
+                return "has a probe without elements"
             if not (through or rule.ready(made.grad_fn)):
                 return "does not find what it reads"
-            with torch.no_grad():
-                rebuilt = _rebuilt(rule, made.grad_fn, through, seen)
-        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-            # The attribute, its type, or this operator on this dtype is another here.
-            return f"raises {type(error).__name__}: {error}".partition("\n")[0]
-        if reason := _difference(rebuilt, made):
+        except Exception as error:  # a user's, or this operator on this dtype is another here
+            return f"has a probe that raises {_line(error)}"
+        if reason := _judged(rule, made, through, seen):
             return reason
     return ""
+
+
+def _judged(rule: Rule, made: torch.Tensor, through: bool, seen: Calls) -> str:
+    """Say what the rule did in place of rebuilding this output; "" where it did that."""
+    rebuilt, raised = None, ""
+    read: list[torch.Tensor] = []
+    before: list[torch.Tensor] = []
+    try:
+        read = _saved_tensors(made.grad_fn)
+        before = [each.detach().clone() for each in read]
+        with torch.no_grad():
+            rebuilt = _rebuilt(rule, made.grad_fn, through, seen)
+    except Exception as error:  # whatever a user's rule raises, or the attribute is another here
+        raised = f"raises {_line(error)}"
+    if any(not _same_bits(now, then) for now, then in zip(read, before, strict=True)):
+        return "writes to what it reads, which backward needs as it was"
+    return raised or _difference(rebuilt, made)
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def _saved_tensors(node: Node) -> list[torch.Tensor]:
+    """What a node saved."""
+    found: list[Any] = []
+    kind: Any = type(node)
+    for name in _saved_by(kind):
+        own = name == "_raw_saved_tensors"  # of a user's function
+        value = getattr(node, "saved_tensors" if own else name.replace("_raw", "", 1))
+        found.extend(value if type(value) is tuple else (value,))
+    return [each for each in found if each is not None]
 
 
 def _difference(rebuilt: Any, made: torch.Tensor) -> str:
@@ -239,9 +271,22 @@ def _difference(rebuilt: Any, made: torch.Tensor) -> str:
     ):
         if found != wanted:
             return f"gives {what} {found}, not {wanted}"
-    if not torch.equal(rebuilt, made):
-        return f"gives other bits in {int((rebuilt != made).sum())} of {made.numel()} elements"
+    if not _same_bits(rebuilt, made):
+        other = int((_bits(rebuilt) != _bits(made)).sum())
+        return f"gives other bits in {other} of {made.numel()} elements"
     return ""
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype are the same: a zero with a sign is another."""
+    return torch.equal(_bits(one), _bits(other))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.view(_WORDS.get(tensor.element_size(), tensor.dtype))
 
 
 def _rebuilt(rule: Rule, node: Node, through: bool, seen: Calls) -> torch.Tensor:
