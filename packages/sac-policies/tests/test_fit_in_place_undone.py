@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from sac_policies import Infeasible, InPlaceFit, fit_
+from sac_policies import BudgetError, Infeasible, InPlaceFit, fit_
 
 from ._blocks import stack
 from ._fitted import BATCH, ROWS, own_forwards, training
@@ -57,6 +57,31 @@ def test_a_forward_that_somebody_else_has_put_there_comes_back() -> None:
     assert calls == [1]
     found.undo()
     assert model.blocks[0].forward is forward
+
+
+def test_a_forward_that_was_put_around_it_stays_and_calls_the_own_one() -> None:
+    """The region is still called, and steps aside; until then the model counts as fitted."""
+    model, calls = stack(2), []
+    found = fit_(model, BATCH, "60%")
+    assert isinstance(found, InPlaceFit)
+    region = model.blocks[0].forward
+
+    def around(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(1)
+        return region(*args, **kwargs)
+
+    for block in model.blocks:
+        block.forward = around
+    with pytest.raises(BudgetError, match="is checkpointed by an earlier fit_"):
+        fit_(model, BATCH, "60%")
+    found.undo()
+    assert all(block.forward is around for block in model.blocks)
+    again = fit_(model, BATCH, "60%")
+    assert isinstance(again, InPlaceFit)
+    assert again.plain_bytes == found.plain_bytes
+    found.undo()
+    assert own_forwards(model) != []
+    assert calls
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])

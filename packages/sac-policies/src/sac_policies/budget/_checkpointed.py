@@ -1,6 +1,7 @@
 """A module's `forward` as a checkpointed region, put in its place and taken away again.
 
-Rule 1. All that is changed is an attribute `forward` of the module.
+Rule 1. All that is changed is an attribute `forward` of the module. Who took that and put something
+        around it calls a region that steps aside once it is undone.
 Rule 2. A second forward finds the buffers that the first one wrote to as the first one found them,
         and leaves them as it found them: running statistics count a batch once, and what was
         computed from a buffer is computed from the same numbers again.
@@ -8,6 +9,7 @@ Rule 2. A second forward finds the buffers that the first one wrote to as the fi
 
 from __future__ import annotations
 
+import weakref
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -24,6 +26,9 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 class Checkpointed:
     """A module's `forward` as a region.
 
+    Attributes:
+        is_undone: whether it only calls that forward.
+
     Args:
         module: whose it is; what somebody else had put in the place of its class's is put back.
         policy: what it keeps; None for a second forward that keeps nothing.
@@ -31,6 +36,8 @@ class Checkpointed:
         wrote: names of the buffers that its forward writes to.
         rewrites: whether its forward writes to tensors that it is given.
     """
+
+    is_undone = False
 
     def __init__(
         self,
@@ -45,13 +52,26 @@ class Checkpointed:
         self.policy, self.engine, self.wrote = policy, engine, wrote
         self.rewrites = rewrites
         self.was_replaced = "forward" in vars(module)
+        _in_use.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward, checkpointed."""
+        """Run the module's own forward, checkpointed until that is undone."""
+        if self.is_undone:
+            return self.forward(*args, **kwargs)
         if self.policy is None:
             around = self._around if self.wrote else None
             return run_again(self.forward, args, kwargs, around, self.rewrites)
         return checkpoint(self.forward, *args, policy=self.policy, engine=self.engine, **kwargs)
+
+    def undo(self) -> None:
+        """Take it away, or have it step aside where something else was put around it (Rule 1)."""
+        self.is_undone = True
+        _in_use.discard(self)
+        if vars(self.module).get("forward") is self:
+            if self.was_replaced:
+                self.module.forward = self.forward
+            else:
+                del self.module.forward
 
     def _around(self) -> Contexts:
         """What the first forward and the second are in (Rule 2); made before the first."""
@@ -84,15 +104,18 @@ def _copy(values: list[torch.Tensor], buffers: list[torch.Tensor]) -> None:
 
 
 def is_checkpointed(module: nn.Module) -> bool:
-    """Whether a region was put in the place of its forward."""
-    return isinstance(vars(module).get("forward"), Checkpointed)
+    """Whether a region is in the place of its forward, or in what was put around that."""
+    if isinstance(vars(module).get("forward"), Checkpointed):
+        return True
+    return any(region.module is module for region in _in_use)
 
 
 def release(module: nn.Module) -> None:
     """Take the region away, if there is one (Rule 1)."""
     own = vars(module).get("forward")
     if isinstance(own, Checkpointed):
-        if own.was_replaced:
-            module.forward = own.forward
-        else:
-            del module.forward
+        own.undo()
+
+
+_in_use: weakref.WeakSet[Checkpointed] = weakref.WeakSet()
+"""Regions of this process, but those of copies."""

@@ -63,12 +63,15 @@ class InPlaceFit:
     budget_bytes: int
     regions: tuple[RegionFit, ...]
     rounds: tuple[tuple[int, int], ...]
-    _modules: tuple[nn.Module, ...]
+    _checkpointed: tuple[Checkpointed, ...]
 
     def undo(self) -> None:
-        """Undo the checkpointing; nothing is left, and a second call does nothing."""
-        for module in self._modules:
-            release(module)
+        """Undo the checkpointing; nothing is left, and a second call does nothing.
+
+        What others have put around a block's forward since stays, and calls the block's own.
+        """
+        for region in self._checkpointed:
+            region.undo()
 
     def __str__(self) -> str:
         """A line for the whole, and one for each group of regions."""
@@ -251,9 +254,10 @@ class _Search:
         self, choice: tuple[int, ...], taken: _Taken, predicted: int, plain: _Taken, allowed: int
     ) -> InPlaceFit:
         done = self.put(choice)
-        modules = tuple(region.module for region in self._regions)
+        forwards = (vars(region.module).get("forward") for region in self._regions)
+        put = tuple(each for each in forwards if isinstance(each, Checkpointed))
         rounds = tuple(self._rounds)
-        return InPlaceFit(self._of, *taken, *plain, predicted, allowed, done, rounds, modules)
+        return InPlaceFit(self._of, *taken, *plain, predicted, allowed, done, rounds, put)
 
     def _learn(self) -> None:
         """Have first forwards find out what later ones need not keep, on whichever level.
