@@ -7,13 +7,25 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from sac_policies import MutationError, checkpoint, offload, recompute_all, save_all, save_ops
+from sac_policies import (
+    EngineError,
+    MutationError,
+    checkpoint,
+    name,
+    offload,
+    recompute_all,
+    save_all,
+    save_named,
+    save_ops,
+)
 from sac_policies.engines.contexts import _external_state
 
 POLICIES = {
     "recompute": recompute_all(),
     "products": save_ops("aten.addmm", "aten.mm"),
     "writes": save_ops("aten.add_.Tensor", "aten.lerp_.Scalar"),
+    "norms": save_ops("aten.native_batch_norm"),
+    "names": save_named("normed", missing_ok=True),
     "all": save_all(),
     "offload": offload(save_all()),
 }
@@ -101,6 +113,18 @@ def _normed() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8))
 
 
+class _NormThenRead(nn.Module):
+    """Reads the statistics that batch norm has just written to, and names what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = name(self.norm(self.linear(x)), "normed")
+        return y.tanh() * (self.norm.running_mean * 3 + self.norm.running_var)
+
+
 def _spectral() -> nn.Module:
     return nn.Sequential(spectral_norm(nn.Linear(8, 8)), nn.Tanh(), nn.Linear(8, 8))
 
@@ -113,6 +137,7 @@ MODULES = [
     _Overwritten,
     _Codebook,
     _normed,
+    _NormThenRead,
     _spectral,
 ]
 
@@ -199,6 +224,23 @@ def test_gradient_inside_the_forward(equal):
 
     plain = run(lambda function, x: function(x))
     assert equal(run(_region(recompute_all())), plain)
+
+
+def test_operator_that_writes_to_something_else_than_it_returns_is_not_kept():
+    """What it returned would be taken for what it wrote."""
+
+    @torch.library.custom_op("sac_policies_tests::counted", mutates_args={"total"})
+    def counted(x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        total += x
+        return x.sin()
+
+    x, total = torch.randn(4, 8, requires_grad=True), torch.zeros(4, 8)
+
+    def function(t):
+        return counted(t.detach(), total).tanh() * total * t
+
+    with pytest.raises(EngineError, match="returns Tensor, not what it writes to, but only one"):
+        checkpoint(function, x, policy=save_all(), engine="contexts")
 
 
 class _Stop(BaseException):

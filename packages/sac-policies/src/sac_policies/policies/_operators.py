@@ -32,6 +32,7 @@ class Facts:
     Attributes:
         bookkeeping: not part of the region's work: returns no tensor, or runs for torch itself.
         writes: (position or None, name) of every argument it writes to.
+        returns_written: whether it returns what it writes to.
         random: whether it may advance a random number generator.
         dropout: position of an argument `dropout_p`, None without one.
         is_view: whether it makes a view of an input, or makes its input one: what it returns
@@ -40,6 +41,7 @@ class Facts:
 
     bookkeeping: bool = False
     writes: tuple[tuple[int | None, str], ...] = ()
+    returns_written: bool = False
     random: bool = False
     dropout: int | None = None
     is_view: bool = False
@@ -82,6 +84,10 @@ def facts_of(op: Operator) -> Facts:
             (None if argument.kwarg_only else at, argument.name)
             for at, argument in enumerate(schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
+        ),
+        returns_written=any(
+            result.alias_info is not None and result.alias_info.is_write
+            for result in schema.returns
         ),
         random=torch.Tag.nondeterministic_seeded in op.tags,
         dropout=names.index("dropout_p") if "dropout_p" in names else None,

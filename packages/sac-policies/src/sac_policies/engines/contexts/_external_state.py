@@ -7,7 +7,9 @@ Rule 1. It is copied before the region's first write to it. Where that write lea
         what was there, nothing is copied: no recomputation reads it before it writes.
 Rule 2. A recomputation finds it as it was then. What has become of it since, by the region or by
         others, is there again when the recomputation ends; what was freed meanwhile stays so.
-Rule 3. What the region makes is no part of this: a recomputation makes it again. Nor are values
+Rule 3. A kept batch norm does not run again, but later operators may read the statistics that it
+        wrote to: they are kept as it left them, and put there in its place.
+Rule 4. What the region makes is no part of this: a recomputation makes it again. Nor are values
         with a history, of which autograd sees every write.
 """
 
@@ -69,9 +71,10 @@ class Found:
 class ExternalState:
     """What one forward of one region wrote to and did not make."""
 
-    __slots__ = ("_before",)
+    __slots__ = ("_before", "_left")
 
     def __init__(self) -> None:
+        self._left: dict[Any, tuple[torch.Tensor, ...]] = {}
         self._before: dict[Any, tuple[torch.Tensor, torch.Tensor | None, int]] = {}
 
     def before_write(self, op: Operator, written: Any, made: Made) -> None:
@@ -80,7 +83,7 @@ class ExternalState:
         Args:
             op: the operator.
             written: what it writes to.
-            made: what the region made (Rule 3).
+            made: what the region made (Rule 4).
         """
         for tensor in _plain(written):
             if made.has(tensor) or _has_history(tensor):
@@ -101,6 +104,19 @@ class ExternalState:
             with own_work():
                 return out.clone()
         return out
+
+    def note_left(self, call: Any, written: Any) -> None:
+        """Copy what a call that is kept wrote to, and does not return (Rule 3)."""
+        self._left[call] = tuple(map(copied, _plain(written)))
+
+    def leave_again(self, call: Any, written: Any) -> bool:
+        """Write what the call wrote, in its place; return whether that is known."""
+        left = self._left.get(call)
+        if left is not None:
+            with own_work(), torch.no_grad():
+                for tensor, value in zip(_plain(written), left, strict=True):
+                    tensor.copy_(value)
+        return left is not None
 
     def put_back(self) -> Found:
         """Make it what it was (Rule 2); return what it is."""

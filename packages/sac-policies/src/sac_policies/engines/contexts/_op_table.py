@@ -18,7 +18,7 @@ import torch
 
 from ..._errors import EngineError, RecomputeError
 from ...policies._decisions import Decision
-from ...policies._operators import facts_of
+from ...policies._operators import BATCH_NORMS, facts_of, written_statistics
 from ...policies._policies import DEPENDS, Policy
 from ...policies._unmatched import watch_of
 from ...policies._views import Operator, OpView, RegionState
@@ -70,7 +70,8 @@ class OpHandler:
         self.facts = facts_of(op)
         is_higher_order = isinstance(op, torch._ops.HigherOrderOperator)
         draws_always = self.facts.random and self.facts.dropout is None
-        self.special = is_higher_order or draws_always or bool(self.facts.writes)
+        writes = bool(self.facts.writes) or op in BATCH_NORMS
+        self.special = is_higher_order or draws_always or writes
         self.dropout = self.facts.dropout if self.facts.random else None
         self.answer = None if self.facts.bookkeeping else policy.constant(op)
         if self.facts.is_view and self.answer is not DEPENDS:
@@ -128,7 +129,8 @@ class OpHandler:
             region.external.before_write(self.op, facts.written(args, kwargs), region.made)
         key = self.key(args)
         index = region.state.enter(key)
-        out = mode.from_origin(self, (key, index))
+        statistics = written_statistics(self.op, args)
+        out = None if statistics else mode.from_origin(self, (key, index))
         if out is None:
             out = self.op(*args, **kwargs)
         decision = self.answer
@@ -143,6 +145,8 @@ class OpHandler:
             if facts.writes and own is out and isinstance(kept, (KeptTensor, Offloaded)):
                 kept.expect_write()
             region.kept[key, index] = kept
+            if statistics:
+                region.external.note_left((key, index), statistics)
         mode.note((key, index), out, drawn, self)
         return out
 
@@ -154,16 +158,20 @@ class OpHandler:
         written = facts.written(args, kwargs) if facts.writes else []
         if written:
             region.protect(written)
-        kept = None if facts.bookkeeping else self.take(mode, args)
-        if kept is None:
+        taken = None if facts.bookkeeping else self.take(mode, args)
+        if taken is None:
             return self.op(*args, **kwargs)
+        call, kept = taken
         if kept.drawn and kept.drawn < region.last_recomputed_draw:
             self.op(*args, **kwargs)
         value = kept.read(self.op, region.policy, last=mode.hands_over)
+        statistics = written_statistics(self.op, args)
+        if statistics and not region.external.leave_again(call, statistics):
+            self.op(*args, **kwargs)  # kept for its name, when it had run
         return written[0].copy_(value) if written else value
 
-    def take(self, mode: RecomputeMode, args: tuple[Any, ...]) -> Kept | None:
-        """Count one call in a recomputation and return its kept output, if any.
+    def take(self, mode: RecomputeMode, args: tuple[Any, ...]) -> tuple[Key, Kept] | None:
+        """Count one call in a recomputation and return it with its kept output, if any.
 
         Raises:
             RecomputeError: the forward called the operator fewer times.
@@ -177,17 +185,19 @@ class OpHandler:
                 f"ran it {index} times. "
                 "Make the function do the same work each time it is called."
             )
-        kept = region.kept.pop if mode.hands_over else region.kept.get
-        return kept((key, index), None)
+        take = region.kept.pop if mode.hands_over else region.kept.get
+        kept = take((key, index), None)
+        return None if kept is None else ((key, index), kept)
 
     def _check_writes(self, out: Any, policy: Policy) -> None:
-        writes = len(self.facts.writes)
-        if writes > 1 or (writes and not isinstance(out, torch.Tensor)):
+        writes, is_tensor = len(self.facts.writes), isinstance(out, torch.Tensor)
+        if writes > 1 or (writes and not (is_tensor and self.facts.returns_written)):
+            other = ", not what it writes to" if writes == 1 and is_tensor else ""
             raise EngineError(
                 f"sac_policies.checkpoint: operator {self.op} writes to {writes} arguments and "
-                f"returns {type(out).__name__}, but only one tensor that is written and returned "
-                f"can be kept ({error_context(policy, self.op)}). Recompute it, or keep what "
-                "reads its result."
+                f"returns {type(out).__name__}{other}, but only one tensor that is written and "
+                f"returned can be kept ({error_context(policy, self.op)}). Recompute it, or keep "
+                "what reads its result."
             )
 
 
