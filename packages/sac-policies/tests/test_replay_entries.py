@@ -9,7 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sac_policies import offload, recompute_all, save_by_bytes, save_every_nth, save_ops
+from sac_policies import (
+    offload,
+    recompute_all,
+    report,
+    save_all,
+    save_by_bytes,
+    save_every_nth,
+    save_ops,
+)
 from sac_policies.engines.recipe._replay import output_facts
 from sac_policies.engines.recipe._replay_entries import (
     VIEW,
@@ -20,7 +28,7 @@ from sac_policies.engines.recipe._replay_entries import (
 )
 from sac_policies.engines.recipe.tables._replay_table import RULES
 
-from ._recipe import leaf
+from ._recipe import is_plain, leaf
 
 X, Y = leaf(3, 3), leaf(3, 3)
 
@@ -138,3 +146,46 @@ def test_rule_is_judged_without_a_tensor_too() -> None:
     entry, facts = _entry(norm), output_facts(norm.grad_fn)
     assert entry.works_for(facts, False, False)
     assert not entry.works_for(facts, False, True)
+
+
+def _sparse(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Saves a sparse tensor without a gradient, and one with."""
+    eye = torch.eye(32).to_sparse()
+    return torch.sparse.mm(torch.sparse.mm(eye, (x @ w).tanh()).to_sparse(), w.exp()).sin()
+
+
+def _csr(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.mv(torch.eye(32).to_sparse_csr(), (x @ w).tanh()[0]).sigmoid()
+
+
+def _onednn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (x @ w).to_mkldnn().relu().to_dense().tanh()
+
+
+def _nested(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    rows = torch.nested.as_nested_tensor([x[:10], x[10:]])
+    return torch.nested.to_padded_tensor(F.gelu(F.linear(rows, w)), 0.0).tanh()
+
+
+def _tangents(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return F.silu(torch.func.jvp(lambda t: (t @ w).tanh(), (x,), (w,))[1])
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore::sac_policies.UnmatchedEntryWarning")
+@pytest.mark.parametrize("policy", [recompute_all(), save_ops("aten.mm"), save_all()])
+@pytest.mark.parametrize("function", [_sparse, _csr, _onednn, _nested, _tangents])
+def test_tensors_that_lie_in_no_storage_are_kept(function: Any, policy: Any) -> None:
+    """Beside dense ones that are rebuilt; in a first forward and in those that follow it."""
+    x, w = leaf(32, 32), leaf(32, 32)
+    for _ in range(4):
+        assert is_plain(function, x, w, policy=policy)
+
+
+@pytest.mark.parametrize("engine", ["recipe", "contexts"])
+def test_report_of_a_tensor_that_lies_in_no_storage_says_so(engine: str) -> None:
+    """Its bytes are those of what it is made of."""
+    found = report(_onednn, leaf(32, 32), leaf(32, 32), policy=recompute_all(), engine=engine)
+    assert any(each.why.startswith("sparse, nested or of oneDNN") for each in found.saved)
+    assert str(found)

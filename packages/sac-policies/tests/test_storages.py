@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sac_policies._torch_compat import StorageReference, _storages, storage_key
+from sac_policies._torch_compat import (
+    StorageReference,
+    _storages,
+    lies_in_storage,
+    storage_bytes,
+    storage_key,
+)
 
 
 def test_views_have_the_key_of_their_base_and_copies_do_not():
@@ -59,3 +65,33 @@ def test_reference_without_weak_ones_of_torch(monkeypatch: pytest.MonkeyPatch):
     one, other = torch.ones(4), torch.ones(4)
     assert StorageReference(one).is_of(one)
     assert not StorageReference(one).is_of(other)
+
+
+EYE = torch.eye(4)
+OPAQUE = {
+    "coo": lambda: EYE.to_sparse(),
+    "csr": lambda: EYE.to_sparse_csr(),
+    "oneDNN": lambda: EYE.to_mkldnn(),
+    "nested": lambda: torch.nested.nested_tensor([EYE, EYE[:2]]),
+    "zeros": lambda: torch._efficientzerotensor((4, 4)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("make", OPAQUE.values(), ids=OPAQUE)
+def test_what_lies_in_no_storage_is_told_and_has_a_key_and_a_size(make):
+    """A key of its own, and the bytes of what it is made of."""
+    one, other = make(), make()
+    assert not lies_in_storage(one)
+    assert lies_in_storage(EYE)
+    assert storage_key(one) != storage_key(other)
+    assert storage_bytes(one) > 0
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+def test_bytes_of_a_sparse_tensor_are_those_of_its_parts():
+    """Four indices of two dimensions, or as they are compressed, and four values."""
+    assert storage_bytes(EYE.to_sparse()) == 4 * 2 * 8 + 4 * 4
+    assert storage_bytes(EYE.to_sparse_csr()) == 5 * 8 + 4 * 8 + 4 * 4
+    assert storage_bytes(EYE[1:]) == 64

@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import TensorWeakRef
 
 from ._tensors import tensors_in
-from ._torch_compat import storage_key
+from ._torch_compat import storage_bytes, storage_key
 from ._watching_mode import WatchingMode
 from .engines._fsdp import RANGE_OPS, Ranges
 from .engines._guards import is_guarding, noting, original_of
@@ -53,7 +53,7 @@ def of_contexts(region: Region, makers: Makers) -> dict[Call, Holding]:
         tensors = {storage_key(tensor): tensor for tensor in kept.resident()}
         new = [t for key, t in tensors.items() if key in makers.made and key not in counted]
         counted.update(tensors)
-        found[str(op), index] = Holding(sum(each.untyped_storage().nbytes() for each in new))
+        found[str(op), index] = Holding(sum(map(storage_bytes, new)))
     return found
 
 
@@ -98,7 +98,7 @@ def guards_of_contexts(run: Callable[[Policy], Any], policy: Policy) -> int:
 
 def _bytes_alive(made: list[TensorWeakRef]) -> int:
     alive = [tensor for tensor in (ref() for ref in made) if tensor is not None]
-    return sum(tensor.untyped_storage().nbytes() for tensor in alive)
+    return sum(map(storage_bytes, alive))
 
 
 def of_recipe(
@@ -155,7 +155,7 @@ class _Held:
     def pack(self, tensor: torch.Tensor, makers: Makers) -> _Packed:
         """Note a tensor that is kept."""
         packed, key = _Packed(tensor), storage_key(tensor)
-        size = tensor.untyped_storage().nbytes()
+        size = storage_bytes(tensor)
         self.packed.append((weakref.ref(packed), key, size, makers.made.get(original_of(key))))
         return packed
 

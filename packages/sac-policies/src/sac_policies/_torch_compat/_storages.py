@@ -14,9 +14,49 @@ _WEAK: Any = getattr(
 def storage_key(tensor: torch.Tensor) -> int:
     """Return a number that tensors of one living storage share, and no others.
 
-    Without the name behind it the address of the data, which empty tensors share.
+    Without the name behind it the address of the data, which empty tensors share. A tensor that
+    lies in no storage has a number of its own.
     """
-    return _key_of(tensor.untyped_storage())
+    try:
+        return _key_of(tensor.untyped_storage())
+    except NotImplementedError:
+        return -id(tensor)
+
+
+def storage_bytes(tensor: torch.Tensor) -> int:
+    """Return the size of the storage that a tensor lies in, or of what it is made of instead."""
+    try:
+        return tensor.untyped_storage().nbytes()
+    except NotImplementedError:
+        return sum(each.nbytes for each in _parts(tensor)) or tensor.numel() * tensor.element_size()
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The dense tensors that a sparse one is made of."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    names = ("crow_indices", "col_indices", "ccol_indices", "row_indices", "values")
+    found = []
+    for name in names:
+        try:
+            found.append(getattr(tensor, name)())
+        except RuntimeError:  # of another layout
+            continue
+    return found
+
+
+def lies_in_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements lie in its storage by strides, to be read and taken views of.
+
+    Not those of sparse tensors, of oneDNN's, of nested ones, and of the zeros that forward
+    derivatives are made of. Lost without the name behind it: those end in an error of torch's.
+    """
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    return not _has_no_data(tensor)
+
+
+_has_no_data: Any = getattr(torch.Tensor, "_is_zerotensor", lambda tensor: False)
 
 
 def _key_of(storage: torch.UntypedStorage) -> int:

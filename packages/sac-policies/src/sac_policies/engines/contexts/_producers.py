@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..._torch_compat import StorageReference, alias, storage_key
+from ..._torch_compat import StorageReference, alias, lies_in_storage, storage_key
 from ._regions import Key
 
 _Made = tuple[Key, Any, int, StorageReference]
@@ -24,12 +24,14 @@ class Producers:
         self._made: dict[int, _Made] = {}
 
     def note(self, key: Key, out: Any, drawn: int) -> None:
-        """Remember the call `key` as the maker of every tensor in `out`."""
+        """Remember the call `key` as the maker of every tensor in `out` that lies in a storage."""
         if isinstance(out, torch.Tensor):
+            if not lies_in_storage(out):
+                return
             geometry = (out.shape, out.stride(), out.storage_offset())
             self._made[storage_key(out)] = (key, geometry, drawn, StorageReference(out))
             return
-        tensors = [each for each in out if isinstance(each, torch.Tensor)]
+        tensors = [x for x in out if isinstance(x, torch.Tensor) and lies_in_storage(x)]
         whole = type(out)(alias(x) if isinstance(x, torch.Tensor) else x for x in out)
         for each in tensors:
             self._made[storage_key(each)] = (key, _Whole(whole), drawn, StorageReference(each))

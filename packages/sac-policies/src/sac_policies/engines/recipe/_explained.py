@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..._torch_compat import node_number
+from ..._torch_compat import node_number, storage_bytes
 from ...policies._budget_plan import BudgetPlan
 from ...policies._modules import root_of
 from ...policies._policies import Policy
@@ -72,7 +72,7 @@ class _Explained(Region):
         self.saved.append(
             SavedTensor(
                 shape=tuple(tensor.shape),
-                storage_bytes=tensor.untyped_storage().nbytes(),
+                storage_bytes=storage_bytes(tensor),
                 made_by=""
                 if made_by is None or hasattr(made_by, "variable")
                 else type(made_by).__name__,

@@ -25,7 +25,7 @@ from torch.utils.weak import TensorWeakRef
 
 from ..._errors import MutationError, RecomputeError
 from ..._frames import user_line
-from ..._torch_compat import Hooks, current_node, modes_entered, node_number
+from ..._torch_compat import Hooks, current_node, lies_in_storage, modes_entered, node_number
 from ...policies._policies import Policy
 from .._engine_disabled import own_work
 from .._error_context import error_context
@@ -335,7 +335,7 @@ def shortened(
         is_own: whether the region is known to have made it.
     """
     least = LEAST_BYTES if tensor.is_floating_point() else LEAST_BYTES_OF_INTEGERS
-    if tensor.numel() * tensor.element_size() < least:
+    if tensor.numel() * tensor.element_size() < least or not lies_in_storage(tensor):
         return None
     bits = bits_of(tensor)
     if bits is not None:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..._torch_compat import is_fake
+from ..._torch_compat import is_fake, lies_in_storage
 from ..._torch_compat._function_nodes import function_of
 from ...policies._decisions import Decision
 from ...policies._policies import DEPENDS, Constant, Policy
@@ -39,6 +39,7 @@ class Why(Enum):
     RESULT = "{node} saves it for itself, and this torch does not tell which node runs"
     UNSEEN = "the region writes to values where autograd does not see it, or did when profiled"
     CALLS = "the policy decides single calls of {op}, but hooks see no order of calls"
+    OPAQUE = "sparse, nested or of oneDNN: its elements do not lie in memory by strides"
     SUBCLASS = "a tensor subclass, of which no rule rebuilds {op}"
     RULE_IS_OFF = "the rule of {op} is off for {dtype} on {device}: it {reason}"
 
@@ -76,6 +77,8 @@ class ReplayEntry:
 
     def device(self, tensor: torch.Tensor, node: Node) -> str | Why:
         """Device type to replay on, or why this output of the node must be kept."""
+        if not lies_in_storage(tensor):
+            return Why.OPAQUE
         key = (tensor.dtype, tensor.device, type(tensor))
         device = self.works.get(key)
         if device is None:

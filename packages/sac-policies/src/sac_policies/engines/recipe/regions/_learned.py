@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...._torch_compat import storage_key
+from ...._torch_compat import storage_bytes, storage_key
 from ....policies._policies import Policy
 from ....policies._rules import RECOMPUTE_ALL
 from .._calls import WORTH, WORTH_BYTES
@@ -23,8 +23,13 @@ class Learned:
         self._rebuilt: dict[int, int] = {}
 
     def stuck(self, tensor: torch.Tensor) -> None:
-        """Note a tensor that is kept against the policy."""
-        self._stuck[storage_key(tensor)] = tensor.untyped_storage().nbytes()
+        """Note a tensor that is kept against the policy.
+
+        Not a nested one, which torch's checkpoint takes for another each time.
+        """
+        if tensor.is_nested:
+            return
+        self._stuck[storage_key(tensor)] = storage_bytes(tensor)
 
     def rebuilt(self, tensor: torch.Tensor, number: int) -> None:
         """Note one that the node with this number is replayed for."""

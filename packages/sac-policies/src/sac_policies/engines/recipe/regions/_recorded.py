@@ -152,7 +152,8 @@ class RecordedRegion(Region):
         if not (self._follows and number in self._own and type(held) in _STEPS):
             self._follows = False
             return held
-        is_loose = node is None and not tensor.requires_grad and tensor.nbytes >= LEAST_BYTES
+        size = tensor.numel() * tensor.element_size()  # `nbytes` is not for all layouts
+        is_loose = node is None and not tensor.requires_grad and size >= LEAST_BYTES
         if type(held) is Remade:
             self._again[id(held)] = noted(self)
         key, kind = (node, tensor.output_nr), (type(tensor), tensor.dtype, tensor.device)

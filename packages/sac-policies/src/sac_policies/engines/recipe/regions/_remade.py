@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ...._torch_compat import lies_in_storage
 from ....policies._policies import Policy
 from ....policies._views import Operator
 from ..._guards import copied, is_small, stands_for
@@ -82,7 +83,7 @@ def remade(
     """What is held of a tensor that calls make again, None for all others: as for `instead`."""
     calls = region.edges.calls.untracked
     maker = calls.saved(tensor, number)
-    if maker is None:
+    if maker is None or not lies_in_storage(tensor):
         return None
     made = _Resolve(region, follow).remade(tensor, maker, policy)
     if made is not None:

@@ -55,7 +55,9 @@ _BATCH_NORM = {
 
 def _large(args: tuple[Any, ...]) -> bool:
     tensor = args[0] if args else None
-    return isinstance(tensor, torch.Tensor) and tensor.nbytes >= LEAST_BYTES
+    if not isinstance(tensor, torch.Tensor):
+        return False
+    return tensor.numel() * tensor.element_size() >= LEAST_BYTES
 
 
 def _norm(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Again | None:
