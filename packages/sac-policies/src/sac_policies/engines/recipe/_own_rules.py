@@ -66,7 +66,7 @@ def rules_behind(node: Node) -> list[str]:
 
     For messages: it walks the graph, not what a replay would take.
     """
-    found, seen, ahead = [], {node}, [node]
+    found, seen, ahead = [], {node}, [] if node is None else [node]
     while ahead and len(seen) < _MOST_SEEN:
         node = ahead.pop(0)
         if type(node) in _own:

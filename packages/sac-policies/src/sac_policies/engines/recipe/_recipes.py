@@ -234,22 +234,19 @@ class Recipe:
     def _other_size(self, value: torch.Tensor) -> RecomputeError:
         return RecomputeError(
             f"sac_policies.checkpoint: replay of {self.entry.rule.op} gives "
-            f"{value.untyped_storage().nbytes()} bytes, but the forward gave "
-            f'{self.storage_bytes} ({self._error_context()}). Use engine="contexts" for this '
-            "region."
+            f"{value.untyped_storage().nbytes()} bytes, but the forward gave {self.storage_bytes} "
+            f'({self._error_context()}). Use engine="contexts" for this region.'
         )
 
     def _unseen(self) -> MutationError:
-        shape = tuple(self.geometry[0])
-        node = current_node() if self.node is None else self.node
-        rules = "" if node is None else ", ".join(rules_behind(node))
+        rules = ", ".join(rules_behind(self.node or current_node()))
         doubted = rules and f", or what rebuilds {rules} gives something else now"
         return MutationError(
             f"sac_policies.checkpoint: replay of {self.entry.rule.op} for the saved tensor of "
-            f"shape {shape} gives other values than the forward, but it must have the same: "
-            "something wrote past autograd to the tensor, or to what the operator reads"
-            f"{doubted} ({self._error_context()}). Change it after backward; if the region itself "
-            'writes to it, write out-of-place or use engine="contexts".'
+            f"shape {tuple(self.geometry[0])} gives other values than the forward, but it must "
+            "have the same: something wrote past autograd to the tensor, or to what the operator "
+            f"reads{doubted} ({self._error_context()}). Change it after backward; if the region "
+            'itself writes to it, write out-of-place or use engine="contexts".'
         )
 
     def _error_context(self) -> str:
@@ -335,14 +332,19 @@ def shortened(
         is_own: whether the region is known to have made it.
     """
     least = LEAST_BYTES if tensor.is_floating_point() else LEAST_BYTES_OF_INTEGERS
-    if tensor.numel() * tensor.element_size() < least or not lies_in_storage(tensor):
+    if tensor.numel() * tensor.element_size() < least:
         return None
-    bits = bits_of(tensor)
-    if bits is not None:
-        return Mask(tensor, bits[1], keep(bits[0], None), read)
     changed = partial(mutated, tensor.shape, type(None), policy)
-    element = filling_of(tensor)
-    if element is not None:
-        return Filled(tensor, keep(element, None), read, changed)
-    narrow = narrowed(tensor) if is_own else None
+    try:
+        bits = bits_of(tensor)
+        if bits is not None:
+            return Mask(tensor, bits[1], keep(bits[0], None), read)
+        element = filling_of(tensor)
+        if element is not None:
+            return Filled(tensor, keep(element, None), read, changed)
+        narrow = narrowed(tensor) if is_own else None
+    except RuntimeError:
+        if lies_in_storage(tensor):  # asked only here, for most do
+            raise
+        narrow = None
     return None if narrow is None else Narrowed(tensor, keep(narrow, None), read, changed)
