@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -105,6 +106,10 @@ def test_what_cannot_fit_leaves_the_model_and_says_what_would() -> None:
     assert not found
     assert own_forwards(model) == []
     assert str(found).startswith(f"nothing fits 1,000 bytes: {found.smallest_bytes:,} are needed")
+    assert re.fullmatch(
+        r"\d+ % of what it takes without checkpointing(, \d x [a-z ]+: blocks[.a-z\d ]+)+",
+        found.how,
+    )
     assert "Raise the budget, divide the batch" in str(found)
     again = fit_(model, BATCH, found.smallest_bytes + 4096)
     assert isinstance(again, InPlaceFit)

@@ -85,12 +85,18 @@ class InPlaceFit:
             f"{100 * taken / plain:.0f} % of {format_size(plain)} without checkpointing "
             f"(predicted: {format_size(self.predicted_bytes)})"
         ]
-        for level in LEVELS:
-            paths = [region.path or "the model" for region in self.regions if region.level == level]
-            if paths:
-                between = f"{paths[0]} to {paths[-1]}" if len(paths) > 1 else paths[0]
-                lines.append(f"{len(paths):>4} x {level}: {between}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"   {group}" for group in _groups(self.regions))])
+
+
+def _groups(regions: Sequence[RegionFit]) -> list[str]:
+    """Say of each level that some are on which they are."""
+    found = []
+    for level in LEVELS:
+        paths = [region.path or "the model" for region in regions if region.level == level]
+        if paths:
+            between = f"{paths[0]} to {paths[-1]}" if len(paths) > 1 else paths[0]
+            found.append(f"{len(paths)} x {level}: {between}")
+    return found
 
 
 def fit_(
@@ -119,7 +125,8 @@ def fit_(
 
     Returns:
         What was done; `undo()` takes it back. Or an `Infeasible`, which is false, with the
-        smallest number that was measured; the model is then as it was.
+        smallest number that was measured and what the blocks did then; the model is then as it
+        was.
 
     Raises:
         BudgetError: `model` is not a module or was fitted before, the budget does not parse, `of`
@@ -183,6 +190,7 @@ class _Search:
         check_equal(repr(list(seen.operators)), what="block", where="fit_")
         self._levels = len(LEVELS) - (step.device.type == "cpu")
         self._rounds: list[tuple[int, int]] = []
+        self._tried: dict[int, list[str]] = {}
         self._spent: list[Spent] = []
 
     def run(self, budget: Budget) -> InPlaceFit | Infeasible:
@@ -216,7 +224,9 @@ class _Search:
             room -= self._size(taken) - allowed
         if not fitting:
             self.undo()
-            return Infeasible(allowed, min(size for _, size in self._rounds))
+            smallest = min(size for _, size in self._rounds)
+            share = f"{100 * smallest / sizes[0]:.0f} % of what it takes without checkpointing"
+            return Infeasible(allowed, smallest, ", ".join([share, *self._tried[smallest]]))
         best = min(fitting, key=lambda level: sum(cost[level] for cost in steps.costs))
         return self._found((best,) * count, uniform[best], sizes[best], uniform[0], allowed)
 
@@ -287,6 +297,7 @@ class _Search:
     def _note(self, done: tuple[RegionFit, ...], taken: _Taken) -> None:
         count = sum(region.level != LEVELS[0] for region in done)
         self._rounds.append((count, self._size(taken)))
+        self._tried.setdefault(self._size(taken), _groups(done))
 
     def undo(self) -> None:
         """Have all regions keep everything."""

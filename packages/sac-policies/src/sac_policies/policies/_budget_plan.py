@@ -90,10 +90,12 @@ class Infeasible:
     Attributes:
         budget_bytes: the budget asked for.
         smallest_bytes: the smallest budget that has a plan.
+        how: what takes no more than that; "" where a plan of the solver does.
     """
 
     budget_bytes: int
     smallest_bytes: int
+    how: str = ""
 
     def __bool__(self) -> bool:
         return False
@@ -101,7 +103,8 @@ class Infeasible:
     def __str__(self) -> str:
         """Say what is missing, and what would fit."""
         short = self.smallest_bytes - self.budget_bytes
+        how = self.how and f" ({self.how})"
         return (
-            f"nothing fits {self.budget_bytes:,} bytes: {self.smallest_bytes:,} are needed, "
+            f"nothing fits {self.budget_bytes:,} bytes: {self.smallest_bytes:,} are needed{how}, "
             f"{short:,} more. Raise the budget, divide the batch, or offload or shard what is left"
         )
