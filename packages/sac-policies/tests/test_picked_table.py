@@ -42,6 +42,12 @@ CASES: dict[str, Callable[[], torch.Tensor]] = {
     "points": lambda: X[AT, :, AT],
     "where it is true": lambda: X[X.detach() > 0],
     "selected": lambda: X.index_select(-1, torch.tensor([4, 0, 0])),
+    "scattered": lambda: X.scatter(-2, torch.tensor([[[3, 0], [1, 1]]]), leaf(1, 2, 2)),
+    "shuffled": lambda: F.pixel_shuffle(leaf(1, 8, 3, 2), 2),
+    "bicubic": lambda: F.interpolate(IMAGES, scale_factor=1.7, mode="bicubic"),
+    "bicubic with corners": lambda: F.interpolate(
+        IMAGES, size=(7, 2), mode="bicubic", align_corners=True
+    ),
     "nearest": lambda: F.interpolate(IMAGES, scale_factor=1.7),
     "nearest, stretched": lambda: F.interpolate(IMAGES, scale_factor=(1.3, 2.7)),
     "nearest of a size": lambda: F.interpolate(IMAGES, size=(2, 7)),
@@ -58,6 +64,14 @@ def test_operator_runs_again_on_what_its_edge_leads_to(name: str) -> None:
     """With the arguments that its node knows, negative ones among them."""
     made = CASES[name]()
     assert is_same(through_edges(CASES[name]), made.detach())
+
+
+@pytest.mark.parametrize(("device", "fits"), [("cpu", True), ("meta", False)])
+def test_scattering_runs_again_on_the_cpu_only(device: str, fits: bool) -> None:
+    """Elsewhere what comes last to a place may be another in each call."""
+    x = torch.ones(4, device=device, requires_grad=True)
+    made = x.scatter(0, torch.zeros(4, dtype=torch.int64, device=device), x.cos())
+    assert RULES["ScatterBackward0"].fits(made.grad_fn) is fits
 
 
 @pytest.mark.parametrize(("device", "fits"), [("cpu", True), ("meta", False)])

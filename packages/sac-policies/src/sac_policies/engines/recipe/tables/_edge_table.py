@@ -132,6 +132,25 @@ EDGE_RULES = (
         ),
     ),
     Rule(
+        "AddcmulBackward0",
+        aten.addcmul.default,
+        None,
+        through=lambda n, a, b, c: _typed(n, torch.addcmul(a, b, c, value=n._saved_value)),
+        operands=(Operand(0), Operand(1, "_saved_tensor1", 2), Operand(2, "_saved_tensor2", 1)),
+        edge_probes=(
+            lambda make: torch.addcmul(matrix(make), make(WIDTH), matrix(make), value=0.3),
+            lambda make: torch.addcmul(matrix(make), make(WIDTH).detach(), matrix(make)),
+        ),
+    ),
+    Rule(
+        "LerpBackward0",
+        aten.lerp.Scalar,
+        None,
+        through=lambda n, a, b: _typed(n, torch.lerp(a, b, n._saved_weight)),
+        operands=_PAIR,
+        edge_probes=(lambda make: torch.lerp(matrix(make), make(WIDTH), 0.3),),
+    ),
+    Rule(
         "CatBackward0",
         aten.cat.default,
         None,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .._replay import Node, output_facts
+from .._replay import Node, Operand, Rule, output_facts
 from .._views import signed, signed_all
 from ._probes import IMAGES, ROWS, Make, matrix, of_one
 
@@ -119,7 +119,32 @@ PICKED_RULES = (
         lambda n, x: x.index_select(signed(n._saved_dim), n._saved_index),
         lambda make: matrix(make).index_select(-1, _at(make)),
     ),
+    Rule(
+        "ScatterBackward0",
+        aten.scatter.src,
+        None,
+        through=lambda n, x, src: x.scatter(signed(n._saved_dim), n._saved_index, src),
+        operands=(Operand(0), Operand(1)),
+        edge_probes=(
+            lambda make: matrix(make).scatter(0, _at(make)[:, None].expand(ROWS, 3), make(ROWS, 3)),
+        ),
+        # Elsewhere what writes last to one place may be another in each call.
+        fits=lambda n: output_facts(n).device.type == "cpu",
+    ),
     # Windows.
+    of_one(
+        "PixelShuffleBackward0",
+        aten.pixel_shuffle.default,
+        _stretched(aten.pixel_shuffle, "upscale_factor"),
+        lambda make: F.pixel_shuffle(make(2, 8, 3, 5), 2),
+    ),
+    of_one(
+        "UpsampleBicubic2DBackward0",
+        aten.upsample_bicubic2d.default,
+        _stretched(aten.upsample_bicubic2d, "output_size", "align_corners", "scales_h", "scales_w"),
+        lambda make: F.interpolate(make(*IMAGES), scale_factor=2, mode="bicubic"),
+        lambda make: F.interpolate(make(*IMAGES), size=(5, 7), mode="bicubic"),
+    ),
     of_one(
         "UpsampleNearest2DBackward0",
         aten.upsample_nearest2d.default,

@@ -16,6 +16,7 @@ from ._guessed_eps import EpsGuess, from_statistics
 from ._picked_table import PICKED_RULES
 from ._probes import CHANNELS, IMAGES, KERNELS, ROWS, WIDE, WIDTH
 from ._result_table import RESULT_RULES
+from ._stored_table import STORED_RULES
 
 aten = torch.ops.aten
 
@@ -287,7 +288,7 @@ _RULES = (
 
 RULES = {
     rule.node: dataclasses.replace(rule, **THROUGH.get(rule.node, {}))
-    for rule in (*_RULES, *EDGE_RULES, *RESULT_RULES, *PICKED_RULES)
+    for rule in (*_RULES, *EDGE_RULES, *RESULT_RULES, *PICKED_RULES, *STORED_RULES)
     if rule.op is not None
 }
 """Name of an autograd node to its rule; `Rule.works` says whether it is used."""
