@@ -278,7 +278,7 @@ def test_value_that_could_not_be_made_again_is_not_as_planned() -> None:
 
     plan = keeping("AddBackward0", plan_of(function, x, strict=True))
     learnt(plan, function, x)
-    mode[0] = "bicubic"
+    mode[0] = "nearest-exact"
     said = [refusal(function, x, each) for each in (plan, anew(plan))]
     assert said[0] == said[1] != ""
 
