@@ -59,11 +59,11 @@ def refusal(policy: Policy) -> str:
 def _reason(policy: Policy) -> str:
     if policy.offloads:
         return "offloads, but saved-tensor hooks only keep or replay"
-    for rule in DIRECT:
-        if _decides_calls(policy, rule.op):
-            return (
-                f"decides single calls of {rule.op}, but saved-tensor hooks see no order of calls"
-            )
+    single = [rule.op for rule in DIRECT if _decides_calls(policy, rule.op)]
+    if single:
+        # A policy by size or a function says nothing of operators: to name one would mislead.
+        which = "every operator" if len(single) == len(DIRECT) else single[0]
+        return f"decides single calls of {which}, but saved-tensor hooks see no order of calls"
     return ""
 
 
