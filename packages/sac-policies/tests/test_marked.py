@@ -332,7 +332,7 @@ def test_missing_name_is_fine_where_that_was_said(block: Block) -> None:
 
 def test_path_without_a_module_is_refused() -> None:
     """A function has no modules below it."""
-    with pytest.raises(PolicyError, match="names modules, but the function is neither a module"):
+    with pytest.raises(PolicyError, match="begin at a module, but the function is neither"):
         checkpoint(torch.sin, leaf(2), policy=save_modules("mlp"), engine="recipe")
 
 

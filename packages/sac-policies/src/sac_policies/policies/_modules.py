@@ -85,8 +85,8 @@ def named_root(root: nn.Module | None) -> nn.Module:
     """
     if root is None:
         raise PolicyError(
-            "sac_policies.checkpoint: policy names modules, but the function is neither a module "
-            "nor a module's method. Checkpoint the module itself, or use context_fn(policy, "
-            "root=...)."
+            "sac_policies.checkpoint: policy names modules or spans, whose paths begin at a "
+            "module, but the function is neither a module nor a module's method. Checkpoint the "
+            "module itself, or use context_fn(policy, root=...)."
         )
     return root
