@@ -137,6 +137,7 @@ ENTRIES = {
         lambda g: sp.solve(TRACE, 1, engine="contexts", host_bandwidth=g),
         "none int",
     ),
+    "solve.regions": (lambda g: sp.solve(TRACE, 1, regions=g), "int"),
     "solve.engine": (lambda g: sp.solve(TRACE, 1, engine=g), ""),
     "span": (lambda g: sp.span(g, "act"), "type"),
     "span.label": (lambda g: sp.span(len, g), "long text"),

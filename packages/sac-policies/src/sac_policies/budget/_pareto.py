@@ -25,8 +25,8 @@ class ParetoPoint(NamedTuple):
 
     Attributes:
         bytes: kept between forward and backward.
-        seconds: work that backward repeats, and copies; floating point operations for a trace in
-            "flops".
+        seconds: work that backward repeats, and waits for copies; floating point operations for a
+            trace in "flops".
         policy: the plan, for `checkpoint`.
     """
 
@@ -41,6 +41,7 @@ def pareto(
     points: int = 33,
     engine: Target | None = None,
     host_bandwidth: Budget | None = None,
+    regions: int = 1,
 ) -> list[ParetoPoint]:
     """Solve for evenly spaced budgets and return the plans none of which beats another.
 
@@ -51,6 +52,7 @@ def pareto(
         engine: as for `solve`; by default plans of the recipe engine, joined by those of the
             contexts engine that keep less, or repeat less work within the same bytes.
         host_bandwidth: as for `solve`; of the engines joined, only "contexts" offloads.
+        regions: as for `solve`.
 
     Returns:
         Points by rising bytes and strictly falling seconds.
@@ -77,7 +79,9 @@ def pareto(
     for target, rate in zip(targets, rates, strict=True):
         low, high = trace.fixed_bytes(target), min(most, trace.total_bytes(target))
         budgets = (low + (high - low) * step // (points - 1) for step in range(points))
-        plans = (solve(trace, b, engine=target, host_bandwidth=rate) for b in budgets)
+        plans = (
+            solve(trace, b, engine=target, host_bandwidth=rate, regions=regions) for b in budgets
+        )
         found += [point_of(plan) for plan in plans if isinstance(plan, BudgetPlan)]
     return _front(found)
 

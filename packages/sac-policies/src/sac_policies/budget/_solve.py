@@ -2,8 +2,7 @@
 
 A value is kept or its operator runs again, so the work saved is what is left of a 0/1 knapsack:
 keep the values worth most whose bytes fit. `_knapsack` solves it in integers. Where values may be
-offloaded too, what is not kept takes the cheaper of the two, and it stays one knapsack: a copy's
-time is counted as a replay's is, though much of it is hidden behind other work.
+offloaded too, what counts of a copy is the time that regions wait for it (`offloading`).
 
 The recipe engine makes a few values again only where it sees what calls are given, which takes time
 in every forward. Both ways are solved, and the one that costs less is taken.
@@ -11,19 +10,19 @@ in every forward. Both ways are solved, and the one that costs less is taken.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import get_args
 
 from .._errors import BudgetError, shown
 from ..policies._budget_plan import BudgetPlan, Infeasible, Pack
+from ..policies._checked import is_count
 from ..policies._decisions import Decision
-from ..policies._plans import Target
-from ._knapsack import Packing, pack
+from ..policies._plans import Call, Target
+from ._knapsack import pack
 from ._sizes import Budget, budget_bytes, parse_size
 from ._trace import Item, Trace
-
-Solver = Callable[..., Packing]
+from .offloading import Copies, Solver, choose
 
 
 def solve(
@@ -32,6 +31,7 @@ def solve(
     *,
     engine: Target = "recipe",
     host_bandwidth: Budget | None = None,
+    regions: int = 1,
     strict: bool = False,
 ) -> BudgetPlan | Infeasible:
     """Plan what to keep so that backward repeats the least work within `budget`.
@@ -45,9 +45,11 @@ def solve(
         budget: bytes (int), a fraction of what can be kept (float), "6 GiB" or "50%".
         engine: which engine will follow the plan; "contexts" also for compiled code.
         host_bandwidth: bytes per second between the accelerator and pinned host memory ("25 GB",
-            or what `measure_host_bandwidth` returns). A value is then offloaded where copying it
-            there and back takes less time than making it again; needs a trace in "ns" and the
-            contexts engine.
+            or what `measure_host_bandwidth` returns). Values are then offloaded, too, where
+            waiting for their copies takes less time than making them again; needs a trace in "ns"
+            and the contexts engine.
+        regions: how many regions in a row follow the plan, such as equal blocks of a model. The
+            values of all but the last are copied back while backward is at the region after.
         strict: under the recipe engine, whether a forward that saves other tensors than were
             profiled is an error; else those that the plan does not know are kept, and it warns.
 
@@ -56,13 +58,15 @@ def solve(
 
     Raises:
         BudgetError: the budget is negative, above 100%, or does not parse; the engine is
-            unknown; or values cannot be offloaded under it.
+            unknown; values cannot be offloaded under it; or there are no regions.
 
     Example:
         >>> solve(Trace("ns", (), ()), "1 KiB").kept_bytes
         0
     """
-    plan = solve_with(pack, trace, budget, engine=engine, host_bandwidth=host_bandwidth)
+    plan = solve_with(
+        pack, trace, budget, engine=engine, host_bandwidth=host_bandwidth, regions=regions
+    )
     return replace(plan, strict=True) if strict and isinstance(plan, BudgetPlan) else plan
 
 
@@ -73,15 +77,23 @@ def solve_with(
     *,
     engine: Target,
     host_bandwidth: Budget | None = None,
+    regions: int = 1,
 ) -> BudgetPlan | Infeasible:
     """As `solve`, with another knapsack solver: `solver(weights, values, capacity=...)`."""
     check_target(trace, engine, where="solve")
     rate = _checked_rate(host_bandwidth, trace, engine)
+    if not is_count(regions) or regions == 0:
+        raise BudgetError(
+            f"sac_policies.solve: regions {shown(regions)} is not a number of regions, but at "
+            "least one follows a plan. Pass how many regions of a step do."
+        )
     allowed = budget_bytes(budget, total_bytes=trace.total_bytes(engine))
     ways = [trace]
     if engine == "recipe" and trace.without_calls is not None:
         ways.insert(0, trace.without_calls)  # the first of two that cost the same is taken
-    found = [_solved(solver, way, allowed, engine=engine, rate=rate) for way in ways]
+    if rate is not None:
+        return _offloading(solver, trace, allowed, Copies.of(trace.ops, rate, regions))
+    found = [_solved(solver, way, allowed, engine=engine) for way in ways]
     plans = [plan for plan in found if isinstance(plan, BudgetPlan)]
     if not plans:
         smallest = min(each.smallest_bytes for each in found if isinstance(each, Infeasible))
@@ -91,33 +103,35 @@ def solve_with(
 
 
 def _solved(
-    solver: Solver, trace: Trace, allowed: int, *, engine: Target, rate: int | None
+    solver: Solver, trace: Trace, allowed: int, *, engine: Target
 ) -> BudgetPlan | Infeasible:
     fixed, items = trace.fixed_bytes(engine), trace.items(engine)
     if allowed < fixed:
         return Infeasible(budget_bytes=allowed, smallest_bytes=fixed)
     packing = solver(
         [item.kept_bytes for item in items],
-        [price(item, rate) for item in items],
+        [item.cost for item in items],
         capacity=allowed - fixed,
     )
     kept = [items[n] for n in packing.taken]
-    return plan_of(trace, kept, bound=packing.bound, engine=engine, rate=rate)
+    return plan_of(trace, kept, bound=packing.bound, engine=engine)
 
 
-def price(item: Item, rate: int | None) -> int:
-    """What it costs not to keep an item, by copies at `rate` bytes per second or by work.
-
-    Example:
-        >>> price(Item((0,), 1000, 5000), 10**9), price(Item((0,), 1000, 500), 10**9)
-        (2000, 500)
-    """
-    return item.cost if rate is None else min(item.cost, _copying(item, rate))
-
-
-def _copying(item: Item, rate: int) -> int:
-    """Nanoseconds to the host and back, rounded up."""
-    return -(-2 * item.kept_bytes * 10**9 // rate)
+def _offloading(solver: Solver, trace: Trace, allowed: int, copies: Copies) -> BudgetPlan:
+    """Plan for the contexts engine, which has to keep nothing; costs are those of one region."""
+    items, regions = trace.items("contexts"), copies.regions
+    choice = choose(items, copies, capacity=allowed, solver=solver)
+    away, copy_cost = [items[n] for n in choice.away], -(-choice.waits // regions)
+    plan = plan_of(trace, [items[n] for n in choice.kept], bound=0, engine="contexts")
+    offloaded = {trace.ops[i].key: Decision.OFFLOAD for item in away for i in item.ops}
+    return replace(
+        plan,
+        choices=_rows(dict(plan.choices) | offloaded),
+        recompute_cost=plan.recompute_cost - sum(item.cost for item in away) + copy_cost,
+        bound_cost=-(-choice.bound // regions),
+        offloaded_bytes=sum(item.kept_bytes for item in away),
+        copy_cost=copy_cost,
+    )
 
 
 def _checked_rate(rate: Budget | None, trace: Trace, engine: Target) -> int | None:
@@ -184,14 +198,7 @@ def check_target(trace: object, engine: object, *, where: str) -> None:
         )
 
 
-def plan_of(
-    trace: Trace,
-    kept: Sequence[Item],
-    *,
-    bound: int,
-    engine: Target,
-    rate: int | None = None,
-) -> BudgetPlan:
+def plan_of(trace: Trace, kept: Sequence[Item], *, bound: int, engine: Target) -> BudgetPlan:
     """Write a choice of items as a plan.
 
     Args:
@@ -199,35 +206,25 @@ def plan_of(
         kept: items of `trace.items(engine)` to keep.
         bound: no choice within the budget saves more work, in the trace's unit.
         engine: as for `solve`.
-        rate: bytes per second to the host, where what is not kept may be offloaded.
     """
-    items, taken = trace.items(engine), set(kept)
-    away = [
-        item
-        for item in items
-        if rate is not None and item not in taken and price(item, rate) < item.cost
-    ]
     seeing = trace.calls_cost if engine == "recipe" else 0
-    whole = seeing + sum(price(item, rate) for item in items)
+    whole = seeing + sum(item.cost for item in trace.items(engine))
     saved = {i for item in kept for i in item.ops}
-    decided = dict.fromkeys(saved, Decision.SAVE)
-    decided |= dict.fromkeys((i for item in away for i in item.ops), Decision.OFFLOAD)
     return BudgetPlan(
-        choices=tuple(
-            sorted(
-                ((trace.ops[i].key, what) for i, what in decided.items()), key=lambda row: row[0]
-            )
-        ),
+        choices=_rows({trace.ops[i].key: Decision.SAVE for i in saved}),
         packs=_packs(trace, saved) if engine == "recipe" else (),
         kept_bytes=trace.fixed_bytes(engine) + sum(item.kept_bytes for item in kept),
-        recompute_cost=whole - sum(price(item, rate) for item in kept),
+        recompute_cost=whole - sum(item.cost for item in kept),
         bound_cost=whole - bound,
         unit=trace.unit,
         engine=engine,
         inputs=trace.inputs,
-        offloaded_bytes=sum(item.kept_bytes for item in away),
         sees_calls=trace.sees_calls,
     )
+
+
+def _rows(decided: Mapping[Call, Decision]) -> tuple[tuple[Call, Decision], ...]:
+    return tuple(sorted(decided.items(), key=lambda row: row[0]))
 
 
 def _packs(trace: Trace, saved: set[int]) -> tuple[Pack, ...]:

@@ -29,14 +29,15 @@ class BudgetPlan(Plan):
     Attributes:
         packs: for each tensor that autograd saves, in order, what the recipe engine does.
         kept_bytes: bytes kept between forward and backward; never above the budget.
-        recompute_cost: work that backward repeats, in `unit`, and time of copies to the host and
-            back.
+        recompute_cost: work that backward repeats, in `unit`, and `copy_cost`.
         bound_cost: no plan within the budget repeats less; equal when the plan is optimal.
         unit: "ns" or "flops".
         engine: what it was solved for, "recipe" or "contexts"; `engine="auto"` uses that one.
         inputs: for each tensor argument of the profiled call whether it needed a gradient;
             None where it was not recorded.
         offloaded_bytes: moved to the host meanwhile; not part of `kept_bytes`.
+        copy_cost: time for which a region waits for copies to the host and back, which is what no
+            other work hides of them; the mean of the regions that the plan was solved for.
         strict: whether the recipe engine refuses a forward that saves other tensors than were
             profiled; else it keeps those that the plan does not know, and warns once.
         sees_calls: whether the recipe engine sees in each forward what calls are given (Rule 3).
@@ -52,6 +53,7 @@ class BudgetPlan(Plan):
     offloaded_bytes: int = 0
     strict: bool = False
     sees_calls: bool = True
+    copy_cost: int = 0
 
     @property
     def problem(self) -> str:
@@ -61,6 +63,8 @@ class BudgetPlan(Plan):
             return "its bytes and costs are {}, {} and {}".format(*counts)
         if self.offloaded_bytes < 0:
             return f"it moves {self.offloaded_bytes} bytes to the host"
+        if not 0 <= self.copy_cost <= self.recompute_cost:
+            return f"it waits {self.copy_cost} for copies, of {self.recompute_cost} in all"
         if self.packs and self.engine != "recipe":
             return f"a plan for {self.engine!r} lists saved tensors"
         return super().problem

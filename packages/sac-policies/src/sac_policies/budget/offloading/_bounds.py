@@ -1,0 +1,84 @@
+"""What values cost where they may be offloaded, and bounds that no plan for all of them is below.
+
+Costs are nanoseconds of all regions in a row together. Copying a value costs its way back to the
+region that backward reaches first; past what a forward hides, it costs that time again on each way
+out, and on each way back to the other regions (`_copies`).
+
+Rule 1. A bound has prices: of a byte kept, and of a nanosecond waited for copies out, and back. At
+        any prices, what all values cost at the least, less what the room is worth, is below what
+        any plan costs. It takes copies to be hidden anywhere in the forward; what a plan costs is
+        asked of `Copies`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from .._knapsack import Packing
+from .._trace import Item
+from ._copies import Copies
+
+Solver = Callable[..., Packing]
+ONE = 1 << 40
+"""What 1 is in prices, which are integers, so that bounds are exact."""
+
+
+class Prices(NamedTuple):
+    """What waiting for a nanosecond of copies out and back costs, and a byte kept, in 1/ONE."""
+
+    out: int
+    back: int
+    kept: int
+
+
+class Values:
+    """The items, what each costs in all regions together, and bounds on what all cost."""
+
+    def __init__(self, items: Sequence[Item], copies: Copies, capacity: int) -> None:
+        self.items, self.copies, self.capacity = items, copies, capacity
+        self.all, regions = range(len(items)), copies.regions
+        self.sizes = [item.kept_bytes for item in items]
+        self.repeat = [regions * item.cost for item in items]
+        self.copy = [sum(copies.times[op] for op in item.ops) for item in items]
+        self.exposed = [2 * regions * each for each in self.copy]  # if nothing is hidden
+        self.byte_ns = 1e9 / copies.rate
+        hidden = copies.most_hidden(op for item in items for op in item.ops)
+        self.hidden = [hidden[item.ops[0]] for item in items]
+
+    def waits(self, away: Iterable[int]) -> int:
+        """Nanoseconds that regions wait if these are offloaded."""
+        return self.copies.waits(sorted(op for n in away for op in self.items[n].ops))
+
+    def fits(self, kept: Iterable[int]) -> bool:
+        """Whether these may be kept."""
+        return sum(self.sizes[n] for n in kept) <= self.capacity
+
+    def density(self, room: float, worth: Sequence[int]) -> float:
+        """Worth of a byte where those that are worth most for their bytes fill so much room."""
+        sizes = self.sizes
+        for n in sorted(self.all, key=lambda n: -worth[n] / sizes[n]):
+            room -= sizes[n]
+            if room < 0:
+                return worth[n] / sizes[n]
+        return 0.0
+
+    def least(self, prices: Prices) -> list[int]:
+        """What each costs at the least (Rule 1), in 1/ONE."""
+        copied = ONE + prices.out + prices.back
+        return [
+            min(repeat * ONE, prices.kept * size, copied * copy)
+            for repeat, size, copy in zip(self.repeat, self.sizes, self.copy, strict=True)
+        ]
+
+    def bound(self, prices: Prices) -> int:
+        """Below what any plan costs (Rule 1)."""
+        room = prices.kept * self.capacity
+        room += prices.out * self.hidden[0] + prices.back * self.copies.work
+        return -(-(sum(self.least(prices)) - room) // ONE)
+
+    def bound_of(self, solver: Solver, *, out: int, back: int) -> int:
+        """The same, with bytes kept divided in integers and waiting at whole prices."""
+        costs = [min(r, (1 + out + back) * c) for r, c in zip(self.repeat, self.copy, strict=True)]
+        packing = solver(self.sizes, costs, capacity=self.capacity)
+        return sum(costs) - packing.bound - out * self.hidden[0] - back * self.copies.work

@@ -1,0 +1,54 @@
+"""Regions whose values may be offloaded, and every way to do so."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+from sac_policies import Trace, TracedOp
+from sac_policies.budget.offloading import Copies
+
+
+def traced(sizes: list[int], costs: list[int], groups: list[int] | None = None) -> Trace:
+    """Operators that make one value each, in nanoseconds."""
+    numbers = groups or list(range(len(sizes)))
+    rows = zip(sizes, costs, numbers, strict=True)
+    ops = (
+        TracedOp("aten.mm.default", n, size, cost, (), group)
+        for n, (size, cost, group) in enumerate(rows)
+    )
+    return Trace("ns", tuple(ops), ())
+
+
+def random_region(seed: int, most: int = 8) -> tuple[Trace, int, int, int]:
+    """A trace, a rate at which some copies can be hidden, regions in a row, bytes that may stay.
+
+    A third is as blocks are, of cheap and dear values of two sizes, whose copies take longer than
+    they do; in a third calls are decided together.
+    """
+    r = random.Random(seed)
+    n = r.randrange(1, most + 1)
+    if seed % 3:
+        sizes = [int(r.lognormvariate(10, 1)) + 1 for _ in range(n)]
+        costs = [int(r.lognormvariate(8, 1)) + 1 for _ in range(n)]
+    else:
+        sizes = [r.choice((1000, 2700)) for _ in range(n)]
+        costs = [int(r.choice((50, 500)) * r.uniform(0.9, 1.1)) for _ in range(n)]
+    together = r.randrange(n) if n > 2 and seed % 3 == 1 else n
+    groups = [together if i > together and r.random() < 0.5 else i for i in range(n)]
+    rate = max(1, int(sum(sizes) / sum(costs) * 1e9 * r.choice((0.1, 0.3, 1, 3))))
+    room = r.choice((0, 0.2, 0.7)) * r.random()
+    return traced(sizes, costs, groups), rate, r.choice((1, 2, 32)), int(sum(sizes) * room)
+
+
+def least_cost(trace: Trace, copies: Copies, capacity: int) -> int:
+    """Of all ways to keep, offload and repeat: nanoseconds of all regions together."""
+    items = trace.items("contexts")
+    found = []
+    for ways in itertools.product("kor", repeat=len(items)):
+        of = {way: [i for i, w in zip(items, ways, strict=True) if w == way] for way in "kor"}
+        if sum(item.kept_bytes for item in of["k"]) <= capacity:
+            away = sorted(op for item in of["o"] for op in item.ops)
+            repeated = copies.regions * sum(item.cost for item in of["r"])
+            found.append(repeated + copies.waits(away))
+    return min(found)

@@ -1,0 +1,121 @@
+"""Choices of what to keep, repeat and offload: never over, as good as they say they are."""
+
+from __future__ import annotations
+
+import random
+from importlib import import_module
+from typing import Any
+
+import pytest
+from _copied import least_cost, random_region, traced
+
+from sac_policies import Trace
+from sac_policies.budget._knapsack import pack
+from sac_policies.budget.offloading import Choice, Copies, _choice, choose
+from sac_policies.budget.offloading._choice import _fill
+
+
+def costs_of(trace: Any, copies: Copies, choice: Choice) -> int:
+    """Work repeated and waits of all regions together."""
+    items = trace.items("contexts")
+    repeated = (i.cost for n, i in enumerate(items) if n not in choice.kept + choice.away)
+    return copies.regions * sum(repeated) + choice.waits
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_of_few_values_no_other_choice_costs_less(seed: int) -> None:
+    """Held against every way to keep, offload or repeat up to seven; the bound proves it."""
+    trace, rate, regions, capacity = random_region(seed, most=7)
+    copies, items = Copies.of(trace.ops, rate, regions), trace.items("contexts")
+    choice = choose(items, copies, capacity=capacity, solver=pack)
+    cost = costs_of(trace, copies, choice)
+    assert cost == choice.bound == least_cost(trace, copies, capacity)
+    assert sum(items[n].kept_bytes for n in choice.kept) <= capacity
+    assert not set(choice.kept) & set(choice.away)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_of_values_that_are_not_tried_in_all_ways_the_bound_holds(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for large regions, held against all ways."""
+    monkeypatch.setattr(_choice, "_FEW", 0)
+    trace, rate, regions, capacity = random_region(seed, most=7)
+    copies, items = Copies.of(trace.ops, rate, regions), trace.items("contexts")
+    choice = choose(items, copies, capacity=capacity, solver=pack)
+    least = least_cost(trace, copies, capacity)
+    assert choice.bound <= least <= costs_of(trace, copies, choice) <= 1.5 * least
+
+
+def test_of_nothing_nothing_is_chosen() -> None:
+    """An empty forward costs nothing."""
+    copies = Copies.of((), 10**9, 3)
+    assert choose((), copies, capacity=0, solver=pack) == Choice((), (), 0, 0)
+
+
+def test_nobody_waits_where_copies_are_hidden() -> None:
+    """Late values are kept, early ones offloaded, at most as many as are hidden: the order counts
+    and not the worth, which is the same for all.
+    """
+    trace = traced([100] * 40, [100] * 40)
+    copies = Copies.of(trace.ops, 2 * 10**8, 1000)  # a copy takes as long as five values
+    choice = choose(trace.items("contexts"), copies, capacity=3200, solver=pack)
+    assert len(choice.kept) == 32
+    assert len(choice.away) == 7
+    assert choice.waits == sum(copies.times[n] for n in choice.away)
+    assert all(b - a >= 5 for a, b in zip(choice.away, choice.away[1:], strict=False))
+
+
+def test_filling_takes_what_is_worth_most_for_its_bytes() -> None:
+    """And fits, and is worth anything."""
+    packing = _fill([4, 2, 3, 1], [4, 6, 3, 0], capacity=7)
+    assert sorted(packing.taken) == [0, 1]
+    assert (packing.weight, packing.value) == (6, 10)
+    assert packing.bound >= pack([4, 2, 3, 1], [4, 6, 3, 0], capacity=7).value
+
+
+@pytest.mark.parametrize("regions", [1, 32])
+@pytest.mark.parametrize("seed", range(2))
+def test_bound_is_below_what_highs_finds(seed: int, regions: int) -> None:
+    """A mixed integer program, in which copies need only be hidden by the end of the forward."""
+    pytest.importorskip("scipy", reason="scipy is not installed")
+    r = random.Random(seed)
+    sizes = [int(r.lognormvariate(10, 1)) + 1 for _ in range(24)]
+    trace = traced(sizes, [int(r.lognormvariate(8, 1)) + 1 for _ in range(24)])
+    copies, items = Copies.of(trace.ops, 5 * 10**9, regions), trace.items("contexts")
+    capacity = sum(sizes) // 5
+    choice = choose(items, copies, capacity=capacity, solver=pack)
+    assert choice.bound <= _highs(trace, copies, capacity) <= costs_of(trace, copies, choice) + 1
+
+
+def _highs(trace: Trace, copies: Copies, capacity: int) -> float:
+    """For each value whether it is kept and whether it is offloaded; waits out, and back."""
+    optimize = import_module("scipy.optimize")
+    n, regions = len(trace.ops), copies.regions
+    repeat = [regions * op.cost for op in trace.ops]
+    objective = [-c for c in repeat]
+    objective += [t - c for t, c in zip(copies.times, repeat, strict=True)]
+    zeros, moved = [0] * n, list(copies.times)
+    rows = [([*copies.sizes, *zeros, 0, 0], capacity)]
+    rows += [
+        (
+            [
+                *(int(k == i) for k in range(n)),
+            ]
+            * 2
+            + [0, 0],
+            1,
+        )
+        for i in range(n)
+    ]
+    late = ([*zeros, *(t if k >= i else 0 for k, t in enumerate(moved)), -1, 0] for i in range(n))
+    rows += [(row, copies.work - made) for row, made in zip(late, copies.made, strict=True)]
+    rows.append(([*zeros, *moved, 0, -1], copies.work))
+    answer = optimize.milp(
+        [*objective, regions, regions - 1],
+        constraints=optimize.LinearConstraint([row for row, _ in rows], ub=[at for _, at in rows]),
+        bounds=optimize.Bounds(0, [1] * (2 * n) + [float("inf")] * 2),
+        integrality=[1] * (2 * n) + [0, 0],
+        options={"mip_rel_gap": 0.0},
+    )
+    return float(answer.fun) + sum(repeat)
