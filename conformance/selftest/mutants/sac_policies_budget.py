@@ -200,7 +200,7 @@ def dry_run_weighs_nothing(part):
     return overlay(part, profile=profile)
 
 
-@mutant(area=AREA, kills={"SP-122", "SP-177"})
+@mutant(area=AREA, kills={"SP-122", "SP-177", "SP-212"})
 def bytes_are_estimated(part):
     """Promises one byte less than the engine keeps."""
 
@@ -468,12 +468,32 @@ def report_counts_another_engine(part):
     return overlay(part, report=report)
 
 
-@mutant(area=AREA, kills={"SP-177"})
+@mutant(area=AREA, kills={"SP-177", "SP-212"})
+def host_is_not_asked(part):
+    """Repeats what it does not keep, however fast the host is."""
+
+    def solve(trace, budget, *, host_bandwidth=None, **options):
+        return part.solve(trace, budget, **options)
+
+    return overlay(part, solve=solve)
+
+
+@mutant(area=AREA, kills={"SP-212"})
 def copies_cost_nothing(part):
     """Offloads as if the host were infinitely fast."""
 
     def solve(trace, budget, *, host_bandwidth=None, **options):
         rate = None if host_bandwidth is None else 2**62
         return part.solve(trace, budget, host_bandwidth=rate, **options)
+
+    return overlay(part, solve=solve)
+
+
+@mutant(area=AREA, kills={"SP-212"})
+def each_region_waits_for_its_copies_back(part):
+    """Plans for regions in a row as for one that stands alone."""
+
+    def solve(trace, budget, *, regions=1, **options):
+        return part.solve(trace, budget, **options)
 
     return overlay(part, solve=solve)
