@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
-from _copied import least_cost, random_region
 
 from sac_policies.budget._knapsack import pack
 from sac_policies.budget.offloading._bounds import ONE, Prices, Values
 from sac_policies.budget.offloading._copies import Copies
+
+from ._copied import least_cost, random_region
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -7,12 +7,13 @@ from importlib import import_module
 from typing import Any
 
 import pytest
-from _copied import least_cost, random_region, traced
 
 from sac_policies import Trace
 from sac_policies.budget._knapsack import pack
 from sac_policies.budget.offloading import Choice, Copies, _choice, choose
 from sac_policies.budget.offloading._choice import _fill
+
+from ._copied import least_cost, random_region, traced
 
 
 def costs_of(trace: Any, copies: Copies, choice: Choice) -> int:

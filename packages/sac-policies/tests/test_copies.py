@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
-from _copied import traced
-
 from sac_policies.budget.offloading._copies import Copies, Stream
+
+from ._copied import traced
 
 RATE = 10**9  # a byte in a nanosecond
 

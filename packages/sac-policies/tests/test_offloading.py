@@ -9,10 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from _copied import least_cost, random_region
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_solve import random_trace
 
 from sac_policies import (
     BudgetError,
@@ -29,6 +27,9 @@ from sac_policies import (
 from sac_policies.budget._knapsack import Packing, pack
 from sac_policies.budget._solve import solve_with
 from sac_policies.budget.offloading import Copies
+
+from ._copied import least_cost, random_region
+from .test_solve import random_trace
 
 OFFLOAD = Decision.OFFLOAD
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from _copied import least_cost, random_region
 
 from sac_policies.budget._knapsack import pack
 from sac_policies.budget.offloading import _tree
@@ -11,6 +10,8 @@ from sac_policies.budget.offloading._bounds import Prices, Values
 from sac_policies.budget.offloading._choice import _Search
 from sac_policies.budget.offloading._copies import Copies
 from sac_policies.budget.offloading._tree import Tree
+
+from ._copied import least_cost, random_region
 
 FREE = Prices(0, 0, 0)
 
