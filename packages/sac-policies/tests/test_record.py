@@ -28,6 +28,11 @@ def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return F.silu((x @ w).view(-1)).exp()
 
 
+def dropped(x: torch.Tensor) -> torch.Tensor:
+    """Dropout, and a copy."""
+    return F.dropout(x.sin(), 0.5).clone() * 2
+
+
 def test_operators_and_bytes_are_recorded() -> None:
     """Views make no storage; calls are numbered by operator; inputs name the makers."""
     trace = profile(lambda x: (x @ x).t() @ x, leaf(3, 3))
@@ -98,6 +103,13 @@ def test_how_the_engine_looks_at_bits_is_not_recorded() -> None:
     there = profile(normalized, *(leaf(*shape).to(DEVICE) for shape in shapes), unit="flops")
     here = profile(normalized, *(leaf(*shape) for shape in shapes), unit="flops")
     assert [op.name for op in there.ops] == [op.name for op in here.ops]
+
+
+def test_how_the_engine_holds_a_random_state_is_not_recorded() -> None:
+    """Of a mask that is drawn again: a plan for the contexts engine numbers the model's calls."""
+    small, large = (torch.ones(n, requires_grad=True) for n in (8, 1 << 17))
+    names = [[op.name for op in profile(dropped, x).ops] for x in (small, large)]
+    assert names[0] == names[1]
 
 
 def test_random_operators_form_one_group() -> None:

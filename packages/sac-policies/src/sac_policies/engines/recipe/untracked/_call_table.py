@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ..._guards import unnoticed
+
 LEAST_BYTES = 1024
 """Of a value that is made again with what a mode saw: for less it does not pay."""
 
@@ -83,7 +85,7 @@ def _dropout(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ag
         return None
     if not (x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last)):
         return None
-    state = RandomState(torch.default_generator.get_state())
+    state = unnoticed(RandomState, torch.default_generator.get_state())
     return partial(_drawn, state, x.size(), x.stride(), x.dtype, p), (), {}
 
 
