@@ -71,6 +71,7 @@ if TYPE_CHECKING:
         Item,
         ParetoPoint,
         RegionFit,
+        StepTrace,
         Trace,
         TracedOp,
         TracedPack,
@@ -84,6 +85,7 @@ if TYPE_CHECKING:
         parse_size,
         plot_pareto,
         profile,
+        profile_step,
         solve,
     )
     from sac_policies.engines.recipe._explained import SavedTensor
@@ -123,6 +125,7 @@ __all__ = [
     "Row",
     "SacError",
     "SavedTensor",
+    "StepTrace",
     "Trace",
     "TracedOp",
     "TracedPack",
@@ -148,6 +151,7 @@ __all__ = [
     "parse_size",
     "plot_pareto",
     "profile",
+    "profile_step",
     "recompute_all",
     "recompute_ops",
     "replay_rule",

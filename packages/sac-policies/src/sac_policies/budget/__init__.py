@@ -17,7 +17,9 @@ from sac_policies.budget._pareto import (
 from sac_policies.budget._record import profile
 from sac_policies.budget._sizes import format_size, parse_size
 from sac_policies.budget._solve import solve
+from sac_policies.budget._step_trace import StepTrace
 from sac_policies.budget._trace import Item, Trace, TracedOp, TracedPack
+from sac_policies.budget._watched_step import profile_step
 
 __all__ = [
     "Fit",
@@ -25,6 +27,7 @@ __all__ = [
     "Item",
     "ParetoPoint",
     "RegionFit",
+    "StepTrace",
     "Trace",
     "TracedOp",
     "TracedPack",
@@ -38,5 +41,6 @@ __all__ = [
     "parse_size",
     "plot_pareto",
     "profile",
+    "profile_step",
     "solve",
 ]

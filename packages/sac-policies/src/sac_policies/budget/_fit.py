@@ -23,7 +23,8 @@ from ._agree import from_first_rank
 from ._sizes import Budget, budget_bytes
 from ._solve import solve, spread
 from ._step import Loss, Step, check_step
-from ._trace import Trace
+from ._step_trace import StepTrace
+from ._watched_step import watched_step
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,14 @@ class Fit:
         peak_bytes: most memory in use during a step under it; at most the budget.
         budget_bytes: the budget.
         rounds: (bytes kept, peak) of each plan that was measured, in order.
+        predicted_bytes: the peak that was predicted for it (`profile_step`).
     """
 
     policy: BudgetPlan
     peak_bytes: int
     budget_bytes: int
     rounds: tuple[tuple[int, int], ...]
+    predicted_bytes: int
 
 
 def fit(
@@ -55,7 +58,9 @@ def fit(
 ) -> Fit | Infeasible:
     """Find the plan that repeats the least work while a step's measured peak fits `budget`.
 
-    Profiles, solves, runs a step, corrects, and keeps the best plan that was measured to fit.
+    Runs a step without checkpointing and predicts from it what others take, solves for the best
+    plan that is to fit, and confirms it by a measured step, or a second one. Only where neither
+    fits is a plan searched for by measuring alone.
     The peak counts parameters, buffers, gradients, the batch and all that a forward and
     backward allocate; not optimiser state. Collective where a process group is initialised.
 
@@ -65,8 +70,8 @@ def fit(
         budget: bytes (int), "6 GiB", or a fraction of the peak without checkpointing.
         loss: from the model's output to a scalar; by default the output's own `loss`, else the
             sum of its float tensors.
-        rounds: plans between keeping all and keeping least to try until one fits, and as many
-            that keep every n-th value where none does; at least 1.
+        rounds: where predictions are off, plans between keeping all and keeping least to try
+            until one fits, and as many that keep every n-th value where none does; at least 1.
         unit: what work is measured in, see `profile`; with "flops" equal runs give equal plans.
         strict: whether the plan refuses a forward that saves other tensors, as for another loss
             or batch; else it keeps those that it does not know, and warns once.
@@ -90,8 +95,8 @@ def fit(
     budget_bytes(budget, total_bytes=0)  # refused before anything runs
     step = Step("fit", model, batch, loss)
     with step.leaving_the_model():
-        trace = from_first_rank(step.trace(unit))
-        found = _Search(trace, model, step).run(budget, rounds)
+        watched = from_first_rank(watched_step(step, step.trace(unit)))
+        found = _Search(watched, step).run(budget, rounds)
     if not (strict and isinstance(found, Fit)):
         return found
     return replace(found, policy=replace(found.policy, strict=True))
@@ -105,15 +110,54 @@ def _check_rounds(rounds: object) -> None:
         )
 
 
+_POINTS, _SPREAD = 64, 16
+"""Budgets that are solved for, and plans that keep every n-th value."""
+_CONFIRMED = 2
+"""Plans that are measured because they are predicted to fit."""
+_FAR = 1.1
+"""Share of the budget above which the smallest prediction is not doubted."""
+
+
 class _Search:
     """Plans measured so far, between one that fits and one that does not."""
 
-    def __init__(self, trace: Trace, model: nn.Module, step: Step) -> None:
-        self._trace, self._model, self._step = trace, model, step
+    def __init__(self, watched: StepTrace, step: Step) -> None:
+        self._watched, self._step = watched, step
+        self._trace = watched.trace
         self._rounds: list[tuple[int, int]] = []
         self._peaks: dict[str, int] = {}
 
     def run(self, budget: Budget, rounds: int) -> Fit | Infeasible:
+        """Confirm what is predicted, or search (Rule 1)."""
+        plan, peak = self._measure(self._trace.total_bytes())
+        allowed = budget_bytes(budget, total_bytes=peak)
+        if peak <= allowed:
+            return self._found(plan, peak, allowed)
+        plans = self._predicted()
+        least = min(predicted for _, predicted in plans)
+        target = max(allowed, least)
+        for _ in range(_CONFIRMED):
+            fitting = [plan for plan, predicted in plans if predicted <= target]
+            if not fitting:
+                break
+            plan, peak = self._measured(min(fitting, key=lambda plan: plan.recompute_cost))
+            if peak <= allowed:
+                return self._found(plan, peak, allowed)
+            target -= peak - allowed
+        if least > _FAR * allowed:
+            return self._infeasible(allowed)
+        return self._searched(allowed, rounds)
+
+    def _predicted(self) -> list[tuple[BudgetPlan, int]]:
+        """Plans of which one is chosen, and what a step takes under each."""
+        low, high = self._trace.fixed_bytes(), self._trace.total_bytes()
+        budgets = (low + (high - low) * number // _POINTS for number in range(_POINTS))
+        found = [solve(self._trace, kept) for kept in budgets]
+        found += [spread(self._trace, nth) for nth in range(2, _SPREAD + 2)]
+        plans = {plan.digest: plan for plan in found if isinstance(plan, BudgetPlan)}
+        return [(plan, self._watched.peak_bytes(plan)) for plan in plans.values()]
+
+    def _searched(self, allowed: int, rounds: int) -> Fit | Infeasible:
         """Keep less and less until a step fits, then as much more as still fits.
 
         The peak need not fall with the bytes kept: a long chain of replays brings back at once
@@ -122,8 +166,6 @@ class _Search:
         work was measured to be: what they fit into is never infeasible.
         """
         low, high = self._trace.fixed_bytes(), self._trace.total_bytes()
-        plan, peak = self._measure(high)
-        allowed = budget_bytes(budget, total_bytes=peak)
         fits, over = low, high
         for number in range(rounds + 1):
             kept = high - (high - low) * number // rounds
@@ -141,16 +183,23 @@ class _Search:
                 plan, peak, fits = fuller, measured, middle
             else:
                 over = middle
-        return Fit(plan, peak, allowed, tuple(self._rounds))
+        return self._found(plan, peak, allowed)
 
     def _spread(self, allowed: int, rounds: int) -> Fit | Infeasible:
         """Try plans that keep every n-th value, more values first."""
         for nth in range(2, rounds + 2):
             plan, peak = self._measured(spread(self._trace, nth))
             if peak <= allowed:
-                return Fit(plan, peak, allowed, tuple(self._rounds))
+                return self._found(plan, peak, allowed)
+        return self._infeasible(allowed)
+
+    def _infeasible(self, allowed: int) -> Infeasible:
         smallest = min(peak for _, peak in self._rounds)
         return Infeasible(budget_bytes=allowed, smallest_bytes=smallest)
+
+    def _found(self, plan: BudgetPlan, peak: int, allowed: int) -> Fit:
+        predicted = self._watched.peak_bytes(plan)
+        return Fit(plan, peak, allowed, tuple(self._rounds), predicted)
 
     def _measure(self, kept_bytes: int) -> tuple[BudgetPlan, int]:
         return self._measured(solve(self._trace, kept_bytes))
@@ -159,7 +208,7 @@ class _Search:
         plan = from_first_rank(own)
         assert isinstance(plan, BudgetPlan)
         if plan.digest not in self._peaks:
-            call = partial(checkpoint, self._model, policy=plan, engine="recipe")
+            call = partial(checkpoint, self._step.model, policy=plan, engine="recipe")
             self._peaks[plan.digest] = peak = self._step.peak(call)
             self._rounds.append((plan.kept_bytes, peak))
         return plan, self._peaks[plan.digest]

@@ -18,6 +18,7 @@ import torch
 from torch.autograd.profiler import profile, record_function
 
 from .._errors import BudgetError, shown
+from .._torch_compat import storage_key
 from ..engines.contexts._moved import leaving, measured
 from ..engines.contexts._moved_stats import counters
 from ._times import Clock, Spent, no_collection
@@ -203,9 +204,8 @@ def storage_bytes(tensors: Iterable[torch.Tensor | None], *, device: torch.devic
         >>> storage_bytes([x, x[10:], None], device=x.device)
         400
     """
-    found = (each.untyped_storage() for each in tensors if each is not None)
-    here = {storage.data_ptr(): storage.nbytes() for storage in found if storage.device == device}
-    return sum(here.values())
+    here = [each for each in tensors if each is not None and each.device == device]
+    return sum({storage_key(each): each.untyped_storage().nbytes() for each in here}.values())
 
 
 def _changes(step: Callable[[], object]) -> list[tuple[int, int] | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -92,7 +92,7 @@ def _unit_of(values: Any) -> Unit:
 
 
 def _record(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unit: Unit) -> Trace:
-    recorder = _Recorder(unit)
+    recorder = Recorder(unit)
     region = SavedTensors(recorder.made, (args, kwargs))
     known = habits_of(function)
     region.mind(known | Habit.FORGETS)
@@ -126,7 +126,7 @@ def _faster(one: Trace, other: Trace) -> Trace:
     return replace(one, ops=tuple(replace(a, cost=min(a.cost, b.cost)) for a, b in pairs))
 
 
-class _Recorder(WatchingMode):
+class Recorder(WatchingMode):
     """Writes down every operator that runs.
 
     Attributes:
@@ -154,15 +154,31 @@ class _Recorder(WatchingMode):
             self._ranges.follow(func, args)
         if facts.bookkeeping or self._ranges.inside or is_guarding():
             return func(*args, **given)
+        self.begin()
         began = self._clock(args)
         out = func(*args, **given)
         elapsed = self._clock(out) - began
         cost = elapsed if self._unit == "ns" else _work(func, args, given, out)
         self.on_habit(self._writes.follow(func, args, given, out)[0])
-        for tensor in facts.written(args, given):
+        written = facts.written(args, given)
+        for tensor in written:
             self._overwrite(tensor)
-        self._add(func, cost, _storages((args, given)), _storages(out), facts.draws(args))
+        new = self._add(func, cost, _storages((args, given)), _storages(out), facts.draws(args))
+        self.end((args, given), out, new, written)
         return out
+
+    def begin(self) -> None:
+        """A call begins."""
+
+    def end(self, read: Any, out: Any, made: Storages, written: list[torch.Tensor]) -> None:
+        """The call has ended that was begun last.
+
+        Args:
+            read: its arguments.
+            out: what it returned.
+            made: the storages that it made.
+            written: the tensors that it wrote to.
+        """
 
     def made(self, storage: torch.UntypedStorage) -> Made | None:
         """Who made a storage; None for what the function was given."""
@@ -175,8 +191,8 @@ class _Recorder(WatchingMode):
             self.ops[made.call] = replace(self.ops[made.call], overwritten=True)
 
     def _add(
-        self, func: Any, cost: int, inputs: _Storages, outputs: _Storages, draws: bool
-    ) -> None:
+        self, func: Any, cost: int, inputs: _Found, outputs: _Found, draws: bool
+    ) -> list[torch.UntypedStorage]:
         at = len(self.ops)
         new = [outputs[key] for key in outputs if key not in inputs]
         makers = {made.call for each in inputs.values() if (made := self.made(each)) is not None}
@@ -196,6 +212,7 @@ class _Recorder(WatchingMode):
             )
         )
         self._calls[name] += 1
+        return new
 
     def _clock(self, values: Any) -> int:
         if self._unit == "flops":
@@ -208,10 +225,11 @@ def _nothing(habit: Habit) -> None:
     pass
 
 
-_Storages = dict[int, torch.UntypedStorage]
+Storages = Iterable[torch.UntypedStorage]
+_Found = dict[int, torch.UntypedStorage]
 
 
-def _storages(values: Any) -> _Storages:
+def _storages(values: Any) -> _Found:
     """Storages of all tensors in `values`, each once, in order."""
     found = (tensor.untyped_storage() for tensor in tensors_in(values))
     return {id(storage): storage for storage in found}

@@ -12,6 +12,7 @@ from torch import nn
 
 from .._errors import BudgetError, shown
 from .._tensors import tensors_in
+from .._torch_compat import is_fake
 from ..policies._plans import Unit
 from ._agree import check_equal, largest, largest_each
 from ._measure import Interval, Marks, Moved, highest, storage_bytes
@@ -52,11 +53,13 @@ class Step:
         loss: from its output to a scalar; by default its own loss, else the sum of its tensors.
 
     Attributes:
-        device: where the model's parameters are.
+        where: the public function, for messages.
+        model: the model.
+        device: where its parameters are.
     """
 
     def __init__(self, where: str, model: nn.Module, batch: Any, loss: Loss | None) -> None:
-        self._where, self._model = where, model
+        self.where, self.model = where, model
         self._loss = loss or self._default_loss
         self._args = batch if isinstance(batch, tuple) else ()
         self._kwargs = batch if isinstance(batch, dict) else {}
@@ -66,16 +69,20 @@ class Step:
 
     def trace(self, unit: Unit) -> Trace:
         """Profile the forward; the ranks must agree on its operators. Collective."""
-        trace = profile(self._model, *self._args, repeats=2, unit=unit, **self._kwargs)
-        check_equal(trace.digest, what="trace", where=self._where)
+        trace = profile(self.model, *self._args, repeats=2, unit=unit, **self._kwargs)
+        check_equal(trace.digest, what="trace", where=self.where)
         return trace
+
+    def loss(self, call: Callable[..., Any]) -> torch.Tensor:
+        """Run a forward through `call`; return the loss."""
+        # Each step draws the same numbers: routing and dropout decide what it takes.
+        torch.manual_seed(0)
+        return self._loss(call(*self._args, **self._kwargs))
 
     def run(self, call: Callable[..., Any], marks: Marks | Clock | None = None) -> None:
         """Run a forward through `call`, and backward; gradients are not added up."""
         self._clear()
-        # Each step draws the same numbers: routing and dropout decide what it takes.
-        torch.manual_seed(0)
-        loss = self._loss(call(*self._args, **self._kwargs))
+        loss = self.loss(call)
         if marks is not None:
             marks.mark(BACKWARD)
         loss.backward()
@@ -89,7 +96,7 @@ class Step:
     def forward(self) -> None:
         """Run a forward alone, whose graph is gone at once."""
         torch.manual_seed(0)
-        self._model(*self._args, **self._kwargs)
+        self.model(*self._args, **self._kwargs)
 
     def intervals(self, call: Callable[..., Any], marks: Marks) -> list[Interval]:
         """Run a step; return what it allocated, the most of all ranks. Collective.
@@ -100,7 +107,7 @@ class Step:
         self._settle()
         own = marks.intervals(lambda: self.run(call, marks))
         keys = [each.key for each in own]
-        check_equal(repr(keys), what="order of blocks", where=self._where)
+        check_equal(repr(keys), what="order of blocks", where=self.where)
         most = largest_each([n for one in own for n in (one.grown, one.most, *one.moved)])
         each = len(most) // len(own)
         found = [
@@ -126,10 +133,17 @@ class Step:
         """Bytes of parameters, buffers and batch, the most of all ranks. Collective."""
         return largest(self._resident())
 
-    def _resident(self) -> int:
+    @property
+    def is_dry(self) -> bool:
+        """Whether its tensors have no data."""
+        return any(each.is_meta or is_fake(each) for each in self._tensors())
+
+    def _tensors(self) -> list[torch.Tensor]:
         batch = tensors_in((self._args, self._kwargs))
-        tensors = [*self._model.parameters(), *self._model.buffers(), *batch]
-        return storage_bytes(tensors, device=self.device)
+        return [*self.model.parameters(), *self.model.buffers(), *batch]
+
+    def _resident(self) -> int:
+        return storage_bytes(self._tensors(), device=self.device)
 
     def _settle(self) -> None:
         """Leave nothing of the step before in memory."""
@@ -141,14 +155,14 @@ class Step:
             torch.autograd.grad(none * 1.0, none, grad_outputs=none.detach())
 
     def _clear(self) -> None:
-        for parameter in self._model.parameters():
+        for parameter in self.model.parameters():
             parameter.grad = None
 
     @contextmanager
     def leaving_the_model(self) -> Iterator[None]:
         """Put gradients, buffers and random state back at the end, an interrupted one included."""
-        grads = [(p, p.grad) for p in self._model.parameters()]
-        buffers = [(b, b.clone()) for b in self._model.buffers()]
+        grads = [(p, p.grad) for p in self.model.parameters()]
+        buffers = [(b, b.clone()) for b in self.model.buffers()]
         forked: dict[str, Any] = {"devices": []}
         if self.device.type != "cpu":
             forked = {"devices": [self.device], "device_type": self.device.type}
@@ -169,7 +183,7 @@ class Step:
         tensors = [tensor for tensor in tensors_in(out) if tensor.requires_grad]
         if not tensors:
             raise BudgetError(
-                f"sac_policies.{self._where}: the model's output has no tensor that needs a "
+                f"sac_policies.{self.where}: the model's output has no tensor that needs a "
                 "gradient, but a step ends in backward. Pass loss=, from the output to a scalar."
             )
         return torch.stack([tensor.sum().float() for tensor in tensors]).sum()

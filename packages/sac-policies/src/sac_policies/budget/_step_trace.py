@@ -1,0 +1,297 @@
+"""One training step as a value: what it allocates, frees and reads, and what a plan makes of that.
+
+Rule 1. The step was run once, without checkpointing. What a plan keeps lives as it did then, and
+        longer where a replay reads it. What it does not keep lives in forward as long as others
+        than autograd hold it, and in backward from its first reader to its last.
+Rule 2. A replay runs a call again on what it read. What is kept or was given is there; all else is
+        replayed for it. What a call writes in place is another value in the same storage.
+Rule 3. What an operator takes for itself while it runs was measured, and is taken again where a
+        replay runs it. Fake tensors only tell what it returns.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from .._errors import BudgetError, shown
+from ..policies._budget_plan import BudgetPlan
+from ._trace import Trace, TracedPack
+
+Event = tuple[Literal["call", "free", "read", "release"], int]
+"""What happened: to a call or a value by its number, to a saved tensor by its place."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCall:
+    """One operator call of a step, in forward or backward.
+
+    Attributes:
+        made: numbers of the values that it made, in storages of their own.
+        read: what it read: number of the value and how it lay in memory (`StepValue.layout`).
+        most_bytes: most that was allocated while it ran, over what there was before.
+        copied_bytes: of small tensors from outside that a replay of its node reads.
+    """
+
+    made: tuple[int, ...]
+    read: tuple[tuple[int, int], ...]
+    most_bytes: int
+    copied_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepValue:
+    """What a call of a step made, or wrote to a storage.
+
+    Attributes:
+        call: the number of the call.
+        storage: number of the value for which its storage was made; its own, unless written.
+        size_bytes: of its storage.
+        layout: a number for its sizes, strides and offset; views of it have others.
+    """
+
+    call: int
+    storage: int
+    size_bytes: int
+    layout: int
+
+
+@dataclass(frozen=True)
+class StepRun:
+    """What happened in a step.
+
+    Attributes:
+        calls: all operator calls, in order.
+        values: what they made.
+        events: what happened, in order.
+        saved: for each saved tensor which value it is of, -1 for what the forward was given, and
+            its layout.
+        dropped: for storages of forward, the number of the call before which only autograd holds
+            them.
+    """
+
+    calls: tuple[StepCall, ...]
+    values: tuple[StepValue, ...]
+    events: tuple[Event, ...]
+    saved: tuple[tuple[int, int], ...]
+    dropped: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """A step that was run once, without checkpointing, and what it would take under plans.
+
+    Attributes:
+        trace: of its forward, to solve for plans.
+        resident_bytes: parameters, buffers and batch.
+    """
+
+    trace: Trace
+    resident_bytes: int
+    _run: StepRun
+
+    def peak_bytes(self, plan: BudgetPlan | None = None) -> int:
+        """Predict the most memory in use during a step, in bytes.
+
+        Counts parameters, buffers, gradients, the batch and all that forward and backward allocate;
+        not optimizer state.
+
+        Args:
+            plan: for the whole model as one region, solved for the recipe engine from `trace`;
+                without one, nothing is checkpointed.
+
+        Raises:
+            BudgetError: no such plan, or one of another trace.
+        """
+        packs = None if plan is None else self._packs(plan)
+        return self.resident_bytes + _Walk(self._run, packs).peak()
+
+    def _packs(self, plan: BudgetPlan) -> list[tuple[TracedPack, bool]]:
+        if not isinstance(plan, BudgetPlan) or plan.engine != "recipe":
+            raise BudgetError(
+                f"sac_policies.StepTrace.peak_bytes: plan {shown(plan)} is none of the recipe "
+                "engine, but its replays are what is predicted. Pass what "
+                "solve(step.trace, budget) returns."
+            )
+        packs = self.trace.packs if plan.sees_calls else self.trace.unseen or ()
+        if [pack.producer for pack in packs] != [producer for producer, _ in plan.packs]:
+            raise BudgetError(
+                f"sac_policies.StepTrace.peak_bytes: plan {plan.digest} is of {len(plan.packs)} "
+                f"saved tensors, but of the {len(packs)} here it is not. Solve for the trace of "
+                "this step."
+            )
+        return [(pack, kept) for pack, (_, kept) in zip(packs, plan.packs, strict=True)]
+
+
+class _Walk:
+    """A step under a plan, walked through.
+
+    Args:
+        run: the step as it ran without one.
+        packs: its saved tensors, as the plan knows them, each with whether it is kept; None where
+            all are, as they are.
+    """
+
+    def __init__(self, run: StepRun, packs: Sequence[tuple[TracedPack, bool]] | None) -> None:
+        self._run, self._values = run, run.values
+        self._now = self._top = 0
+        self._alive: set[int] = set()
+        """Storages that live as they did without a plan."""
+        self._made: set[int] = set()
+        """Values that were made again."""
+        self._kept_at: dict[int, dict[int, int]] = {}
+        """By storage that is kept as it is, for which saved tensor first, by layout."""
+        self._short: dict[int, int] = {}
+        """What is kept of storages that are kept as less: bytes."""
+        replayed, short = set(), set()
+        for at, (number, layout) in enumerate(run.saved):
+            if number < 0:
+                continue
+            storage = self._values[number].storage
+            pack, is_kept = packs[at] if packs is not None else (None, True)
+            if pack is not None and pack.producer and not is_kept:
+                replayed.add(at)
+            elif pack is None or pack.storage_bytes >= self._values[number].size_bytes:
+                self._kept_at.setdefault(storage, {}).setdefault(layout, at)
+            else:
+                short.add(at)
+                self._short[storage] = max(self._short.get(storage, 0), pack.storage_bytes)
+        self._short = {n: size for n, size in self._short.items() if n not in self._kept_at}
+        self._saved = [number for number, _ in run.saved]
+        self._replayed = {at for at in replayed if not self._is_whole(at)}
+        """Saved tensors that are made again."""
+        self._widened = {at for at in short if not self._is_whole(at)}
+        """Those that are kept as less than they are."""
+        made_again = [self._saved[at] for at in (*self._replayed, *self._widened)]
+        self._gone = {self._values[number].storage for number in made_again}
+        self._readers = Counter(made_again)
+        self._holders: Counter[int] = Counter()
+        self._operands: dict[int, list[int]] = {}
+        """By value that is replayed, what is made again for that."""
+        self._sources: dict[int, frozenset[int]] = {}
+        """By such a value, the storages that are read for it, and for what it reads."""
+        for at in sorted(self._replayed):
+            self._holders.update(self._kept_for(self._saved[at], at))
+        self._left = Counter(self._values[each].storage for each in self._saved if each >= 0)
+        """Saved tensors of each storage that are not released yet."""
+        self._freed: set[int] = set()
+        self._copied = self._copies()
+
+    def _copies(self) -> dict[int, int]:
+        """By call, bytes that are copied for replays of it, until its values are done with."""
+        calls = {self._values[self._saved[at]].call for at in self._replayed}
+        return {at: size for at in calls if (size := self._run.calls[at].copied_bytes)}
+
+    def peak(self) -> int:
+        """Most bytes over those before the step."""
+        early: dict[int, list[int]] = {}
+        for storage, at in self._run.dropped.items():
+            if storage in self._gone:
+                early.setdefault(at, []).append(storage)
+        for kind, number in self._run.events:
+            if kind == "call":
+                for each in early.get(number, ()):
+                    self._drop(each, self._alive)
+                    self._now += self._short.get(each, 0)
+                call = self._run.calls[number]
+                self._take(call.most_bytes, call.made, self._alive)
+                self._now += self._copied.get(number, 0)
+            elif kind == "free":
+                self._free(number)
+            elif self._saved[number] >= 0:
+                (self._read if kind == "read" else self._release)(number)
+        return self._top
+
+    def _is_whole(self, at: int) -> bool:
+        return self._values[self._saved[at]].storage in self._kept_at
+
+    def _is_source(self, number: int, layout: int, at: int) -> bool:
+        """Whether a replay finds a value among what is kept for saved tensors before `at`.
+
+        It looks for the value, and for views on its way to that, by the nodes that made them.
+        """
+        value = self._values[number]
+        kept = self._kept_at.get(value.storage, {})
+        return min(kept.get(value.layout, at), kept.get(layout, at)) < at
+
+    def _kept_for(self, number: int, at: int) -> frozenset[int]:
+        """Find out what a value is replayed from, once a recipe for the saved tensor `at` is made.
+
+        What is kept later than that is not known then. Counts the readers of all that is made
+        again.
+        """
+        if number not in self._sources:
+            found, again = set(), []
+            for each, layout in self._run.calls[self._values[number].call].read:
+                storage = self._values[each].storage
+                if self._is_source(each, layout, at):
+                    found.add(storage)
+                    continue
+                again.append(each)
+                self._readers[each] += 1
+                if storage not in self._short:
+                    found |= self._kept_for(each, at)
+            self._operands[number], self._sources[number] = again, frozenset(found)
+        return self._sources[number]
+
+    def _take(self, most: int, made: Iterable[int], there: set[int]) -> None:
+        self._top = max(self._top, self._now + most)
+        for number in made:
+            there.add(number)
+            self._now += self._values[number].size_bytes
+        self._top = max(self._top, self._now)
+
+    def _drop(self, number: int, there: set[int]) -> None:
+        if number in there:
+            there.remove(number)
+            self._now -= self._values[number].size_bytes
+
+    def _free(self, storage: int) -> None:
+        """Nobody held it any more, where nothing was checkpointed."""
+        if self._holders[storage]:
+            self._freed.add(storage)
+        elif storage not in self._gone or storage not in self._run.dropped:
+            self._drop(storage, self._alive)
+
+    def _read(self, at: int) -> None:
+        """Backward asks for a saved tensor."""
+        if at in self._replayed or at in self._widened:
+            self._make(self._saved[at])
+            self._readers[self._saved[at]] -= 1
+
+    def _release(self, at: int) -> None:
+        """A node, or whoever lets go of the graph, is done with a saved tensor."""
+        number = self._saved[at]
+        storage = self._values[number].storage
+        self._left[storage] -= 1
+        if at in self._replayed:
+            for each in self._sources[number]:
+                self._holders[each] -= 1
+                if each in self._freed and not self._holders[each]:
+                    self._drop(each, self._alive)
+        if storage in self._gone:
+            if self._readers[number] <= 0:
+                self._drop(number, self._made)
+            if not self._left[storage]:
+                self._now -= self._short.pop(storage, 0)
+                self._now -= self._copied.pop(self._values[number].call, 0)
+
+    def _make(self, number: int) -> None:
+        """Replay the call that made a value, or make it of what is kept, unless it is there."""
+        storage = self._values[number].storage
+        if number in self._made or (storage in self._gone and storage in self._alive):
+            return
+        if storage in self._short:
+            self._take(0, (number,), self._made)
+            return
+        operands = self._operands[number]
+        for each in operands:
+            self._make(each)
+        most = self._run.calls[self._values[number].call].most_bytes
+        self._take(most, (number,), self._made)
+        for each in operands:
+            self._readers[each] -= 1
+            if self._readers[each] <= 0:
+                self._drop(each, self._made)
