@@ -61,6 +61,22 @@ def test_fake_tensors_give_the_same_bytes() -> None:
     assert fake == real
 
 
+@pytest.mark.timeout(60)
+def test_fake_views_that_are_written_to_are_recorded() -> None:
+    """Torch makes the node of a fake view by an operator, while it holds that view's lock."""
+
+    def joined(x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty(4, 12)
+        out[:, :8].copy_(x * 2)
+        out[:, 8:].copy_(x[:, :4].exp())
+        return out.sin()
+
+    with FakeTensorMode():
+        fake = profile(joined, leaf(4, 8), unit="flops")
+    real = profile(joined, leaf(4, 8), unit="flops")
+    assert fake.total_bytes() == real.total_bytes()
+
+
 def test_flops_count_products_and_elements() -> None:
     """A product counts its arithmetic, anything else one per element."""
     trace = profile(function, leaf(2, 3), leaf(3, 5), unit="flops")

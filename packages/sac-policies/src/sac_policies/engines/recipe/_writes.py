@@ -97,7 +97,8 @@ class Writes:
         grads = torch.is_grad_enabled()
         facts = facts_of(op)
         for each in (reference() for reference in self._fresh):
-            if each is not None and each.requires_grad and not each.is_leaf:
+            # A view is not asked: torch may be making its node, under a lock, by this very call.
+            if each is not None and each.requires_grad and (each._is_view() or not each.is_leaf):
                 self._tracked.add(storage_key(each))
         self._fresh = list(map(TensorWeakRef, tensors_in(out)))
         unseen = [
