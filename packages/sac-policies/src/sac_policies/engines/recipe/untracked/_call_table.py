@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ...._torch_compat import is_fake
 from ..._guards import unnoticed
 
 LEAST_BYTES = 1024
@@ -83,7 +84,7 @@ def _dropout(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ag
     p, training = kwargs.get("p", p), kwargs.get("training", training)
     if not (_large(args) and training and 0 < p < 1) or x.numel() < MASK_NUMEL or not x.is_cpu:
         return None
-    if not (x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last)):
+    if is_fake(x) or not (x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last)):
         return None
     state = unnoticed(RandomState, torch.default_generator.get_state())
     return partial(_drawn, state, x.size(), x.stride(), x.dtype, p), (), {}
