@@ -11,7 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sac_policies import BudgetError, Fit, Infeasible, Trace, checkpoint, fit, profile
+from sac_policies import (
+    BudgetError,
+    Fit,
+    Infeasible,
+    StepTrace,
+    Trace,
+    checkpoint,
+    fit,
+    profile,
+)
 from sac_policies.budget import _step
 from sac_policies.budget._measure import peak_growth, storage_bytes
 
@@ -179,6 +188,30 @@ def test_budget_is_feasible_whatever_times_were_measured(stack: Stack, seed: int
     assert found
     assert found.peak_bytes <= found.budget_bytes
     assert found.policy.bound_cost <= found.policy.recompute_cost
+
+
+@pytest.mark.parametrize("share", [0.95, 0.85, 0.75])
+def test_two_steps_confirm_a_prediction(stack: Stack, share: float) -> None:
+    """One without checkpointing, for what the share is of, and one or two under plans."""
+    found = fit(stack, torch.randn(1024, 32), share)
+    assert found
+    assert len(found.rounds) <= 3
+    assert found.predicted_bytes == pytest.approx(found.peak_bytes, rel=0.03)
+
+
+@pytest.mark.parametrize(("factor", "steps"), [(0.5, 4), (2.0, 2)])
+def test_predictions_that_are_off_are_not_believed(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, factor: float, steps: int
+) -> None:
+    """What fits without them is found: within the budget, by more steps where it takes more."""
+    predicted = StepTrace.peak_bytes
+    monkeypatch.setattr(
+        StepTrace, "peak_bytes", lambda step, plan=None: int(factor * predicted(step, plan))
+    )
+    found = fit(stack, torch.randn(1024, 32), 0.8)
+    assert found
+    assert found.peak_bytes <= found.budget_bytes
+    assert len(found.rounds) >= steps
 
 
 def test_infeasible_says_the_smallest_peak(stack: Stack) -> None:

@@ -67,7 +67,7 @@ class Step:
             self._args = (batch,)
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
 
-    def trace(self, unit: Unit) -> Trace:
+    def trace(self, unit: Unit | None) -> Trace:
         """Profile the forward; the ranks must agree on its operators. Collective."""
         trace = profile(self.model, *self._args, repeats=2, unit=unit, **self._kwargs)
         check_equal(trace.digest, what="trace", where=self.where)

@@ -186,15 +186,18 @@ class _Walk:
 
     def peak(self) -> int:
         """Most bytes over those before the step."""
-        early: dict[int, list[int]] = {}
+        dropped: dict[int, list[int]] = {}
         for storage, at in self._run.dropped.items():
             if storage in self._gone:
-                early.setdefault(at, []).append(storage)
+                dropped.setdefault(at, []).append(storage)
+        calls = 0
         for kind, number in self._run.events:
+            if kind in ("call", "read"):
+                for storage in dropped.pop(calls, ()):
+                    self._drop(storage, self._alive)
+                    self._now += self._short.get(storage, 0)
             if kind == "call":
-                for each in early.get(number, ()):
-                    self._drop(each, self._alive)
-                    self._now += self._short.get(each, 0)
+                calls += 1
                 call = self._run.calls[number]
                 self._take(call.most_bytes, call.made, self._alive)
                 self._now += self._copied.get(number, 0)

@@ -38,7 +38,7 @@ def profile_step(
 ) -> StepTrace:
     """Run a training step, to tell what it would take under any plan without running that.
 
-    Runs three forwards and a backward. Not collective.
+    Runs four forwards and one backward. Collective where a process group is initialised.
 
     Args:
         model: on the device it trains on, in the mode it trains in; left as it was. Where its
