@@ -203,13 +203,22 @@ def peaks_table(result: dict[str, Any]) -> list[str]:
 
 
 def predicted_table(result: dict[str, Any]) -> list[str]:
-    """How many budgets fit, and the most by which a peak that `fit_` predicted was off."""
-    found = [each for row in result["models"] for each in row["budgets"].values() if each["fits"]]
-    return [
-        "| budgets that fit | most that a predicted peak is off |",
-        "|---|---|",
-        f"| {len(found)} | {max(abs(each['off']) for each in found):.2f}% |",
-    ]
+    """The most by which predicted peaks were off, and how many there were."""
+    rows = result["models"]
+    budgets = [each["off"] for row in rows for each in row["budgets"].values() if each["fits"]]
+    told = [row["foretold"] for row in rows]
+    lines = ["| predicted | peaks | off by at most |", "|---|---|---|"]
+    for what, count, offs in (
+        ("`fit_`, blocks within a budget", len(budgets), budgets),
+        ("`profile_step`, without checkpointing", len(told), [each["plain"] for each in told]),
+        (
+            "`profile_step`, plans for the whole model",
+            sum(each["plans"] for each in told),
+            [each["worst"] for each in told],
+        ),
+    ):
+        lines.append(f"| {what} | {count} | {max(map(abs, offs)):.2f}% |")
+    return lines
 
 
 def _budget(found: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ from torch import nn
 
 import sac_policies
 
-SOLVED, WARM = "50%", 3
+SOLVED, WARM, SHARES = "50%", 3, (1.0, 0.75, 0.5, 0.25, 0.0)
 REGIONS: dict[str, Region | None] = {
     "none": None,
     "full": FULL,
@@ -75,6 +75,7 @@ def model_row(case: Any, options: argparse.Namespace) -> dict[str, Any]:
     sizes = row["bytes"]
     row["freed"] = round((sizes["none"] - sizes["nothing"]) / (sizes["none"] - sizes["full"]), 4)
     row["budgets"] = {asked: fitted(case, made(case), asked) for asked in options.budgets}
+    row["foretold"] = foretold(case)
     row["full peak"] = round(peak(case, made(case, FULL)) / peak(case, made(case)), 3)
     return row
 
@@ -85,18 +86,38 @@ def peak(case: Any, model: nn.Module) -> int:
     return int(found.plain_bytes)
 
 
+def foretold(case: Any) -> dict[str, Any]:
+    """How far `profile_step` is off, in percent: without checkpointing, and at most under plans.
+
+    Each plan is for the model as one region.
+    """
+    step = sac_policies.profile_step(made(case), case.inputs())
+    low, high = step.trace.fixed_bytes(), step.trace.total_bytes()
+    offs = []
+    for share in SHARES:
+        plan = sac_policies.solve(step.trace, low + int(share * (high - low)))
+        model = made(case)
+        model.forward = functools.partial(under(policy=plan), model.forward)
+        offs.append(_off(step.peak_bytes(plan), peak(case, model)))
+    plain = _off(step.peak_bytes(), peak(case, made(case)))
+    return {"plain": plain, "plans": len(offs), "worst": max(offs, key=abs)}
+
+
+def _off(predicted: int, measured: int) -> float:
+    return round(100 * (predicted / measured - 1), 2)
+
+
 def fitted(case: Any, model: nn.Module, asked: str) -> dict[str, Any]:
     """What `fit_` finds for a budget; how far its prediction is off, in percent."""
     found = sac_policies.fit_(model, case.inputs(), asked)
     if not found:
         return {"fits": False, "least": found.smallest_bytes, "budget": found.budget_bytes}
     share = found.peak_bytes / found.plain_bytes
-    off = 100 * (found.predicted_bytes / found.peak_bytes - 1)
     told = {
         "fits": True,
         "share": round(share, 3),
         "steps": len(found.rounds),
-        "off": round(off, 2),
+        "off": _off(found.predicted_bytes, found.peak_bytes),
     }
     found.undo()
     return told
