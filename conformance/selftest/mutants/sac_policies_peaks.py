@@ -32,7 +32,7 @@ def what_is_kept_is_the_peak(part):
 
 @mutant(area=AREA, kills={"SP-213"})
 def freed_bytes_are_taken_off_the_peak(part):
-    """Takes what a plan does not keep off the plain step's peak, as if no replay brought it back."""
+    """Takes what a plan frees off the plain step's peak, as if no replay brought it back."""
 
     def peak(step, plan):
         freed = 0 if plan is None else step.trace.total_bytes() - plan.kept_bytes
