@@ -79,6 +79,6 @@ def test_walkthrough_works_as_it_stands(clone: Path, name: str, count: int) -> N
 def test_wrong_rule_of_the_walkthrough_is_seen(clone: Path) -> None:
     """Its third step: the tests that passed fail."""
     (what, text), (_, command) = steps("rule")
-    follow(clone, what, text.replace("n._saved_lambd", "0.3"))
+    follow(clone, what, text.replace("n._saved_eps", "0.3"))
     (done,) = follow(clone, "run", command)
     assert done.returncode == 1 and "failed" in done.stdout
