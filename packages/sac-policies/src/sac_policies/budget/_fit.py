@@ -23,8 +23,8 @@ from ._agree import from_first_rank
 from ._sizes import Budget, budget_bytes
 from ._solve import solve, spread
 from ._step import Loss, Step, check_step
-from ._step_trace import StepTrace
-from ._watched_step import watched_step
+from .predicting._step_trace import StepTrace
+from .predicting._watched_step import watched_step
 
 
 @dataclass(frozen=True)

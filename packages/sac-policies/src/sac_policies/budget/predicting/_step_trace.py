@@ -16,9 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .._errors import BudgetError, shown
-from ..policies._budget_plan import BudgetPlan
-from ._trace import Trace, TracedPack
+from ..._errors import BudgetError, shown
+from ...policies._budget_plan import BudgetPlan
+from .._trace import Trace, TracedPack
 
 Event = tuple[Literal["call", "free", "read", "release"], int]
 """What happened: to a call or a value by its number, to a saved tensor by its place."""

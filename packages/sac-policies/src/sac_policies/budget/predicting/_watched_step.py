@@ -20,15 +20,15 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .._errors import BudgetError
-from .._tensors import tensors_in
-from ..engines._guards import is_small
-from ..policies._plans import Unit
-from ._measure import Marks
-from ._record import Recorder, Storages
-from ._step import Loss, Step, check_step
+from ..._errors import BudgetError
+from ..._tensors import tensors_in
+from ...engines._guards import is_small
+from ...policies._plans import Unit
+from .._measure import Marks
+from .._record import Recorder, Storages
+from .._step import Loss, Step, check_step
+from .._trace import Trace
 from ._step_trace import Event, StepCall, StepRun, StepTrace, StepValue
-from ._trace import Trace
 
 Call = Callable[..., Any]
 
