@@ -41,6 +41,23 @@ def random_region(seed: int, most: int = 8) -> tuple[Trace, int, int, int]:
     return traced(sizes, costs, groups), rate, r.choice((1, 2, 32)), int(sum(sizes) * room)
 
 
+def blocks(seed: int) -> Trace:
+    """Eight blocks of eight values, of two sizes, some dear and some cheap."""
+    r = random.Random(seed)
+    sizes = [1000, 1000, 1000, 1000, 2700, 2700, 2700, 1000] * 8
+    costs = [30, 300, 300, 300, 900, 90, 100, 900] * 8
+    return traced(sizes, [int(cost * r.uniform(0.9, 1.1)) for cost in costs])
+
+
+def spread(seed: int) -> Trace:
+    """Sixty-four values whose sizes and costs are spread."""
+    r = random.Random(seed)
+    rows = [
+        (int(r.lognormvariate(10, 1.5)) + 1, int(r.lognormvariate(8, 1.5)) + 1) for _ in range(64)
+    ]
+    return traced([size for size, _ in rows], [cost for _, cost in rows])
+
+
 def least_cost(trace: Trace, copies: Copies, capacity: int) -> int:
     """Of all ways to keep, offload and repeat: nanoseconds of all regions together."""
     items = trace.items("contexts")

@@ -13,7 +13,7 @@ from sac_policies.budget._knapsack import pack
 from sac_policies.budget.offloading import Choice, Copies, _choice, choose
 from sac_policies.budget.offloading._choice import _fill
 
-from ._copied import least_cost, random_region, traced
+from ._copied import blocks, least_cost, random_region, spread, traced
 
 
 def costs_of(trace: Any, copies: Copies, choice: Choice) -> int:
@@ -65,6 +65,34 @@ def test_nobody_waits_where_copies_are_hidden() -> None:
     assert len(choice.away) == 7
     assert choice.waits == sum(copies.times[n] for n in choice.away)
     assert all(b - a >= 5 for a, b in zip(choice.away, choice.away[1:], strict=False))
+
+
+@pytest.mark.parametrize(
+    ("trace", "speed", "regions", "share", "gap"),
+    [
+        (blocks(1), 0.3, 8, 0.3, 0.03),  # 0.15 if no largest value is forced
+        (blocks(1), 0.3, 8, 0.1, 0.08),  # 0.09 with fewer prices, 0.10 if nothing is changed
+        (spread(1), 0.3, 32, 0.3, 0.15),  # 0.32 with one price, 0.22 if largest are always forced
+        (spread(1), 1, 32, 0.1, 0.15),  # 0.65 if nothing is changed
+    ],
+)
+def test_more_values_are_chosen_well(
+    trace: Trace, speed: float, regions: int, share: float, gap: float
+) -> None:
+    """As near to the bound as they were found to come; `speed` is the copies' beside the work's."""
+    whole = trace.total_bytes("contexts")
+    rate = int(speed * whole * 1e9 / sum(op.cost for op in trace.ops))
+    copies, capacity = Copies.of(trace.ops, rate, regions), int(share * whole)
+    choice = choose(trace.items("contexts"), copies, capacity=capacity, solver=pack)
+    assert choice.bound >= (1 - gap) * costs_of(trace, copies, choice)
+
+
+def test_calls_that_are_decided_together_are_offloaded_too() -> None:
+    """A thousand pairs, whose copies nobody waits for."""
+    trace = traced([100] * 2000, [100] * 2000, [n - n % 2 for n in range(2000)])
+    copies = Copies.of(trace.ops, 10**12, 4)
+    choice = choose(trace.items("contexts"), copies, capacity=0, solver=pack)
+    assert len(choice.away) == 1000
 
 
 def test_filling_takes_what_is_worth_most_for_its_bytes() -> None:

@@ -13,7 +13,7 @@ from sac_policies.budget.offloading._tree import Tree
 
 from ._copied import least_cost, random_region
 
-FREE = Prices(0, 0, 0)
+FREE = Prices(0, 0)
 
 
 # The last one is found only with what is under way counted from where the forward is.

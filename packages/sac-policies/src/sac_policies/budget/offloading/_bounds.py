@@ -4,10 +4,10 @@ Costs are nanoseconds of all regions in a row together. Copying a value costs it
 region that backward reaches first; past what a forward hides, it costs that time again on each way
 out, and on each way back to the other regions (`_copies`).
 
-Rule 1. A bound has prices: of a byte kept, and of a nanosecond waited for copies out, and back. At
-        any prices, what all values cost at the least, less what the room is worth, is below what
-        any plan costs. It takes copies to be hidden anywhere in the forward; what a plan costs is
-        asked of `Copies`.
+Rule 1. A bound has prices: of a byte kept, and of a nanosecond waited for copies out. At any prices
+        what all values cost at the least, less what the room is worth, is below what any plan
+        costs. It takes copies out to be hidden anywhere in the forward, and copies back to regions
+        but one to be hidden in full; what a plan costs is asked of `Copies`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ ONE = 1 << 40
 
 
 class Prices(NamedTuple):
-    """What waiting for a nanosecond of copies out and back costs, and a byte kept, in 1/ONE."""
+    """What waiting for a nanosecond of copies out costs, and a byte kept, in 1/ONE."""
 
     out: int
-    back: int
     kept: int
 
 
@@ -65,7 +64,7 @@ class Values:
 
     def least(self, prices: Prices) -> list[int]:
         """What each costs at the least (Rule 1), in 1/ONE."""
-        copied = ONE + prices.out + prices.back
+        copied = ONE + prices.out
         return [
             min(repeat * ONE, prices.kept * size, copied * copy)
             for repeat, size, copy in zip(self.repeat, self.sizes, self.copy, strict=True)
@@ -73,12 +72,10 @@ class Values:
 
     def bound(self, prices: Prices) -> int:
         """Below what any plan costs (Rule 1)."""
-        room = prices.kept * self.capacity
-        room += prices.out * self.hidden[0] + prices.back * self.copies.work
+        room = prices.kept * self.capacity + prices.out * self.hidden[0]
         return -(-(sum(self.least(prices)) - room) // ONE)
 
-    def bound_of(self, solver: Solver, *, out: int, back: int) -> int:
-        """The same, with bytes kept divided in integers and waiting at whole prices."""
-        costs = [min(r, (1 + out + back) * c) for r, c in zip(self.repeat, self.copy, strict=True)]
-        packing = solver(self.sizes, costs, capacity=self.capacity)
-        return sum(costs) - packing.bound - out * self.hidden[0] - back * self.copies.work
+    def bound_of_kept(self, solver: Solver) -> int:
+        """The same with waiting free, and the bytes that are kept divided in integers."""
+        costs = [min(pair) for pair in zip(self.repeat, self.copy, strict=True)]
+        return sum(costs) - solver(self.sizes, costs, capacity=self.capacity).bound

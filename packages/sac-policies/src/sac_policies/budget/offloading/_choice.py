@@ -25,8 +25,6 @@ _NEAR = 1e-5
 """A gap at which no better plan is looked for."""
 _SHARES = (0.5, 1.0, 2.0)
 """Of the price down to which the bound takes values: down to where they are divided."""
-_PATIENCE = (0.1, 0.3, 1.0)
-"""Of what offloading a value saves: how long work may wait for its copy."""
 _LOOKS = 100_000
 """Values that are looked at while decisions are changed one by one."""
 _FEW = 40
@@ -96,27 +94,16 @@ class _Search:
         values, regions = self.values, self.values.copies.regions
         free = [min(pair) for pair in zip(values.repeat, values.copy, strict=True)]
         price = int(values.density(values.capacity, free) * ONE)
-        self.prices.append(Prices(0, 0, price))
-        found = [values.bound_of(self._solver, out=0, back=0)]
-        out = self._price_of_waiting(values.hidden[0])
-        back = self._price_of_waiting(values.copies.work) - regions if out > regions else 0.0
-        waiting = Prices(
-            min(int(out * ONE), regions * ONE),
-            max(0, min(int(back * ONE), (regions - 1) * ONE)),
-            0,
-        )
-        if waiting.out:
-            self.price = (ONE + waiting.out + waiting.back) / ONE * values.byte_ns
-            self.prices.append(waiting._replace(kept=int(self.price * ONE)))
+        self.prices.append(Prices(0, price))
+        found = [values.bound_of_kept(self._solver)]
+        room = values.capacity + values.hidden[0] / values.byte_ns
+        dearest = values.density(room, values.repeat) / values.byte_ns - 1
+        out = max(0, min(int(dearest * ONE), regions * ONE))
+        if out:
+            self.price = (ONE + out) / ONE * values.byte_ns
+            self.prices.append(Prices(out, int(self.price * ONE)))
             found.append(values.bound(self.prices[-1]))
-        if (waiting.out, waiting.back) == (regions * ONE, (regions - 1) * ONE):
-            found.append(values.bound_of(self._solver, out=regions, back=regions - 1))
         self.bound = max(0, *found)
-
-    def _price_of_waiting(self, hidden: int) -> float:
-        values = self.values
-        room = values.capacity + hidden / values.byte_ns
-        return max(0.0, values.density(room, values.repeat) / values.byte_ns - 1)
 
     @property
     def _is_near(self) -> bool:
@@ -124,25 +111,17 @@ class _Search:
 
     def divide(self) -> None:
         """Take values down to some price, and divide them; the same for several prices."""
-        best, ways = self._tried(set(), 0.0, False), list(product(_SHARES, (False, True)))
-        for share, forced in ways:
+        best = self._tried(set())
+        for share, forced in product(_SHARES, (False, True)):
             if not self._is_near:
-                best = min(best, self._tried(self._passed(share, 0.0, forced), share, forced))
-        for patience in _PATIENCE:
-            if not self._is_near:
-                _, share, forced, _ = best
-                again = self._tried(self._passed(share, patience, forced), share, forced)
-                best = min(best, again)
-        self._consider(*self._filled(set(best[3]), self._solver))
+                best = min(best, self._tried(self._passed(share, forced)))
+        self._consider(*self._filled(set(best[1]), self._solver))
 
-    def _tried(
-        self, away: set[int], share: float, forced: bool
-    ) -> tuple[int, float, bool, tuple[int, ...]]:
-        cost = self._consider(*self._filled(away, _fill))
-        return cost, share, forced, tuple(away)
+    def _tried(self, away: set[int]) -> tuple[int, list[int]]:
+        return self._consider(*self._filled(away, _fill)), sorted(away)
 
-    def _passed(self, share: float, patience: float, forced: bool) -> set[int]:
-        """Offload in the order of the forward what nobody waits for, or hardly.
+    def _passed(self, share: float, forced: bool) -> set[int]:
+        """Offload in the order of the forward what nobody waits for.
 
         How far copies may fall behind depends on the largest value that is taken. Either the first
         one of the largest is `forced`, or where none is taken, smaller ones are passed again.
@@ -159,9 +138,7 @@ class _Search:
             stream, found = Stream(values.copies, most), set[int]()
             first = next((n for n in offered if forced and sizes[n] == most), None)
             for n in offered:
-                saves = int(patience * max(0, values.repeat[n] - values.copy[n]))
-                at_most = None if n == first else saves // values.copies.regions
-                if stream.copy(values.items[n].ops[0], at_most=at_most):
+                if stream.copy(values.items[n].ops[0], at_most=None if n == first else 0):
                     found.add(n)
             largest = max((sizes[n] for n in found), default=0)
             if largest == most:

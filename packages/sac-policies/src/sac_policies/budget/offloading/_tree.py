@@ -80,11 +80,7 @@ class Tree:
         hidden = values.hidden[max(0, at - 1)] - behind
         sunk = node.spent + copies.regions * stream.waited
         return any(
-            sunk * ONE
-            + least[at]
-            - prices.kept * node.room
-            - prices.out * hidden
-            - prices.back * (copies.work - node.copied)
+            sunk * ONE + least[at] - prices.kept * node.room - prices.out * hidden
             > (self.cost - 1) * ONE
             for prices, least in self._bounds
         )
