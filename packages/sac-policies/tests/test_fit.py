@@ -19,6 +19,7 @@ from sac_policies import (
     Trace,
     checkpoint,
     fit,
+    fit_,
     profile,
 )
 from sac_policies.budget import _step
@@ -212,6 +213,32 @@ def test_predictions_that_are_off_are_not_believed(
     assert found
     assert found.peak_bytes <= found.budget_bytes
     assert len(found.rounds) >= steps
+
+
+class Graph(nn.Module):
+    """Layers between sums over neighbours, whose matrix is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+        self.register_buffer("neighbours", torch.eye(256).to_sparse())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(torch.sparse.mm(self.neighbours, layer(x)))
+        return x
+
+
+def test_sparse_buffer_is_no_obstacle() -> None:
+    """It is resident, and left as it was; in place and as one region."""
+    model, x = Graph(), torch.randn(256, 32)
+    found = fit(model, x, 1.0)
+    assert found
+    assert found.peak_bytes <= found.budget_bytes
+    assert found.predicted_bytes == pytest.approx(found.peak_bytes, rel=0.05)
+    changed = fit_(model, x, 1.0)
+    assert changed
+    changed.undo()
 
 
 def test_infeasible_says_the_smallest_peak(stack: Stack) -> None:

@@ -190,3 +190,15 @@ def test_no_tensor_is_fake_without_the_name(monkeypatch: pytest.MonkeyPatch) -> 
     assert _torch_compat.is_fake(fake)
     monkeypatch.setitem(_torch_compat._torch, "fake_tensor", None)
     assert not _torch_compat.is_fake(fake)
+
+
+def test_sparse_operand_is_recorded() -> None:
+    """It lies in no storage: what it is made of counts, and looking at that is no operator."""
+    matrix = torch.eye(64).to_sparse()
+
+    def mixed(x: torch.Tensor) -> torch.Tensor:
+        return torch.sparse.mm(matrix, x.exp()).sin()
+
+    trace = profile(mixed, leaf(64, 8))
+    assert [op.name for op in trace.ops if "_indices" in op.name] == []
+    assert [pack.made_by for pack in trace.packs].count(-1) == 1

@@ -29,6 +29,7 @@ from ._storages import StorageReference as StorageReference
 from ._storages import lies_in_storage as lies_in_storage
 from ._storages import storage_bytes as storage_bytes
 from ._storages import storage_key as storage_key
+from ._storages import storage_under as storage_under
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 

@@ -23,6 +23,14 @@ def storage_key(tensor: torch.Tensor) -> int:
         return -id(tensor)
 
 
+def storage_under(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """Return the storage that a tensor lies in, None where it lies in none."""
+    try:
+        return tensor.untyped_storage()
+    except NotImplementedError:
+        return None
+
+
 def storage_bytes(tensor: torch.Tensor) -> int:
     """Return the size of the storage that a tensor lies in, or of what it is made of instead."""
     try:

@@ -18,6 +18,7 @@ import torch
 from torch.autograd.profiler import profile, record_function
 
 from .._errors import BudgetError, shown
+from .._torch_compat import storage_bytes as bytes_under
 from .._torch_compat import storage_key
 from ..engines.contexts._moved import leaving, measured
 from ..engines.contexts._moved_stats import counters
@@ -205,7 +206,7 @@ def storage_bytes(tensors: Iterable[torch.Tensor | None], *, device: torch.devic
         400
     """
     here = [each for each in tensors if each is not None and each.device == device]
-    return sum({storage_key(each): each.untyped_storage().nbytes() for each in here}.values())
+    return sum({storage_key(each): bytes_under(each) for each in here}.values())
 
 
 def _changes(step: Callable[[], object]) -> list[tuple[int, int] | None]:

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .._errors import BudgetError, shown
 from .._tensors import needing_gradients, tensors_in
-from .._torch_compat import is_fake
+from .._torch_compat import is_fake, storage_under
 from .._watching_mode import WatchingMode
 from ..engines._fsdp import RANGE_OPS, Ranges
 from ..engines._guards import is_guarding
@@ -186,7 +186,8 @@ class Recorder(WatchingMode):
         return found
 
     def _overwrite(self, tensor: torch.Tensor) -> None:
-        made = self.made(tensor.untyped_storage())
+        storage = storage_under(tensor)
+        made = None if storage is None else self.made(storage)
         if made is not None:
             self.ops[made.call] = replace(self.ops[made.call], overwritten=True)
 
@@ -230,9 +231,9 @@ _Found = dict[int, torch.UntypedStorage]
 
 
 def _storages(values: Any) -> _Found:
-    """Storages of all tensors in `values`, each once, in order."""
-    found = (tensor.untyped_storage() for tensor in tensors_in(values))
-    return {id(storage): storage for storage in found}
+    """Storages of all tensors in `values` that have one, each once, in order."""
+    found = map(storage_under, tensors_in(values))
+    return {id(storage): storage for storage in found if storage is not None}
 
 
 def _work(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from .._torch_compat import sequence_number
+from .._torch_compat import lies_in_storage, sequence_number, storage_bytes, storage_under
+from ..engines._guards import unnoticed
 from ..engines.recipe._calls import Calls, CallsMode
 from ..engines.recipe._filled import filling_of, narrowed
 from ..engines.recipe._masks import bits_of
@@ -60,10 +61,10 @@ class _Noting(Region):
         self.note(number)
         node = tensor.grad_fn
         found = self.producer(tensor, node, self._entries[type(node)], number)
-        storage = tensor.untyped_storage()
-        made = self._made(storage) or Made(-1, 0)
+        storage = storage_under(tensor)
+        made = (None if storage is None else self._made(storage)) or Made(-1, 0)
         producer = "" if isinstance(found, Why) else found[1].rule.node
-        size = self._size(tensor, number) if node is None else storage.nbytes()
+        size = self._size(tensor, number) if node is None else unnoticed(storage_bytes, tensor)
         self.packs.append(TracedPack(producer, made.call, made.output, size))
         held = self.keep(tensor, node)
         if node is not None and isinstance(found, Why) and found is not Why.WRITTEN:
@@ -72,6 +73,8 @@ class _Noting(Region):
 
     def _size(self, tensor: torch.Tensor, number: int) -> int:
         """Bytes that the engine keeps of a tensor without a gradient."""
+        if not lies_in_storage(tensor):
+            return unnoticed(storage_bytes, tensor)
         if not tensor.requires_grad and remade(self, self._follow, tensor, number, None):
             return 0
         bits = bits_of(tensor)

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..._errors import BudgetError
 from ..._tensors import tensors_in
+from ..._torch_compat import lies_in_storage, storage_under
 from ...engines._guards import is_small
 from ...policies._plans import Unit
 from .._measure import Marks
@@ -135,7 +136,7 @@ class _StepRecorder(Recorder):
         if self._marks is not None:
             self._marks.mark(None)
         operands = dict.fromkeys(map(self._operand, tensors_in(read)))
-        layouts = {id(each.untyped_storage()): self._layout(each) for each in tensors_in(out)}
+        layouts = {id(storage_under(each)): self._layout(each) for each in tensors_in(out)}
         new = tuple(self._new(each, layouts[id(each)]) for each in made)
         for tensor in written:
             self._again(tensor)
@@ -147,9 +148,12 @@ class _StepRecorder(Recorder):
 
     def _operand(self, tensor: torch.Tensor) -> tuple[int, int]:
         """The value that a tensor lies in, -1 for what is from outside, and its layout."""
-        return self._values.get(tensor.untyped_storage(), -1), self._layout(tensor)
+        storage = storage_under(tensor)
+        return -1 if storage is None else self._values.get(storage, -1), self._layout(tensor)
 
     def _layout(self, tensor: torch.Tensor) -> int:
+        if not lies_in_storage(tensor):
+            return -1
         key = tensor.size(), tensor.stride(), tensor.storage_offset()
         return self._layouts.setdefault(key, len(self._layouts))
 
@@ -226,7 +230,7 @@ class _StepRecorder(Recorder):
         at, found = len(self.saved), self._operand(tensor)
         self.saved.append(found)
         if found[0] < 0 and is_small(tensor):  # of the call that comes next
-            self._copied[len(self.calls)] += tensor.nbytes
+            self._copied[len(self.calls)] += tensor.numel() * tensor.element_size()
         held = tensor if tensor.grad_fn is None else tensor.detach()
         return _Saved(held, partial(self._note, at))
 
