@@ -36,6 +36,9 @@ pytestmark = [
     pytest.mark.skipif(GRAPH is None, reason="needs an accelerator with graphs"),
     pytest.mark.usefixtures("no_race"),
 ]
+KEEPS_PINNED = pytest.mark.skipif(
+    not _host_tier._KEEPS_PINNED_MEMORY, reason="needs torch 2.13, whose graphs keep pinned memory"
+)
 SCALES = (0.5, -1.0, 0.25)
 
 
@@ -96,6 +99,7 @@ def forget(model, x) -> None:
     x.grad = None
 
 
+@KEEPS_PINNED
 @pytest.mark.parametrize("costs", [{}, FAR_AHEAD, SLOW_COPIES], ids=["quick", "ahead", "slow"])
 @pytest.mark.parametrize("options", [{}, {"keep_last": 1}, {"max_inflight_bytes": 0}], ids=str)
 def test_a_captured_step_gives_the_plain_gradients_each_time(costs, options):
@@ -118,6 +122,7 @@ def test_a_captured_step_gives_the_plain_gradients_each_time(costs, options):
     assert all(bool((each == 7).all()) for each in others)
 
 
+@KEEPS_PINNED
 def test_checkpoints_in_offload_are_captured():
     """Their second run is in the graph."""
     plain = blocks(4, device())
@@ -136,6 +141,7 @@ def test_checkpoints_in_offload_are_captured():
     assert_same(wanted, replayed([graph], x, gradients(moved, x)))
 
 
+@KEEPS_PINNED
 @pytest.mark.parametrize("options", [{}, {"keep_last": 1}, {"max_inflight_bytes": 10**9}], ids=str)
 def test_forward_and_backward_may_be_captured_for_a_graph_each(options):
     """As `make_graphed_callables` does: nothing of the one is waited for in the other."""
@@ -153,6 +159,7 @@ def test_forward_and_backward_may_be_captured_for_a_graph_each(options):
     assert_same(wanted, replayed([forward, backward], x, grads))
 
 
+@KEEPS_PINNED
 # torch's, of parameters whose first graph is alive.
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 @pytest.mark.parametrize("options", [{}, {"keep_last": 1}], ids=str)
@@ -173,6 +180,7 @@ def test_a_capture_that_was_given_up_leaves_nothing(options):
     assert len(alive) == 2
 
 
+@KEEPS_PINNED
 @pytest.mark.parametrize("options", [{}, {"keep_last": 1}], ids=str)
 def test_what_was_saved_before_is_not_in_a_graph(options):
     """Nor does it leave in one: its backward may come before any replay."""
@@ -190,6 +198,7 @@ def test_what_was_saved_before_is_not_in_a_graph(options):
     assert_same(wanted, replayed([graph], x, grads))
 
 
+@KEEPS_PINNED
 def test_what_was_saved_before_may_go_while_a_graph_is_captured():
     """Nobody asks for its copies then, and nobody waits."""
     moved = offloaded(blocks(4, device()))

@@ -93,11 +93,9 @@ def ways(bench: Bench) -> dict[str, list[tuple[str, Stack]]]:
             if stack
         ],
     }
-    found[FITTED] = [
-        (asked, at_the_peak_of(stack, bench.blocks, bench.x))
-        for way in (EVERY, SELECTIVE)
-        for asked, stack in found[way]
-    ]
+    others = [point for way in (EVERY, SELECTIVE) for point in found[way]]
+    fitted = [(asked, at_the_peak_of(stack, bench.blocks, bench.x)) for asked, stack in others]
+    found[FITTED] = [(asked, stack) for asked, stack in fitted if stack]
     return found
 
 

@@ -79,6 +79,7 @@ class TestValue:
 
     pytestmark: ClassVar = [*on_an_accelerator, pytest.mark.usefixtures("no_race")]
 
+    @pytest.mark.skipif(SIM is None, reason="needs the simulated device, where a copy can be slow")
     def test_what_has_not_left_is_read_where_it_is(self):
         """No copy comes back for it."""
         value = ones()

@@ -303,6 +303,7 @@ def test_plan_of_one_block_is_followed_by_all(part, device, engine):
 @pytest.mark.parametrize(
     ("old", "new"),
     [('"save"', "NaN"), ('["aten.mm"]', '"aten.mm"'), ('"answer"', '"colour"'), ("{", "[" * 9999)],
+    ids=["number", "text", "word", "depth"],  # some versions of pytest spell out all of it
 )
 def test_damaged_policy_is_refused(part, device, old, new):
     """As text it may parse; as a policy it does not."""

@@ -123,7 +123,10 @@ def _scales(largest: Tensor, how: Scaled) -> Tensor:
     """One for each block, from its largest absolute value."""
     limit = torch.finfo(how.dtype).max
     if how.scale_dtype == torch.float32:
-        scales = (largest / limit).clamp(min=torch.finfo(torch.float32).tiny)
+        # By a tensor: what is divided by a number, CUDA multiplies by one over that.
+        scales = (largest / torch.full_like(largest, limit)).clamp(
+            min=torch.finfo(torch.float32).tiny
+        )
     else:
         scales = _power_of_two(_exponents(largest, limit))
     scales = torch.where(largest == 0, 1.0, scales)
