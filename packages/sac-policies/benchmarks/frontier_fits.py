@@ -46,7 +46,11 @@ def found_by(fitted: Any, blocks: nn.ModuleList) -> Stack:
     if not fitted:
         return []
     stack = [as_fitted(vars(block).get("forward")) for block in blocks]
+    forwards = [vars(block).get("forward") for block in blocks]
     fitted.undo()
+    for forward in forwards:
+        if forward is not None:
+            forward.is_undone = False  # here it goes on as a region, without its block
     return stack
 
 
