@@ -237,8 +237,8 @@ PARTS = (
     Part(
         "no event is asked for in a capture",
         MOVED,
-        "captured or is_capturing(self.home) or _is_capturing(self._stream)",
-        "False",
+        "captured or _measured[0] or is_capturing(self.home) or _is_capturing(self._stream)",
+        "_measured[0]",
         CAPTURED_TESTS,
     ),
     Part(
