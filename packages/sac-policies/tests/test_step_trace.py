@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -71,6 +72,14 @@ def test_values_live_from_their_first_reader_to_their_last(kept: str, most: int)
 def test_what_a_call_takes_for_itself_is_taken_where_it_runs_again(kept: str, most: int) -> None:
     """The second takes ten: beside one, or in backward beside a gradient and what is kept."""
     assert step({1: 10}).peak_bytes(plan(kept)) == (10 + most) * KIB
+
+
+def test_sums_that_values_are_compared_by_are_held_on_a_device() -> None:
+    """Of each that is made again, in blocks of 512 bytes, and one for how the first compares."""
+    here = step({})
+    there = replace(here, _run=replace(here._run, holds_sums=True))
+    assert there.peak_bytes(plan("")) - here.peak_bytes(plan("")) == 3 * 2048 + 512
+    assert there.peak_bytes(plan("012")) == here.peak_bytes(plan("012"))
 
 
 def test_nothing_is_checkpointed_without_a_plan() -> None:

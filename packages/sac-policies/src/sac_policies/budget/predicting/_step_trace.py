@@ -7,6 +7,8 @@ Rule 2. A replay runs a call again on what it read. What is kept or was given is
         replayed for it. What a call writes in place is another value in the same storage.
 Rule 3. What an operator takes for itself while it runs was measured, and is taken again where a
         replay runs it. Fake tensors only tell what it returns.
+Rule 4. On an accelerator sums of a value's words are held for each saved tensor that is made again,
+        from its forward until backward is done with it, and how they compare until it ends.
 """
 
 from __future__ import annotations
@@ -70,6 +72,7 @@ class StepRun:
             its layout.
         dropped: for storages of forward, the number of the call before which only autograd holds
             them.
+        holds_sums: whether values that are made again are compared by sums on the device (Rule 4).
     """
 
     calls: tuple[StepCall, ...]
@@ -77,6 +80,7 @@ class StepRun:
     events: tuple[Event, ...]
     saved: tuple[tuple[int, int], ...]
     dropped: Mapping[int, int]
+    holds_sums: bool = False
 
 
 @dataclass(frozen=True)
@@ -178,6 +182,14 @@ class _Walk:
         """Saved tensors of each storage that are not released yet."""
         self._freed: set[int] = set()
         self._copied = self._copies()
+        self._sums = self._held_sums()
+
+    def _held_sums(self) -> dict[int, int]:
+        """By saved tensor, bytes of the sums that are held of it (Rule 4)."""
+        if not self._run.holds_sums:
+            return {}
+        sizes = {at: self._values[self._saved[at]].size_bytes for at in self._replayed}
+        return {at: _sum_bytes(size) for at, size in sizes.items()}
 
     def _copies(self) -> dict[int, int]:
         """By call, bytes that are copied for replays of it, until its values are done with."""
@@ -190,6 +202,9 @@ class _Walk:
         for storage, at in self._run.dropped.items():
             if storage in self._gone:
                 dropped.setdefault(at, []).append(storage)
+        sums: Counter[int] = Counter()
+        for at, size in self._sums.items():
+            sums[self._values[self._saved[at]].call] += size
         calls = 0
         for kind, number in self._run.events:
             if kind in ("call", "read"):
@@ -200,7 +215,7 @@ class _Walk:
                 calls += 1
                 call = self._run.calls[number]
                 self._take(call.most_bytes, call.made, self._alive)
-                self._now += self._copied.get(number, 0)
+                self._now += self._copied.get(number, 0) + sums[number]
             elif kind == "free":
                 self._free(number)
             elif self._saved[number] >= 0:
@@ -263,6 +278,8 @@ class _Walk:
         if at in self._replayed or at in self._widened:
             self._make(self._saved[at])
             self._readers[self._saved[at]] -= 1
+        if at in self._sums:
+            self._now += _BLOCK  # whether it is as it was, until backward ends
 
     def _release(self, at: int) -> None:
         """A node, or whoever lets go of the graph, is done with a saved tensor."""
@@ -270,6 +287,7 @@ class _Walk:
         storage = self._values[number].storage
         self._left[storage] -= 1
         if at in self._replayed:
+            self._now -= self._sums.get(at, 0)
             for each in self._sources[number]:
                 self._holders[each] -= 1
                 if each in self._freed and not self._holders[each]:
@@ -298,3 +316,12 @@ class _Walk:
             self._readers[each] -= 1
             if self._readers[each] <= 0:
                 self._drop(each, self._made)
+
+
+def _sum_bytes(size_bytes: int) -> int:
+    """Of rows of words, of their columns, and of what is left, each in a block of the allocator."""
+    rows = -(-size_bytes // (_WORDS * _BLOCK)) * _BLOCK
+    return rows + 3 * _BLOCK
+
+
+_WORDS, _BLOCK = 127, 512

@@ -98,6 +98,7 @@ def watched_step(step: Step, trace: Trace) -> StepTrace:
         events=tuple(recorder.added_in_place()),
         saved=tuple(recorder.saved),
         dropped=dropped,
+        holds_sums=step.device.type not in ("cpu", "meta"),
     )
     return StepTrace(trace, step.resident(), found)
 
