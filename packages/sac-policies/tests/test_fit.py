@@ -248,6 +248,7 @@ def test_infeasible_says_the_smallest_peak(stack: Stack) -> None:
     assert isinstance(found, Infeasible)
     assert not found
     assert found.budget_bytes == 1024
+    assert "% of what it takes without checkpointing, as one region; see fit_" in str(found)
     again = fit(stack, x, found.smallest_bytes, unit="flops")
     assert again
     assert again.peak_bytes == found.smallest_bytes

@@ -195,7 +195,9 @@ class _Search:
 
     def _infeasible(self, allowed: int) -> Infeasible:
         smallest = min(peak for _, peak in self._rounds)
-        return Infeasible(budget_bytes=allowed, smallest_bytes=smallest)
+        share = 100 * smallest / self._rounds[0][1]
+        how = f"{share:.0f} % of what it takes without checkpointing, as one region; see fit_"
+        return Infeasible(allowed, smallest, how)
 
     def _found(self, plan: BudgetPlan, peak: int, allowed: int) -> Fit:
         predicted = self._watched.peak_bytes(plan)

@@ -96,8 +96,8 @@ def solve_with(
     found = [_solved(solver, way, allowed, engine=engine) for way in ways]
     plans = [plan for plan in found if isinstance(plan, BudgetPlan)]
     if not plans:
-        smallest = min(each.smallest_bytes for each in found if isinstance(each, Infeasible))
-        return Infeasible(budget_bytes=allowed, smallest_bytes=smallest)
+        none = [each for each in found if isinstance(each, Infeasible)]
+        return min(none, key=lambda each: each.smallest_bytes)
     best = min(plans, key=lambda plan: plan.recompute_cost)
     return replace(best, bound_cost=min(plan.bound_cost for plan in plans))
 
@@ -107,7 +107,8 @@ def _solved(
 ) -> BudgetPlan | Infeasible:
     fixed, items = trace.fixed_bytes(engine), trace.items(engine)
     if allowed < fixed:
-        return Infeasible(budget_bytes=allowed, smallest_bytes=fixed)
+        how = "what no replay makes again, and report names; engine='contexts' does"
+        return Infeasible(allowed, fixed, how)
     packing = solver(
         [item.kept_bytes for item in items],
         [item.cost for item in items],
