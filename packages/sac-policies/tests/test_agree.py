@@ -17,6 +17,7 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(16, 64), nn.SiLU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4))
 best = fit(model, torch.ones(128 * (rank + 1), 16), 0.95)
 found |= {"digest": best.policy.digest, "peak": best.peak_bytes, "fits": bool(best)}
+found |= {"predicted": best.predicted_bytes, "steps": len(best.rounds)}
 try:
     layers = list(model) if rank == 0 else list(model)[:3]
     fit(nn.Sequential(*layers), torch.ones(128, 16), 0.8)
@@ -35,6 +36,14 @@ def test_ranks_fit_one_plan_to_the_largest_peak(ranks: list[dict[str, Any]]) -> 
     assert ranks[0]["fits"]
     assert ranks[0]["digest"] == ranks[1]["digest"]
     assert ranks[0]["peak"] == ranks[1]["peak"]
+
+
+@pytest.mark.dist
+def test_ranks_predict_the_largest_peak(ranks: list[dict[str, Any]]) -> None:
+    """Each of its own batch, so few steps confirm what rank 0 could not know."""
+    assert ranks[0]["predicted"] == ranks[1]["predicted"]
+    assert ranks[0]["predicted"] == pytest.approx(ranks[0]["peak"], rel=0.03)
+    assert ranks[0]["steps"] <= 3
 
 
 @pytest.mark.dist

@@ -19,7 +19,7 @@ from .._errors import BudgetError, shown
 from ..policies._budget_plan import BudgetPlan, Infeasible
 from ..policies._checked import is_count
 from ..policies._plans import Unit
-from ._agree import from_first_rank
+from ._agree import from_first_rank, largest, largest_each
 from ._sizes import Budget, budget_bytes
 from ._solve import solve, spread
 from ._step import Loss, Step, check_step
@@ -95,7 +95,7 @@ def fit(
     budget_bytes(budget, total_bytes=0)  # refused before anything runs
     step = Step("fit", model, batch, loss)
     with step.leaving_the_model():
-        watched = from_first_rank(watched_step(step, step.trace(unit)))
+        watched = watched_step(step, step.trace(unit))
         found = _Search(watched, step).run(budget, rounds)
     if not (strict and isinstance(found, Fit)):
         return found
@@ -123,7 +123,7 @@ class _Search:
 
     def __init__(self, watched: StepTrace, step: Step) -> None:
         self._watched, self._step = watched, step
-        self._trace = watched.trace
+        self._trace = from_first_rank(watched.trace)
         self._rounds: list[tuple[int, int]] = []
         self._peaks: dict[str, int] = {}
 
@@ -154,8 +154,9 @@ class _Search:
         budgets = (low + (high - low) * number // _POINTS for number in range(_POINTS))
         found = [solve(self._trace, kept) for kept in budgets]
         found += [spread(self._trace, nth) for nth in range(2, _SPREAD + 2)]
-        plans = {plan.digest: plan for plan in found if isinstance(plan, BudgetPlan)}
-        return [(plan, self._watched.peak_bytes(plan)) for plan in plans.values()]
+        plans = list({plan.digest: plan for plan in found if isinstance(plan, BudgetPlan)}.values())
+        peaks = largest_each([self._watched.peak_bytes(plan) for plan in plans])
+        return list(zip(plans, peaks, strict=True))
 
     def _searched(self, allowed: int, rounds: int) -> Fit | Infeasible:
         """Keep less and less until a step fits, then as much more as still fits.
@@ -200,7 +201,7 @@ class _Search:
         return Infeasible(allowed, smallest, how)
 
     def _found(self, plan: BudgetPlan, peak: int, allowed: int) -> Fit:
-        predicted = self._watched.peak_bytes(plan)
+        predicted = largest(self._watched.peak_bytes(plan))
         return Fit(plan, peak, allowed, tuple(self._rounds), predicted)
 
     def _measure(self, kept_bytes: int) -> tuple[BudgetPlan, int]:
