@@ -127,6 +127,7 @@ def keyword_arguments_are_lost(part):
         "SP-201",
         "SP-206",
         "SP-207",
+        "SP-213",
     },
 )
 def modules_are_refused(part):
@@ -217,6 +218,7 @@ def random_state_is_not_restored(part):
         "SP-201",
         "SP-206",
         "SP-207",
+        "SP-213",
     },
 )
 def gradients_are_cut_off(part):

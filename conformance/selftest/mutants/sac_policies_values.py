@@ -63,6 +63,7 @@ AREA = "sac-policies"
         "SP-190",
         "SP-192",
         "SP-209",
+        "SP-213",
     },
 )
 def policy_is_ignored(part):
