@@ -25,6 +25,7 @@ from ._errors import EngineError, PolicyError, shown
 from ._options import compares, debugs, refused_option, split
 from ._tensors import needing_gradients
 from ._torch_compat import in_func_transform, is_traced, saved_tensor_hooks
+from .engines import _second_forward as second_forward
 from .engines._engine_disabled import active
 from .engines._tags import tags
 from .engines.contexts._arguments import Arguments, Call, only_tensors, parted
@@ -224,18 +225,21 @@ def run_again(
 ) -> T:
     """Call `function` so that backward runs it a second time and keeps nothing else.
 
-    torch's checkpoint does that, where it gives the function its arguments back as they were: it
-    keeps tensors, and refuses those that were written to.
+    A second forward does that, or torch's checkpoint where something looks on. Both hold tensors,
+    and refuse those that were written to; what else may have changed, contexts give back as it was.
 
     Args:
         function: what is run.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        around: what both runs are to be in; None for nothing. Where torch's checkpoint will not
-            do, values are then replayed instead.
+        around: what both runs are to be in; None for nothing. Where a second forward will not do,
+            values are then replayed instead.
         rewrites: whether the function writes to tensors that it is given.
     """
     call = None if rewrites or torch.compiler.is_compiling() else parted(function, args, kwargs)
+    if call is not None and second_forward.is_possible(call[1]):
+        name = getattr(function, "__qualname__", type(function).__name__)
+        return second_forward.run(*call, name, None if around is None else around())
     if call is not None:
         options: dict[str, Any] = {} if around is None else {"context_fn": around}
         return checkpoint(call[0], *call[1], **options)

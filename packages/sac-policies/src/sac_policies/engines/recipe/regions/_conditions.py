@@ -17,56 +17,35 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import get_device_states, set_device_states
 from torch.utils.hooks import RemovableHandle
 
 from ...._tensors import tensors_in
 from ...._torch_compat import set_versions, storage_key
 from ...._watching_mode import WatchingMode
 from ....policies._operators import facts_of, written_statistics
+from ..._ambient_state import AmbientState
 
 
 class Conditions:
-    """The random state and the autocast that code runs with.
+    """What code is to find, and to leave, when it runs again.
 
     Args:
         inputs: tensors that it is given, for their devices.
     """
 
     def __init__(self, inputs: list[torch.Tensor]) -> None:
-        self._cpu: torch.Tensor | None = torch.get_rng_state()
-        kinds = {each.device.type for each in inputs} - {"cpu", "meta"}
-        self._kind = next(iter(kinds), "")
-        self._devices: Any = get_device_states(*inputs) if kinds else ([], [])
-        self._autocast = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in ("cpu", *kinds)
-        ]
-        self._caches = torch.is_autocast_cache_enabled()
-
-    def settle(self) -> None:
-        """Let go of the state of the CPU's random numbers, where none were drawn since."""
-        if self._cpu is not None and torch.equal(self._cpu, torch.get_rng_state()):
-            self._cpu = None
+        self._ambient = AmbientState(inputs)
+        self.settle = self._ambient.settle
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Have them as they were, then again as they are."""
-        ids, states = self._devices
         undone = Undone()
         with ExitStack() as until:
             until.callback(undone.undo)
             until.enter_context(undone)
             until.enter_context(_WithoutHooks())
-            for kind, enabled, dtype in self._autocast:
-                until.enter_context(torch.autocast(kind, dtype, enabled, self._caches))
-            if self._cpu is not None or ids:
-                forked = {"device_type": self._kind} if ids else {}
-                until.enter_context(torch.random.fork_rng(ids, **forked))
-                if self._cpu is not None:
-                    torch.set_rng_state(self._cpu)
-                if ids:
-                    set_device_states(ids, states, device_type=self._kind)
+            until.enter_context(self._ambient.restored())
             yield
 
 

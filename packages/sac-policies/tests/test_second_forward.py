@@ -1,0 +1,355 @@
+"""A function that runs again in backward: plain gradients, nothing kept, and no wrong one."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from sac_policies import MutationError, RecomputeError, checkpoint, recompute_all
+from sac_policies.engines import _second_forward
+from sac_policies.engines._second_forward import is_possible, run
+
+from .test_programs import _program
+
+
+class Counted:
+    """A function and how often it ran."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.calls = function, 0
+
+    def __call__(self, *args: Any) -> Any:
+        """Count, and call it."""
+        self.calls += 1
+        return self.function(*args)
+
+
+def again(function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
+    """Run it so that it runs again."""
+    assert is_possible(tensors)
+    return run(function, tensors, "it", None)
+
+
+def leaves() -> tuple[torch.Tensor, torch.Tensor]:
+    """Two inputs."""
+    torch.manual_seed(0)
+    x, w = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
+    return x, w
+
+
+def of(function: Callable[..., Any], *, times: int = 1) -> list[torch.Tensor]:
+    """Gradients of a function of two inputs, by some backwards."""
+    x, w = leaves()
+    out = function(x * 2, w).square().sum()
+    for _ in range(times):
+        out.backward(retain_graph=times > 1)
+    return [x.grad, w.grad]
+
+
+def noisy(y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Products, dropout, and results that nodes save."""
+    return F.dropout((y @ w).sin().exp(), 0.5).tanh() @ w
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_gradients_and_random_numbers_are_plain(times: int) -> None:
+    """Also of a second backward, which runs it once more; who draws next draws as without it."""
+    it = Counted(noisy)
+    found = of(lambda y, w: again(it, y, w), times=times)
+    drawn = torch.rand(3)
+    expected = of(noisy, times=times)
+    assert all(map(torch.equal, found, expected))
+    assert torch.equal(drawn, torch.rand(3))
+    assert it.calls == 1 + times
+
+
+def test_autocast_is_that_of_the_first_run() -> None:
+    """On in the forward and off in backward, or the other way round."""
+
+    def stepped(call: Callable[..., Any], first: bool) -> list[torch.Tensor]:
+        x, w = leaves()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=first):
+            out = call(noisy, x, w)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not first):
+            out.float().sum().backward()
+        return [x.grad, w.grad]
+
+    for first in (True, False):
+        expected = stepped(lambda f, *given: f(*given), first)
+        torch.manual_seed(0)
+        assert all(map(torch.equal, stepped(again, first), expected))
+
+
+@pytest.mark.filterwarnings("ignore::sac_policies.UnmatchedEntryWarning")
+@pytest.mark.parametrize("seed", range(250))
+def test_random_programs_have_the_gradients_of_no_checkpointing(seed, gradients, equal) -> None:
+    """In-place operators, views, dropout, regions of contexts inside; two outputs of one run."""
+    torch.manual_seed(seed)
+    x, w = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
+
+    def inner(function, y, policy):
+        return checkpoint(function, y, policy=policy, engine="contexts")
+
+    def program(region):
+        return lambda y, w: _program(random.Random(seed), region)(y, w)
+
+    def kept(x, w):
+        return run(program(inner), (x * w, w), "it", None)
+
+    def plain(x, w):
+        return program(lambda function, y, policy: function(y))(x * w, w)
+
+    assert equal(gradients(kept, x, w), gradients(plain, x, w))
+
+
+def test_nothing_that_is_saved_is_kept() -> None:
+    """Only what it is given, until backward; no cycle holds anything after it."""
+    x, w = leaves()
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def told(y, w):
+        z = (y @ w).exp()
+        made.append(weakref.ref(z))
+        return z.exp().sum()
+
+    gc.collect()
+    gc.disable()
+    try:
+        given = x * 2
+        out = again(told, given, w)
+        assert made[0]() is None
+        seen = weakref.ref(given)
+        del given
+        assert seen() is not None
+        out.backward()
+        del out
+        assert seen() is None
+        assert [each() for each in made] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_the_second_run_ends_with_the_last_value_that_is_saved() -> None:
+    """Nothing that comes after is run, even if the function looks at its errors."""
+    after: list[int] = []
+
+    def careless(y, w):
+        try:
+            z = (y @ w).sin()
+        except Exception as error:
+            raise ValueError("it looked") from error
+        after.append(1)
+        return z
+
+    x, w = leaves()
+    again(careless, x, w).sum().backward()
+    assert len(after) == 1
+
+    def swallowing(y, w):
+        z = y @ w
+        try:
+            return z.sin()
+        except Exception:
+            return z.cos()
+
+    assert all(
+        map(torch.equal, of(lambda y, w: again(swallowing, y, w)), of(lambda y, w: (y @ w).sin()))
+    )
+
+
+def test_a_value_that_nobody_reads_is_not_held() -> None:
+    """It belongs to an output that was dropped; a second run gives it to nobody."""
+    x, w = leaves()
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def two(y, w):
+        z = y.exp()
+        held.append(weakref.ref(z))
+        return (y @ w).sin(), z
+
+    out, dropped = again(two, x * 2, w)
+    del dropped
+    out.register_hook(lambda grad: None)
+    other = out.grad_fn.next_functions[0][0]  # the product, whose turn comes after the sine's
+    left: list[bool] = []
+    other.register_prehook(lambda grads: left.append(held[1]() is not None))
+    out.sum().backward()
+    assert left == [False]
+
+
+def test_gradients_inside_and_of_gradients() -> None:
+    """A function that differentiates itself; and a gradient penalty."""
+
+    def forces(y, w):
+        energy = (y @ w).sin().square().sum()
+        (force,) = torch.autograd.grad(energy, y, create_graph=True)
+        return force @ w
+
+    expected = of(forces)
+    assert all(map(torch.equal, of(lambda y, w: again(forces, y, w)), expected))
+
+    def penalty(call):
+        x, w = leaves()
+        (grad,) = torch.autograd.grad(call(noisy, x, w).sum(), x, create_graph=True)
+        grad.square().sum().backward()
+        return [x.grad, w.grad]
+
+    assert all(map(torch.equal, penalty(again), penalty(lambda f, *given: f(*given))))
+
+
+def test_a_part_of_the_gradients() -> None:
+    """Then the others, from the same graph."""
+
+    def parts(call):
+        x, w = leaves()
+        out = call(noisy, x, w).sum()
+        return [torch.autograd.grad(out, each, retain_graph=True)[0] for each in (w, x)]
+
+    assert all(map(torch.equal, parts(again), parts(lambda f, *given: f(*given))))
+
+
+def test_checkpoints_inside_and_around() -> None:
+    """torch's, and of this package; around there are hooks, so it is not possible there."""
+
+    def inside(y, w):
+        z = torch_checkpoint(noisy, y, w, use_reentrant=False)
+        return checkpoint(noisy, z, w, policy=recompute_all(), engine="recipe")
+
+    def plain(y, w):
+        return noisy(noisy(y, w), w)
+
+    assert all(map(torch.equal, of(lambda y, w: again(inside, y, w)), of(plain)))
+    asked: list[bool] = []
+    torch_checkpoint(lambda y: asked.append(is_possible([y])), leaves()[0], use_reentrant=False)
+    assert asked == [False]
+
+
+def test_where_it_is_not_possible() -> None:
+    """Where no graph is made, or somebody would have to see what is run or held."""
+    x, _ = leaves()
+    with torch.no_grad():
+        assert not is_possible([x])
+    with torch.autograd.graph.save_on_cpu():
+        assert not is_possible([x])
+    with FlopCounterMode(display=False):
+        assert not is_possible([x])
+    with torch.inference_mode():
+        y = torch.ones(2)
+    assert not is_possible([y])
+    assert torch.func.vmap(lambda row: row * is_possible([row]))(x).eq(0).all()
+    assert is_possible([x])
+
+
+def test_what_was_written_to_since_is_refused() -> None:
+    """Whatever backward would make of it; the numbers are told."""
+    x, w = leaves()
+    given = x * 2
+    out = again(noisy, given, w)
+    given.mul_(2)
+    with pytest.raises(MutationError) as caught:
+        out.sum().backward()
+    assert str(caught.value) == (
+        "sac_policies.fit_: tensor 0 that it was given has been modified by an inplace operation "
+        "since (it is at version 1, not 0), but its second forward needs it as it was. Pass a "
+        "copy, or change it after backward."
+    )
+
+
+HELP = (
+    " Make both do the same, by reading nothing but its arguments, parameters and buffers; or "
+    'checkpoint it with engine="recipe", which runs it once.'
+)
+
+
+@pytest.mark.parametrize("hides", [False, True])
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (
+            lambda y, w: (y[:2] @ w).sin(),
+            "sac_policies.fit_: tensor 1 that it saves is (2, 4) of torch.float32 on cpu in its "
+            "second forward, but was (4, 4) of torch.float32 on cpu in its first.",
+        ),
+        (
+            lambda y, w: y @ w,
+            "sac_policies.fit_: it saves 2 tensors in its second forward, but saved 3 in its "
+            "first.",
+        ),
+    ],
+)
+def test_another_second_run_is_refused(second: Any, message: str, hides: bool) -> None:
+    """By what it saves, also if the function hides that."""
+    runs = iter([lambda y, w: (y @ w).sin(), second])
+
+    def changing(y, w):
+        try:
+            return next(runs)(y, w)
+        except Exception:
+            if not hides:
+                raise
+            return y
+
+    x, w = leaves()
+    out = again(changing, x * 2, w)
+    with pytest.raises(RecomputeError) as caught:
+        out.sum().backward()
+    assert str(caught.value) == message + HELP
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("at", [1, 2])
+def test_what_ends_a_run_leaves_nothing(error: type[BaseException], at: int) -> None:
+    """In the forward or in backward: no hooks, the random state as it was; another step is right."""
+    count = 0
+
+    def failing(y, w):
+        nonlocal count
+        count += 1
+        z = noisy(y, w)
+        if count == at:
+            raise error
+        return noisy(z, w)
+
+    x, w = leaves()
+    with pytest.raises(error) if at == 1 else nullcontext():
+        out = again(failing, x, w)
+    if at == 2:
+        state = torch.get_rng_state()
+        with pytest.raises(error):
+            out.sum().backward()
+        assert torch.equal(torch.get_rng_state(), state)
+    count = at
+    found = of(lambda y, w: again(failing, y, w))
+    assert all(map(torch.equal, found, of(lambda y, w: noisy(noisy(y, w), w))))
+
+
+def test_it_asks_less_of_each_value_than_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call when it is saved, one when it is made again, one when it is read."""
+    calls = dict.fromkeys(("pack", "again", "unpack"), 0)
+
+    def counted(name, real):
+        def call(*args):
+            calls[name] += 1
+            return real(*args)
+
+        return call
+
+    region, second = _second_forward._Region, _second_forward._Second
+    for name, kind, method in (
+        ("pack", region, "pack"),
+        ("unpack", region, "unpack"),
+        ("again", second, "pack"),
+    ):
+        monkeypatch.setattr(kind, method, counted(name, getattr(kind, method)))
+    of(lambda y, w: again(lambda y, w: (y @ w).sin().exp(), y, w))
+    assert set(calls.values()) == {4}
