@@ -309,7 +309,7 @@ def test_another_second_run_is_refused(second: Any, message: str, hides: bool) -
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("at", [1, 2])
 def test_what_ends_a_run_leaves_nothing(error: type[BaseException], at: int) -> None:
-    """In the forward or in backward: no hooks, the random state as it was; another step is right."""
+    """In either run: no hooks, the random state as it was; another step is right."""
     count = 0
 
     def failing(y, w):
