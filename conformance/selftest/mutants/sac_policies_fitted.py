@@ -8,6 +8,7 @@ import functools
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from torchparts_conformance.mutants import mutant, overlay
@@ -232,6 +233,54 @@ def second_forward_counts_again(part):
         if block is not None and any(True for _ in block.buffers()):
             own = functools.partial(type(block).forward, block)
             block.forward = functools.partial(checkpoint, own, use_reentrant=False)
+        return found
+
+    return _after(part, change)
+
+
+def _first_of(model):
+    """The first block that is checkpointed and is given what needs a gradient."""
+    found = (module for module in model.modules() if "forward" in vars(module))
+    return next(found, None)
+
+
+@mutant(area=AREA, kills={"SP-217"})
+def reentrant_second_forward(part):
+    """Runs the first block that is checkpointed as one node of the graph."""
+
+    def change(model, found):
+        block = _first_of(model)
+        if block is not None and found.of == "kept" and block is not model.blocks[0]:
+            own = functools.partial(type(block).forward, block)
+            block.forward = functools.partial(checkpoint, own, use_reentrant=True)
+        return found
+
+    return _after(part, change)
+
+
+@mutant(area=AREA, kills={"SP-217"})
+def second_forward_reads_what_is_there(part):
+    """Gives the second forward of a block its input without looking whether it was written to."""
+
+    def rerun(function, x, mask=None):
+        values, state = [], torch.get_rng_state()
+        count = iter(range(1000))
+
+        def unpack(at):
+            if not values:
+                with torch.random.fork_rng(), saved_tensors_hooks(values.append, None):
+                    torch.set_rng_state(state)
+                    function(x, mask)
+            return values[at]
+
+        with saved_tensors_hooks(lambda tensor: next(count), unpack):
+            return function(x, mask)
+
+    def change(model, found):
+        for block in model.modules():
+            if "forward" in vars(block) and type(block).__name__ in ("Block", "Rising"):
+                own = functools.partial(type(block).forward, block)
+                block.forward = functools.partial(rerun, own)
         return found
 
     return _after(part, change)
