@@ -36,6 +36,7 @@ WIDTHS = (32, 128, 256)
 WAYS = {  # as the benchmark names them, and as pages do
     "none": "none",
     "full": "full checkpointing",
+    "ours, second forward": "full, second forward of `fit_`",
     "torch SAC": "torch SAC",
     "torch.compile, budget": "torch.compile (aot_eager, partitioned), budget 0.6",
     "ours, contexts": "contexts engine",
