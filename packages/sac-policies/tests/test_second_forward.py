@@ -260,8 +260,35 @@ def test_what_was_written_to_since_is_refused() -> None:
         out.sum().backward()
     assert str(caught.value) == (
         "sac_policies.fit_: tensor 0 that it was given has been modified by an inplace operation "
-        "since (it is at version 1, not 0), but its second forward needs it as it was. Pass a "
+        "since (it is at version 1, not 0), but the second forward needs it as it was. Pass a "
         "copy, or change it after backward."
+    )
+
+
+def test_a_parameter_that_was_written_to_since_is_refused() -> None:
+    """As plain autograd does, and torch's checkpoint does not; one that the function clips is not.
+
+    A second backward runs the function again, which clips it once more.
+    """
+    layer = torch.nn.Linear(4, 4)
+    out = again(lambda y: layer(y).sin(), leaves()[0] * 2)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    with pytest.raises(MutationError) as caught:
+        out.sum().backward()
+    assert str(caught.value).startswith(
+        "sac_policies.fit_: a parameter (4, 4) of it has been modified by an inplace operation "
+        "since (it is at version 2, not 1), but the second forward needs it as it was."
+    )
+
+    def clipping(y, w):
+        with torch.no_grad():
+            w.clamp_(-0.5, 0.5)
+        return noisy(y, w)
+
+    expected = of(clipping, times=2)
+    assert all(
+        map(torch.equal, of(lambda y, w: again(lambda y: clipping(y, w), y), times=2), expected)
     )
 
 

@@ -122,8 +122,9 @@ def test_whatever_a_step_does_has_plain_gradients(part, device, name):
 
 
 @requirement("SP-217")
+@pytest.mark.parametrize("what", ["input", "weight"])
 @pytest.mark.parametrize("kind", [Block, Rising])
-def test_an_input_that_was_written_to_is_not_read(part, device, kind):
+def test_what_was_written_to_is_not_read(part, device, kind, what):
     """Backward raises, or does not need it: its gradients are those of before the write."""
     plain, fitted, batch = least(part, kind, device)
 
@@ -134,7 +135,7 @@ def test_an_input_that_was_written_to_is_not_read(part, device, kind):
         loss = F.mse_loss(model(**batch)["out"], batch["target"])
         if writes:
             with torch.no_grad():
-                given[0].mul_(2)
+                (given[0] if what == "input" else model.blocks[1].up.weight).mul_(2)
         loss.backward()
         return [parameter.grad for parameter in model.parameters()]
 

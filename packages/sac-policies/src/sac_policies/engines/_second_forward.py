@@ -7,8 +7,9 @@ Rule 1. The n-th value that the second run saves is the n-th of the first: its s
         device are compared. With the last one the second run ends.
 Rule 2. A value that was made again belongs to whom it was saved for, and is let go when that is
         read. Another backward runs the function again.
-Rule 3. What the function is given is held, with its version: what was written to since is refused.
-        Hooks of saved tensors would have to see it, so there are none around.
+Rule 3. What the function is given is held, with its version, and so are the parameters that it
+        saves: what was written to since is refused. Hooks of saved tensors would have to see what
+        it is given, so there are none around.
 Rule 4. Random numbers and autocast are those of the first run.
 """
 
@@ -23,6 +24,7 @@ import torch
 
 from .._errors import MutationError, RecomputeError
 from .._torch_compat import (
+    base_of,
     in_func_transform,
     is_traced,
     modes_entered,
@@ -63,7 +65,7 @@ def run(
 
     Raises:
         RecomputeError: in backward, where the second run saves other values.
-        MutationError: in backward, where an argument was written to since.
+        MutationError: in backward, where an argument or a parameter was written to since.
     """
     first, second = (nullcontext(), nullcontext()) if around is None else around
     region = _Region(function, tensors, name, second)
@@ -73,7 +75,7 @@ def run(
             out = function(*tensors)
         finally:
             pop_hooks()
-    region.ambient.settle()
+    region.ended()
     return out
 
 
@@ -99,15 +101,26 @@ class _Region:
         self.name = name
         self.saved: list[ref[_Saved]] = []
         self.facts: list[Facts] = []
-        self.ambient = AmbientState(tensors)
+        self._ambient = AmbientState(tensors)
         self._function, self._around = function, around
         self._tensors = [(tensor, tensor._version) for tensor in tensors]
+        self._parameters: list[torch.Tensor] = []
+        self._versions: list[int] = []
 
     def pack(self, tensor: torch.Tensor) -> _Saved:
+        if tensor.requires_grad:
+            leaf = tensor if tensor.is_leaf else base_of(tensor)
+            if leaf is not None and leaf.is_leaf:
+                self._parameters.append(leaf)
         saved = _Saved()
         self.saved.append(ref(saved))
         self.facts.append((tensor.shape, tensor.dtype, tensor.device))
         return saved
+
+    def ended(self) -> None:
+        """Note what the function left: it may have drawn no numbers, or clipped its weights."""
+        self._ambient.settle()
+        self._versions = [parameter._version for parameter in self._parameters]
 
     def unpack(self, saved: _Saved) -> torch.Tensor:
         if saved.value is None:
@@ -119,7 +132,7 @@ class _Region:
     def _run_again(self) -> None:
         self._refuse_written()
         second = _Second(self)
-        with self.ambient.restored(), self._around, torch.enable_grad():
+        with self._ambient.restored(), self._around, torch.enable_grad():
             push_hooks(second.pack, _same)
             try:
                 self._function(*(tensor for tensor, _ in self._tensors))
@@ -130,16 +143,24 @@ class _Region:
             finally:
                 pop_hooks()
         second.settle()
+        self._versions = [parameter._version for parameter in self._parameters]
 
     def _refuse_written(self) -> None:
         for at, (tensor, version) in enumerate(self._tensors):
             if tensor._version != version:
-                raise MutationError(
-                    f"sac_policies.fit_: tensor {at} that {self.name} was given has been modified "
-                    f"by an inplace operation since (it is at version {tensor._version}, not "
-                    f"{version}), but its second forward needs it as it was. Pass a copy, or "
-                    "change it after backward."
-                )
+                raise self._written(f"tensor {at} that {self.name} was given", tensor, version)
+        # While the forward still runs, and differentiates, none is noted yet.
+        for tensor, version in zip(self._parameters, self._versions, strict=False):
+            if tensor._version != version:
+                shape = tuple(tensor.shape)
+                raise self._written(f"a parameter {shape} of {self.name}", tensor, version)
+
+    def _written(self, what: str, tensor: torch.Tensor, version: int) -> MutationError:
+        return MutationError(
+            f"sac_policies.fit_: {what} has been modified by an inplace operation since (it is at "
+            f"version {tensor._version}, not {version}), but the second forward needs it as it "
+            "was. Pass a copy, or change it after backward."
+        )
 
 
 class _SecondRunEnds(Exception):
