@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from contextlib import suppress
 from types import ModuleType
 
@@ -32,6 +33,24 @@ class OpLog(TorchDispatchMode):
         if name in ARITHMETIC:
             self.entries.append((self.tracker.phase, name, self.tracker.stack))
         return func(*args, **(kwargs or {}))
+
+
+class Clock:
+    """Goes on when it is told to, in the place of the clock of this machine, which is busy."""
+
+    def __init__(self):
+        self.ns = 0
+
+    def passes(self, ns):
+        self.ns += ns
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """What reports of time read."""
+    made = Clock()
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: made.ns)
+    return made
 
 
 class MLP(nn.Module):

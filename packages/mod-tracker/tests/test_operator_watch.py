@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -215,35 +216,44 @@ class Beside(threading.Thread):
             time.sleep(0.001)
 
 
-def test_other_threads_wait_while_operators_are_unregistered():
+@pytest.fixture
+def beside(monkeypatch):
+    """It alone is waited for, however late the machine lets it run, and waits as long itself."""
+    _operator_watch.thread_here()
+    monkeypatch.setattr(_operator_watch, "_threads", weakref.WeakSet())
+    for limit in ("PATIENCE_S", "LIMIT_S"):
+        monkeypatch.setattr(_operator_watch, limit, 60)
+    with Beside() as made:
+        yield made
+
+
+def test_other_threads_wait_while_operators_are_unregistered(beside):
     """Those that have run one stand in our kernel then, and have looked up what they call."""
     end = watch([MM], Log())
-    with Beside() as beside:
-        beside.turns()
-        place = _operator_watch._places[MM]
-        undo, stood = place.undo, []
+    beside.turns()
+    place = _operator_watch._places[MM]
+    undo, stood = place.undo, []
 
-        def counted():
-            stood.append(beside.times)
-            time.sleep(0.05)
-            stood.append(beside.times)
-            undo()
+    def counted():
+        stood.append(beside.times)
+        time.sleep(0.05)
+        stood.append(beside.times)
+        undo()
 
-        place.undo = counted
-        end()
-        assert stood[0] == stood[1]
-        beside.turns()
-        assert beside.errors == []
+    place.undo = counted
+    end()
+    assert stood[0] == stood[1]
+    beside.turns()
+    assert beside.errors == []
     assert not has_kernel()
 
 
-def test_no_thread_meets_an_error_where_many_reports_end():
+def test_no_thread_meets_an_error_where_many_reports_end(beside):
     """Without the wait a few in a thousand ends are met by one."""
-    with Beside() as beside:
-        for _ in range(200):
-            end = watch([MM], Log())
-            beside.turns()
-            end()
+    for _ in range(200):
+        end = watch([MM], Log())
+        beside.turns()
+        end()
     assert beside.errors == []
 
 
