@@ -28,7 +28,7 @@ CLAIMS = (
     "part_of_another_attempt_is_not_taken",
     "ranks_meet_without_a_store",
 )
-NEVER = 1 << 30
+NEVER = -1
 VICTIMS = (0, 1)
 SHARES = (0.0, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95)
 

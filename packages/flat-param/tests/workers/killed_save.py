@@ -33,7 +33,7 @@ class Victim:
 
 
 def run(rank: int, world: int, path: str, victim: int, point: int) -> dict[str, Any]:
-    """Fill with ones and save; fill with twos and save, dying at the call of that number."""
+    """Fill with ones and save; fill with twos and save, dying at the call of that number if any."""
     model = sharded()
     counter = Victim(point if rank == victim else -1)
     error = ""
@@ -44,7 +44,8 @@ def run(rank: int, world: int, path: str, victim: int, point: int) -> dict[str, 
         dist.barrier()
         counter.count = 0 if value == 2.0 else -1
         try:
-            flat_param.save_sharded(model, path, timeout_s=30 if value == 1.0 else 4)
+            dies = value == 2.0 and point >= 0
+            flat_param.save_sharded(model, path, timeout_s=4 if dies else 30)
         except flat_param.FlatParamError as raised:
             error = str(raised)
     return {"calls": counter.count, "error": error}
