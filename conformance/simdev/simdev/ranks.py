@@ -6,13 +6,15 @@ import contextlib
 import importlib.util
 import multiprocessing
 import os
-import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 LIMIT_S = 300  # on a machine that others use too
 
@@ -37,14 +39,14 @@ def on_ranks(
         AssertionError: with the traceback of each rank on which it raised, or that did not end.
     """
     context = multiprocessing.get_context("spawn")
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        port = chosen.getsockname()[1]
+    # Here, and on a port that the system chooses: of one that was chosen before, another program
+    # might have made use meanwhile.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     where = (sys.modules[function.__module__].__file__, function.__name__)
     pipes, ranks = [], []
     for rank in range(size):
         mine, theirs = context.Pipe()
-        given = (theirs, where, rank, size, port, timeout_s, args)
+        given = (theirs, where, rank, size, store.port, timeout_s, args)
         ranks.append(context.Process(target=_rank, args=given, daemon=True))
         pipes.append(mine)
     for each in ranks:
@@ -71,24 +73,26 @@ def _rank(
 ) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
-        import torch
-        import torch.distributed as dist
-
         torch.set_num_threads(1)
-        store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0)
+        store = dist.TCPStore("127.0.0.1", port)
+        _all_come(store, "begin", size)
         limit = timedelta(seconds=timeout_s)
         dist.init_process_group("simccl", store=store, rank=rank, world_size=size, timeout=limit)
         told = _load(*where)(rank, *args)
         pipe.send((True, told))
-        store.add("done", 1)
-        while store.add("done", 0) < size:  # who leaves takes its connections and the store away
-            time.sleep(0.01)
+        _all_come(store, "end", size)  # who leaves takes its connections away
     except BaseException:
         with contextlib.suppress(OSError):
             pipe.send((False, traceback.format_exc()))
     finally:
         pipe.close()
         os._exit(0)  # threads of streams are still there
+
+
+def _all_come(store: dist.Store, place: str, size: int) -> None:
+    store.add(place, 1)
+    while store.add(place, 0) < size:
+        time.sleep(0.01)
 
 
 def _load(path: str, name: str) -> Callable[..., Any]:
