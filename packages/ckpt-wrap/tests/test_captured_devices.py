@@ -42,8 +42,18 @@ KEEPS_PINNED = pytest.mark.skipif(
 SCALES = (0.5, -1.0, 0.25)
 
 
+def let_go() -> None:
+    """Have the device's thread let go of the backward before: it may hold that until its next one.
+
+    Parameters would keep their nodes meanwhile, of the stream that it ran on.
+    """
+    none = torch.empty(0, device=device(), requires_grad=True)
+    (none * 1).backward(torch.empty(0, device=device()))
+
+
 def warmed_up(step) -> None:
     """Run what happens once, on another stream than the graph's, as torch's notes ask."""
+    let_go()
     side = torch.Stream(device())
     side.wait_stream(torch.accelerator.current_stream())
     with side:
@@ -53,6 +63,7 @@ def warmed_up(step) -> None:
 
 def captured(step, **options):
     """A graph of a step, and what the step returned."""
+    let_go()
     graph = GRAPH()
     with API.graph(graph, **options):
         out = step()
