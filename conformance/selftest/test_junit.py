@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ET
 
 from torchparts_conformance.render import _junit
@@ -20,6 +21,13 @@ def test_junit_tells_failures_errors_and_skips_apart(make_report):
     assert properties["requirement"] == "CW-001"
     assert (properties["level"], properties["device"]) == ("MUST", "cpu")
     assert "<script>" in case.find("failure").get("message")
+
+
+def test_skip_of_what_is_not_claimed_says_so(make_report):
+    """Its row does not."""
+    root = ET.fromstring(_junit.to_junit(make_report({"CW-001": "not_claimed"})))
+    message = root.find("testsuite/testcase/skipped").get("message")
+    assert re.fullmatch(r"profile \S+ is not claimed", message)
 
 
 def test_older_list_is_a_property(by_older_list, make_report):

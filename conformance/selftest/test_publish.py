@@ -11,7 +11,7 @@ from torchparts_conformance.commands import _cli
 from torchparts_conformance.report import _report
 from torchparts_conformance.verify import _installed, _publish
 
-MAX_REPORT_BYTES = 1 << 19
+MAX_REPORT_BYTES = 1 << 18
 
 
 @pytest.fixture

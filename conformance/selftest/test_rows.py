@@ -24,6 +24,7 @@ def test_a_case_has_a_row_for_each_requirement_with_times_in_milliseconds(entry,
     assert [row["id"] for row in rows] == ["CW-001", "CW-002"]
     assert [row["level"] for row in rows] == ["MUST", "SHOULD"]
     for row in rows:
+        assert _report.reason_of(row) == row["reason"]
         assert row["duration_s"] == 0.124
         assert (row["outcome"], row["device"]) == ("fail", "cpu")
         assert len(row["reason"]) == _report.MAX_REASON
@@ -31,13 +32,17 @@ def test_a_case_has_a_row_for_each_requirement_with_times_in_milliseconds(entry,
 
 
 def test_what_nobody_is_held_to_says_so_whatever_came_out(entry):
-    """The requirement's own word takes the place of the outcome."""
+    """The requirement's own word takes the place of the outcome, and no row repeats why."""
     lacks = lambda requirement: "not_claimed" if requirement.id == "CW-002" else ""  # noqa: E731
     rows = _rows.rows([entry], lacks=lacks)
     assert {row["id"]: row["outcome"] for row in rows} == {
         "CW-001": "fail",
         "CW-002": "not_claimed",
     }
+    (left,) = (row for row in rows if row["id"] == "CW-002")
+    assert (left["reason"], left["where"]) == ("", "")
+    assert _report.reason_of(left) == f"profile {left['profile']} is not claimed"
+    assert _report.reason_of({**left, "reason": "an older suite's"}) == "an older suite's"
 
 
 def test_frozen_rows_that_nobody_collected_are_there(registry, frozen, entry):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 from xml.sax.saxutils import quoteattr
 
+from torchparts_conformance.report import _report
 from torchparts_conformance.subject._identity import printable
 
 _ELEMENT = {
@@ -56,7 +57,7 @@ def _case(row: Mapping[str, Any]) -> str:
     facts = {word: row[word] for word in ("id", "level", "device", "profile", "outcome")}
     facts["requirement"] = facts.pop("id")
     element = _ELEMENT.get(row["outcome"])
-    message = quoteattr(printable(row["reason"], limit=500))
+    message = quoteattr(printable(_report.reason_of(row), limit=500))
     detail = f"<{element} message={message} type={_quoted(row['outcome'])}/>\n" if element else ""
     name = _quoted(f"{row['id']} {row['case']} [{row['device']}]")
     return (

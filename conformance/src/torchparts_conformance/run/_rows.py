@@ -21,6 +21,7 @@ def rows(
 
 
 def _row(requirement: Requirement, entry: CaseResult, lacks: str) -> dict[str, Any]:
+    is_judged = lacks != "not_claimed"
     return {
         "id": requirement.id,
         "case": entry.case,
@@ -30,8 +31,8 @@ def _row(requirement: Requirement, entry: CaseResult, lacks: str) -> dict[str, A
         "profile": requirement.profile,
         "group": requirement.group,
         "outcome": lacks or entry.outcome,
-        "reason": entry.reason[: _report.MAX_REASON],
-        "where": entry.where[: _report.MAX_WHERE],
+        "reason": entry.reason[: _report.MAX_REASON] if is_judged else "",
+        "where": entry.where[: _report.MAX_WHERE] if is_judged else "",
         "duration_s": round(entry.duration_s, 3),
     }
 

@@ -247,7 +247,7 @@ class Run:
         if self.settings.requirements:
             return [
                 f"{row['outcome']:<12} {row['case']} {row['device']}: "
-                f"{row['reason'] or '-'}{_at(row['where'])}"
+                f"{_report.reason_of(row) or '-'}{_at(row['where'])}"
                 for row in self._asked_for()
             ]
         page = self.settings.out / "matrix.html" if self.settings.out else None

@@ -44,7 +44,7 @@ class Claims:
         """Say why the implementation is not held to a requirement."""
         if not self.implementation.provides(requirement.area):
             return f"{requirement.area} is not provided"
-        return self.unfit or f"profile {requirement.profile} is not claimed"
+        return self.unfit or not_claimed(requirement.profile)
 
     def provided_areas(self) -> tuple[str, ...]:
         """Give the areas asked for that the implementation has."""
@@ -59,6 +59,11 @@ class Claims:
             "profiles": None if self.profiles is None else list(self.profiles),
             "capabilities": {area: sorted(found) for area, found in capabilities},
         }
+
+
+def not_claimed(profile: str) -> str:
+    """Say why nobody is held to a requirement of a profile."""
+    return f"profile {profile} is not claimed"
 
 
 def refuse_unknown_profiles(chosen: Iterable[str], registry: Mapping[str, Requirement]) -> None:
