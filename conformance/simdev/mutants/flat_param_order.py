@@ -16,7 +16,7 @@ from torchparts_conformance.mutants import mutant
 AREA = "flat-param"
 
 
-@mutant(area=AREA, kills={"FP-234", "FP-235", "FP-244"})
+@mutant(area=AREA, kills={"FP-234", "FP-235", "FP-244", "FP-245", "FP-246", "FP-247"})
 def nobody_waits_for_collectives(part):
     """Uses what is gathered and summed before it is there."""
     _comm.Communicator.finish = lambda self, pending: None

@@ -25,7 +25,7 @@ def hooks_are_handed_bytes_on_their_way(part):
     return part
 
 
-@mutant(area=AREA, kills={"SP-178", "SP-200", "SP-206", "SP-207", "SP-208"})
+@mutant(area=AREA, kills={"SP-178", "SP-200", "SP-201", "SP-206", "SP-207", "SP-208"})
 def readers_do_not_wait(part):
     """Hands out what was asked for before the bytes are back."""
     real = _moved.MovedTensor.value

@@ -110,6 +110,7 @@ def test_offloaded_values_keep_to_the_limit(part, device):
     room = (part.offload_stats().bytes_away - before.bytes_away) // 3
     del loss
     part.limit_offload(before.bytes_away + room)
+    lag(device)
     try:
         loss, leaves = _chain(part, device, policy)
         inside = part.offload_stats()
