@@ -341,7 +341,7 @@ def digest_is_lost(part):
     return overlay(part, from_json=from_json)
 
 
-@mutant(area=AREA, kills={"SP-104", "SP-110", "SP-132", "SP-192"})
+@mutant(area=AREA, kills={"SP-104", "SP-110", "SP-132", "SP-192", "SP-214"})
 def region_runs_again(part):
     """Runs a region of one input again, without a look at what it reads."""
 
@@ -372,7 +372,7 @@ def _as_torch(part, wrong):
     return overlay(part, checkpoint=checkpoint)
 
 
-@mutant(area=AREA, kills={"SP-140", "SP-143", "SP-157"})
+@mutant(area=AREA, kills={"SP-140", "SP-143", "SP-157", "SP-215"})
 def changed_leaves_are_read(part):
     """Runs a region of one leaf again, whatever its parameters have become."""
     return _as_torch(part, lambda args, kwargs: len(args) == 1 and args[0].is_leaf)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from inspect import isfunction
+from unittest.mock import patch
 
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -68,7 +69,7 @@ def containers_inside_are_not_restored(part):
     return overlay(part, checkpoint=checkpoint)
 
 
-@mutant(area=AREA, kills={"SP-042", "SP-156", "SP-157"})
+@mutant(area=AREA, kills={"SP-042", "SP-156", "SP-157", "SP-215"})
 def buffers_are_read_as_they_are_now(part):
     """Runs a module again on its buffers as the forward left them."""
 
@@ -174,5 +175,40 @@ def any_check_is_taken(part):
 
     def checkpoint(function, *args, determinism_check="default", **kwargs):
         return part.checkpoint(function, *args, **kwargs)
+
+    return overlay(part, checkpoint=checkpoint)
+
+
+@mutant(area=AREA, kills={"SP-214"})
+def rules_may_write_to_what_was_saved(part):
+    """Tries a rule on copies, and hands it in backward what no version counter watches."""
+
+    def replay_rule(function, rebuild, **settings):
+        tried = []
+
+        def hidden(*saved):
+            given = (each.data if tried else each.clone() for each in saved)
+            return rebuild(*given)
+
+        part.replay_rule(function, hidden, **settings)
+        tried.append(True)
+
+    return overlay(part, replay_rule=replay_rule)
+
+
+@mutant(area=AREA, kills={"SP-215"})
+def a_kept_norm_leaves_no_statistics(part):
+    """Lets what runs again after a kept batch norm read the statistics from before it."""
+    leaves = "sac_policies.engines.contexts._external_state.ExternalState.leave_again"
+
+    def checkpoint(function, *args, policy=None, **kwargs):
+        if not isfunction(policy) or torch.compiler.is_compiling():
+            return part.checkpoint(function, *args, policy=policy, **kwargs)
+
+        def left(*given, **own):
+            with patch(leaves, lambda self, call, written: True):
+                return function(*given, **own)
+
+        return part.checkpoint(left, *args, policy=policy, **kwargs)
 
     return overlay(part, checkpoint=checkpoint)

@@ -139,7 +139,7 @@ class _Inside(nn.Module):
         return self.module(*args, **kwargs)
 
 
-@mutant(area=AREA, kills={"SP-174"})
+@mutant(area=AREA, kills={"SP-174", "SP-216"})
 def a_block_is_wrapped(part):
     """Puts another module in the place of the first block, until undo."""
 
@@ -156,7 +156,7 @@ def a_block_is_wrapped(part):
     return _after(part, change)
 
 
-@mutant(area=AREA, kills={"SP-170", "SP-171", "SP-182"})
+@mutant(area=AREA, kills={"SP-170", "SP-171", "SP-182", "SP-216"})
 def a_copy_is_changed(part):
     """Fits a copy of the model, which nobody trains."""
 
@@ -276,5 +276,21 @@ def second_forward_reads_what_is_there(part):
                 own = functools.partial(type(block).forward, block)
                 block.forward = functools.partial(rerun, own)
         return found
+
+    return _after(part, change)
+
+
+@mutant(area=AREA, kills={"SP-216"})
+def undo_looks_for_what_it_put_there(part):
+    """Leaves everything where another forward is in the place of one of its own."""
+
+    def change(model, found):
+        put = {each: vars(each)["forward"] for each in model.modules() if "forward" in vars(each)}
+
+        def undo():
+            if all(vars(each).get("forward") is own for each, own in put.items()):
+                found.undo()
+
+        return _Found(found, undo)
 
     return _after(part, change)

@@ -128,6 +128,7 @@ def keyword_arguments_are_lost(part):
         "SP-206",
         "SP-207",
         "SP-213",
+        "SP-215",
     },
 )
 def modules_are_refused(part):
@@ -219,6 +220,8 @@ def random_state_is_not_restored(part):
         "SP-206",
         "SP-207",
         "SP-213",
+        "SP-214",
+        "SP-215",
     },
 )
 def gradients_are_cut_off(part):

@@ -64,6 +64,8 @@ AREA = "sac-policies"
         "SP-192",
         "SP-209",
         "SP-213",
+        "SP-214",
+        "SP-215",
     },
 )
 def policy_is_ignored(part):
@@ -177,6 +179,7 @@ def debug_is_refused(part):
         "SP-143",
         "SP-157",
         "SP-159",
+        "SP-215",
     },
 )
 def values_are_cached_as_torch_does(part):

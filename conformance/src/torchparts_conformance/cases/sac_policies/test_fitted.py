@@ -107,6 +107,29 @@ def test_undo_leaves_nothing(part, device):
         assert taken(model, batch, device) >= 0.999 * plain
 
 
+@requirement("SP-216")
+def test_undo_reaches_blocks_that_something_was_put_around(part, device):
+    """What was put there is called in either step, and the second one is plain's."""
+    model, batch = seeded(device)
+    expected = [value.clone() for value in step(model, batch)]
+    plain, calls = taken(model, batch, device), []
+    found = fitted(part, model, batch)
+
+    def around(own):
+        return lambda *args, **kwargs: (calls.append(1), own(*args, **kwargs))[1]
+
+    for block in model.blocks:
+        block.forward = around(block.forward)
+    put = [block.forward for block in model.blocks]
+    assert taken(model, batch, device) < 0.9 * plain
+    found.undo()
+    assert [block.forward for block in model.blocks] == put
+    calls.clear()
+    assert taken(model, batch, device) >= 0.999 * plain
+    assert len(calls) >= len(put)
+    assert all(map(torch.equal, step(model, batch), expected))
+
+
 OTHERS = {
     "fewer rows": lambda x, y: ({"x": x[:100], "target": y[:100]}, None),
     "a mask": lambda x, y: ({"x": x, "target": y, "mask": (x[:, 0] > 0).to(x.dtype)}, None),

@@ -310,3 +310,63 @@ def test_names_and_modules_are_followed(part, device, kind):
     held, again, grads = _held_and_again(part, function, x, policy)
     assert all(map(torch.equal, grads, plain))
     assert (held - least, most - again) == (4 * numel, 1)
+
+
+def doubled():
+    """Make a function of one's own: twice the square. It counts, so that it has no rule yet."""
+
+    class Doubled(torch.autograd.Function):
+        runs = 0
+
+        @staticmethod
+        def forward(ctx, x):
+            Doubled.runs += 1
+            ctx.save_for_backward(x)
+            return (x * x) * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 4 * ctx.saved_tensors[0] * grad
+
+    return Doubled
+
+
+def ruled(part, device, rebuild):
+    """Give such a function a rule, which is tried on five rows."""
+    function = doubled()
+    settings = {"op": aten.square.default, "device": device}
+    part.replay_rule(function, rebuild, probe=lambda make: function.apply(make(5, 67)), **settings)
+    return function
+
+
+WRITES = {
+    "in place": lambda x: x.mul_(x).mul_(2),
+    "past its version": lambda x: (x * x) * 2 + 0 * x.data.zero_(),
+}
+
+
+@requirement("SP-214")
+@pytest.mark.parametrize("write", WRITES)
+def test_rule_that_writes_to_what_its_function_saved_is_refused(part, device, write):
+    """What it returns is right."""
+    with pytest.raises(part.EngineError, match="Doubled"):
+        ruled(part, device, WRITES[write])
+
+
+@requirement("SP-214")
+def test_rule_that_writes_only_later_is_refused_by_the_backward(part, device):
+    """The same rule without the write gives the gradients of no checkpointing."""
+    x = leaf(device, 6, 6)
+
+    def writes(saved):
+        out = (saved * saved) * 2
+        return out if len(saved) == 5 else out + 0 * saved.zero_()
+
+    function = ruled(part, device, lambda saved: (saved * saved) * 2)
+    expected = torch.autograd.grad(function.apply(x.sin()).cos().sum(), x)[0]
+    out = replay(part, lambda t: function.apply(t.sin()).cos(), x)
+    assert torch.equal(torch.autograd.grad(out.sum(), x)[0], expected)
+    function = ruled(part, device, writes)
+    out = replay(part, lambda t: function.apply(t.sin()).cos(), x)
+    with pytest.raises(part.EngineError, match="Doubled"):
+        torch.autograd.grad(out.sum(), x)

@@ -59,6 +59,46 @@ def test_state_that_a_region_reads_and_writes(part, device, make, policy):
     assert all(map(torch.equal, *results))
 
 
+class ReadsStatistics(nn.Module):
+    """Reads the statistics that its batch norm has just written to."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, t):
+        """Scale what was normalised by them."""
+        y = self.norm(self.linear(t))
+        return y.tanh() * (self.norm.running_mean * 3 + self.norm.running_var)
+
+
+def norms(ctx, op, *args, **kwargs):
+    """Keep what batch norms return, whichever the device has."""
+    return "batch_norm" in op.name()
+
+
+@requirement("SP-215")
+@pytest.mark.parametrize("forwards", [1, 2])
+@pytest.mark.parametrize("policy", [nothing, norms])
+def test_statistics_that_are_read_after_their_batch_norm(part, device, policy, forwards):
+    """Two steps, of one or two batches whose forwards come before any backward."""
+    results = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        module = ReadsStatistics().to(device)
+        found = []
+        for _ in range(2):
+            given = [leaf(device, 6, 4), (leaf(device, 6, 4) * 2).detach().requires_grad_()]
+            outs = [
+                part.checkpoint(module, x, policy=policy) if checkpointed else module(x)
+                for x in given[:forwards]
+            ]
+            for x, out in zip(given, outs, strict=False):
+                found += torch.autograd.grad(out.sum(), [*module.parameters(), x])
+        results.append(found + list(module.buffers()))
+    assert all(map(torch.equal, *results))
+
+
 def clamped_before_two_readers(t, write):
     """Both readers save the value."""
     h = t @ t
