@@ -4,8 +4,10 @@ Ours and torch's solvers, held against the proved bound of ours; lognormal sizes
 as those of operators are, twelve seeds a size, budget 40% of all bytes. Over budget and gap are
 the worst of the seeds, in percent; time is the best of the seeds, in ms of thread time.
 
-Where values may be offloaded, too, copies overlap with other work, in one region or in a row of 32,
-and there are two budgets; torch has no solver for that.
+Where values may be offloaded, too, copies overlap with other work, in one region or in 32 in a row,
+for budgets down to 2%, and also where all values are of one size; torch has no solver for that. Of
+2000 values the gap must be below 0.5%. At 2% of lognormal sizes, 32 in a row, that is a target, and
+how many of the seeds reach it is told.
 
     python bench_solve.py --check
 """
@@ -17,6 +19,7 @@ import json
 import random
 import time
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 from torch._functorch._activation_checkpointing import knapsack
@@ -27,16 +30,21 @@ from sac_policies.budget._knapsack import pack
 Solver = Callable[[list[int], list[int], int], set[int]]
 HOST_BANDWIDTH = "25 GB"
 """A second, each way."""
-OFFLOADING = ((0.4, 1), (0.4, 32), (0.1, 1), (0.1, 32))
+OFFLOADING = [(share, regions) for share in (0.4, 0.1, 0.05, 0.02) for regions in (1, 32)]
 """Budgets, and regions in a row."""
+TARGET = {"sizes": "lognormal", "budget": 0.02, "regions": 32}
+"""The row whose gap is not held."""
+GAP = 0.005
 LIMIT_MS = {(500, 2): 50.0, (2000, 2): 250.0, (500, 3): 250.0, (2000, 3): 250.0}
 """By items and choices; of fewer, 50."""
 
 
-def instance(n: int, seed: int) -> tuple[list[int], list[int], int]:
+def instance(n: int, seed: int, sizes: str = "lognormal") -> tuple[list[int], list[int], int]:
     """Bytes, costs, budget."""
     r = random.Random(seed)
     weights = [int(r.lognormvariate(14, 2)) + 1 for _ in range(n)]
+    if sizes == "equal":
+        weights = [1 << 22] * n
     costs = [int(r.lognormvariate(10, 2)) + 1 for _ in range(n)]
     return weights, costs, sum(weights) * 2 // 5
 
@@ -79,11 +87,13 @@ def measure(n: int, seeds: int) -> list[dict[str, Any]]:
     ]
 
 
-def measure_offloading(n: int, seeds: int, *, share: float, regions: int) -> dict[str, Any]:
+def measure_offloading(
+    n: int, seeds: int, *, sizes: str, share: float, regions: int
+) -> dict[str, Any]:
     """The row of three choices for a budget and that many regions in a row."""
     found, moved = [], 0.0
     for seed in range(seeds):
-        weights, costs, _ = instance(n, seed)
+        weights, costs, _ = instance(n, seed, sizes)
         ops = (
             TracedOp("aten.mm.default", i, weight, cost, (), i)
             for i, (weight, cost) in enumerate(zip(weights, costs, strict=True))
@@ -99,8 +109,10 @@ def measure_offloading(n: int, seeds: int, *, share: float, regions: int) -> dic
         over = sum(op.out_bytes for op in trace.ops if op.key in kept) / budget - 1
         found.append((spent, over, plan.gap))
         moved = max(moved, plan.offloaded_bytes / sum(weights))
-    row = {"items": n, "choices": 3, "solver": "ours", "budget": share, "regions": regions}
-    return row | _worst(found) | {"offloaded_percent": round(moved * 100, 2)}
+    row = {"items": n, "choices": 3, "solver": "ours", "sizes": sizes, "budget": share}
+    near = sum(gap < GAP for _, _, gap in found)
+    told = {"offloaded_percent": round(moved * 100, 2), "near": near}
+    return row | {"regions": regions} | _worst(found) | told
 
 
 def _worst(found: list[tuple[float, float, float]]) -> dict[str, float]:
@@ -120,8 +132,9 @@ def main() -> None:
     options = parser.parse_args()
     for n in options.items:
         rows = measure(n, options.seeds)
-        for share, regions in OFFLOADING:
-            rows.append(measure_offloading(n, options.seeds, share=share, regions=regions))
+        for sizes, (share, regions) in product(("lognormal", "equal"), OFFLOADING):
+            how = {"sizes": sizes, "share": share, "regions": regions}
+            rows.append(measure_offloading(n, options.seeds, **how))
         for row in rows:
             print(json.dumps(row))
             if options.check and row["solver"] == "ours":
@@ -130,8 +143,8 @@ def main() -> None:
 
 def check(row: dict[str, Any]) -> None:
     """Hold our solver to its figures; of few values, one can be a good part of all."""
-    is_held = row["choices"] == 2 or row["items"] >= 2000
-    if row["over_budget_percent"] > 0 or (is_held and row["gap_percent"] > 0.5):
+    is_held = row["choices"] == 2 or (row["items"] >= 2000 and not row.items() >= TARGET.items())
+    if row["over_budget_percent"] > 0 or (is_held and row["gap_percent"] > GAP * 100):
         raise SystemExit(f"{row}: over budget or off by more than 0.5%")
     if row["ms"] > LIMIT_MS.get((row["items"], row["choices"]), 50.0):
         raise SystemExit(f"{row}: too slow")

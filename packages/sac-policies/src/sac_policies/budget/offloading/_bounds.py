@@ -8,11 +8,14 @@ Rule 1. A bound has prices: of a byte kept, and of a nanosecond waited for copie
         what all values cost at the least, less what the room is worth, is below what any plan
         costs. It takes copies out to be hidden anywhere in the forward, and copies back to regions
         but one to be hidden in full; what a plan costs is asked of `Copies`.
+Rule 2. Bytes that are kept are those of whole values. So none is kept that alone is too large, and
+        room past a multiple of what divides all sizes is no room.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from math import gcd
 from typing import NamedTuple
 
 from .._knapsack import Packing
@@ -35,9 +38,10 @@ class Values:
     """The items, what each costs in all regions together, and bounds on what all cost."""
 
     def __init__(self, items: Sequence[Item], copies: Copies, capacity: int) -> None:
-        self.items, self.copies, self.capacity = items, copies, capacity
+        self.items, self.copies = items, copies
         self.all, regions = range(len(items)), copies.regions
         self.sizes = [item.kept_bytes for item in items]
+        self.capacity = capacity - capacity % (gcd(*self.sizes) or 1)  # Rule 2
         self.repeat = [regions * item.cost for item in items]
         self.copy = [sum(copies.times[op] for op in item.ops) for item in items]
         self.exposed = [2 * regions * each for each in self.copy]  # if nothing is hidden
@@ -64,10 +68,21 @@ class Values:
 
     def least(self, prices: Prices) -> list[int]:
         """What each costs at the least (Rule 1), in 1/ONE."""
-        copied = ONE + prices.out
+        copied, none = ONE + prices.out, ONE * max(self.repeat)
         return [
-            min(repeat * ONE, prices.kept * size, copied * copy)
+            min(
+                repeat * ONE,
+                copied * copy,
+                prices.kept * size if size <= self.capacity else none,
+            )
             for repeat, size, copy in zip(self.repeat, self.sizes, self.copy, strict=True)
+        ]
+
+    def stay(self, price: int) -> list[int]:
+        """What each costs at the least that is not offloaded; `price` is of a byte, in 1/ONE."""
+        return [
+            min(repeat, price * size // ONE) if size <= self.capacity else repeat
+            for repeat, size in zip(self.repeat, self.sizes, strict=True)
         ]
 
     def bound(self, prices: Prices) -> int:

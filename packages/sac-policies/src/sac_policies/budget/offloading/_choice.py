@@ -1,9 +1,8 @@
 """Finds a plan, and says how much better any plan can be.
 
-A byte that is kept and a byte whose copy nobody waits for save the same work. So both kinds of room
-together are one knapsack: take what is dearest to repeat for its bytes. How the taken values divide
-into kept and offloaded ones costs nothing as long as nobody waits. They are divided in the order of
-the forward: offloaded where nobody waits for the copy, and of the others the dearest are kept.
+Prices make of three choices one pass over the forward (`_sweep`): what a byte kept costs is found
+so that what is kept at that price fills the budget. Loose passes raise the bound; exact ones, which
+know the queue of copies, find what to offload. Given that, what to keep is a knapsack.
 
 Rule 1. Few values are tried in all ways that bounds leave open, and then the plan is optimal.
 Rule 2. Effort is counted in values looked at, never in time: one trace has one plan.
@@ -11,20 +10,26 @@ Rule 2. Effort is counted in values looked at, never in time: one trace has one 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import product
+from typing import NamedTuple
 
 from .._knapsack import Packing
 from .._trace import Item
 from ._bounds import ONE, Prices, Solver, Values
-from ._copies import Copies, Stream
+from ._copies import Copies
+from ._sweep import sweep
 from ._tree import Tree
 
 _NEAR = 1e-5
 """A gap at which no better plan is looked for."""
-_SHARES = (0.5, 1.0, 2.0)
-"""Of the price down to which the bound takes values: down to where they are divided."""
+_FILLED = 0.01
+"""A gap that is not too large to be one of filling bytes."""
+_SMALL = 1e-4
+"""A gap at which no more passes are made; nor are they to raise the bound by less."""
+_PRICES = 8
+"""Passes for the bound."""
 _LOOKS = 100_000
 """Values that are looked at while decisions are changed one by one."""
 _FEW = 40
@@ -59,7 +64,10 @@ def choose(items: Sequence[Item], copies: Copies, *, capacity: int, solver: Solv
     """
     search = _Search(Values(items, copies, capacity), solver)
     if items:
-        search.divide()
+        search.price_bytes()
+        search.bound_bytes()
+        search.follow()
+        search.fill()
         search.change()
         search.try_all()
     kept, away = (tuple(sorted(each)) for each in (search.kept, search.away))
@@ -76,7 +84,7 @@ class _Search:
         cost: of the best plan.
         bound: no plan costs less.
         prices: two kinds, at which bounds are near what the best plan costs.
-        price: of a byte, down to which the bound takes values.
+        price: of a byte kept, in 1/ONE, at which the bound is the highest.
     """
 
     def __init__(self, values: Values, solver: Solver) -> None:
@@ -84,94 +92,114 @@ class _Search:
         self.kept: set[int] = set()
         self.away: set[int] = set()
         self.cost = sum(values.repeat)
-        self.bound, self.price = 0, values.byte_ns
+        self.bound = self.price = 0
         self.prices: list[Prices] = []
         if values.items:
-            self._find_bound()
+            self._find_prices()
 
-    def _find_bound(self) -> None:
+    def _find_prices(self) -> None:
         """With waiting free, and at the price at which all that can be hidden is used up."""
         values, regions = self.values, self.values.copies.regions
         free = [min(pair) for pair in zip(values.repeat, values.copy, strict=True)]
-        price = int(values.density(values.capacity, free) * ONE)
-        self.prices.append(Prices(0, price))
-        found = [values.bound_of_kept(self._solver)]
+        self.prices.append(Prices(0, int(values.density(values.capacity, free) * ONE)))
         room = values.capacity + values.hidden[0] / values.byte_ns
         dearest = values.density(room, values.repeat) / values.byte_ns - 1
         out = max(0, min(int(dearest * ONE), regions * ONE))
         if out:
-            self.price = (ONE + out) / ONE * values.byte_ns
-            self.prices.append(Prices(out, int(self.price * ONE)))
-            found.append(values.bound(self.prices[-1]))
-        self.bound = max(0, *found)
+            self.prices.append(Prices(out, int((ONE + out) * values.byte_ns)))
+        self.bound = max(0, *(values.bound(each) for each in self.prices))
+        self.price = self.prices[-1].kept
 
     @property
-    def _is_near(self) -> bool:
-        return self.cost - self.bound <= _NEAR * self.cost
+    def gap(self) -> float:
+        """Share of the cost that a better plan could save at most."""
+        return (self.cost - self.bound) / self.cost if self.cost else 0.0
 
-    def divide(self) -> None:
-        """Take values down to some price, and divide them; the same for several prices."""
-        best = self._tried(set())
-        for share, forced in product(_SHARES, (False, True)):
-            if not self._is_near:
-                best = min(best, self._tried(self._passed(share, forced)))
-        self._consider(*self._filled(set(best[1]), self._solver))
+    def price_bytes(self) -> None:
+        """Raise the bound by loose passes, and try what they offload.
 
-    def _tried(self, away: set[int]) -> tuple[int, list[int]]:
-        return self._consider(*self._filled(away, _fill)), sorted(away)
-
-    def _passed(self, share: float, forced: bool) -> set[int]:
-        """Offload in the order of the forward what nobody waits for.
-
-        How far copies may fall behind depends on the largest value that is taken. Either the first
-        one of the largest is `forced`, or where none is taken, smaller ones are passed again.
+        As a function of the price a bound is concave, and what it keeps past the capacity is its
+        slope. So the next price is where the tangents from both sides meet.
         """
-        values, sizes = self.values, self.values.sizes
-        price = max(share * self.price, values.byte_ns)
-        offered = [
-            n
-            for n in values.all
-            if values.repeat[n] >= price * sizes[n] and len(values.items[n].ops) == 1
-        ]
-        while True:
-            most = max((sizes[n] for n in offered), default=0)
-            stream, found = Stream(values.copies, most), set[int]()
-            first = next((n for n in offered if forced and sizes[n] == most), None)
-            for n in offered:
-                if stream.copy(values.items[n].ops[0], at_most=None if n == first else 0):
-                    found.add(n)
-            largest = max((sizes[n] for n in found), default=0)
-            if largest == most:
-                return found
-            offered = [n for n in offered if sizes[n] <= largest]
+        self._try(())
+        price, best = self.price, -1
+        low: _Tangent | None = None
+        high: _Tangent | None = None
+        for _ in range(_PRICES):
+            found = sweep(self.values, price)
+            self._try(found.away)
+            if found.bound > best:
+                best, self.price = found.bound, price
+            self.bound = max(self.bound, best)
+            tangent = _Tangent(price, found.bound, found.kept_bytes - self.values.capacity)
+            if self.gap <= _NEAR or tangent.slope == 0 or price == 0 > tangent.slope:
+                return
+            low, high = (tangent, high) if tangent.slope > 0 else (low, tangent)
+            if low is None or high is None:
+                price = price // 2 if low is None else 2 * price + 1
+                continue
+            price = low.meets(high)
+            if not low.price < price < high.price or low.at(price) - best <= _SMALL * self.cost:
+                return
 
-    def _filled(self, away: set[int], solver: Solver) -> tuple[set[int], set[int]]:
+    def follow(self) -> None:
+        """Offload what exact passes find.
+
+        The largest value that is offloaded is as large as the largest that is worth it, or half as
+        large; which of both is better is passed again. A queue leaves less room than loose passes
+        take it to have, so prices are above theirs, and rise while more is kept than may be.
+        """
+        values, price = self.values, 2 * self.price
+        worth = (n for n in values.all if values.repeat[n] > values.copy[n])
+        sizes = sorted(values.sizes[n] for n in worth if len(values.items[n].ops) == 1)
+        best = 0
+        for again in (False, False, True):
+            most = best if again else sizes[-1] if sizes else 0
+            if self.gap <= _SMALL or not most:
+                continue
+            before, found = self.cost, sweep(values, price, most)
+            self._try(found.away)
+            best = most if self.cost < before else best
+            price = 8 * price if found.kept_bytes > values.capacity else price * 2 // 3
+            sizes = sizes[: bisect_right(sizes, most // 2)]
+
+    def bound_bytes(self) -> None:
+        """Fill bytes as well as can be, which is a bound, too, where hardly anybody waits."""
+        if self.gap > _NEAR and (self.gap <= _FILLED or not self.away):
+            self.fill()
+            self.bound = max(self.bound, self.values.bound_of_kept(self._solver))
+
+    def fill(self) -> None:
+        """Fill the bytes of the best plan better."""
+        if self.gap > _NEAR:
+            self._try(self.away, self._solver)
+
+    def _try(self, away: Iterable[int], solver: Solver | None = None) -> None:
         """Keep what is worth most; of what is offloaded, that is its copy. Offload of the rest what
         takes less time to wait for than to repeat.
         """
-        values = self.values
+        values, gone = self.values, set(away)
         worth = [
-            values.copy[n] if n in away else min(values.repeat[n], values.exposed[n])
+            values.copy[n] if n in gone else min(values.repeat[n], values.exposed[n])
             for n in values.all
         ]
-        kept = set(solver(values.sizes, worth, capacity=values.capacity).taken)
+        kept = set((solver or _fill)(values.sizes, worth, capacity=values.capacity).taken)
         exposed = {n for n in values.all if values.exposed[n] < values.repeat[n]}
-        return kept, (away | exposed) - kept
+        self._consider(kept, (gone | exposed) - kept)
 
-    def _consider(self, kept: set[int], away: set[int]) -> int:
-        """Take a plan if it costs less than the best so far; return what it costs."""
+    def _consider(self, kept: set[int], away: set[int]) -> None:
+        """Take a plan if it costs less than the best so far."""
         values = self.values
         cost = sum(values.repeat[n] for n in values.all if n not in kept and n not in away)
         cost += values.waits(away)
         if cost < self.cost:
             self.kept, self.away, self.cost = kept, away, cost
-        return cost
 
     def change(self) -> None:
         """Decide otherwise about single items while that costs less."""
         values, looks, before = self.values, _LOOKS, self.cost + 1
         dearest = sorted(values.all, key=lambda n: -values.repeat[n])
-        while self.cost < before and not self._is_near:
+        while self.cost < before and self.gap > _NEAR:
             before = self.cost
             for n in dearest:
                 kept, away = self.kept - {n}, self.away - {n}
@@ -192,6 +220,22 @@ class _Search:
                 self.bound = tree.cost
             if tree.cost < self.cost:
                 self.kept, self.away, self.cost = set(tree.kept), set(tree.away), tree.cost
+
+
+class _Tangent(NamedTuple):
+    """Of the bound as a function of the price: where it touches, and its slope in 1/ONE."""
+
+    price: int
+    bound: int
+    slope: int
+
+    def at(self, price: int) -> int:
+        """Its height."""
+        return self.bound + self.slope * (price - self.price) // ONE
+
+    def meets(self, other: _Tangent) -> int:
+        """The price at which both are as high."""
+        return self.price + (other.at(self.price) - self.bound) * ONE // (self.slope - other.slope)
 
 
 def _fill(weights: Sequence[int], values: Sequence[int], *, capacity: int) -> Packing:

@@ -117,30 +117,19 @@ class Stream:
         self._ends = self._behind = 0
         self._queue: deque[tuple[int, int]] = deque()  # bytes, and when they have left
 
-    def copy(self, op: int, *, at_most: int | None = None) -> bool:
-        """Copy what an operator made; tell whether it was done.
-
-        Args:
-            op: later than those before it.
-            at_most: by how much it may lengthen the forward; else nothing is copied.
-        """
+    def copy(self, op: int) -> None:
+        """Copy what an operator made, later than those before it."""
         copies, queue, most = self._copies, self._queue, self._most
         now = copies.made[op] + self.waited
         size, ends = copies.sizes[op], max(self._ends, now) + copies.times[op]
-        due, behind, until = 0, self._behind + size, now
-        for first, left in (*queue, (size, ends)):
-            if behind - first < most:
-                break
-            due, behind, until = due + 1, behind - first, max(until, left)
-        waited = self.waited + until - now
-        left = max(0, ends - copies.work - waited)
-        if at_most is not None and waited + left - self.waited - self.left > at_most:
-            return False
+        behind, until = self._behind + size, now
         queue.append((size, ends))
-        for _ in range(due):
-            queue.popleft()
-        self._behind, self._ends, self.waited, self.left = behind, ends, waited, left
-        return True
+        while behind - queue[0][0] >= most:
+            first, left = queue.popleft()
+            behind, until = behind - first, max(until, left)
+        self.waited += until - now
+        self.left = max(0, ends - copies.work - self.waited)
+        self._behind, self._ends = behind, ends
 
     def behind(self, op: int) -> int:
         """How long the copies asked for so far still take when an operator is done."""

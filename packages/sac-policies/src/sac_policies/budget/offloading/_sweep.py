@@ -1,0 +1,174 @@
+"""One pass over a forward: what to offload at a price of a byte kept.
+
+States go along the forward, and at each value some go on as two: one offloads it, one does not. The
+clock is that of the work: it stands still while work waits.
+
+Rule 1. Of two states the one whose copies leave later is dropped unless it costs less, and the
+        other one unless waiting until its copies had left, too, would make the later one cost as
+        much. Nothing is lost: what a state still has to pay does not fall with the time at which
+        its copies leave, and rises by no more than waiting for it costs.
+Rule 2. `loosely`, all that is known of copies is when the last one leaves. What has fallen behind
+        by then, after waiting, is the copy under way and others that are together smaller than
+        the largest value (`_copies`, Rule 2), which is a bound on time. Take a plan, and let a
+        state offload the first call of each of its items, waiting only where that bound asks for
+        it. By induction over the forward it has waited no longer than the plan, and its copies
+        leave no later. So the least that a state pays is below what any plan pays.
+Rule 3. Where there are too many states, loosely two become one that is as cheap as the one and as
+        early as the other, which keeps Rule 2; exactly, one of them is dropped.
+Rule 4. `exactly`, a state has the queue of its copies, and finds plans. It takes the largest value
+        that is offloaded to be as large as it is told.
+
+Where all values are of one size, what both say of copies is the same: one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import gcd
+from typing import NamedTuple
+
+from ._bounds import ONE, Values
+
+_SECOND = 10**9
+_WIDTH = 8
+"""States that go on."""
+
+Queue = tuple[int, int, tuple[tuple[int, int], ...]]
+"""How long work has waited, bytes that have not left, and copies of those: bytes, and when, with
+waits, they leave."""
+Chain = tuple[int, "Chain"] | None
+"""What is offloaded, last first."""
+State = tuple[int, int, int, Chain, Queue]
+"""When its copies have left, what it costs beside others, and a number that no other has."""
+Push = Callable[[int, Queue, int, int, int], tuple[int, int, Queue]]
+"""Copy bytes that are made now, for a time: when copies have left, how long work waits, queue."""
+
+
+class Sweep(NamedTuple):
+    """What a pass found.
+
+    Attributes:
+        away: items to offload, ascending.
+        kept_bytes: of what is then cheaper to keep than to repeat.
+        bound: where it was loose, no plan costs less.
+    """
+
+    away: list[int]
+    kept_bytes: int
+    bound: int
+
+
+def sweep(values: Values, price: int, most: int | None = None) -> Sweep:
+    """Pass over the forward.
+
+    Args:
+        values: what is decided about.
+        price: of a byte kept, in 1/ONE.
+        most: bytes of the largest value that is offloaded, for an exact pass; else it is loose.
+    """
+    copies, items, regions = values.copies, values.items, values.copies.regions
+    push = _loosely(values) if most is None else _exactly(most)
+    front: list[State] = [(0, 0, 0, None, (0, 0, ()))]
+    stay = values.stay(price)
+    number, forced = 0, most
+    for n, cost in enumerate(stay):
+        op, gain = items[n].ops[0], cost - values.copy[n]
+        size, now, time = copies.sizes[op], copies.made[op], copies.times[op]
+        if gain <= 0 or (most is not None and (size > most or len(items[n].ops) > 1)):
+            continue
+        while len(front) > 1 and front[1][0] <= now:
+            del front[0]
+        before = len(front)
+        for ends, spent, _, away, queue in front[:]:
+            ends, waits, queue = push(ends, queue, now, size, time)
+            number += 1
+            front.append((ends, spent - gain + regions * waits, number, (n, away), queue))
+        if size == forced:  # the first one of the largest is offloaded, as `push` takes it to be
+            del front[:-before]
+            forced = None
+        front = _undominated(front, regions)
+        while len(front) > _WIDTH:
+            _thin(front, merge=most is None)
+    rest = (
+        (spent + regions * max(0, ends - copies.work), number, away)
+        for ends, spent, number, away, _ in front
+    )
+    least, _, chain = min(rest)
+    found = _unrolled(chain)
+    gone = set(found)
+    kept = sum(
+        size for n, size in enumerate(values.sizes) if n not in gone and stay[n] < values.repeat[n]
+    )
+    bound = sum(stay) + least - -(-price * values.capacity // ONE)
+    return Sweep(found, kept, bound)
+
+
+def _loosely(values: Values) -> Push:
+    """As Rule 2 says; a value may be offloaded only so that others may fall behind by as much."""
+    copies = values.copies
+    sizes = [copies.sizes[op] for item in values.items for op in item.ops]
+    others = max(sizes) - gcd(*sizes)
+    behind = -(-max(sizes) * _SECOND // copies.rate)
+    behind += -(-others * _SECOND // copies.rate) + others // min(sizes)  # each is rounded up
+
+    def push(ends: int, queue: Queue, now: int, size: int, time: int) -> tuple[int, int, Queue]:
+        ends = (ends if ends > now else now) + time
+        waits = ends - now - behind
+        return (ends - waits, waits, queue) if waits > 0 else (ends, 0, queue)
+
+    return push
+
+
+def _exactly(most: int) -> Push:
+    """As `Stream` does."""
+
+    def push(ends: int, queue: Queue, now: int, size: int, time: int) -> tuple[int, int, Queue]:
+        waited, behind, copies = queue
+        ends = (ends if ends > now else now) + time
+        now = until = now + waited
+        behind, out = behind + size, 0
+        copies = (*copies, (size, ends + waited))
+        for first, left in copies:
+            if left > now and behind - first < most:
+                break
+            behind, out = behind - first, out + 1
+            if left > until:
+                until = left
+        waits = until - now
+        return ends - waits, waits, (waited + waits, behind, copies[out:])
+
+    return push
+
+
+def _undominated(states: list[State], regions: int) -> list[State]:
+    """Those that Rule 1 leaves, the earliest first."""
+    front: list[State] = []
+    for state in sorted(states):
+        ends, spent = state[:2]
+        if front and spent >= front[-1][1]:
+            continue
+        while front and front[-1][1] >= spent + regions * (ends - front[-1][0]):
+            front.pop()
+        front.append(state)
+    return front
+
+
+def _thin(front: list[State], *, merge: bool) -> None:
+    """Of two neighbours that differ the least, make one (Rule 3)."""
+    n = min(
+        range(len(front) - 1),
+        key=lambda n: (front[n + 1][0] - front[n][0]) * (front[n][1] - front[n + 1][1]),
+    )
+    if merge:
+        front[n] = (front[n][0], *front[n + 1][1:])
+        del front[n + 1]
+    else:
+        del front[n + 1 if n + 2 < len(front) else n]
+
+
+def _unrolled(chain: Chain) -> list[int]:
+    found = []
+    while chain is not None:
+        n, chain = chain
+        found.append(n)
+    return found[::-1]
