@@ -20,7 +20,7 @@ from sac_policies import (
     recompute_all,
     solve,
 )
-from sac_policies.budget.predicting._step_trace import Event, StepCall, StepRun, StepValue
+from sac_policies.budget.predicting._step_run import Event, StepCall, StepRun, StepValue
 
 KIB = 1024
 CHAIN: list[Event] = [

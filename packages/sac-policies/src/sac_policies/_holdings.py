@@ -22,7 +22,7 @@ from ._tensors import tensors_in
 from ._torch_compat import storage_bytes, storage_key
 from ._watching_mode import WatchingMode
 from .engines._fsdp import RANGE_OPS, Ranges
-from .engines._guards import is_guarding, noting, original_of
+from .engines._guards import is_guarding, noting, original_of, stands_for_itself
 from .engines.contexts._regions import Region
 from .engines.recipe._explained import SavedTensor, explain, unobserved
 from .policies._operators import facts_of
@@ -209,6 +209,7 @@ class Makers(WatchingMode):
             key = storage_key(tensor)
             if key not in old:
                 self.made[key] = call
+                stands_for_itself(key)
 
 
 def run_backward(out: Any) -> None:

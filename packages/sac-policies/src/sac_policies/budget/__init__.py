@@ -3,6 +3,7 @@
 Uses `policies`, and runs plans through `checkpoint`.
 """
 
+from sac_policies.budget._constants import TracedConstant
 from sac_policies.budget._fit import Fit, fit
 from sac_policies.budget._fit_in_place import InPlaceFit, fit_
 from sac_policies.budget._levels import RegionFit
@@ -29,6 +30,7 @@ __all__ = [
     "RegionFit",
     "StepTrace",
     "Trace",
+    "TracedConstant",
     "TracedOp",
     "TracedPack",
     "fit",

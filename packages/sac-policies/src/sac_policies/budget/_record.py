@@ -112,6 +112,7 @@ def _record(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unit: 
         inputs=inputs,
         unseen=region.unseen,
         calls_cost=region.calls * nanoseconds_of_a_call() if unit == "ns" else 0,
+        constants=tuple(region.constants),
     )
 
 

@@ -22,10 +22,14 @@ from ..engines._guards import unnoticed
 from ..engines.recipe._calls import Calls, CallsMode
 from ..engines.recipe._filled import filling_of, narrowed
 from ..engines.recipe._masks import bits_of
+from ..engines.recipe._replay import Node
 from ..engines.recipe._replay_entries import Why, every_rule
 from ..engines.recipe._writes import Habit
+from ..engines.recipe.regions._held_constants import HeldConstant, held_behind, held_for, seen_in
 from ..engines.recipe.regions._region import Region
 from ..engines.recipe.regions._remade import remade
+from ..engines.recipe.untracked._seen_calls import Remade
+from ._constants import TracedConstant
 from ._trace import TracedPack
 
 _CALLS, _ROUNDS = 64, 3
@@ -49,12 +53,16 @@ class _Noting(Region):
 
     Attributes:
         packs: what it has written down.
+        constants: what is held besides, for what is made again.
     """
 
     def __init__(self, made: Makers, given: tuple[Any, ...], is_outermost: bool = False) -> None:
         super().__init__(every_rule, given, is_outermost=is_outermost)
         self._made = made
         self.packs: list[TracedPack] = []
+        self.constants: list[TracedConstant] = []
+        self._places: dict[Any, int] = {}
+        self._seen: set[tuple[Node, int]] = set()
 
     def saw(self, tensor: torch.Tensor, number: int) -> Any:
         """Note a tensor that the node before this number saves, then keep it."""
@@ -63,20 +71,53 @@ class _Noting(Region):
         found = self.producer(tensor, node, self._entries[type(node)], number)
         storage = storage_under(tensor)
         made = (None if storage is None else self._made(storage)) or Made(-1, 0)
-        producer = "" if isinstance(found, Why) else found[1].rule.node
-        size = self._size(tensor, number) if node is None else unnoticed(storage_bytes, tensor)
-        self.packs.append(TracedPack(producer, made.call, made.output, size))
+        if isinstance(found, Why):
+            producer, again = "", self._again(tensor, number) if node is None else None
+            read = held_for(again, self.edges, self._seen)
+            size = 0 if again is not None else self._size(tensor)
+        else:
+            producer, read = found[1].rule.node, held_behind(found[0], self.edges, self._seen)
+            size = unnoticed(storage_bytes, tensor)
+        reads = tuple(sorted({at for each in read if (at := self._place(each)) is not None}))
+        self.packs.append(TracedPack(producer, made.call, made.output, size, reads))
         held = self.keep(tensor, node)
+        if node is not None and found is not Why.WRITTEN:
+            self._seen.add((node, tensor.output_nr))
         if node is not None and isinstance(found, Why) and found is not Why.WRITTEN:
             self.edges.outputs(found)[node, tensor.output_nr] = held
         return held
 
-    def _size(self, tensor: torch.Tensor, number: int) -> int:
-        """Bytes that the engine keeps of a tensor without a gradient."""
-        if not lies_in_storage(tensor):
+    def _again(self, tensor: torch.Tensor, number: int) -> Remade | None:
+        """What is held of a tensor without a gradient that calls make again; None of others."""
+        if tensor.requires_grad or not lies_in_storage(tensor):
+            return None
+        return remade(self, self._follow, tensor, number, None)
+
+    def _place(self, held: HeldConstant) -> int | None:
+        """Where a constant is written down; None for one of the caller's, who holds it anyway."""
+        made, key, size = Made(-1, 0), held.key, held.copy_bytes
+        if not size:
+            storage = None if held.tensor is None else storage_under(held.tensor)
+            maker = None if storage is None else self._made(storage)
+            if storage is None or maker is None:
+                return None
+            made = key = maker
+            size = storage.nbytes()
+        place = self._places.setdefault(key, len(self.constants))
+        if place == len(self.constants):
+            self.constants.append(TracedConstant(made.call, made.output, size))
+        return place
+
+    def forget(self) -> None:
+        """Let go of what only the forward needs."""
+        super().forget()
+        self._seen.clear()
+        self._places.clear()
+
+    def _size(self, tensor: torch.Tensor) -> int:
+        """Bytes that the engine keeps of a tensor that nothing makes again."""
+        if tensor.grad_fn is not None or not lies_in_storage(tensor):
             return unnoticed(storage_bytes, tensor)
-        if not tensor.requires_grad and remade(self, self._follow, tensor, number, None):
-            return 0
         bits = bits_of(tensor)
         short = filling_of(tensor) if bits is None else bits[0]
         if short is None and self.edges.calls.untracked.makes(tensor):
@@ -119,6 +160,8 @@ class SavedTensors(_Noting):
 
     def close(self) -> None:
         """Take what was noted without calls, if nothing else had a say."""
+        for held in seen_in(self.edges.calls):
+            self._place(held)
         super().close()
         if len(self.edges.inside) == 1 and not self._has_spans:  # itself
             self.unseen = tuple(self._without.packs)

@@ -109,13 +109,16 @@ def _solved(
     if allowed < fixed:
         how = "what no replay makes again, and report names; engine='contexts' does"
         return Infeasible(allowed, fixed, how)
-    packing = solver(
-        [item.kept_bytes for item in items],
-        [item.cost for item in items],
-        capacity=allowed - fixed,
-    )
-    kept = [items[n] for n in packing.taken]
-    return plan_of(trace, kept, bound=packing.bound, engine=engine)
+    sizes, costs = [item.kept_bytes for item in items], [item.cost for item in items]
+    packing = solver(sizes, costs, capacity=allowed - fixed)
+    bound, kept = packing.bound, [items[n] for n in packing.taken]
+    slack = trace.slack_bytes if engine == "recipe" else 0
+    if slack:
+        # What several values are made of is taken to be held, unless all are kept.
+        bound = solver(sizes, costs, capacity=allowed - fixed + slack).bound
+        if trace.bytes_kept(frozenset(i for item in items for i in item.ops)) <= allowed:
+            kept = list(items)
+    return plan_of(trace, kept, bound=bound, engine=engine)
 
 
 def _offloading(solver: Solver, trace: Trace, allowed: int, copies: Copies) -> BudgetPlan:
@@ -176,7 +179,7 @@ def spread(trace: Trace, nth: int) -> BudgetPlan:
     best = pack(
         [item.kept_bytes for item in items],
         [item.cost for item in items],
-        capacity=sum(item.kept_bytes for item in kept),
+        capacity=sum(item.kept_bytes for item in kept) + trace.slack_bytes,
     )
     return plan_of(trace, kept, bound=best.bound, engine="recipe")
 
@@ -211,10 +214,11 @@ def plan_of(trace: Trace, kept: Sequence[Item], *, bound: int, engine: Target) -
     seeing = trace.calls_cost if engine == "recipe" else 0
     whole = seeing + sum(item.cost for item in trace.items(engine))
     saved = {i for item in kept for i in item.ops}
+    own = engine == "recipe"
     return BudgetPlan(
         choices=_rows({trace.ops[i].key: Decision.SAVE for i in saved}),
-        packs=_packs(trace, saved) if engine == "recipe" else (),
-        kept_bytes=trace.fixed_bytes(engine) + sum(item.kept_bytes for item in kept),
+        packs=_packs(trace, saved) if own else (),
+        kept_bytes=trace.bytes_kept(saved) if own else sum(item.kept_bytes for item in kept),
         recompute_cost=whole - sum(item.cost for item in kept),
         bound_cost=whole - bound,
         unit=trace.unit,

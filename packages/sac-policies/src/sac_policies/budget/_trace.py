@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Container, Set
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from .._errors import BudgetError, shown, shown_text
 from ..policies._checked import field_problem
 from ..policies._json import load
 from ..policies._plans import Call, Target, Unit
+from ._constants import Readings, Storage, TracedConstant
 
 Row = TypeVar("Row")
 _FORMAT = "sac_policies.trace/1"
@@ -56,16 +58,18 @@ class TracedPack:
         producer: node that can be replayed for it, "" without one.
         made_by: index of the call that made its storage, -1 for what the region was given.
         output: which of the storages that the call made, from 0; 0 for what was given.
-        storage_bytes: bytes of its storage.
+        storage_bytes: bytes that keeping it takes: of its storage, or less.
+        reads: indices of the constants that are held where it is made again.
     """
 
     producer: str
     made_by: int
     output: int
     storage_bytes: int
+    reads: tuple[int, ...] = ()
 
     @property
-    def storage(self) -> tuple[int, int]:
+    def storage(self) -> Storage:
         """Its storage: (call, which of that call's storages)."""
         return (self.made_by, self.output)
 
@@ -76,7 +80,7 @@ class Item:
 
     Attributes:
         ops: their positions in `Trace.ops`.
-        kept_bytes: bytes that keeping all of them takes.
+        kept_bytes: bytes that keeping all of them takes, over those that making them again does.
         cost: of running them again, in the trace's `unit`.
     """
 
@@ -98,6 +102,7 @@ class Trace:
             few values have no replay then, and more is kept of some. None where not noted.
         calls_cost: work to see the calls of a forward, in the same unit.
         sees_calls: whether `packs` are those of a region that sees them.
+        constants: what such a region may hold besides what autograd saves.
     """
 
     unit: Unit
@@ -107,13 +112,16 @@ class Trace:
     unseen: tuple[TracedPack, ...] | None = None
     calls_cost: int = 0
     sees_calls: bool = True
+    constants: tuple[TracedConstant, ...] = ()
 
     @cached_property
     def without_calls(self) -> Trace | None:
         """The same forward, of a region that does not see what calls are given; None if unknown."""
         if self.unseen is None:
             return None
-        return replace(self, packs=self.unseen, unseen=None, calls_cost=0, sees_calls=False)
+        return replace(
+            self, packs=self.unseen, unseen=None, calls_cost=0, sees_calls=False, constants=()
+        )
 
     def items(self, engine: Target = "recipe") -> tuple[Item, ...]:
         """What a solver chooses from.
@@ -123,8 +131,11 @@ class Trace:
                 (and "tags") among all operators that make a value.
         """
         if engine == "recipe":
-            found = sorted(self.replayable.items())
-            return tuple(Item((i,), size, self._replay_cost(i)) for (i, _), size in found)
+            freed, found = self._freed, sorted(self.replayable.items())
+            return tuple(
+                Item((key[0],), size - freed.get(key, 0), self._replay_cost(key[0]))
+                for key, size in found
+            )
         return _grouped(self.ops)
 
     def _replay_cost(self, op: int) -> int:
@@ -144,17 +155,54 @@ class Trace:
         return frozenset(pack.made_by for pack in self.packs)
 
     def fixed_bytes(self, engine: Target = "recipe") -> int:
-        """Bytes kept whatever a solver chooses: saved tensors that nothing can rebuild."""
-        if engine != "recipe":
-            return 0
-        kept = {p.storage: p.storage_bytes for p in self.packs if p.made_by >= 0}
-        return sum(size for storage, size in kept.items() if storage not in self.replayable)
+        """Bytes kept where all is made again that can be; some are of what that reads."""
+        return self.bytes_kept(frozenset()) if engine == "recipe" else 0
 
     def total_bytes(self, engine: Target = "recipe") -> int:
         """Bytes kept if everything that can be kept is."""
-        own = self.fixed_bytes(engine) + sum(item.kept_bytes for item in self.items(engine))
-        other = None if engine != "recipe" else self.without_calls
-        return own if other is None else max(own, other.total_bytes(engine))
+        if engine != "recipe":
+            return sum(item.kept_bytes for item in self.items(engine))
+        own = self.bytes_kept(frozenset(call for call, _ in self.replayable))
+        other = self.without_calls
+        return own if other is None else max(own, other.total_bytes())
+
+    def bytes_kept(self, saved: Set[int]) -> int:
+        """Bytes that the recipe engine keeps, storage by storage.
+
+        Args:
+            saved: the calls of which it keeps what a replay could rebuild.
+        """
+        again = {storage for storage in self.replayable if storage[0] not in saved}
+        kept = self._kept(again)
+        return sum(kept.values()) + self._readings.held_bytes(again, kept)
+
+    @cached_property
+    def _readings(self) -> Readings:
+        by_storage: dict[Storage, frozenset[int]] = dict.fromkeys(self.replayable, frozenset())
+        always: frozenset[int] = frozenset()
+        for pack in self.packs:
+            if pack.storage in by_storage:
+                by_storage[pack.storage] |= {*pack.reads}
+            elif not pack.producer:
+                always |= {*pack.reads}
+        return Readings(self.constants, by_storage, always, self._kept(self.replayable))
+
+    def _kept(self, again: Container[Storage]) -> dict[Storage, int]:
+        """What is kept of storages that the function made, but for those that are made again."""
+        packs = (pack for pack in self.packs if pack.made_by >= 0 and pack.storage not in again)
+        return {pack.storage: pack.storage_bytes for pack in packs}
+
+    @cached_property
+    def _freed(self) -> dict[Storage, int]:
+        return self._readings.freed(self.replayable)
+
+    @property
+    def slack_bytes(self) -> int:
+        """Most by which `fixed_bytes` and the bytes of items may be over those of a plan.
+
+        They are where several values are made again of one constant.
+        """
+        return self._readings.most_bytes() - sum(self._freed.values())
 
     @cached_property
     def digest(self) -> str:
@@ -215,9 +263,15 @@ class Trace:
                 return f"operator {at} reads those of {shown(op.inputs)}"
         if self.calls_cost < 0:
             return f"its calls cost {self.calls_cost}"
+        calls, constants = range(-1, len(self.ops)), range(len(self.constants))
         for at, pack in enumerate((*self.packs, *(self.unseen or ()))):
-            if not -1 <= pack.made_by < len(self.ops) or min(pack.output, pack.storage_bytes) < 0:
+            if pack.made_by not in calls or min(pack.output, pack.storage_bytes) < 0:
                 return f"saved tensor {at} is made by operator {pack.made_by}"
+            if not all(each in constants for each in pack.reads):
+                return f"saved tensor {at} reads constants {shown(pack.reads)}"
+        for at, each in enumerate(self.constants):
+            if each.made_by not in calls or min(each.output, each.storage_bytes) < 0:
+                return f"constant {at} is made by operator {each.made_by}"
         return ""
 
 
@@ -254,6 +308,7 @@ def _read(data: dict[str, Any]) -> Trace:
         "unseen": None if unseen is None else _rows(TracedPack, unseen),
         "calls_cost": data.get("calls_cost", 0),
         "sees_calls": data.get("sees_calls", True),
+        "constants": _rows(TracedConstant, data.get("constants", [])),
     }
     trace = _checked(Trace, given)
     if trace.problem:

@@ -70,8 +70,17 @@ def stands_for(tensor: torch.Tensor, original: torch.Tensor) -> None:
 
 
 def original_of(key: int) -> int:
-    """Storage that another stands in for; itself where it stands for none."""
+    """Storage that another stands in for; itself where it stands for none, of no copy any."""
     return _notes.stand_ins.get(key, key)
+
+
+def stands_for_itself(key: int) -> None:
+    """Note that a storage is new: one that was there before it may have stood for another."""
+    _notes.stand_ins.pop(key, None)
+
+
+_NOBODY = -1
+"""No storage has this key."""
 
 
 def is_guarding() -> bool:
@@ -86,6 +95,7 @@ def _made(
     made = _alone(make, tensor.detach())
     if _notes.tensors is not None:
         _notes.tensors.extend(map(TensorWeakRef, made))
+        _notes.stand_ins.update(dict.fromkeys(map(storage_key, made), _NOBODY))
     return made
 
 

@@ -29,7 +29,8 @@ from .._measure import Marks
 from .._record import Recorder, Storages
 from .._step import Loss, Step, check_step
 from .._trace import Trace
-from ._step_trace import Event, StepCall, StepRun, StepTrace, StepValue
+from ._step_run import Event, StepCall, StepRun, StepValue
+from ._step_trace import StepTrace
 
 Call = Callable[..., Any]
 

@@ -76,9 +76,8 @@ class Constant:
             return False
         if tensor is None:
             return True
-        if tensor._version != self.version:
-            return False
-        return is_small(tensor) or 2 * tensor.untyped_storage().nbytes() <= size_bytes
+        held = tensor.nbytes if is_small(tensor) else tensor.untyped_storage().nbytes()
+        return tensor._version == self.version and 2 * held <= size_bytes
 
 
 Found = Iterator[tuple[int, int, Constant | None]]
@@ -91,13 +90,14 @@ class Calls:
 
     Attributes:
         kept_nothing: whether there is neither a result nor a name that the policy keeps.
+        operands: what was given, by number of the node and position among its operands.
         untracked: the calls whose results have no node.
     """
 
     def __init__(self) -> None:
         self.kept_nothing = True
         self.untracked = Untracked()
-        self._operands: dict[tuple[int, int], Constant] = {}
+        self.operands: dict[tuple[int, int], Constant] = {}
         self._results: dict[int, tuple[torch.Tensor, int]] = {}
         self._named: dict[int, tuple[torch.Tensor, int]] = {}
         self._masks: list[tuple[int, Constant | None]] = []
@@ -107,7 +107,7 @@ class Calls:
         """Note what a call was given."""
         for number, at, constant in found:
             if constant is not None:
-                self._operands[number, at] = constant
+                self.operands[number, at] = constant
 
     def returned(self, tensor: torch.Tensor) -> None:
         """Note what a call returned that the policy keeps."""
@@ -142,7 +142,7 @@ class Calls:
             if number >= first:
                 self.note(iter([(number, at, mask)]))  # for who asks when it has ended
                 return mask
-        return self._operands.get((number, at))
+        return self.operands.get((number, at))
 
     def result(self, number: int, size_bytes: int) -> torch.Tensor | None:
         """Return what the policy keeps of a node, if it pays for a value of this size (Rule 4)."""
@@ -167,7 +167,7 @@ class Calls:
     def clear(self) -> None:
         """Let go of all."""
         self.kept_nothing = True
-        seen = self._tried, self._operands, self._results, self._named, self._masks, self.untracked
+        seen = self._tried, self.operands, self._results, self._named, self._masks, self.untracked
         for each in seen:
             each.clear()
 

@@ -327,7 +327,8 @@ def source_of(
     if tensor is None:
         return Source(constant.given, constant.read)
     kept = copied(tensor) if copies and is_small(tensor) else tensor
-    return Source(keep(kept, None), lambda held: constant.read(read(held)))
+    made = constant.made  # alone: the constant has what a copy stands for
+    return Source(keep(kept, None), read if made is None else lambda held: made(read(held)))
 
 
 def fills(shape: torch.Size, tensor: torch.Tensor) -> bool:

@@ -23,7 +23,7 @@ import torch
 from ...._torch_compat import lies_in_storage
 from ....policies._policies import Policy
 from ....policies._views import Operator
-from ..._guards import copied, is_small, stands_for
+from ..._guards import copied, is_small
 from .._edges import Follower
 from .._filled import Filled, Narrowed
 from .._masks import Mask
@@ -168,7 +168,7 @@ class Operands(ABC):
         tensor = given.tensor
         if tensor is None:
             raise NotToBeHadError
-        return Operand(self._source(tensor).value)
+        return Operand(self._source(tensor))
 
     def _nested(self, call: SeenCall) -> Code:
         before, self._is_result = self._is_result, False
@@ -191,9 +191,7 @@ class Operands(ABC):
             if 2 * size > self._size_bytes:
                 raise NotToBeHadError
             if small:
-                copy = copied(tensor)
-                stands_for(copy, tensor)
-                tensor = copy
+                tensor = copied(tensor)
         return self.kept(tensor)
 
 

@@ -104,6 +104,11 @@ class RandomState:
             self._others = {at: int(halves[at, 1]) for at in used}
             self._halves = halves[:, 0].clone()
 
+    @property
+    def nbytes(self) -> int:
+        """What it takes."""
+        return self._halves.untyped_storage().nbytes()
+
     def whole(self) -> torch.Tensor:
         """Return the state."""
         halves = self._halves

@@ -13,7 +13,7 @@ Rule 4. What is made again is held to a proof before anyone reads it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,10 +23,10 @@ from ...._errors import MutationError
 from ...._tensors import tensors_in
 from ...._torch_compat import is_fake, sequence_number, storage_key
 from .._proof import Proof, check, proof_of
-from .._shared_values import SharedValue, replays
+from .._shared_values import SharedValue, Source, replays
 from .._spans import mapped
 from .._stand_ins import WatchedStandIn
-from ._call_table import AGAIN, ON_CPU, SAVED, WRITTEN_LATER
+from ._call_table import AGAIN, ON_CPU, SAVED, WRITTEN_LATER, RandomState
 
 
 class Given:
@@ -105,18 +105,43 @@ class Code:
         """Return what the call returns."""
         return self.cell.get(self._made)
 
+    def sources(self) -> Iterator[Source]:
+        """What is held for the call, and for the calls that make what it is given."""
+        operands: list[Operand] = []
+        mapped(self._given, operands.append, Operand)
+        for each in operands:
+            if isinstance(each.of, Code):
+                yield from each.of.sources()
+            else:
+                yield each.of
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the random state that it draws from, 0 for most."""
+        given = getattr(self._function, "args", ())
+        return sum(each.nbytes for each in given if isinstance(each, RandomState))
+
     def _made(self) -> Any:
         args, kwargs = mapped(self._given, lambda operand: operand.value(), Operand)
         return self._function(*args, **kwargs)
 
 
 class Operand:
-    """An operand that is read when the call is made again."""
+    """An operand that is read when the call is made again.
 
-    __slots__ = ("value",)
+    Attributes:
+        of: what it is read from: what is held, or another call, of which it is one result.
+    """
 
-    def __init__(self, value: Callable[[], torch.Tensor]) -> None:
-        self.value = value
+    __slots__ = ("_at", "of")
+
+    def __init__(self, of: Source | Code, at: int = -1) -> None:
+        self.of, self._at = of, at
+
+    def value(self) -> torch.Tensor:
+        """Return it, made again where a call makes it."""
+        of = self.of
+        return _part(of.results(), self._at) if isinstance(of, Code) else of.value()
 
 
 def names_behind(call: SeenCall) -> frozenset[str]:
@@ -130,7 +155,7 @@ def names_behind(call: SeenCall) -> frozenset[str]:
 def part_of(code: Code, at: int) -> Operand:
     """Make an operand of one result of another call."""
     code.cell.readers += 1
-    return Operand(lambda: _part(code.results(), at))
+    return Operand(code, at)
 
 
 def _part(results: Any, at: int) -> torch.Tensor:
@@ -156,6 +181,11 @@ class Remade(WatchedStandIn):
         code.cell.readers += 1
         self._geometry = (tensor.size(), tensor.stride(), tensor.storage_offset())
         self._proof: Proof = proof_of(tensor)
+
+    @property
+    def code(self) -> Code:
+        """What makes it again."""
+        return self._code
 
     def protect(self) -> None:
         """Do nothing: no replay reads it but through what it is made of."""
