@@ -117,7 +117,7 @@ def test_copy_is_made_row_major() -> None:
 def test_copy_to_another_device_is_not_made_again(device: str) -> None:
     """Its node knows where the gradient goes, and no argument of the copy."""
     made = X.to(device, torch.float64)
-    assert RULES["ToCopyBackward0"].fits(made.grad_fn) is (device == "cpu")
+    assert (RULES["ToCopyBackward0"].unfit(made.grad_fn) == "") is (device == "cpu")
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,6 @@ def test_row_is_tried_on_each_of_its_probes() -> None:
 
 def test_row_may_say_more_of_its_nodes() -> None:
     """What else a rule has is given by name."""
-    rule = of_one("SinBackward0", SIN, lambda n, x: x, keeps_result=True, fits=callable)
+    rule = of_one("SinBackward0", SIN, lambda n, x: x, keeps_result=True, unfit=str)
     assert rule.keeps_result
-    assert rule.fits is callable
+    assert rule.unfit is str

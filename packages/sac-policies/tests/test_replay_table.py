@@ -13,6 +13,8 @@ from sac_policies.engines.recipe._replay import Rule
 from sac_policies.engines.recipe.tables._replay_table import RULES
 from sac_policies.engines.recipe.untracked import _call_table
 
+from . import _attention  # noqa: F401  # kernels to try rules on
+
 NOT_EVERYWHERE = {
     "GroupedMmBackward0",  # torch has it in few dtypes
     "FusedRmsNormBackward0",  # decomposed on the CPU, so the node never appears

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 
 from sac_policies.engines.recipe.tables._replay_table import RULES
@@ -51,27 +49,6 @@ def test_node_saves_its_result_as_the_last(name: str) -> None:
         made = CASES[name]()
     assert saved[-1] == made.data_ptr()
     assert RULES[type(made.grad_fn).__name__].keeps_result
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"is_causal": True},
-        {"scale": 0.1},
-        {"attn_mask": torch.linspace(-1, 1, 15).view(3, 5)},
-    ],
-    ids=["plain", "causal", "scale", "mask"],
-)
-def test_attention_runs_again_on_what_it_saved(options: dict[str, Any]) -> None:
-    """With its mask and its scale; the node knows both."""
-    query, key, value = leaf(1, 2, 3, 8), leaf(1, 2, 5, 8).detach() / 2, leaf(1, 2, 5, 8)
-    made = F.scaled_dot_product_attention(query, key.requires_grad_(), value, **options)
-    rule = RULES[type(made.grad_fn).__name__]
-    assert rule.op is aten._scaled_dot_product_flash_attention_for_cpu.default
-    assert rule.ready(made.grad_fn)
-    with torch.no_grad():
-        assert is_same(rule.run(made.grad_fn, None), made.detach())
 
 
 def test_every_rule_here_is_for_nodes_that_keep_their_result() -> None:

@@ -122,12 +122,12 @@ class Follower:
     def _distance(self, node: Node, number: int, entry: ReplayEntry, left: int) -> Any:
         """The same for one that did not."""
         rule = entry.rule
+        if rule.unfit is not None and rule.unfit(node):
+            return Why.UNFIT
         if rule.through is None:
             return Why.NOT_SAVED
         if not left:
             return Why.TOO_FAR
-        if rule.fits is not None and not rule.fits(node):
-            return Why.FORMAT
         if number + 1 not in self.edges.own and not is_unhooked(node):
             return Why.OTHER_HOOKS
         farthest = 0

@@ -141,7 +141,11 @@ class _Explained(Region):
 
 
 def _reason(why: Why, rule: Rule | None, made: Any, node: Node) -> str:
-    """What is to be said of an output besides: of a rule that is off, of a function without one."""
+    """What is to be said of an output besides: what keeps its rule from being used."""
+    if why is Why.UNFIT:
+        assert rule is not None
+        assert rule.unfit is not None
+        return rule.unfit(node)
     return why_not_again(node) if why is Why.FUNCTION else _why_off(rule, made)
 
 

@@ -84,12 +84,13 @@ class Rule:
         needs: edges of the node that must carry a gradient (Rule 4).
         leaf: the edge whose leaf tensor `rebuild` reads, None without one (Rule 1).
         absent: tells from the node that the forward was given no such leaf.
-        results: how many of its own results the node saves, after all else it saves.
-        keeps_result: the node saves its first output for itself, as the last thing it does.
+        results: how many of its own results the node has saved, after all that it reads, when its
+            first output is saved.
+        keeps_result: the node saves its first output for itself, after all that it reads.
         through: from the node and its operands to its first output, a fresh tensor (Rule 5).
         operands: what `through` takes, in order; None where it is all of the node's edges.
         edge_probes: as `probes`, for `through`.
-        fits: tells whether the node knows enough of its arguments for `through`.
+        unfit: says of a node what keeps the rule from rebuilding its output; "" where nothing does.
         runs: operators that `through` runs besides `op`: a policy that saves one of them saves
             the output.
         guess: does probably what `rebuild` does, at less cost (Rule 6).
@@ -107,14 +108,15 @@ class Rule:
     through: Callable[..., torch.Tensor] | None = None
     operands: tuple[Operand, ...] | None = ()
     edge_probes: tuple[Probe, ...] = ()
-    fits: Callable[[Node], bool] | None = None
+    unfit: Callable[[Node], str] | None = None
     runs: tuple[Any, ...] = ()
     guess: Guess | None = None
 
     @property
     def simple(self) -> bool:
         """Whether every node of this kind is ready."""
-        return not self.needs and self.leaf is None and self.rebuild is not None
+        any_node = not self.needs and self.leaf is None and self.unfit is None
+        return any_node and self.rebuild is not None
 
     def run(self, node: Node, leaf: torch.Tensor | None) -> torch.Tensor:
         """Rebuild the node's first output, with this for its leaf."""
@@ -142,7 +144,7 @@ class Rule:
 
     def ready(self, node: Node) -> bool:
         """Whether this node saved all that `rebuild` reads."""
-        if self.rebuild is None:
+        if self.rebuild is None or (self.unfit is not None and self.unfit(node)):
             return False
         if self.needs:
             edges = node.next_functions
@@ -240,7 +242,7 @@ def _judged(rule: Rule, made: torch.Tensor, through: bool, seen: Calls) -> str:
             rebuilt = _rebuilt(rule, made.grad_fn, through, seen)
     except Exception as error:  # whatever a user's rule raises, or the attribute is another here
         raised = f"raises {_line(error)}"
-    if any(not _same_bits(now, then) for now, then in zip(read, before, strict=True)):
+    if any(not same_bits(now, then) for now, then in zip(read, before, strict=True)):
         return "writes to what it reads, which backward needs as it was"
     return raised or _difference(rebuilt, made)
 
@@ -271,13 +273,13 @@ def _difference(rebuilt: Any, made: torch.Tensor) -> str:
     ):
         if found != wanted:
             return f"gives {what} {found}, not {wanted}"
-    if not _same_bits(rebuilt, made):
+    if not same_bits(rebuilt, made):
         other = int((_bits(rebuilt) != _bits(made)).sum())
         return f"gives other bits in {other} of {made.numel()} elements"
     return ""
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors of one shape and dtype are the same: a zero with a sign is another."""
     return torch.equal(_bits(one), _bits(other))
 

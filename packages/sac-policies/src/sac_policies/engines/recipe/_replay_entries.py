@@ -35,6 +35,7 @@ class Why(Enum):
     NOT_SAVED = "{node} did not save all that its rule reads"
     OPERAND = "{node} reads {operand}"
     FORMAT = "{node} does not know how its output lies in memory"
+    UNFIT = "{node} {reason}"
     TOO_FAR = "too many operators lie between it and what is kept"
     RESULT = "{node} saves it for itself, and this torch does not tell which node runs"
     UNSEEN = "the region writes to values where autograd does not see it, or did when profiled"

@@ -151,8 +151,8 @@ class FollowedValues:
             if not entry.is_ready(node):
                 return None
         else:
-            fits = entry.rule.fits
-            if not (value.is_own or is_unhooked(node)) or not (fits is None or fits(node)):
+            unfit = entry.rule.unfit
+            if not (value.is_own or is_unhooked(node)) or (unfit is not None and unfit(node)):
                 return None
             cell.operands = self._operands(value, node)
             if cell.operands is None:

@@ -35,6 +35,7 @@ MADE_AGAIN = frozenset(
         Why.NOT_SAVED,
         Why.OPERAND,
         Why.FORMAT,
+        Why.UNFIT,
     }
     | {Why.TOO_FAR, Why.RESULT, Why.RULE_IS_OFF}
 )

@@ -2,7 +2,7 @@
 
 Where a node forgets an operand (the number in `x + 1.0`, the value of `masked_fill`) it is seen
 where it is given (`_calls`). Where it forgets another argument (the memory format of
-`contiguous`) there is no rule, or `fits` says for which nodes it knows enough.
+`contiguous`) there is no rule, or `unfit` says of which nodes it knows too little.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ def _two(op: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return through
 
 
-def _is_on_one_device(node: Node) -> bool:
+def _moved(node: Node) -> str:
     before, at = node.next_functions[0]
     facts, given = output_facts(node), output_facts(before, at)
-    return facts is not None and given is not None and facts.device == given.device
+    is_on_one = facts is not None and given is not None and facts.device == given.device
+    return "" if is_on_one else "may have copied from another device"
 
 
 EDGE_RULES = (
@@ -190,7 +191,7 @@ EDGE_RULES = (
         lambda make: matrix(make).to(
             torch.float32 if matrix(make).dtype is not torch.float32 else torch.float64
         ),
-        fits=_is_on_one_device,
+        unfit=_moved,
     ),
     of_one(
         "MulBackward1",

@@ -51,6 +51,12 @@ def unknown_arguments(node: Node) -> str:
     return ""
 
 
+def _other_arguments(node: Node, count: int) -> str:
+    if len(node.next_functions) != count:
+        return f"was given {len(node.next_functions)} tensors, and {count} when it was tried"
+    return unknown_arguments(node)
+
+
 def rule_for(node: Node) -> Rule | str:
     """Make the rule for a function's nodes, or say why there is none.
 
@@ -79,7 +85,7 @@ def rule_for(node: Node) -> Rule | str:
         through=lambda node, *operands: _forward(function, operands)[0],
         operands=None,
         edge_probes=(probe,),
-        fits=lambda node: len(node.next_functions) == len(shapes) and not unknown_arguments(node),
+        unfit=lambda node: _other_arguments(node, len(shapes)),
         runs=tuple(dict.fromkeys(watched)),
     )
 

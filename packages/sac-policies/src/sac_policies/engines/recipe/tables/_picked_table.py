@@ -41,6 +41,10 @@ def _largest(node: Node, x: torch.Tensor) -> torch.Tensor:
     return x.gather(dim, indices)
 
 
+def _elsewhere(reason: str) -> Callable[[Node], str]:
+    return lambda n: "" if output_facts(n).device.type == "cpu" else reason
+
+
 def _at(make: Make) -> torch.Tensor:
     return torch.arange(ROWS, device=make(1).device).flip(0)
 
@@ -82,8 +86,7 @@ PICKED_RULES = (
         aten.cumsum.default,
         lambda n, x: x.cumsum(signed(n._saved_dim), dtype=output_facts(n).dtype),
         lambda make: matrix(make).cumsum(-1),
-        # Elsewhere the order of its sums may change from call to call.
-        fits=lambda n: output_facts(n).device.type == "cpu",
+        unfit=_elsewhere("may add up in another order in each call"),
     ),
     of_one(
         "TopkBackward0",
@@ -128,8 +131,7 @@ PICKED_RULES = (
         edge_probes=(
             lambda make: matrix(make).scatter(0, _at(make)[:, None].expand(ROWS, 3), make(ROWS, 3)),
         ),
-        # Elsewhere what writes last to one place may be another in each call.
-        fits=lambda n: output_facts(n).device.type == "cpu",
+        unfit=_elsewhere("may write last to one place what another call does not"),
     ),
     # Windows.
     of_one(

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from .._replay import Node, Rule
 from .._views import signed, signed_all
+from ._attention_table import ATTENTION_RULES
 from ._edge_table import EDGE_RULES, THROUGH
 from ._guessed_eps import EpsGuess, from_statistics
 from ._picked_table import PICKED_RULES
@@ -286,9 +287,17 @@ _RULES = (
     ),
 )
 
+_OTHERS = (
+    *EDGE_RULES,
+    *RESULT_RULES,
+    *ATTENTION_RULES,
+    *PICKED_RULES,
+    *STORED_RULES,
+)
+
 RULES = {
     rule.node: dataclasses.replace(rule, **THROUGH.get(rule.node, {}))
-    for rule in (*_RULES, *EDGE_RULES, *RESULT_RULES, *PICKED_RULES, *STORED_RULES)
+    for rule in (*_RULES, *_OTHERS)
     if rule.op is not None
 }
 """Name of an autograd node to its rule; `Rule.works` says whether it is used."""

@@ -1,4 +1,4 @@
-"""Replay rules through edges for nodes that save their result: activations, softmax, attention."""
+"""Replay rules through edges for nodes that save their result: activations, softmax."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from .._replay import Node, Operand, Rule, output_facts
 from .._views import signed
@@ -22,26 +21,6 @@ def _softmax(op: Any) -> Callable[[Node, torch.Tensor], torch.Tensor]:
         return made
 
     return through
-
-
-def _attention(node: Node) -> torch.Tensor:
-    return aten._scaled_dot_product_flash_attention_for_cpu(
-        node._saved_query,
-        node._saved_key,
-        node._saved_value,
-        node._saved_dropout_p,
-        node._saved_is_causal,
-        attn_mask=node._saved_attn_mask,
-        scale=node._saved_scale,
-    )[0]
-
-
-def _attended(*, causal: bool, width: int) -> Callable[[Make], torch.Tensor]:
-    def made(make: Make) -> torch.Tensor:
-        query, key, value = (make(2, 2, width, 8) for _ in range(3))
-        return F.scaled_dot_product_attention(query, key, value, is_causal=causal)
-
-    return made
 
 
 def _positive(make: Make) -> torch.Tensor:
@@ -91,19 +70,6 @@ RESULT_RULES = (
         aten._safe_softmax.default if hasattr(aten, "_safe_softmax") else None,
         lambda n, x: aten._safe_softmax(x, signed(n._saved_dim)),
         lambda make: aten._safe_softmax(matrix(make), -1),
-        keeps_result=True,
-    ),
-    Rule(
-        "ScaledDotProductFlashAttentionForCpuBackward0",
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        _attention,
-        tuple(
-            _attended(causal=causal, width=width)
-            for causal in (False, True)
-            for width in (WIDTH, 128)
-        ),
-        # A node that saved its query saved the others: each needs all of them.
-        results=1,
         keeps_result=True,
     ),
 )
