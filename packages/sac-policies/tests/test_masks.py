@@ -1,15 +1,17 @@
-"""A mask of a dropout is kept as bits, and what is none is not."""
+"""A mask is kept as bits, and what is none is not."""
 
 from __future__ import annotations
+
+import gc
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from sac_policies import profile, report, solve
+from sac_policies import MutationError, profile, report, solve
 from sac_policies.engines.recipe import _masks
 
-from ._recipe import bytes_held, run
+from ._recipe import bytes_held, is_plain, run
 
 pytestmark = pytest.mark.filterwarnings("ignore::sac_policies.UnmatchedEntryWarning")
 
@@ -67,3 +69,59 @@ def test_no_zero_no_end_and_a_third_value_are_none_of_a_mask(fill: float) -> Non
     written.view(-1)[:1].copy_(written.view(-1)[:1].clone())
     assert written._version == 2
     assert _masks.bits_of(written) is None
+
+
+def _chosen(mask: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    return torch.where(mask, t.sin(), t.cos()).sin()
+
+
+def test_mask_of_truth_values_is_kept_as_bits() -> None:
+    """Of which nobody looks at the values; the numbers of what is chosen are made again."""
+    x, numbers = torch.randn(40, 50).requires_grad_(), torch.Generator()
+
+    def body(t: torch.Tensor) -> torch.Tensor:
+        return _chosen(torch.rand(40, 50, generator=numbers.manual_seed(0)) > 0.5, t)
+
+    assert bytes_held(body, x) == 40 * 50 // 8
+    for _ in range(3):
+        assert is_plain(body, x)
+
+
+def test_mask_that_somebody_has_is_kept_as_it_is_from_the_second_time_on() -> None:
+    """It is there anyway."""
+    mask = torch.randn(40, 50) > 0
+    assert _masks.flags_of(mask) is not None
+    assert _masks.flags_of(mask) is None
+    assert _masks.flags_of(mask.view(-1)) is None
+    del mask
+    assert _masks.flags_of(torch.randn(40, 50) > 0) is not None
+    gc.collect()
+    assert not len(_masks._met)
+
+
+@pytest.mark.parametrize("shape", [(1025,), (64, 33), (2, 3, 500)])
+def test_bits_make_truth_values_again(shape: tuple[int, ...]) -> None:
+    """Also where the last byte is not full, and of what is no row-major tensor."""
+    for mask in (torch.randn(shape) > 0, (torch.randn(shape) > 0).transpose(0, -1)):
+        bits = _masks.flags_of(mask)
+        assert bits is not None
+        assert bits.nbytes == (mask.numel() + 7) // 8
+        again = _masks.Flags(mask, bits, lambda held: held, ValueError).read()
+        assert (again.dtype, again.stride()) == (torch.bool, mask.stride())
+        assert torch.equal(again, mask)
+
+
+def test_small_masks_and_parts_of_others_stay() -> None:
+    """And numbers."""
+    assert _masks.flags_of(torch.randn(1023) > 0) is None
+    assert _masks.flags_of((torch.randn(4096) > 0)[:2048]) is None
+    assert _masks.flags_of(torch.zeros(4096, dtype=torch.uint8)) is None
+
+
+def test_mask_that_is_written_to_before_backward_is_refused() -> None:
+    """As by plain autograd."""
+    x, mask = torch.randn(40, 50).requires_grad_(), torch.randn(40, 50) > 0
+    out = run(lambda t: _chosen(mask, t), x)
+    mask.logical_not_()
+    with pytest.raises(MutationError):
+        out.sum().backward()

@@ -74,7 +74,7 @@ def test_it_is_made_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "sac_policies.engines.recipe.regions._remade.Operands.remade", lambda *_: None
     )
-    monkeypatch.setattr("sac_policies.engines.recipe._recipes.narrowed", lambda _: None)
+    monkeypatch.setattr("sac_policies.engines.recipe.regions._remade.narrowed", lambda _: None)
     assert bytes_kept(function, x, policy=PRODUCTS) >= kept + 3 * size // 4
 
 

@@ -21,7 +21,7 @@ from .._torch_compat import lies_in_storage, sequence_number, storage_bytes, sto
 from ..engines._guards import unnoticed
 from ..engines.recipe._calls import Calls, CallsMode
 from ..engines.recipe._filled import filling_of, narrowed
-from ..engines.recipe._masks import bits_of
+from ..engines.recipe._masks import are_flags, bits_of
 from ..engines.recipe._replay import Node
 from ..engines.recipe._replay_entries import Why, every_rule
 from ..engines.recipe._writes import Habit
@@ -120,6 +120,8 @@ class _Noting(Region):
             return unnoticed(storage_bytes, tensor)
         bits = bits_of(tensor)
         short = filling_of(tensor) if bits is None else bits[0]
+        if short is None and are_flags(tensor):
+            return (tensor.numel() + 7) // 8
         if short is None and self.edges.calls.untracked.makes(tensor):
             short = narrowed(tensor)
         return (tensor if short is None else short).untyped_storage().nbytes()

@@ -1,8 +1,12 @@
-"""Dropout masks as bits: what has two values, zero and another, is kept in an eighth of a byte.
+"""Masks as bits: what has two values, zero and another, is kept in an eighth of a byte.
 
-On the CPU, and only there, torch multiplies with a mask of numbers, made in place: drawn, then
-divided. That it was written to twice is how a mask is found; whether it has two values is then
+On the CPU, and only there, torch's dropout multiplies with a mask of numbers, made in place: drawn,
+then divided. That it was written to twice is how a mask is found; whether it has two values is then
 looked at.
+
+Elsewhere its mask is one of truth values, as those of `where` and `masked_fill` are. Any such has
+two values, so nobody looks. One that is there a second time is somebody's, who has it anyway (a
+mask of attention, for all layers): it is kept as it is.
 """
 
 from __future__ import annotations
@@ -12,11 +16,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..._torch_compat import is_fake
 from .._guards import is_immediate, stands_for, unnoticed
 from ._proof import storage_of
-from ._stand_ins import StandIn
+from ._stand_ins import StandIn, WatchedStandIn
 
 _WRITES = 2  # bernoulli_ and div_
 LEAST_BYTES = 1024
@@ -38,10 +43,62 @@ class Mask(StandIn):
 
     def _made(self) -> torch.Tensor:
         """The mask, as numbers."""
-        bits = self._read(self._held)
-        planes = (bits >> _shifts(bits)).bitwise_and_(1)
-        flat = planes.view(-1)[: self._numel].to(self._dtype).mul_(self._scale)
-        return flat.as_strided(*self._geometry)
+        ones = _unpacked(self._read(self._held), self._numel)
+        return ones.to(self._dtype).mul_(self._scale).as_strided(*self._geometry)
+
+
+class Flags(WatchedStandIn):
+    """A kept mask of truth values."""
+
+    __slots__ = ("_geometry", "_held", "_numel", "_read")
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        held: Any,
+        read: Callable[[Any], Any],
+        changed: Callable[[], Exception],
+    ) -> None:
+        super().__init__(tensor, changed)
+        self._numel, self._geometry = tensor.numel(), (tensor.size(), tensor.stride())
+        self._held, self._read = held, read
+
+    def _made(self) -> torch.Tensor:
+        """The mask, as truth values."""
+        ones = _unpacked(self._read(self._held), self._numel)
+        return ones.view(torch.bool).as_strided(*self._geometry)
+
+
+_met = WeakIdKeyDictionary()
+"""Storages of masks of truth values that were packed, as long as somebody has them."""
+
+
+def are_flags(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a large mask of truth values, and none that was packed before.
+
+    Args:
+        tensor: that no gradient flows to.
+    """
+    if tensor.dtype is not torch.bool or not (type(tensor) is torch.Tensor or is_fake(tensor)):
+        return False
+    storage = tensor.untyped_storage()
+    return LEAST_BYTES <= tensor.numel() == storage.nbytes() and storage not in _met
+
+
+def flags_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return such a mask as bits; None for all else."""
+    if not are_flags(tensor):
+        return None
+    _met[tensor.untyped_storage()] = None
+    bits = unnoticed(_packed_flags, tensor)
+    stands_for(bits, tensor)
+    return bits
+
+
+def _packed_flags(tensor: torch.Tensor) -> torch.Tensor:
+    ones = storage_of(tensor).view(torch.uint8)
+    beyond = -ones.numel() % 8
+    return _packed_ones(torch.nn.functional.pad(ones, (0, beyond)) if beyond else ones)
 
 
 def bits_of(tensor: torch.Tensor) -> tuple[torch.Tensor, float] | None:
@@ -87,8 +144,17 @@ def _packed(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     kept = torch.ne(words, 0, out=ones[: flat.numel()].view(torch.bool))
     if not is_fake(tensor) and not torch.equal(kept, words == high):
         return None
-    bits = (ones.view(8, length) << _shifts(ones)).sum(0, dtype=torch.uint8)
-    return bits, high.view(tensor.dtype)
+    return _packed_ones(ones), high.view(tensor.dtype)
+
+
+def _packed_ones(ones: torch.Tensor) -> torch.Tensor:
+    """Put zeros and ones, a multiple of eight, into the planes of bytes."""
+    return (ones.view(8, -1) << _shifts(ones)).sum(0, dtype=torch.uint8)
+
+
+def _unpacked(bits: torch.Tensor, numel: int) -> torch.Tensor:
+    """Return so many zeros and ones from planes."""
+    return (bits >> _shifts(bits)).bitwise_and_(1).view(-1)[:numel]
 
 
 def _shifts(bits: torch.Tensor) -> torch.Tensor:

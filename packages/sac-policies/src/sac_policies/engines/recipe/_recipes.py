@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,13 +24,11 @@ from torch.utils.weak import TensorWeakRef
 
 from ..._errors import MutationError, RecomputeError
 from ..._frames import user_line
-from ..._torch_compat import Hooks, current_node, lies_in_storage, modes_entered, node_number
+from ..._torch_compat import Hooks, current_node, modes_entered, node_number
 from ...policies._policies import Policy
 from .._engine_disabled import own_work
 from .._error_context import error_context
 from .._guards import small_copy
-from ._filled import LEAST_BYTES, LEAST_BYTES_OF_INTEGERS, Filled, Narrowed, filling_of, narrowed
-from ._masks import Mask, bits_of
 from ._own_rules import rule_of, rules_behind
 from ._proof import Proof, agree
 from ._rebuilt import rebuilt
@@ -313,38 +310,3 @@ def mutated(shape: torch.Size, producer: type, policy: Policy | None) -> Mutatio
         f"{_error_context(policy, rule_of(producer))}). "
         "Use the out-of-place operator, or change it after backward."
     )
-
-
-def shortened(
-    tensor: torch.Tensor,
-    keep: Callable[[torch.Tensor, Node], Any],
-    read: Reader,
-    policy: Policy | None,
-    is_own: bool,
-) -> Mask | Filled | Narrowed | None:
-    """Keep a tensor without a gradient as less than it is, where its values allow it.
-
-    Args:
-        tensor: that is saved.
-        keep: keeps what stands for it.
-        read: reads that.
-        policy: what decided, for messages; None where a plan did.
-        is_own: whether the region is known to have made it.
-    """
-    least = LEAST_BYTES if tensor.is_floating_point() else LEAST_BYTES_OF_INTEGERS
-    if tensor.numel() * tensor.element_size() < least:
-        return None
-    changed = partial(mutated, tensor.shape, type(None), policy)
-    try:
-        bits = bits_of(tensor)
-        if bits is not None:
-            return Mask(tensor, bits[1], keep(bits[0], None), read)
-        element = filling_of(tensor)
-        if element is not None:
-            return Filled(tensor, keep(element, None), read, changed)
-        narrow = narrowed(tensor) if is_own else None
-    except RuntimeError:
-        if lies_in_storage(tensor):  # asked only here, for most do
-            raise
-        narrow = None
-    return None if narrow is None else Narrowed(tensor, keep(narrow, None), read, changed)

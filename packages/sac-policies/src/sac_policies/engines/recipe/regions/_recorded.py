@@ -21,7 +21,7 @@ import torch
 from ...._torch_compat import node_number, sequence_number
 from ..._guards import is_small
 from .._filled import LEAST_BYTES, Filled, Narrowed
-from .._masks import Mask
+from .._masks import Flags, Mask
 from .._recipes import Outer, Recipe, Reconsidered, Result
 from .._replay import Node
 from .._replay_entries import ReplayTable
@@ -229,7 +229,7 @@ class RecordedRegion(Region):
         self._values.forget()
 
 
-_KEPT = (tuple, Outer, Reconsidered, Mask, Filled, Narrowed)
+_KEPT = (tuple, Outer, Reconsidered, Mask, Flags, Filled, Narrowed)
 _STEPS = frozenset({*_KEPT, Recipe, Result, Remade})
 
 

@@ -25,13 +25,15 @@ from ....policies._policies import Policy
 from ....policies._views import Operator
 from ..._guards import copied, is_small
 from .._edges import Follower
-from .._filled import Filled, Narrowed
-from .._masks import Mask
-from .._recipes import Reconsidered, mutated, shortened
+from .._filled import LEAST_BYTES, LEAST_BYTES_OF_INTEGERS, Filled, Narrowed, filling_of, narrowed
+from .._masks import Flags, Mask, bits_of, flags_of
+from .._recipes import Reader, Reconsidered, mutated
+from .._replay import Node
 from .._replay_entries import Why
 from .._shared_values import Source
 from .._sources import Edges
 from .._spans import SpanOutput, SpanValue, mapped
+from .._stand_ins import StandIn
 from ..untracked import _call_table
 from ..untracked._call_table import operators_of
 from ..untracked._seen_calls import Code, Given, Maker, Operand, Remade, SeenCall, part_of
@@ -57,7 +59,7 @@ class Keeper(Protocol):
 
 def instead(
     region: Keeper, follow: Follower, tensor: torch.Tensor, number: int, policy: Policy | None
-) -> Remade | Mask | Filled | Narrowed | None:
+) -> StandIn | None:
     """What is held of a tensor without a gradient that need not be kept whole, None for others.
 
     Args:
@@ -75,6 +77,43 @@ def instead(
         region.outers.setdefault(number, []).append(weakref.ref(made))
         return made
     return shortened(tensor, region.keep, region.read, policy, is_own=calls.makes(tensor))
+
+
+def shortened(
+    tensor: torch.Tensor,
+    keep: Callable[[torch.Tensor, Node], Any],
+    read: Reader,
+    policy: Policy | None,
+    is_own: bool,
+) -> StandIn | None:
+    """Keep a tensor without a gradient as less than it is, where its values allow it.
+
+    Args:
+        tensor: that is saved.
+        keep: keeps what stands for it.
+        read: reads that.
+        policy: what decided, for messages; None where a plan did.
+        is_own: whether the region is known to have made it.
+    """
+    least = LEAST_BYTES if tensor.is_floating_point() else LEAST_BYTES_OF_INTEGERS
+    if tensor.numel() * tensor.element_size() < least:
+        return None
+    changed = partial(mutated, tensor.shape, type(None), policy)
+    try:
+        bits = bits_of(tensor)
+        if bits is not None:
+            return Mask(tensor, bits[1], keep(bits[0], None), read)
+        kind: type[Filled | Narrowed | Flags] = Filled
+        less = filling_of(tensor)
+        if less is None and tensor.dtype is torch.bool:
+            kind, less = Flags, flags_of(tensor)
+        elif less is None and is_own:
+            kind, less = Narrowed, narrowed(tensor)
+    except RuntimeError:
+        if lies_in_storage(tensor):  # asked only here, for most do
+            raise
+        return None
+    return None if less is None else kind(tensor, keep(less, None), read, changed)
 
 
 def remade(

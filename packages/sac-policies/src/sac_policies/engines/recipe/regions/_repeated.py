@@ -36,7 +36,7 @@ from .._calls import Calls, CallsMode
 from .._edges import CLONE
 from .._formats import is_row_major
 from .._proof import may_agree, proof_of, storage_of
-from .._recipes import Outer, Reader, Recipe, Reconsidered, Result, keep, shortened
+from .._recipes import Outer, Reader, Recipe, Reconsidered, Result, keep
 from .._replay import Node
 from .._replay_entries import VIEW, ReplayTable
 from .._shared_values import SharedValue
@@ -46,6 +46,7 @@ from ._followed import FollowedValues
 from ._left import Held, Rest
 from ._recorded import END, Later, Replayed, Shape, Watched
 from ._region import UNSEEN
+from ._remade import shortened
 from ._remade_steps import Again, followed
 
 _LEAF: Held = (None, 0, None)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from .._replay import Node, Rule
 from .._views import signed, signed_all
 from ._attention_table import ATTENTION_RULES
+from ._dropout_table import DROPOUT_RULES
 from ._edge_table import EDGE_RULES, THROUGH
 from ._guessed_eps import EpsGuess, from_statistics
 from ._picked_table import PICKED_RULES
@@ -291,6 +292,7 @@ _OTHERS = (
     *EDGE_RULES,
     *RESULT_RULES,
     *ATTENTION_RULES,
+    *DROPOUT_RULES,
     *PICKED_RULES,
     *STORED_RULES,
 )
