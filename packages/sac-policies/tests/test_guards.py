@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from sac_policies import MutationError, checkpoint, recompute_all
-from sac_policies.engines import _guards
-from sac_policies.engines._guards import compare, fingerprint
+from sac_policies.engines import _doubts, _guards
+from sac_policies.engines._guards import compare, fingerprint, print_words
 from sac_policies.engines.recipe import _proof
 
 
@@ -185,6 +185,45 @@ def test_fingerprint_sees_rows_and_columns_that_change_places():
             compare(fingerprint(one), one.index_select(dim, order), lambda: MutationError(""))
 
 
+def _read_by(words: int) -> torch.Tensor:
+    """Of each word, how often each sum adds it up."""
+    rows, columns, step = _guards._table_of(words)
+    table = torch.arange(words).as_strided((rows, columns), (step, 1))
+    found = torch.zeros(words, rows + columns)
+    for dim, first in ((0, 0), (1, rows)):
+        at = torch.arange(first, first + table.shape[dim]).view((-1, 1) if dim == 0 else (1, -1))
+        found.index_put_((table, at.expand_as(table)), torch.ones(1), accumulate=True)
+    return found
+
+
+@pytest.mark.parametrize("words", [381, 382, 388, 508, 512, 640, 1024])
+def test_change_of_three_words_is_seen_whatever_they_are(words):
+    """No three can cancel in each sum, nor two: what reads them is never dependent."""
+    read = _read_by(words)
+    assert len(read.unique(dim=0)) == words
+    assert read.sum(1).min() >= 2
+    step = _guards._table_of(words)[2]
+    for first in range(words - 2 * step):  # others lie in another column
+        three = read[[first, first + step, first + 2 * step]]
+        assert torch.linalg.matrix_rank(three) == 3
+    assert print_words(8 * words) == read.shape[1]
+
+
+@pytest.mark.parametrize("words", [0, 1, 266, 380])
+def test_few_words_are_kept_themselves(words):
+    """A table of less than three rows may hide a change of three words."""
+    tensor = torch.arange(words)
+    assert torch.equal(fingerprint(tensor)[0], tensor)
+    assert min(_guards._table_of(each)[0] for each in range(381, 4000)) == 3
+
+
+def test_more_of_the_same_has_another_fingerprint():
+    """Zeros sum up to nothing, in tables with as many rows and columns together."""
+    few, many = (torch.zeros(each, dtype=torch.int64) for each in (127 * 10 + 3, 127 * 11 + 2))
+    with pytest.raises(MutationError):
+        compare(fingerprint(few), many, lambda: MutationError(""))
+
+
 def test_not_a_number_equals_itself():
     """Fingerprints are of bits."""
     one = torch.full((70, 70), float("nan"))
@@ -202,7 +241,7 @@ def test_comparison_on_an_accelerator_waits_for_the_end_of_backward(monkeypatch)
     layer, x = nn.Linear(128, 128), torch.ones(2, 128, requires_grad=True)
     with pytest.raises(MutationError, match=r"shape \(2, 128\) gives other values"):
         _gradients(layer, x, True, _half, 0)
-    assert not _guards._doubts
+    assert not _doubts._doubts
     assert _gradients(layer, x, True, lambda tensor: None, 0)
 
 
@@ -227,15 +266,15 @@ def test_comparison_outlives_a_backward_inside_its_own(monkeypatch):
     with pytest.raises(MutationError, match="outside"):
         outer.sum().backward()
     assert ended
-    assert not _guards._doubts
+    assert not _doubts._doubts
 
 
 def test_comparison_is_looked_at_by_whichever_thread_ends_the_backward(monkeypatch):
     """A device's thread compares, and the caller's may be the last."""
     monkeypatch.setattr(_guards, "is_immediate", lambda tensor: False)
-    monkeypatch.setattr(_guards, "backward_id", lambda: 7)
+    monkeypatch.setattr(_doubts, "backward_id", lambda: 7)
     at_the_end: list[Any] = []
-    monkeypatch.setattr(_guards, "after_backward", lambda callback: not at_the_end.append(callback))
+    monkeypatch.setattr(_doubts, "after_backward", lambda callback: not at_the_end.append(callback))
     one = torch.randn(70, 70)
     given = fingerprint(one), one + 1, lambda: MutationError("changed")
     device = threading.Thread(target=compare, args=given)
@@ -299,7 +338,7 @@ def test_comparison_on_an_accelerator_outside_of_backward_is_made_at_once(monkey
     one = torch.randn(70, 70)
     with pytest.raises(MutationError, match="changed"):
         compare(fingerprint(one), one + 1, lambda: MutationError("changed"))
-    assert not _guards._doubts
+    assert not _doubts._doubts
 
 
 def test_comparison_on_an_accelerator_does_not_stop_backward_half_way(monkeypatch):

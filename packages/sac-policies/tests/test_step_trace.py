@@ -20,6 +20,7 @@ from sac_policies import (
     recompute_all,
     solve,
 )
+from sac_policies.budget.predicting import _walk
 from sac_policies.budget.predicting._step_run import Event, StepCall, StepRun, StepValue
 
 KIB = 1024
@@ -75,11 +76,19 @@ def test_what_a_call_takes_for_itself_is_taken_where_it_runs_again(kept: str, mo
 
 
 def test_sums_that_values_are_compared_by_are_held_on_a_device() -> None:
-    """Of each that is made again, in blocks of 512 bytes, and one for how the first compares."""
+    """Of each that is made again, and of the first as it is made: of so few words, the words."""
     here = step({})
     there = replace(here, _run=replace(here._run, holds_sums=True))
-    assert there.peak_bytes(plan("")) - here.peak_bytes(plan("")) == 3 * 2048 + 512
+    assert there.peak_bytes(plan("")) - here.peak_bytes(plan("")) == (3 + 1) * KIB
     assert there.peak_bytes(plan("012")) == here.peak_bytes(plan("012"))
+
+
+def test_sums_are_held_until_many_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then a number is, in a block: here of the first alone."""
+    monkeypatch.setattr(_walk, "MOST_WORDS", KIB // 8 - 1)
+    here = step({})
+    there = replace(here, _run=replace(here._run, holds_sums=True))
+    assert there.peak_bytes(plan("")) - here.peak_bytes(plan("")) == 3 * KIB + 512
 
 
 def test_nothing_is_checkpointed_without_a_plan() -> None:

@@ -7,38 +7,45 @@ by nobody else.
 Rule 1. What is small (biases, weights of norms) is copied. A replay reads the copy; a
         recomputation, which runs on the tensor itself, compares it.
 Rule 2. Of what is larger a recomputation keeps a fingerprint and compares it: with its words in
-        a table, the sum of each row and of each column. A change of one word is always seen, a
-        change of several unless every sum stays the same, modulo 2**64.
+        a table, the sum of each row and of each column. A change of up to three words is always
+        seen, a change of more unless every sum stays the same, modulo 2**64.
         Small ones on the CPU are compared all at once; where that finds a change, one by one.
 Rule 3. A replay compares what it made with what that was (`recipe._proof`), not what it reads.
+Rule 4. Each operator costs an accelerator a launch. So rows of the table overlap rather than leave
+        words over, sums lie in one tensor, and many are compared at once (`_doubts`).
 """
 
 from __future__ import annotations
 
 import operator
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import TypeVar
 
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from .._torch_compat import after_backward, backward_id, is_fake, modes_entered, storage_key
+from .._torch_compat import is_fake, modes_entered, storage_key
 from ._capturing import is_capturing
+from ._doubts import doubts_here
 from ._engine_disabled import own_work
 
 _SMALL_BYTES = 4096
 _SMALL_VECTOR_BYTES = 65536
-_WIDTH = 127  # Words in a row of the table: a prime, so that no row of a usual matrix is one.
+_STEPS = (127, 113, 109, 107, 103, 101, 97, 89)
+"""Words from row to row of a table, primes: no row of a usual matrix is a whole number of them."""
+_LEAST_WORDS = 3 * _STEPS[0]
+"""Fewer are kept themselves: of less than three rows a change of three words may not be seen."""
 _WORD_BYTES = 8
 _JOINED = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 T = TypeVar("T")
-Print = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Sums of rows and of columns of a tensor's words, and the words or bytes after the last row."""
+Print = tuple[torch.Tensor, int]
+"""Sums of rows and of columns of a tensor's words, with the bytes after the last word, and how many
+bytes it has."""
 
 
 class _Notes(threading.local):
@@ -112,10 +119,29 @@ def fingerprint(tensor: torch.Tensor) -> Print:
         tensor: of any shape, strides and dtype of whole bytes.
 
     Returns:
-        int64 sums modulo 2**64, (rows,) and (127,), and the rest as it is.
+        int64 sums modulo 2**64, (rows + columns,), or all words where these are few; and its bytes.
     """
-    rows, columns, rest = _hidden(_sums, tensor)
-    return rows, columns, rest
+    (sums,) = _hidden(_sums, tensor)
+    return sums, tensor.numel() * tensor.element_size()
+
+
+def print_words(size_bytes: int) -> int:
+    """How many words the fingerprint of a tensor of so many bytes has."""
+    words, tail = divmod(size_bytes, _WORD_BYTES)
+    rows, columns, _ = _table_of(words)
+    return rows + columns + bool(tail)
+
+
+@lru_cache(maxsize=1024)
+def _table_of(words: int) -> tuple[int, int, int]:
+    """Rows and columns of a table of so many words, and the words from row to row.
+
+    Rows are longer than the steps between them by what would be left over.
+    """
+    if words < _LEAST_WORDS:
+        return 0, words, 0  # themselves
+    step = min(_STEPS, key=lambda each: words % each)
+    return words // step, step + words % step, step
 
 
 def unnoticed(make: Callable[[torch.Tensor], T], tensor: torch.Tensor) -> T:
@@ -143,20 +169,24 @@ def _hidden(
         return _made(make, tensor)
 
 
-def _sums(tensor: torch.Tensor) -> Print:
+def _sums(tensor: torch.Tensor) -> tuple[torch.Tensor]:
     flat = _flat(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
-    row = _WIDTH * _WORD_BYTES // flat.element_size()
-    rows = flat.numel() // row
     if flat.storage_offset() * flat.element_size() % _WORD_BYTES:
         flat = flat.clone()
-    if flat.numel() * flat.element_size() % _WORD_BYTES == 0:
-        words = flat.view(torch.int64)
-        rest = words[rows * _WIDTH :].clone()
+    count, tail = divmod(flat.numel() * flat.element_size(), _WORD_BYTES)
+    raw = flat.view(torch.uint8) if tail else flat
+    words = (raw[: count * _WORD_BYTES] if tail else flat).view(torch.int64)
+    rows, columns, step = _table_of(count)
+    found = words.new_empty(rows + columns + bool(tail))
+    if step:
+        table = words.as_strided((rows, columns), (step, 1))
+        torch.sum(table, 1, out=found[:rows])
+        torch.sum(table, 0, out=found[rows : rows + columns])
     else:
-        words = flat[: rows * row].view(torch.int64)
-        rest = flat[rows * row :].clone().view(torch.uint8)
-    table = words.as_strided((rows, _WIDTH), (_WIDTH, 1))
-    return table.sum(1), table.sum(0), rest
+        found[:count].copy_(words)
+    if tail:
+        found[-1:].zero_().view(torch.uint8)[:tail].copy_(raw[count * _WORD_BYTES :])
+    return (found,)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -212,39 +242,6 @@ def _clone(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (tensor.clone(),)
 
 
-class _Doubts(list[tuple[torch.Tensor, Callable[[], Exception]]]):
-    """Comparisons whose results lie on an accelerator, until the backward they are of ends.
-
-    The engine holds them: it drops them with a backward that fails. Where one backward runs inside
-    another each has its own, and the thread that ends a backward need not be the one that compared.
-    """
-
-    __slots__ = ("__weakref__",)
-
-    def settle(self) -> None:
-        """Raise for the first that found a difference."""
-        for same, error in self:
-            if not same:
-                raise error()
-
-
-_doubts: weakref.WeakValueDictionary[int, _Doubts] = weakref.WeakValueDictionary()
-"""By the number of the backward."""
-
-
-def _doubt(same: torch.Tensor, error: Callable[[], Exception]) -> bool:
-    """Look at `same` when this backward ends; False where nobody would."""
-    backward = backward_id()
-    doubts = _doubts.get(backward)
-    if doubts is None:
-        doubts = _Doubts()
-        if backward < 0 or not after_backward(doubts.settle):
-            return False
-        _doubts[backward] = doubts
-    doubts.append((same, error))
-    return True
-
-
 def compare(sums: Print, tensor: torch.Tensor, error: Callable[[], Exception]) -> None:
     """Raise `error` if a tensor has another fingerprint.
 
@@ -259,15 +256,16 @@ def compare(sums: Print, tensor: torch.Tensor, error: Callable[[], Exception]) -
 
 def compare_prints(one: Print, other: Print, error: Callable[[], Exception]) -> None:
     """Raise `error` if two fingerprints are not of equal tensors, when `compare` would."""
-    if any(before.shape != after.shape for before, after in zip(one, other, strict=True)):
+    (before, size_bytes), (after, size_bytes_now) = one, other
+    if size_bytes != size_bytes_now:
         raise error()
-    if is_capturing(one[0].device):
+    if is_capturing(before.device):
         return
-    if is_immediate(one[0]):
-        _refuse_unless(all(map(torch.equal, one, other)), error)
-        return
-    rows, columns, rest = ((a == b).all() for a, b in zip(one, other, strict=True))
-    _refuse_unless(rows & columns & rest, error)
+    doubts = None if is_immediate(before) else doubts_here()
+    if doubts is not None:
+        doubts.compare(before, after, error)
+    elif not torch.equal(before, after):
+        raise error()
 
 
 def _compare_copies(
@@ -313,9 +311,12 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _refuse_unless(same: torch.Tensor | bool, error: Callable[[], Exception]) -> None:
     """Raise `error` unless `same`; of a tensor on an accelerator when backward ends."""
-    if isinstance(same, torch.Tensor) and not is_immediate(same) and _doubt(same, error):
-        return
-    if not same:
+    waits = isinstance(same, torch.Tensor) and not is_immediate(same)
+    doubts = doubts_here() if waits else None
+    if doubts is not None:
+        assert isinstance(same, torch.Tensor)
+        doubts.ask(same, error)
+    elif not same:
         raise error()
 
 

@@ -11,7 +11,8 @@ Rule 4. What no node holds and only its call knew (`_constants`) lives until for
         longer where something is to be made of it: until nothing is left of that. A copy of it
         lives from there on.
 Rule 5. On an accelerator sums of a value's words are held for each saved tensor that is made again,
-        from its forward until backward is done with it, and how they compare until it ends.
+        from its forward until backward is done with it. Those of what was made again are held until
+        there are enough to compare, or backward ends, and how they compared until it ends.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from ...engines._doubts import MOST_WORDS
+from ...engines._guards import print_words
 from .._constants import TracedConstant
 from .._trace import TracedPack
 from ._step_run import StepRun
@@ -44,6 +47,8 @@ class Walk:
     ) -> None:
         self._run, self._values = run, run.values
         self._now = self._top = 0
+        self._waiting = 0
+        """Bytes of sums that wait to be compared."""
         self._alive: set[int] = set()
         """Storages that live as they did without a plan."""
         self._made: set[int] = set()
@@ -215,11 +220,21 @@ class Walk:
 
     def _read(self, at: int) -> None:
         """Backward asks for a saved tensor."""
+        number = self._saved[at]
+        is_first = number not in self._made
         if at in self._replayed or at in self._widened:
-            self._make(self._saved[at])
-            self._readers[self._saved[at]] -= 1
-        if at in self._sums:
-            self._now += _BLOCK  # whether it is as it was, until backward ends
+            self._make(number)
+            self._readers[number] -= 1
+        if is_first and at in self._sums:
+            self._wait(self._sums[at])
+
+    def _wait(self, sum_bytes: int) -> None:
+        """Hold sums until they are compared."""
+        self._now += sum_bytes
+        self._waiting += sum_bytes
+        if self._waiting > MOST_WORDS * _WORD:
+            self._now += _BLOCK - self._waiting
+            self._waiting = 0
 
     def _release(self, at: int) -> None:
         """A node, or whoever lets go of the graph, is done with a saved tensor."""
@@ -266,9 +281,8 @@ class Walk:
 
 
 def _sum_bytes(size_bytes: int) -> int:
-    """Of rows of words, of their columns, and of what is left, each in a block of the allocator."""
-    rows = -(-size_bytes // (_WORDS * _BLOCK)) * _BLOCK
-    return rows + 3 * _BLOCK
+    """Of rows of words and of their columns, in blocks of the allocator."""
+    return -(-print_words(size_bytes) * _WORD // _BLOCK) * _BLOCK
 
 
-_WORDS, _BLOCK = 127, 512
+_WORD, _BLOCK = 8, 512

@@ -5,7 +5,8 @@ read it, is seen by no version counter. It shows in what is rebuilt.
 
 The words of a large value on the CPU stand in a table, and its columns are added up modulo 2**64. A
 change of one word is always seen. Several stay unseen only if they cancel in each column: words a
-multiple of 251 apart. Neighbouring rows of a tensor have no place in common.
+multiple of 251 apart. Neighbouring rows of a tensor have no place in common. Elsewhere a proof is
+the fingerprint that `_guards` takes.
 """
 
 from __future__ import annotations
