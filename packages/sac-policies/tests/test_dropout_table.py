@@ -146,6 +146,12 @@ def test_share_that_changes_is_noticed() -> None:
         assert torch.equal(torch.autograd.grad(run(body, x).sum(), x)[0], expected)
 
 
+def test_node_that_tells_nothing_is_none_of_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of an older torch."""
+    monkeypatch.setattr(_dropout_table, "output_facts", lambda node: None)
+    assert RULE.unfit(node_of(0.5)) == "does not tell what it is of"
+
+
 def test_policies_and_plans_decide_about_it() -> None:
     """It is kept where its operator is saved; a plan without bytes makes it again."""
     x = torch.randn(40, 50).requires_grad_()

@@ -41,6 +41,8 @@ def _again(node: Node, x: torch.Tensor) -> torch.Tensor:
 
 def _unfit(node: Node) -> str:
     facts, p = output_facts(node), node._saved_p
+    if facts is None:
+        return "does not tell what it is of"
     key = p, facts.dtype, facts.device
     differs = _differs.get(key)
     if differs is None:
