@@ -58,7 +58,10 @@ def penalty(loss, parameters):
 def halves(loss, parameters):
     """Half of the gradients, then the others."""
     some, others = parameters[::2], parameters[1::2]
-    found = (*torch.autograd.grad(loss, some, retain_graph=True), *torch.autograd.grad(loss, others))
+    found = (
+        *torch.autograd.grad(loss, some, retain_graph=True),
+        *torch.autograd.grad(loss, others),
+    )
     for parameter, gradient in zip([*some, *others], found, strict=True):
         parameter.grad = gradient
 
