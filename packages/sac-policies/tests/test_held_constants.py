@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sac_policies import BudgetPlan, profile, recompute_all, report, solve
+from sac_policies import BudgetPlan, profile, report, solve
 from sac_policies.budget._solve import plan_of, spread
 
 from ._recipe import bytes_kept, is_plain, leaf
@@ -104,16 +104,3 @@ def test_plan_keeps_what_it_says(function: Callable[..., Tensor]) -> None:
             assert bytes_kept(function, x, policy=plan) == plan.kept_bytes
             assert plan.kept_bytes == told.held_bytes + told.guard_bytes
             assert is_plain(function, x, policy=plan)
-
-
-@pytest.mark.parametrize(("rows", "is_replayed"), [(4, False), (2, True), (1, True)])
-def test_copy_is_made_where_it_takes_half_of_a_value_at_most(rows: int, is_replayed: bool) -> None:
-    """A value of four rows in memory for another one of four would be nothing gained."""
-    added = HALF[:rows].clone()
-
-    def function(x: Tensor) -> Tensor:
-        return (x.view(-1, rows, WIDTH) + added).sin()
-
-    result = report(function, leaf(4, WIDTH), policy=recompute_all(), engine="recipe")
-    assert result.saved[-1].replayed == is_replayed
-    assert result.held_bytes + result.guard_bytes <= 4 * 4 * WIDTH

@@ -74,10 +74,9 @@ class Constant:
         tensor = self.tensor
         if size_bytes < _call_table.LEAST_BYTES:
             return False
-        if tensor is None:
-            return True
-        held = tensor.nbytes if is_small(tensor) else tensor.untyped_storage().nbytes()
-        return tensor._version == self.version and 2 * held <= size_bytes
+        if tensor is None or tensor._version != self.version:
+            return tensor is None
+        return is_small(tensor) or 2 * tensor.untyped_storage().nbytes() <= size_bytes
 
 
 Found = Iterator[tuple[int, int, Constant | None]]
