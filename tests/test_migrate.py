@@ -55,23 +55,29 @@ def build() -> nn.Module:
     return nn.Sequential(Block(), Block(), nn.Linear(8, 2))
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
-    """Three steps of two batches each; both kinds of model have the methods that are called."""
+SCALES, SCALES_NOT = 0.1, 100.0
+"""Norms to clip to. They are summed in another order: a last bit is the processor's choice."""
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> list[float]:
+    """Norms of three steps of two batches each; both kinds of model have what is called."""
+    norms = []
     for step in range(3):
         for batch in range(2):
             torch.manual_seed(100 * step + 10 * batch + dist.get_rank())
             with model.no_sync() if batch == 0 else contextlib.nullcontext():
                 model(torch.randn(4, 8)).square().mean().backward()
-        model.clip_grad_norm_(max_norm)
+        norms.append(float(model.clip_grad_norm_(max_norm)))
         optimizer.step()
         optimizer.zero_grad()
+    return norms
 
 
 Checkpoint = dict[str, Any]
 
 
-def before(saved: Checkpoint | None) -> Checkpoint:
-    """FSDP1's weights and optimizer state, of a new run or of one that goes on."""
+def before(saved: Checkpoint | None, max_norm: float = SCALES_NOT) -> Checkpoint:
+    """FSDP1's weights, optimizer state and norms, of a new run or of one that goes on."""
     model = FullyShardedDataParallel(
         build(),
         auto_wrap_policy=ModuleWrapPolicy({Block}),
@@ -92,14 +98,13 @@ def before(saved: Checkpoint | None) -> Checkpoint:
             optimizer.load_state_dict(
                 FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, saved["optim"])
             )
-    # A norm is summed in another order; where it scales, that may come to count after a while.
-    train(model, optimizer, max_norm=100.0 if saved else 0.1)
+    norms = train(model, optimizer, max_norm)
     with whole():
         optim = FullyShardedDataParallel.optim_state_dict(model, optimizer)
-        return {"model": model.state_dict(), "optim": optim}
+        return {"model": model.state_dict(), "optim": optim, "norms": norms}
 
 
-def after(saved: Checkpoint | None) -> Checkpoint:
+def after(saved: Checkpoint | None, max_norm: float = SCALES_NOT) -> Checkpoint:
     """The same by flat-param, each argument as the table has it."""
     model = build()
     for module in list(model.modules()):
@@ -109,8 +114,8 @@ def after(saved: Checkpoint | None) -> Checkpoint:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     if saved:
         flat_param.load_full_state_dict(model, saved, optimizer=optimizer)
-    train(model, optimizer, max_norm=100.0 if saved else 0.1)
-    return flat_param.full_state_dict(model, optimizer=optimizer)
+    norms = train(model, optimizer, max_norm)
+    return {**flat_param.full_state_dict(model, optimizer=optimizer), "norms": norms}
 
 
 def values(found: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -132,11 +137,19 @@ def assert_same_bits(theirs: Checkpoint, ours: Checkpoint) -> None:
     assert [name for name, value in old.items() if not torch.equal(new[name], value)] == []
 
 
+def assert_clipped_alike(theirs: Checkpoint, ours: Checkpoint) -> None:
+    """To a bit of the norms, and to what that makes of weights and of the state."""
+    torch.testing.assert_close(theirs["norms"], ours["norms"], rtol=2**-22, atol=0)
+    assert min(ours["norms"]) > SCALES
+    torch.testing.assert_close(values(theirs), values(ours), rtol=1e-5, atol=1e-7)
+
+
 def worker() -> None:
     """One of two ranks."""
     dist.init_process_group("gloo")
     theirs, ours = before(None), after(None)
     assert_same_bits(theirs, ours)
+    assert_clipped_alike(before(None, SCALES), after(None, SCALES))
     assert not torch.equal(ours["model"]["2.bias"], build()[2].bias)  # something was trained
     state = ours["optim"]["state"]["2.bias"]
     assert not torch.equal(state["exp_avg"], state["exp_avg_sq"])
@@ -147,7 +160,7 @@ def worker() -> None:
 
 @pytest.mark.slow
 def test_two_ranks_train_the_same_bits() -> None:
-    """Weights and optimizer state by name, after accumulation and clipping; both ways back too."""
+    """Weights and optimizer state by name, after accumulation; both ways back too."""
     torchrun = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
         [*torchrun, "--nproc-per-node=2", __file__],
