@@ -115,6 +115,8 @@ def test_plan_is_followed_at_few_calls_for_each_saved_tensor(
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda held: held):
         function(x)
     noted = profile(function, x)
+    # What a plan keeps is not to depend on what else the machine does.
+    noted = replace(noted, ops=tuple(replace(op, cost=op.out_bytes) for op in noted.ops))
     trace = replace(noted, unseen=None) if sees else noted.without_calls
     assert trace is not None
     plan = solve(trace, (trace.fixed_bytes() + trace.total_bytes()) // 2)

@@ -74,8 +74,10 @@ class Constant:
         tensor = self.tensor
         if size_bytes < _call_table.LEAST_BYTES:
             return False
-        if tensor is None or tensor._version != self.version:
-            return tensor is None
+        if tensor is None:
+            return True
+        if tensor._version != self.version:
+            return False
         return is_small(tensor) or 2 * tensor.untyped_storage().nbytes() <= size_bytes
 
 

@@ -83,8 +83,9 @@ def held_behind(node: Node, edges: Edges, kept: Outputs) -> list[HeldConstant]:
         node = left.pop()
         rule = known_rule(type(node))
         distance = edges.cell(node).distance
-        if distance == 0 if type(distance) is int else rule.ready(node):
-            continue  # it saved all that is read
+        saved_all = distance == 0 if type(distance) is int else rule.ready(node)
+        if saved_all:
+            continue
         number = node_number(node)
         for at, (maker, output) in rule.at_edges(node):
             if maker is None:
