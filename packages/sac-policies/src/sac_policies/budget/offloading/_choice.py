@@ -230,7 +230,7 @@ class _Tangent(NamedTuple):
     slope: int
 
     def at(self, price: int) -> int:
-        """Its height."""
+        """Return how high it is there."""
         return self.bound + self.slope * (price - self.price) // ONE
 
     def meets(self, other: _Tangent) -> int:

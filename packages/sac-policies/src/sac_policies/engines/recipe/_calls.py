@@ -71,11 +71,9 @@ class Constant:
 
     def pays(self, size_bytes: int) -> bool:
         """Whether to hold it in place of a value of this size, and whether it is as it was."""
-        tensor = self.tensor
-        if size_bytes < _call_table.LEAST_BYTES:
-            return False
-        if tensor is None:
-            return True
+        tensor, is_large = self.tensor, size_bytes >= _call_table.LEAST_BYTES
+        if tensor is None or not is_large:
+            return is_large
         if tensor._version != self.version:
             return False
         return is_small(tensor) or 2 * tensor.untyped_storage().nbytes() <= size_bytes
