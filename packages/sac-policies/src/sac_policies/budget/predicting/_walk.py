@@ -226,9 +226,9 @@ class Walk:
             self._make(number)
             self._readers[number] -= 1
         if is_first and at in self._sums:
-            self._wait(self._sums[at])
+            self._keep_sums(self._sums[at])
 
-    def _wait(self, sum_bytes: int) -> None:
+    def _keep_sums(self, sum_bytes: int) -> None:
         """Hold sums until they are compared."""
         self._now += sum_bytes
         self._waiting += sum_bytes
