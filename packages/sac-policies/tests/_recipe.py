@@ -14,8 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sac_policies import checkpoint, recompute_all, report
 from sac_policies.budget._measure import _changes
+from sac_policies.engines.recipe import _shared_values
 from sac_policies.engines.recipe._calls import Calls, CallsMode
 from sac_policies.engines.recipe._replay import _rebuilt, is_unhooked
+from sac_policies.engines.recipe._shared_values import SharedValue
 from sac_policies.engines.recipe.tables._replay_table import RULES
 
 aten = torch.ops.aten
@@ -68,6 +70,46 @@ class Counts(TorchDispatchMode):
         if func is aten.add.Tensor:
             self.sums.append(weakref.ref(out.untyped_storage()))
         return out
+
+
+class Readings:
+    """While it is entered: how often a value was made again, and what waited in vain.
+
+    Attributes:
+        most_made: how often the value was made that was made most often; at least 1.
+        left: shapes of what was still there when backward had ended.
+    """
+
+    def __init__(self) -> None:
+        self.left: list[torch.Size] = []
+        self._made: Counter[int] = Counter()
+        self._patch = pytest.MonkeyPatch()
+
+    @property
+    def most_made(self) -> int:
+        return max(self._made.values(), default=1)
+
+    def __enter__(self) -> Readings:
+        get, clear = SharedValue.get, _shared_values._clear
+
+        def counted(cell: SharedValue, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+            def once() -> torch.Tensor:
+                self._made[id(cell)] += 1
+                return make()
+
+            return get(cell, once)
+
+        def looked_at(cells: list[Any]) -> None:
+            values = [cell.value for cell in (each() for each in cells) if cell is not None]
+            self.left.extend(value.shape for value in values if value is not None)
+            clear(cells)
+
+        self._patch.setattr(SharedValue, "get", counted)
+        self._patch.setattr(_shared_values, "_clear", looked_at)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._patch.undo()
 
 
 def through_edges(make: Callable[[], torch.Tensor]) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from sac_policies.engines.recipe._run import known_of
 from sac_policies.engines.recipe._writes import habits_of
 from sac_policies.policies._unmatched import subject_of
 
-from ._recipe import leaf, run
+from ._recipe import Readings, leaf, run
 
 Link = Callable[[Tensor, Tensor], Tensor]
 
@@ -41,11 +42,34 @@ def _written(y: Tensor, w: Tensor) -> Tensor:
     return made.sin()
 
 
+def _shared(y: Tensor, w: Tensor) -> Tensor:
+    made = y * w
+    made /= (y - w).exp()  # the graph saves a copy of what it was
+    return (made + y).sin()
+
+
+class _Gated(torch.autograd.Function):
+    """Saves what it is given, which its forward finds at the node's edge when it is run again."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        ctx.save_for_backward(y)
+        return y * torch.sigmoid(1.702 * y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (y,) = ctx.saved_tensors
+        s = torch.sigmoid(1.702 * y)
+        return grad * (s + 1.702 * y * s * (1.0 - s))
+
+
 LINKS: tuple[Link, ...] = (
     _turned,
     _normed,
     _attended,
     _written,
+    _shared,
+    lambda y, w: _Gated.apply(y @ w) * w + y,
     lambda y, w: y @ w,
     lambda y, w: F.silu(y @ w) * (y + w),
     lambda y, w: (y + w).cos() - y,
@@ -118,6 +142,28 @@ def test_programs_that_change_now_and_then(seed: int) -> None:
                 both.append(call(x))
         plain, out = (_gradients(each, leaves, way) for each in both)
         assert out == plain
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_value_is_made_once_and_gone_with_its_last_reader(seed: int) -> None:
+    """In the first forward, in those that follow, and in one that leaves their steps."""
+    rng = random.Random(seed)
+    program = [rng.choice(LINKS) for _ in range(rng.randrange(2, 7))]
+    w, now = leaf(8, 8), [0]
+
+    def function(y: Tensor) -> Tensor:
+        for at, link in enumerate(program):
+            y = link(y, w)
+            if at == len(program) // 2 and now[0] == 3:
+                y = y.cos().tanh() * y
+        return y * w
+
+    known_of(recompute_all()).repeats.forget()
+    for now[0] in range(4):
+        out = run(function, leaf(8, 8))
+        with Readings() as readings:
+            out.sum().backward()
+        assert (readings.most_made, readings.left) == (1, [])
 
 
 def _followed(function: Callable[..., Tensor], x: Tensor) -> int:

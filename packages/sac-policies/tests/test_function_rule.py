@@ -12,7 +12,7 @@ from torch import Tensor
 from sac_policies import MutationError, profile, recompute_all, report, save_ops, solve
 from sac_policies.engines.recipe.tables import _function_rule
 
-from ._recipe import bytes_held, is_plain, leaf, run
+from ._recipe import Readings, bytes_held, is_plain, leaf, run
 
 pytestmark = pytest.mark.filterwarnings("ignore::sac_policies.UnmatchedEntryWarning")
 
@@ -217,3 +217,29 @@ def test_autocast_changes_nothing() -> None:
     with torch.autocast("cpu"):
         assert is_plain(body, x)
     assert bytes_held(body, x) == 0
+
+
+def test_what_the_function_saved_does_not_wait_for_its_forward() -> None:
+    """Another run of the forward reads arguments at edges, not what the node holds."""
+
+    class Rectified(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x.clamp(min=0.0)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+            (x,) = ctx.saved_tensors
+            return grad * (x > 0)
+
+    w = leaf(64, 64)
+
+    def function(x: Tensor) -> Tensor:
+        return Rectified.apply(x @ w) @ w
+
+    for _ in range(4):
+        out = run(function, leaf(64, 64))
+        with Readings() as readings:
+            out.sum().backward()
+        assert (readings.most_made, readings.left) == (1, [])

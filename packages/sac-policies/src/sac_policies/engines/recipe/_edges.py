@@ -260,26 +260,26 @@ class Follower:
 
     def register(self, node: Node, number: int, rule: Rule, cell: SharedValue) -> None:
         """Count the readings of a node's replay with what it reads; once for each cell."""
-        cell.registered = True
-        for each in self.edges.cells.get(number + 1, ()):
-            each.readers += 1
-        edges_followed = cell.distance  # none where the node saved all, and it is known
-        if edges_followed == 0 if type(edges_followed) is int else rule.ready(node):
+        cell.registered, far = True, cell.distance  # 0 where the node saved all, and it is known
+        is_ready = far == 0 if type(far) is int else rule.ready(node)
+        at_edges = [] if is_ready else rule.at_edges(node)
+        if is_ready or len(at_edges) < len(rule.operands_of(node)):
+            for each in self.edges.cells.get(number + 1, ()):
+                each.readers += 1
+        if is_ready:
             return
         cell.through, cell.held = True, {}
         sources: dict[Source, None] = {}
-        for at, edge in rule.at_edges(node):
+        for at, edge in at_edges:
             views, found = (
                 (0, (self._constant(node, number, at),))
                 if edge[0] is None
                 else self._read_edge(*edge)
             )
-            for source in found:
-                sources[source] = None
+            sources.update(dict.fromkeys(found))
             if views is not None:
                 cell.held[at] = views, weakref.ref(found[0])
-        if sources:
-            cell.sources = tuple(map(weakref.ref, sources))
+        cell.sources = tuple(map(weakref.ref, sources))
 
     def _constant(self, node: Node, number: int, at: int) -> Source:
         """What a replay reads of an operand that its node does not know."""

@@ -106,6 +106,21 @@ class Edges:
         self._ended.add(number)
         return True
 
+    def saved(self, cell: SharedValue, number: int, own_number: int) -> None:
+        """Note that the node before a number saved a value that is made again.
+
+        An in-place operator saves a copy of what it writes to, and makes that after its own node.
+
+        Args:
+            cell: what readers of the value share.
+            number: that after the last node there was.
+            own_number: of the node that made the value.
+        """
+        if number == own_number + 1:
+            number = own_number
+            self.own.add(number)
+        self.cells.setdefault(number, []).append(cell)
+
     def keep(self, tensor: torch.Tensor, held: Any) -> None:
         """Note that a tensor is kept, whatever decided so but a plan."""
         self.kept[tensor.grad_fn, tensor.output_nr] = held

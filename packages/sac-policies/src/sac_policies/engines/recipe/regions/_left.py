@@ -129,7 +129,7 @@ class Rest(Region):
             if isinstance(it, Recipe):
                 recipes.append(it)
                 if type(it) is not Result:
-                    edges.cells.setdefault(number, []).append(it.cell)
+                    edges.saved(it.cell, number, node_number(it.node))
             elif node is not None and _version(it) == note.version:
                 self._keep(node, output, it, note)
         for number, cells in values.shortened.items():
@@ -169,8 +169,9 @@ class Rest(Region):
         key = self.edges.key
         cell.registered, cell.key = True, key
         node.metadata[key] = cell
-        for each in self.edges.cells.get(node_number(node) + 1, ()):
-            each.readers += 1
+        if cell.operands is None or any(type(each) is str for each in cell.operands):
+            for each in self.edges.cells.get(node_number(node) + 1, ()):
+                each.readers += 1
         farthest = -1
         for operand in cell.operands or ():
             base = None if type(operand) is str else operand[0]

@@ -164,7 +164,7 @@ class Region(Packs):
             for each in edges.unpacked.get(number, ()):
                 each.stay()
             return Result(tensor, found, cell, proof)
-        edges.cells.setdefault(number, []).append(cell)
+        edges.saved(cell, number, own_number)
         return Recipe(tensor, found, cell, proof)
 
     def run(
