@@ -26,6 +26,36 @@ from mod_tracker.reports._flop_counter import (
     with_shapes,
 )
 
+KERNELS = {
+    "flash_attention": (),
+    "efficient_attention": (None, True),
+    "cudnn_attention": (None, True),
+    "fused_attention_overrideable": (),
+}
+
+
+@pytest.mark.parametrize("heads", [4, 2], ids=["own keys", "shared keys"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_attention_of_each_kernel_is_counted(kernel, heads):
+    """Where no device is needed: values have fewer channels than queries and keys."""
+    if kernel == "efficient_attention" and heads < 4:
+        pytest.skip("torch's shapes of its gradients are wrong for shared keys")
+
+    class Attention(nn.Module):
+        def forward(self, *given):
+            return getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}")(*given)[0]
+
+    def given(count, channels):
+        made = torch.ones(2, count, 16, channels, device="meta", dtype=torch.bfloat16)
+        return made.requires_grad_()
+
+    with profile_flops() as report:
+        out = Attention()(given(4, 32), given(heads, 32), given(heads, 24), *KERNELS[kernel])
+        out.sum().backward()
+    scores, result = (2 * (2 * 4) * 16 * 16 * channels for channels in (32, 24))
+    found = report["Attention"]
+    assert (found.forward, found.backward) == (scores + result, 3 * scores + 2 * result)
+
 
 def test_flops_of_different_shapes_are_not_mixed_up():
     """The count kept per shape is used for that shape only."""

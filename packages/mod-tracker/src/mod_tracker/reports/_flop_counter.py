@@ -216,7 +216,8 @@ def grouped_products(*shapes: Any, out_shape: Any = None, **options: Any) -> int
 def attention(query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> int:
     """Operations of attention: one product of queries and keys, one of its result and values.
 
-    Shapes are (batch, heads, tokens, channels); several heads of queries may share one of keys.
+    Shapes are (batch, heads, tokens, channels); several heads of queries may share one of keys,
+    which formulas of torch before 2.13 refuse.
     """
     return 2 * math.prod(query[:3]) * key[2] * (query[3] + value[3])
 
@@ -240,23 +241,31 @@ def convolution_backward(grad: Any, given: Any, weight: Any, *rest: Any, **more:
     return 2 * given[0] * math.prod(places) * math.prod(weight) * sum(wanted[:2])
 
 
-_CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+_SDPA = "_scaled_dot_product_"
 
-MORE_FORMULAS: dict[Any, Formula] = {
-    getattr(torch.ops.aten, name): with_shapes(formula)
-    for name, formula in (
-        ("_grouped_mm", grouped_products),
-        ("_scaled_grouped_mm", grouped_products),
-        (_CPU_ATTENTION, attention),
-        (f"{_CPU_ATTENTION}_backward", attention_backward),
-    )
-    if hasattr(torch.ops.aten, name)
-}
+
+def _known(*formulas: tuple[str, Callable[..., int]]) -> dict[Any, Formula]:
+    aten = torch.ops.aten
+    return {getattr(aten, at): with_shapes(each) for at, each in formulas if hasattr(aten, at)}
+
+
+def _attentions(*kernels: str) -> list[tuple[str, Callable[..., int]]]:
+    names = [_SDPA + kernel for kernel in kernels]
+    backwards = [(f"{name}_backward", attention_backward) for name in names]
+    return [*((name, attention) for name in names), *backwards]
+
+
+MORE_FORMULAS: dict[Any, Formula] = _known(
+    ("_grouped_mm", grouped_products),
+    ("_scaled_grouped_mm", grouped_products),
+    *_attentions("flash_attention_for_cpu", "fused_attention_overrideable"),
+)
 """Formulas for operators that torch's counter has none for."""
 
-MENDED_FORMULAS: dict[Any, Formula] = {
-    torch.ops.aten.convolution_backward: with_shapes(convolution_backward)
-}
+MENDED_FORMULAS: dict[Any, Formula] = _known(
+    ("convolution_backward", convolution_backward),
+    *_attentions("flash_attention", "efficient_attention", "cudnn_attention"),
+)
 """Formulas in place of torch's."""
 
 
