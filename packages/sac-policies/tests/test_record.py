@@ -1,7 +1,8 @@
-"""Profiling: the operators that ran, on real and on fake tensors."""
+"""Profiling: the operators that ran, on tensors with data and without."""
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,13 +53,16 @@ def test_saved_tensors_are_recorded() -> None:
     assert packs[2:] == [("MmBackward0", 0, 40), ("ExpBackward0", 3, 40)]
 
 
-def test_fake_tensors_give_the_same_bytes() -> None:
+@pytest.mark.parametrize("dry", [FakeTensorMode, partial(torch.device, "meta")])
+def test_tensors_without_data_give_the_same_bytes(dry: Any) -> None:
     """A dry run needs no memory and differs only in its unit."""
     real = profile(function, leaf(2, 3), leaf(3, 5), unit="flops")
-    with FakeTensorMode():
-        fake = profile(function, leaf(2, 3), leaf(3, 5))
+    with dry():
+        given = leaf(2, 3), leaf(3, 5)
+        fake, timed = profile(function, *given), profile(function, *given, unit="ns")
     assert fake.unit == "flops"
     assert fake == real
+    assert timed.packs == real.packs
 
 
 @pytest.mark.timeout(60)

@@ -134,6 +134,7 @@ def test_fake_output_is_judged_by_the_cpu() -> None:
     with FakeTensorMode():
         elsewhere = torch.empty(3, device="cuda")
     assert _entry(made).device(elsewhere, made.grad_fn) == "cuda"
+    assert _entry(made).device(made.to("meta"), made.grad_fn) == "cpu"
 
 
 def test_rule_is_judged_without_a_tensor_too() -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sac_policies import BudgetError
+from sac_policies import BudgetError, fit, fit_
 from sac_policies.budget._step import Step, check_step
 
 
@@ -214,3 +216,13 @@ def test_gradients_are_on_inside_whatever_is_around() -> None:
     """A step ends in backward."""
     with torch.no_grad(), made().leaving_the_model():
         assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("dry", [FakeTensorMode, partial(torch.device, "meta")])
+@pytest.mark.parametrize("search", [fit, fit_])
+def test_tensors_without_data_are_not_measured(search: Any, dry: Any) -> None:
+    """What a step of them allocates is nothing."""
+    with dry():
+        model, batch = nn.Sequential(nn.Linear(4, 4), nn.SiLU()), torch.ones(2, 4)
+        with pytest.raises(BudgetError, match=r"has no data .* with step = profile_step"):
+            search(model, batch, "50%")

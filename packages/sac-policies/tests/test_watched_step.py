@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sac_policies import BudgetError, BudgetPlan, checkpoint, profile_step, solve
+from sac_policies import BudgetError, BudgetPlan, StepTrace, checkpoint, profile_step, solve
 from sac_policies.budget._solve import spread
 from sac_policies.budget._step import Step
 
@@ -105,6 +106,22 @@ def test_nothing_is_allocated_for_fake_tensors() -> None:
         plan = solve(fake.trace, share)
         assert isinstance(plan, BudgetPlan)
         assert fake.peak_bytes(plan) == pytest.approx(real.peak_bytes(plan), rel=0.02)
+
+
+def test_meta_tensors_tell_what_fake_ones_do() -> None:
+    """Of kernels that both take: attention is another operator on the meta device."""
+
+    def told(dry: AbstractContextManager[Any]) -> StepTrace:
+        with dry:
+            model = nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.LayerNorm(64), nn.Linear(64, 8))
+            return profile_step(model, torch.ones(512, 64))
+
+    fake, meta = told(FakeTensorMode()), told(torch.device("meta"))
+    assert meta.trace == fake.trace
+    for share in ("100%", "60%", "30%"):
+        plan = solve(meta.trace, share)
+        assert isinstance(plan, BudgetPlan)
+        assert meta.peak_bytes(plan) == fake.peak_bytes(plan)
 
 
 def test_model_is_left_as_it_was() -> None:

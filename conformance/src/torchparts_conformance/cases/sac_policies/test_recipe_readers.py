@@ -57,11 +57,13 @@ class Cubed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):
+        """Multiply it by itself, twice."""
         ctx.save_for_backward(x)
         return x * x * x
 
     @staticmethod
     def backward(ctx, grad):
+        """Read what was saved."""
         (x,) = ctx.saved_tensors
         return grad * 3 * x * x
 

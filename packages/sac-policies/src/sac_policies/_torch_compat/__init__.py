@@ -333,6 +333,8 @@ node_number = operator.methodcaller("_sequence_nr")
 
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor has no data; without the name dry runs find nothing to rebuild."""
+    if tensor.is_meta:
+        return True
     return _torch["fake_tensor"] is not None and isinstance(tensor, _torch["fake_tensor"])
 
 

@@ -80,8 +80,8 @@ def fit(
         The plan and its peak, or an `Infeasible` with the smallest peak measured.
 
     Raises:
-        BudgetError: `model` is not a module, `rounds` is below 1, the budget does not parse, the
-            output has no gradient, or ranks run different operators.
+        BudgetError: `model` is not a module or has no data, `rounds` is below 1, the budget does
+            not parse, the output has no gradient, or ranks run different operators.
 
     Example:
         >>> import torch
@@ -94,6 +94,7 @@ def fit(
     _check_rounds(rounds)
     budget_bytes(budget, total_bytes=0)  # refused before anything runs
     step = Step("fit", model, batch, loss)
+    step.check_data()
     with step.leaving_the_model():
         watched = watched_step(step, step.trace(unit))
         found = _Search(watched, step).run(budget, rounds)

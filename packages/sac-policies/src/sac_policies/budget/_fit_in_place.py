@@ -154,6 +154,7 @@ def fit_(
             "budget is divided once. Call undo() on its result."
         )
     step, search = Step("fit_", model, batch, loss), None
+    step.check_data()
     try:
         with step.leaving_the_model():
             search = _Search(model, step, of)

@@ -12,7 +12,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._errors import BudgetError, shown
-from .._tensors import needing_gradients, tensors_in
+from .._tensors import is_accelerator, needing_gradients, tensors_in
 from .._torch_compat import is_fake, storage_under
 from .._watching_mode import WatchingMode
 from ..engines._fsdp import RANGE_OPS, Ranges
@@ -243,5 +243,5 @@ def _work(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) ->
 
 def _wait(values: Any) -> None:
     """Wait for the accelerators that hold `values`."""
-    for device in {tensor.device for tensor in tensors_in(values)} - {torch.device("cpu")}:
+    for device in filter(is_accelerator, {tensor.device for tensor in tensors_in(values)}):
         getattr(torch, device.type).synchronize(device)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .._errors import BudgetError, shown
-from .._tensors import tensors_in
+from .._tensors import is_accelerator, tensors_in
 from .._torch_compat import is_fake
 from ..policies._plans import Unit
 from ._agree import check_equal, largest, largest_each
@@ -136,7 +136,20 @@ class Step:
     @property
     def is_dry(self) -> bool:
         """Whether its tensors have no data."""
-        return any(each.is_meta or is_fake(each) for each in self._tensors())
+        return any(is_fake(each) for each in self._tensors())
+
+    def check_data(self) -> None:
+        """Refuse tensors without data, where steps are measured.
+
+        Raises:
+            BudgetError: with what measures none.
+        """
+        if self.is_dry:
+            raise BudgetError(
+                f"sac_policies.{self.where}: the model or its batch has no data (fake, or on the "
+                "meta device), but what a step takes is measured. Predict it with "
+                "step = profile_step(model, batch), step.peak_bytes(solve(step.trace, budget))."
+            )
 
     def _tensors(self) -> list[torch.Tensor]:
         batch = tensors_in((self._args, self._kwargs))
@@ -148,7 +161,7 @@ class Step:
     def _settle(self) -> None:
         """Leave nothing of the step before in memory."""
         self._clear()
-        if self.device.type != "cpu":
+        if is_accelerator(self.device):
             # A device's thread lets go of a backward when it takes up the next one, and of that
             # next one maybe while the step runs: it is of no bytes.
             none = torch.zeros(0, device=self.device, requires_grad=True)
@@ -164,7 +177,7 @@ class Step:
         grads = [(p, p.grad) for p in self.model.parameters()]
         buffers = [(b, b.clone()) for b in self.model.buffers()]
         forked: dict[str, Any] = {"devices": []}
-        if self.device.type != "cpu":
+        if is_accelerator(self.device):
             forked = {"devices": [self.device], "device_type": self.device.type}
         try:
             with torch.random.fork_rng(**forked), torch.enable_grad():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any
 
@@ -14,7 +14,8 @@ from ._views import Operator
 def flops_of(op: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> int:
     """Count multiplications and additions; 0 for operators without a known formula.
 
-    torch's registry decides, completed by the CPU attention kernel it lacks.
+    torch's registry decides, but for attention: it lacks kernels, and before 2.13 refuses heads
+    that share keys. A formula that raises is none.
 
     Example:
         >>> a = torch.ones(2, 3)
@@ -24,19 +25,39 @@ def flops_of(op: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any], out
     from torch.utils.flop_counter import flop_registry  # brings Triton, where that is installed
 
     packet = getattr(op, "overloadpacket", op)
-    if formula := _MORE.get(str(packet)):
-        return formula(*args[:3])
-    if packet not in flop_registry:
+    own = _ATTENTION.get(str(packet))
+    if own is None and packet not in flop_registry:
         return 0
-    return int(flop_registry[packet](*args, **kwargs, out_val=output))
+    try:
+        if own is not None:
+            return own(*args[:4])
+        return int(flop_registry[packet](*args, **kwargs, out_val=output))
+    except Exception:  # it may be anybody's, and is not what was asked for
+        return 0
 
 
-def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
+def _forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> int:
     """Two products per head: (s, e) x (e, t) and (s, t) x (t, v)."""
+    del rest
     *batch, s, e = query.shape
-    t, v = value.shape[-2:]
-    del key
-    return 2 * prod(batch) * s * t * (e + v)
+    return 2 * prod(batch) * s * key.shape[-2] * (e + value.shape[-1])
 
 
-_MORE = {"aten._scaled_dot_product_flash_attention_for_cpu": _attention}
+def _backward(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> int:
+    """The first one again, and two for each."""
+    del grad
+    *batch, s, e = query.shape
+    return 2 * prod(batch) * s * key.shape[-2] * (3 * e + 2 * value.shape[-1])
+
+
+_KERNELS = (
+    *("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"),
+    "fused_attention_overrideable",
+)
+_ATTENTION: dict[str, Callable[..., int]] = {
+    f"aten._scaled_dot_product_{kernel}{name}": formula
+    for kernel in _KERNELS
+    for name, formula in (("", _forward), ("_backward", _backward))
+}

@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..._errors import BudgetError
-from ..._tensors import tensors_in
+from ..._tensors import is_accelerator, tensors_in
 from ..._torch_compat import lies_in_storage, storage_under
 from ...engines._guards import is_small
 from ...policies._plans import Unit
@@ -99,7 +99,7 @@ def watched_step(step: Step, trace: Trace) -> StepTrace:
         events=tuple(recorder.added_in_place()),
         saved=tuple(recorder.saved),
         dropped=dropped,
-        holds_sums=step.device.type not in ("cpu", "meta"),
+        holds_sums=is_accelerator(step.device),
     )
     return StepTrace(trace, step.resident(), found)
 

@@ -149,7 +149,7 @@ def _plain(values: Any) -> list[torch.Tensor]:
         for each in tensors_in(values)
         if type(each) in _PLAIN
         and each.layout is torch.strided
-        and not (each.is_meta or each.is_inference() or is_fake(each))
+        and not (each.is_inference() or is_fake(each))
     ]
 
 

@@ -87,7 +87,7 @@ class Follower:
         if facts is None or not fills(facts.shape, tensor):
             return Why.FORMAT
         self._size_bytes = tensor.untyped_storage().nbytes()
-        self._fake = type(tensor) is not torch.Tensor and is_fake(tensor)
+        self._fake = is_fake(tensor)
         if entry.rule.node == CLONE and not is_row_major(tensor, node):
             return Why.FORMAT
         distance = self.distance(node, number, entry)

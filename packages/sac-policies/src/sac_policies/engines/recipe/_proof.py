@@ -50,7 +50,7 @@ def proof_of(tensor: torch.Tensor) -> Proof:
     if type(tensor) is not torch.Tensor and is_fake(tensor):
         return None
     if not is_immediate(tensor):
-        return fingerprint(storage_of(tensor))
+        return None if tensor.is_meta else fingerprint(storage_of(tensor))
     storage = tensor.untyped_storage()
     size, address = storage.nbytes(), storage.data_ptr()
     if size <= _SMALL_BYTES:

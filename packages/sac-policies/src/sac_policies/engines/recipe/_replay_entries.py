@@ -111,7 +111,12 @@ def _device(rule: Rule, tensor: torch.Tensor) -> str | Why:
         return Why.SUBCLASS
     # A fake tensor's device need not exist here: the CPU speaks for it.
     works = rule.works(tensor.dtype, "cpu" if fake else str(tensor.device))
-    return tensor.device.type if works else Why.RULE_IS_OFF
+    return runs_on(tensor) if works else Why.RULE_IS_OFF
+
+
+def runs_on(tensor: torch.Tensor) -> str:
+    """Type of the device whose rules and autocast a replay of a value takes."""
+    return "cpu" if tensor.is_meta else tensor.device.type
 
 
 VIEW: Any = object()

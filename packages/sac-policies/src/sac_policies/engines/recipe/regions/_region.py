@@ -56,7 +56,7 @@ from .._recipes import (
     reader,
 )
 from .._replay import Node
-from .._replay_entries import STUCK, VIEW, Decides, ReplayTable, Why
+from .._replay_entries import STUCK, VIEW, Decides, ReplayTable, Why, runs_on
 from .._sources import Edges
 from .._writes import Habit, Observer
 from ._around import Packs, region_around
@@ -315,7 +315,7 @@ class Region(Packs):
             return Why.WRITTEN
         if device is Why.NOT_SAVED:
             why = self._follow.why_not(node, number, entry, tensor)
-            return (node, entry, tensor.device.type, is_view, number) if why is None else why
+            return (node, entry, runs_on(tensor), is_view, number) if why is None else why
         if number + 1 not in self._own:
             return Why.OTHER_HOOKS
         if type(device) is Why:

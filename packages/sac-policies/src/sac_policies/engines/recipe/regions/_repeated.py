@@ -38,7 +38,7 @@ from .._formats import is_row_major
 from .._proof import may_agree, proof_of, storage_of
 from .._recipes import Outer, Reader, Recipe, Reconsidered, Result, keep
 from .._replay import Node
-from .._replay_entries import VIEW, ReplayTable
+from .._replay_entries import VIEW, ReplayTable, runs_on
 from .._shared_values import SharedValue
 from .._writes import Habit
 from ._around import Packs
@@ -197,7 +197,7 @@ class Repeated(Packs):
     def _through(self, tensor: torch.Tensor, node: Node, step: Replayed) -> SharedValue | None:
         """What readers of a value share that is replayed through edges, as `why_not` decides."""
         value = step.value
-        if type(tensor) is not torch.Tensor or tensor.device.type != step.device:
+        if type(tensor) is not torch.Tensor or runs_on(tensor) != step.device:
             return None
         self._values.size_bytes = tensor.untyped_storage().nbytes()
         cell = self._values.value(value, node)
