@@ -252,7 +252,7 @@ def reentrant_second_forward(part):
     return _after(part, change)
 
 
-@mutant(area=AREA, kills={"SP-217"})
+@mutant(area=AREA, kills={"SP-216", "SP-217"})
 def second_forward_reads_what_is_there(part):
     """Gives the second forward of a block its input without looking whether it was written to."""
 

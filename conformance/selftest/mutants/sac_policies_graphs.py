@@ -186,6 +186,7 @@ def random_state_is_not_restored(part):
         "SP-101",
         "SP-102",
         "SP-103",
+        "SP-104",
         "SP-105",
         "SP-106",
         "SP-107",
