@@ -66,12 +66,27 @@ def test_what_an_exact_pass_offloads_waits_as_a_stream_does(seed: int) -> None:
 
 
 def test_the_largest_value_is_offloaded_by_an_exact_pass() -> None:
-    """Also where that is not worth the wait: queues are as long as it allows. Larger ones stay."""
+    """Also where that is not worth the wait, or the copy: queues are as long as it allows. Larger
+    ones stay.
+    """
     trace = traced([100, 900, 2000], [10**6, 905, 10])
     values = Values(trace.items("contexts"), Copies.of(trace.ops, 10**9, 1), 0)
     assert sweep(values, ONE).away == [0]
-    assert sweep(values, ONE, 900).away == [0, 1]
-    assert sweep(values, ONE, 100).away == [0]
+    assert sweep(values, ONE, 2).away == [0, 2]
+    assert sweep(values, ONE, 1).away == [0, 1]
+    assert sweep(values, ONE, 0).away == [0]
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_states_that_differ_the_least_go_together(*, merge: bool) -> None:
+    """Loosely they are as early as the first and as cheap as the last; exactly the first stays."""
+    queue: _sweep.Queue = (0, 0, ())
+    rows = [(0, 100), (1, 99), (2, 98), (50, 50), (90, 20), (91, 19)]
+    front = [(ends, spent, n, None, queue) for n, (ends, spent) in enumerate(rows)]
+    thinned = [(state[:3]) for state in _sweep._thinned(front, 3, merge=merge)]
+    together = [(0, 98, 2), (50, 50, 3), (90, 19, 5)]
+    kept = [(0, 100, 0), (50, 50, 3), (91, 19, 5)]
+    assert thinned == (together if merge else kept)
 
 
 def test_a_value_that_is_too_large_is_never_kept() -> None:

@@ -10,8 +10,7 @@ Rule 2. Effort is counted in values looked at, never in time: one trace has one 
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,7 +29,11 @@ _SMALL = 1e-4
 """A gap at which no more passes are made; nor are they to raise the bound by less."""
 _PRICES = 8
 """Passes for the bound."""
-_LOOKS = 100_000
+_LARGER = 2
+"""Passes with a largest value that is not worth it by itself."""
+_WIDE = 24
+"""States that go on in the pass that is made with care."""
+_LOOKS = 50_000
 """Values that are looked at while decisions are changed one by one."""
 _FEW = 40
 """Values that are tried in all ways."""
@@ -145,23 +148,38 @@ class _Search:
     def follow(self) -> None:
         """Offload what exact passes find.
 
-        The largest value that is offloaded is as large as the largest that is worth it, or half as
-        large; which of both is better is passed again. A queue leaves less room than loose passes
-        take it to have, so prices are above theirs, and rise while more is kept than may be.
+        Each takes another value to be the largest that is offloaded; the one with which the best
+        plan is found is passed again, with more states. A queue leaves less room than loose passes
+        take it to have, so prices are above theirs; with more states, nearer to where what is kept
+        fills the budget.
         """
-        values, price = self.values, 2 * self.price
-        worth = (n for n in values.all if values.repeat[n] > values.copy[n])
-        sizes = sorted(values.sizes[n] for n in worth if len(values.items[n].ops) == 1)
-        best = 0
-        for again in (False, False, True):
-            most = best if again else sizes[-1] if sizes else 0
-            if self.gap <= _SMALL or not most:
-                continue
-            before, found = self.cost, sweep(values, price, most)
+        price = 2 * self.price
+        best: tuple[int, int] | None = None
+        for largest in self._largest():
+            before, found = self.cost, sweep(self.values, price, largest)
             self._try(found.away)
-            best = most if self.cost < before else best
-            price = 8 * price if found.kept_bytes > values.capacity else price * 2 // 3
-            sizes = sizes[: bisect_right(sizes, most // 2)]
+            best = (largest, found.kept_bytes) if self.cost < before else best
+        if best and self.gap > _SMALL:
+            room = max(1, self.values.capacity)
+            price = price * (best[1] + room) // (2 * room)
+            self._try(sweep(self.values, price, best[0], width=_WIDE).away)
+
+    def _largest(self) -> Iterator[int]:
+        """Which values may be the largest that is offloaded, while plans can be better.
+
+        The largest that is worth it, or one half as large. Or a larger one that takes a little
+        longer to copy than to repeat, so that others may fall behind by more.
+        """
+        values = self.values
+        single = [n for n in values.all if len(values.items[n].ops) == 1]
+        lost = {n: values.copy[n] - values.repeat[n] for n in single}
+        worth = sorted((n for n in single if lost[n] < 0), key=lambda n: -values.sizes[n])
+        most = values.sizes[worth[0]] if worth else 0
+        halves = [n for n in worth if values.sizes[n] <= most // 2]
+        larger = [n for n in single if lost[n] >= 0 and values.sizes[n] > most > 0]
+        for n in worth[:1] + halves[:1] + sorted(larger, key=lost.__getitem__)[:_LARGER]:
+            if self.gap > _SMALL and 2 * lost[n] < self.cost - self.bound:
+                yield n
 
     def bound_bytes(self) -> None:
         """Fill bytes as well as can be, which is a bound, too, where hardly anybody waits."""

@@ -13,10 +13,11 @@ Rule 2. `loosely`, all that is known of copies is when the last one leaves. What
         state offload the first call of each of its items, waiting only where that bound asks for
         it. By induction over the forward it has waited no longer than the plan, and its copies
         leave no later. So the least that a state pays is below what any plan pays.
-Rule 3. Where there are too many states, loosely two become one that is as cheap as the one and as
-        early as the other, which keeps Rule 2; exactly, one of them is dropped.
-Rule 4. `exactly`, a state has the queue of its copies, and finds plans. It takes the largest value
-        that is offloaded to be as large as it is told.
+Rule 3. Where there are too many states, neighbours that differ the least go together. Loosely they
+        become one that is as cheap as the last and as early as the first, which keeps Rule 2;
+        exactly, only the first stays, and the very last.
+Rule 4. `exactly`, a state has the queue of its copies, and finds plans. It is told which is the
+        largest value that is offloaded, and offloads that one.
 
 Where all values are of one size, what both say of copies is the same: one at a time.
 """
@@ -24,6 +25,7 @@ Where all values are of one size, what both say of copies is the same: one at a 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from math import gcd
 from typing import NamedTuple
 
@@ -58,23 +60,28 @@ class Sweep(NamedTuple):
     bound: int
 
 
-def sweep(values: Values, price: int, most: int | None = None) -> Sweep:
+def sweep(
+    values: Values, price: int, largest: int | None = None, *, width: int | None = None
+) -> Sweep:
     """Pass over the forward.
 
     Args:
         values: what is decided about.
         price: of a byte kept, in 1/ONE.
-        most: bytes of the largest value that is offloaded, for an exact pass; else it is loose.
+        largest: of the items that are offloaded, for an exact pass; else it is loose. Of one call.
+        width: how many states go on.
     """
     copies, items, regions = values.copies, values.items, values.copies.regions
+    most = None if largest is None else copies.sizes[items[largest].ops[0]]
     push = _loosely(values) if most is None else _exactly(most)
     front: list[State] = [(0, 0, 0, None, (0, 0, ()))]
-    stay = values.stay(price)
-    number, forced = 0, most
+    stay, width = values.stay(price), width or _WIDTH
+    number = 0
     for n, cost in enumerate(stay):
         op, gain = items[n].ops[0], cost - values.copy[n]
         size, now, time = copies.sizes[op], copies.made[op], copies.times[op]
-        if gain <= 0 or (most is not None and (size > most or len(items[n].ops) > 1)):
+        small = most is None or (size <= most and len(items[n].ops) == 1)
+        if n != largest and (gain <= 0 or not small):
             continue
         while len(front) > 1 and front[1][0] <= now:
             del front[0]
@@ -83,12 +90,11 @@ def sweep(values: Values, price: int, most: int | None = None) -> Sweep:
             ends, waits, queue = push(ends, queue, now, size, time)
             number += 1
             front.append((ends, spent - gain + regions * waits, number, (n, away), queue))
-        if size == forced:  # the first one of the largest is offloaded, as `push` takes it to be
+        if n == largest:  # it is offloaded, as `push` takes it to be
             del front[:-before]
-            forced = None
         front = _undominated(front, regions)
-        while len(front) > _WIDTH:
-            _thin(front, merge=most is None)
+        if len(front) > width:
+            front = _thinned(front, width, merge=most is None)
     rest = (
         (spent + regions * max(0, ends - copies.work), number, away)
         for ends, spent, number, away, _ in front
@@ -153,17 +159,18 @@ def _undominated(states: list[State], regions: int) -> list[State]:
     return front
 
 
-def _thin(front: list[State], *, merge: bool) -> None:
-    """Of two neighbours that differ the least, make one (Rule 3)."""
-    n = min(
-        range(len(front) - 1),
-        key=lambda n: (front[n + 1][0] - front[n][0]) * (front[n][1] - front[n + 1][1]),
-    )
-    if merge:
-        front[n] = (front[n][0], *front[n + 1][1:])
-        del front[n + 1]
-    else:
-        del front[n + 1 if n + 2 < len(front) else n]
+def _thinned(front: list[State], width: int, *, merge: bool) -> list[State]:
+    """So many as may go on: neighbours that differ the least go together (Rule 3)."""
+    differ = [(later[0] - first[0]) * (first[1] - later[1]) for first, later in pairwise(front)]
+    order = sorted(range(len(differ) if merge else len(differ) - 1), key=differ.__getitem__)
+    together = set(order[: len(front) - width])
+    thinned: list[State] = []
+    for n, state in enumerate(front):
+        if n - 1 not in together:
+            thinned.append(state)
+        elif merge:
+            thinned[-1] = (thinned[-1][0], *state[1:])
+    return thinned
 
 
 def _unrolled(chain: Chain) -> list[int]:
