@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import sac_policies
 from sac_policies import EngineError, MutationError, checkpoint, recompute_all
 from sac_policies._options import compares, debugs, refused_option, split
-from sac_policies.engines.recipe import _rebuilt
+from sac_policies.engines.recipe import _rebuilt, _recipes
 from sac_policies.engines.recipe._proof import proof_of
 from sac_policies.engines.recipe.regions import _region, _repeated
 
@@ -97,6 +97,51 @@ def test_changes_that_a_version_counter_shows_are_noticed_all_the_same(engine: s
         given.add_(1.0)
     with pytest.raises(MutationError):
         out.sum().backward()
+
+
+W, BIAS = leaf(4, 4), leaf(4)
+BESIDE: dict[str, tuple[Tensor, Callable[[Tensor], Tensor]]] = {
+    "behind an edge": (W, lambda x: (x + W).sin()),
+    "behind two, and a view": (W, lambda x: (x + W.t()).mul(x).sin()),
+    "of the node": (BIAS, lambda x: torch.addmm(BIAS, x, W.detach()).sin()),
+    "of a node behind an edge": (
+        BIAS,
+        lambda x: (torch.addmm(BIAS, x, W.detach()) + x).view(2, 8).sin(),
+    ),
+}
+
+
+@FORWARDS
+@pytest.mark.parametrize("what", BESIDE)
+def test_without_a_check_no_leaf_that_a_replay_reads_may_be_written_to(
+    before: int, what: str
+) -> None:
+    """Autograd does not save it and has no check; with ours it is a copy, or compared."""
+    beside, body = BESIDE[what]
+    options: dict[str, Any] = {"policy": recompute_all(), "engine": "recipe", **UNCHECKED}
+    for _ in range(before):
+        checkpoint(body, leaf(4, 4), **options).sum().backward()
+    out, again = (checkpoint(body, leaf(4, 4), **options) for _ in range(2))
+    out.sum().backward()
+    with torch.no_grad():
+        beside.add_(0.0)
+    with pytest.raises(MutationError, match=r"leaf of shape \(4.*\) was changed in place"):
+        again.sum().backward()
+
+
+@FORWARDS
+def test_without_a_check_nothing_is_copied(monkeypatch: pytest.MonkeyPatch, before: int) -> None:
+    """Of the parameters that norms and products read."""
+    layers = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.LayerNorm(16), nn.SiLU())
+    copied = []
+    for module in (_recipes, _repeated):
+        monkeypatch.setattr(module, "small_copy", lambda tensor: copied.append(tensor))
+    options: dict[str, Any] = {"policy": recompute_all(), "engine": "recipe"}
+    for _ in range(before):
+        checkpoint(layers, leaf(4, 16), **options, **UNCHECKED).sum().backward()
+    assert not copied
+    checkpoint(layers, leaf(4, 16), **options)
+    assert copied
 
 
 @FORWARDS

@@ -24,14 +24,13 @@ import torch
 
 from ..._tensors import tensors_in
 from ..._torch_compat import is_fake, node_number
-from .._guards import copied, is_small
-from ._calls import Constant
 from ._formats import is_row_major
 from ._own_rules import gets_a_rule, known_rule
 from ._replay import LEAF_NODE, Node, Rule, is_unhooked, output_facts
 from ._replay_entries import Decides, ReplayEntry, ReplayTable, Why
 from ._shared_values import SharedValue, Source
-from ._sources import Edges, living
+from ._rebuilt import leaves_of
+from ._sources import Edges, living, source_of
 from ._spans import SpanOutput, SpanValue
 from ._views import TAKES
 from ._writes import Habit
@@ -64,7 +63,7 @@ class Follower:
         read: Callable[[Any], torch.Tensor],
     ) -> None:
         self.edges = edges
-        self._entries = entries
+        self._entries, self._compares = entries, entries.compares
         self._table = entries if type(entries) is ReplayTable else None
         self._first = first
         self._given: tuple[Any, ...] | None = given
@@ -266,6 +265,8 @@ class Follower:
         if is_ready or len(at_edges) < len(rule.operands_of(node)):
             for each in self.edges.cells.get(number + 1, ()):
                 each.readers += 1
+        if not self._compares:
+            cell.leaves = leaves_of(node, rule, at_edges)
         if is_ready:
             return
         cell.through, cell.held = True, {}
@@ -307,28 +308,6 @@ class Follower:
             node, output = node.next_functions[0]
             views += 1
         return None, ()
-
-
-def source_of(
-    constant: Constant,
-    keep: Callable[[torch.Tensor, Node], Any],
-    read: Callable[[Any], torch.Tensor],
-    copies: bool,
-) -> Source:
-    """Make what replays read of an operand that its node does not know.
-
-    Args:
-        constant: as it was seen.
-        keep: keeps a tensor.
-        read: reads what that returned.
-        copies: whether a small tensor is copied.
-    """
-    tensor = constant.tensor
-    if tensor is None:
-        return Source(constant.given, constant.read)
-    kept = copied(tensor) if copies and is_small(tensor) else tensor
-    made = constant.made  # alone: the constant has what a copy stands for
-    return Source(keep(kept, None), read if made is None else lambda held: made(read(held)))
 
 
 def fills(shape: torch.Size, tensor: torch.Tensor) -> bool:

@@ -4,21 +4,22 @@ Rule 1. A value is made at most once for all its readers (`SharedValue`), from t
         chain on: an operand is dropped as soon as its last reader has it.
 Rule 2. What was rebuilt for a saved tensor is compared with what that was before anyone reads it.
         So a rule may guess first (`_replay`, Rule 6).
+Rule 3. Where nothing is compared, no leaf that a replay reads may have been written to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
 
-from ..._errors import RecomputeError
+from ..._errors import MutationError, RecomputeError
 from ..._torch_compat._leaf_hooks import FORGETS_HOOKS, restore_hooks
 from ._own_rules import known_rule
 from ._proof import check, proof_of
-from ._replay import LEAF_NODE, Node, Rule, each_of
+from ._replay import LEAF_NODE, Node, Rule, each_of, is_leaf_node
 from ._shared_values import SharedValue, Source
 from ._views import TAKES
 
@@ -35,6 +36,9 @@ def rebuilt(node: Node, cell: SharedValue, unseen: Unseen) -> torch.Tensor:
         unseen: makes what is raised where the forward's operands are no more.
     """
     rule = known_rule(type(node))
+    for leaf, version in cell.leaves:
+        if leaf._version != version:
+            raise _changed(leaf, rule)
     proof = cell.proof
     is_known = proof is not None and type(proof[0]) is int
     try:
@@ -127,6 +131,33 @@ def _made(edge: tuple[Node, int], key: str, unseen: Unseen) -> torch.Tensor:
         return take(node, _made(node.next_functions[0], key, unseen), output)
     cell: SharedValue = node.metadata[key]
     return cell.get(partial(rebuilt, node, cell, unseen))
+
+
+def leaves_of(
+    node: Node, rule: Rule, at_edges: Iterable[tuple[int, tuple[Node, int]]]
+) -> tuple[tuple[torch.Tensor, int], ...]:
+    """Leaves that a replay reads and its node did not save, and how often each was written to.
+
+    Args:
+        node: the node.
+        rule: its rule.
+        at_edges: the operands that are not saved, as the rule lists them.
+    """
+    own = rule.leaf_of(node)
+    found = [] if own is None else [own]
+    for _, (maker, _) in at_edges:
+        while type(maker).__name__ in TAKES:
+            maker = maker.next_functions[0][0]
+        if is_leaf_node(maker):
+            found.append(maker.variable)
+    return tuple((leaf, leaf._version) for leaf in found)
+
+
+def _changed(leaf: torch.Tensor, rule: Rule) -> MutationError:
+    return MutationError(
+        f"sac_policies.checkpoint: leaf of shape {tuple(leaf.shape)} was changed in place between "
+        f"forward and backward, but a replay of {rule.op} reads it. Change it after backward."
+    )
 
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:

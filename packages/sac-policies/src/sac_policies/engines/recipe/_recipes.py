@@ -270,13 +270,14 @@ class Result(Recipe):
         return super()._replay(node)
 
 
-def protect(cell: SharedValue, proof: Proof, outers: Outers, found: Found) -> None:
+def protect(cell: SharedValue, proof: Proof, outers: Outers | None, found: Found) -> None:
     """Note what a value was, once a recipe is made for it.
 
-    What a replay of its node alone reads and the region did not make is copied, where it is small.
+    What a replay of its node alone reads and the region did not make is copied, where it is small,
+    unless nothing is compared: `outers` is None then.
     """
     cell.protected, cell.proof = True, proof
-    if cell.through:
+    if cell.through or outers is None:
         return
     node, entry, _, _, number = found
     rule, read = entry.rule, outers.get(number + 1)

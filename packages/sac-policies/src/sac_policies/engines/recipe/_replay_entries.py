@@ -124,7 +124,13 @@ VIEW: Any = object()
 
 
 class Decides(Protocol):
-    """What says of the nodes of a region what becomes of their outputs."""
+    """What says of the nodes of a region what becomes of their outputs.
+
+    Attributes:
+        compares: whether what is rebuilt is held against what it was.
+    """
+
+    compares: bool
 
     def entry(self, node: Node, number: int) -> Any:
         """`VIEW`, the entry of the node's rule, or why its output is kept."""

@@ -41,6 +41,7 @@ class SharedValue:
     Attributes:
         key: where the metadata of nodes has the cells of the same region (`Edges`).
         leaf: copy of the leaf that a replay reads besides the node, where it is small.
+        leaves: where nothing is compared, those that it reads, and how often each was written to.
         proof: what the value's bits were when a recipe was made for it.
         protected: whether `leaf` and `proof` are made.
         value: the value while more readers are expected (Rule 1).
@@ -63,6 +64,7 @@ class SharedValue:
         "held",
         "key",
         "leaf",
+        "leaves",
         "operands",
         "proof",
         "protected",
@@ -79,6 +81,7 @@ class SharedValue:
     def __init__(self, readers: int = 0, key: str = "") -> None:
         self.key = key
         self.leaf: torch.Tensor | None = None
+        self.leaves: tuple[tuple[torch.Tensor, int], ...] = ()
         self.proof: Any = None
         self.value: torch.Tensor | None = None
         self.readers = readers

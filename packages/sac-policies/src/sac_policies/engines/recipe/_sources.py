@@ -16,7 +16,8 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..._torch_compat import sequence_number
-from ._calls import Calls
+from .._guards import copied, is_small
+from ._calls import Calls, Constant
 from ._formats import row_major_strides
 from ._proof import storage_of
 from ._replay import Node
@@ -202,6 +203,28 @@ class Edges:
         if source is None:
             source = self._sources[key] = make()
         return source
+
+
+def source_of(
+    constant: Constant,
+    keep: Callable[[torch.Tensor, Node], Any],
+    read: Callable[[Any], torch.Tensor],
+    copies: bool,
+) -> Source:
+    """Make what replays read of an operand that its node does not know.
+
+    Args:
+        constant: as it was seen.
+        keep: keeps a tensor.
+        read: reads what that returned.
+        copies: whether a small tensor is copied.
+    """
+    tensor = constant.tensor
+    if tensor is None:
+        return Source(constant.given, constant.read)
+    kept = copied(tensor) if copies and is_small(tensor) else tensor
+    made = constant.made  # alone: the constant has what a copy stands for
+    return Source(keep(kept, None), read if made is None else lambda held: made(read(held)))
 
 
 def living(cell: SharedValue) -> tuple[Source, ...]:

@@ -16,11 +16,13 @@ import torch
 
 from ...._torch_compat import node_number
 from .._calls import Calls
-from .._edges import is_plain, makers_of, source_of
+from .._edges import is_plain, makers_of
 from .._recipes import Reader, keep
-from .._replay import LEAF_NODE, Node, is_unhooked, output_facts
+from .._rebuilt import leaves_of
+from .._replay import LEAF_NODE, Node, Rule, is_leaf_node, is_unhooked, output_facts
 from .._replay_entries import VIEW, ReplayTable, Why
 from .._shared_values import SharedValue, Source
+from .._sources import source_of
 from .._views import TAKES
 from ._at_edges import AtEdge, Given, Kept, Saved, Seen, Value
 from ._products import whole_of
@@ -158,10 +160,22 @@ class FollowedValues:
             if cell.operands is None:
                 return None
             cell.through = True
+        if not self._entries.compares:
+            cell.leaves = self._leaves(cell, node, entry.rule)
         if value.number + 1 in self.shortened:
             self.count_shortened(value)
         self.found[value.at] = node, cell, math.prod(facts.shape)
         return cell
+
+    def _leaves(
+        self, cell: SharedValue, node: Node, rule: Rule
+    ) -> tuple[tuple[torch.Tensor, int], ...]:
+        """As `leaves_of`, of what was taken."""
+        if not cell.through:
+            return leaves_of(node, rule, ())
+        found = (each[0] for each in cell.operands or () if type(each) is not str)
+        leaves = (base.variable for base in found if is_leaf_node(base))
+        return tuple((leaf, leaf._version) for leaf in leaves)
 
     def _operands(self, value: Value, node: Node) -> tuple[Any, ...] | None:
         """What the replay of a node reads, as `rebuilt` takes it; None where that is other."""

@@ -84,12 +84,13 @@ class Marks:
     """What a policy says of the nodes of one forward.
 
     Attributes:
+        compares: as for any that decides.
         path: follows the modules; None where the policy reads none.
         named: numbers of nodes whose output is kept by name.
     """
 
     def __init__(self, tables: Tables, root: nn.Module | None) -> None:
-        self._tables = tables
+        self._tables, self.compares = tables, tables.anywhere.compares
         reads = tables.policy.reads_modules
         self.path = _NumberedPath(named_root(root)) if reads else None
         self.named: set[int] = set()

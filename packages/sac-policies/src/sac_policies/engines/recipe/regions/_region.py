@@ -112,8 +112,7 @@ class Region(Packs):
         self.read = self.unpack = reader(entries.policy)
         self._follow = Follower(edges, self._decides, self._first, given, self.keep, self.read)
         self._makers = self._follow.makers
-        self._learned = Learned()
-        self.products = Products(self.edges, self.read)
+        self._learned, self.products = Learned(), Products(edges, self.read)
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Return what autograd is to hold instead of `tensor`."""
@@ -148,13 +147,14 @@ class Region(Packs):
         if edges.made is not None:
             self._learned.rebuilt(tensor, own_number)
             edges.note_made(tensor, cell)
-        proof = proof_of(tensor) if self._entries.compares else None
+        compares = self._entries.compares
+        proof = proof_of(tensor) if compares else None
         if not cell.protected:
             if cell.distance is None:  # the node saved all that its rule reads
                 cell.distance = 0
             if not cell.registered:
                 self._follow.register(node, own_number, entry.rule, cell)
-            protect(cell, proof, self.outers, found)
+            protect(cell, proof, self.outers if compares else None, found)
         elif not may_agree(cell.proof, proof):
             cell.written = storage_of(tensor)
             return self.hold(tensor, tensor.grad_fn, number, Why.WRITTEN)

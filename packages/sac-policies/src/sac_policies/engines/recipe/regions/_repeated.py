@@ -210,12 +210,16 @@ class Repeated(Packs):
     def _protect(self, cell: SharedValue, node: Node, step: Replayed, proof: Any) -> None:
         """Note what a value was, as `protect` does."""
         cell.protected, cell.proof = True, proof
+        rule = step.value.entry.rule
+        leaf = None if cell.through or rule.leaf is None else rule.leaf_of(node)
+        if not self._entries.compares:
+            if leaf is not None:
+                cell.leaves = ((leaf, leaf._version),)
+            return
         for at in step.outers:
             outer = self._outers[at]
             if outer is not None:
                 outer.protect()
-        rule = step.value.entry.rule
-        leaf = None if cell.through or rule.leaf is None else rule.leaf_of(node)
         if leaf is not None:
             cell.leaf = small_copy(leaf)
 
