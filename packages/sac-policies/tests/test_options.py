@@ -103,7 +103,7 @@ W, BIAS = leaf(4, 4), leaf(4)
 BESIDE: dict[str, tuple[Tensor, Callable[[Tensor], Tensor]]] = {
     "behind an edge": (W, lambda x: (x + W).sin()),
     "behind two, and a view": (W, lambda x: (x + W.t()).mul(x).sin()),
-    "of the node": (BIAS, lambda x: torch.addmm(BIAS, x, W.detach()).sin()),
+    "of the node": (BIAS, lambda x: torch.addmm(BIAS, x, W).sin()),
     "of a node behind an edge": (
         BIAS,
         lambda x: (torch.addmm(BIAS, x, W.detach()) + x).view(2, 8).sin(),

@@ -26,10 +26,10 @@ from ..._tensors import tensors_in
 from ..._torch_compat import is_fake, node_number
 from ._formats import is_row_major
 from ._own_rules import gets_a_rule, known_rule
+from ._rebuilt import leaves_of
 from ._replay import LEAF_NODE, Node, Rule, is_unhooked, output_facts
 from ._replay_entries import Decides, ReplayEntry, ReplayTable, Why
 from ._shared_values import SharedValue, Source
-from ._rebuilt import leaves_of
 from ._sources import Edges, living, source_of
 from ._spans import SpanOutput, SpanValue
 from ._views import TAKES

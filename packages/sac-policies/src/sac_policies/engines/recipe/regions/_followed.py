@@ -17,8 +17,8 @@ import torch
 from ...._torch_compat import node_number
 from .._calls import Calls
 from .._edges import is_plain, makers_of
-from .._recipes import Reader, keep
 from .._rebuilt import leaves_of
+from .._recipes import Reader, keep
 from .._replay import LEAF_NODE, Node, Rule, is_leaf_node, is_unhooked, output_facts
 from .._replay_entries import VIEW, ReplayTable, Why
 from .._shared_values import SharedValue, Source
