@@ -30,13 +30,19 @@ def node_of(p: float, dtype: torch.dtype = torch.float32) -> Any:
     return aten.native_dropout(torch.ones(9, dtype=dtype, requires_grad=True), p, True)[0].grad_fn
 
 
-def region(p: float, train: bool = True) -> Callable[[torch.Tensor], torch.Tensor]:
+def region(p: float, train: bool | None = True) -> Callable[[torch.Tensor], torch.Tensor]:
     """A region with a dropout that reads and is read."""
 
     def body(t: torch.Tensor) -> torch.Tensor:
         return aten.native_dropout(t.sin(), p, train)[0].cos()
 
     return body
+
+
+def _run(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """A dispatch mode that runs what it is given."""
+    del self, types
+    return func(*args, **(kwargs or {}))
 
 
 def is_plain(body: Any, x: torch.Tensor) -> bool:
@@ -69,13 +75,51 @@ def test_only_the_bits_of_the_mask_are_held(p: float, dtype: torch.dtype) -> Non
     assert is_plain(region(p), x)
 
 
-@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("train", [True, False, None])
 @pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
-def test_what_drops_nothing_or_all_is_made_again(p: float, train: bool) -> None:
+def test_what_drops_nothing_or_all_is_made_again(p: float, train: bool | None) -> None:
     """The node tells only by its backward whether anything was dropped."""
     x = torch.randn(40, 50).requires_grad_()
     assert bytes_held(region(p, train), x) <= NUMEL // 8
     assert is_plain(region(p, train), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("p", [0.3, 0.5])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_scale_that_only_the_forward_has_is_found(
+    p: float, dtype: torch.dtype, autocast: bool
+) -> None:
+    """With `train=None` torch scales what it returns, and not the gradient."""
+    x = torch.randn(40, 50, dtype=dtype).requires_grad_()
+    weight = torch.randn(50, 50, dtype=dtype)
+
+    def body(t: torch.Tensor) -> torch.Tensor:
+        return region(p, None)(t @ weight)
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        assert is_plain(body, x)
+
+
+@pytest.mark.parametrize("train", [False, None])
+def test_mask_that_may_drop_nothing_by_luck_does_not_tell(train: bool | None) -> None:
+    """Without a zero in it both forwards have the same backward, so the value is kept."""
+    x = torch.randn(8).requires_grad_()
+    told = report(region(1e-4, train), x, policy=recompute_all(), engine="recipe")
+    assert [each.why for each in told.saved if each.made_by == RULE.node] == [
+        "NativeDropoutBackward0 does not tell whether its forward scaled"
+    ]
+    assert is_plain(region(1e-4, train), x)
+
+
+def test_node_that_runs_another_kernel_is_taken_at_its_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of another torch: the trial shows whether that is right."""
+    node = node_of(0.5)
+    x = torch.ones(9)
+    monkeypatch.setattr(_dropout_table._Asked, "__torch_dispatch__", _run)
+    assert torch.equal(_dropout_table._again(node, x), node(x))
 
 
 @pytest.mark.parametrize("view", [torch.t, lambda t: t[:, ::2], lambda t: t.expand(3, 40, 50)])

@@ -1,20 +1,27 @@
 """The replay rule for dropout as accelerators have it, whose node saves the mask that was drawn.
 
 Rule 1. The backward of such a node multiplies what it gets by the mask and a scale, as its forward
-        did. So a replay gives the operand to the node: it alone knows whether it scales at all.
+        did. So a replay gives the operand to the node, and its backward's kernel what the node
+        would have given to it: the node alone knows the scale.
 Rule 2. A kernel may round the scale in one way in its forward, and in another in backward. So each
         share that is dropped is tried once for each dtype and device, on what shows the last bit
         of a scale. Where it fails, and for operands that no kernel takes, the value is kept.
 Rule 3. What is tried draws, and leaves the random numbers as they were.
+Rule 4. Without a scale in backward, the forward either dropped nothing (`train=False`), or it
+        dropped and did scale: torch leaves the scale of `train=None` out of its gradient. Only a
+        mask that has a zero tells which. Where one without any may be a matter of luck, the value
+        is kept.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..._capturing import is_capturing
 from .._replay import Node, Operand, Rule, alone, output_facts, ramp, same_bits
@@ -26,23 +33,77 @@ _TRIED = (128, 96)
 """The shape of what a share is tried on."""
 _LEAST_KEPT = 64
 """Elements that are left of it, at the least: fewer show nothing of the scale."""
+_CERTAIN_BITS = 64
+"""A mask that drops nothing in spite of its share, once in two to the power of so many, is none."""
 _differs: dict[tuple[float, torch.dtype, torch.device], bool] = {}
 """By share, dtype and device: whether the node gives other bits than its forward."""
 
 
+class _Asked(TorchDispatchMode):
+    """Takes the call of a node's kernel in place of it.
+
+    Attributes:
+        mask: what the kernel would have been given; None where it was not called.
+        scale: the same.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask: torch.Tensor | None = None
+        self.scale = 1.0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is not aten.native_dropout_backward.default:
+            return func(*args, **(kwargs or {}))
+        given, self.mask, self.scale = args
+        return given
+
+
+def _asked(node: Node, x: torch.Tensor) -> tuple[torch.Tensor, _Asked]:
+    """Give a tensor to a node; what it returns, and what its kernel would have been given."""
+    with torch.no_grad(), _Asked() as asked:
+        made: torch.Tensor = node(x)
+    return made, asked
+
+
 def _again(node: Node, x: torch.Tensor) -> torch.Tensor:
-    """Run the node on the operand; as the forward does, in the operand's format."""
-    made: torch.Tensor = node(x)
+    """Run the forward on the operand again, in the operand's format."""
+    made, asked = _asked(node, x)
+    if asked.mask is not None:
+        made = _scaled(x, asked.mask, asked.scale, node._saved_p)
     if made.stride() == x.stride():
         return made
     like = torch.empty_like(x)
     return made if made.stride() == like.stride() else like.copy_(made)
 
 
+def _scaled(x: torch.Tensor, mask: torch.Tensor, scale: float, p: float) -> torch.Tensor:
+    """Return what the forward made of its operand, from what its backward multiplies by."""
+    if not _hides_its_scale(scale, p):
+        return aten.native_dropout_backward(x, mask, scale)
+    dropped = aten.native_dropout_backward(x, mask, 1 / (1 - p))
+    return torch.where(mask.all(), x, dropped)  # without waiting for the mask (Rule 4)
+
+
+def _hides_its_scale(scale: float, p: float) -> bool:
+    return scale == 1 and 0 < p < 1
+
+
+def _may_be_luck(numel: int, p: float) -> bool:
+    """Whether so many elements can all be kept though each is dropped with this chance."""
+    return 0 < p < 1 and -numel * math.log2(1 - p) < _CERTAIN_BITS
+
+
 def _unfit(node: Node) -> str:
     facts, p = output_facts(node), node._saved_p
     if facts is None:
         return "does not tell what it is of"
+    if _may_be_luck(math.prod(facts.shape), p) and _hides_its_scale(
+        _asked(node, _NOTHING)[1].scale, p
+    ):
+        return "does not tell whether its forward scaled"
     key = p, facts.dtype, facts.device
     differs = _differs.get(key)
     if differs is None:
@@ -62,15 +123,20 @@ def _is_repeated(p: float, dtype: torch.dtype, device: torch.device) -> bool:
 
 def _repeats(p: float, make: Make) -> bool:
     x = make(*_TRIED)
-    for operand in (x, x.t()):
-        made, mask = _drawn(partial(aten.native_dropout, operand, p, True), x.device)
-        if p < 1 and int(mask.sum()) < _LEAST_KEPT:
-            return False
-        with torch.no_grad():
-            again = _again(made.grad_fn, operand.detach())
-        if again.stride() != made.stride() or not same_bits(again, made):
-            return False
-    return True
+    return all(
+        _repeats_on(operand, p, train) for operand in (x, x.t()) for train in (True, None, False)
+    )
+
+
+def _repeats_on(operand: torch.Tensor, p: float, train: bool | None) -> bool:
+    made, mask = _drawn(partial(aten.native_dropout, operand, p, train), operand.device)
+    if p < 1 and int(mask.sum()) < _LEAST_KEPT:
+        return False
+    if _may_be_luck(operand.numel(), p) and train is None:
+        return True  # such a one is kept (Rule 4)
+    with torch.no_grad():
+        again = _again(made.grad_fn, operand.detach())
+    return again.stride() == made.stride() and same_bits(again, made)
 
 
 def _drawn(run: Callable[[], Any], device: torch.device) -> Any:
@@ -85,6 +151,8 @@ def _dropped(make: Make) -> torch.Tensor:
     made: torch.Tensor = _drawn(lambda: aten.native_dropout(x, 0.5, True)[0], x.device)
     return made
 
+
+_NOTHING = torch.empty(0, device="cpu")
 
 DROPOUT_RULES = (
     Rule(
