@@ -183,7 +183,7 @@ def test_marks_of_ranges_read_what_they_are_given_and_make_nothing():
         table = _table(policy)
         for op in RANGE_OPS:
             assert type(table[op]) is RangeHandler
-            assert table.traits[op] == (True, False, False)
+            assert table.traits[op] == (True, False, False, True)
 
 
 def test_equal_policies_have_one_table():

@@ -21,10 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import set_checkpoint_debug_enabled
 
-from ._errors import EngineError, PolicyError, shown
+from ._errors import EngineError, PolicyError, nested_refused, shown
 from ._options import compares, debugs, refused_option, split
 from ._tensors import needing_gradients
 from ._torch_compat import in_func_transform, is_traced, saved_tensor_hooks
+from ._torch_compat._nested import asks_for_sizes
 from .engines import _second_forward as second_forward
 from .engines._engine_disabled import active
 from .engines._tags import tags
@@ -186,8 +187,13 @@ def _run_contexts(
         torchs.close()
         return modes(policy, root, debug, arguments, function, compares(kwargs))
 
-    with torchs, ended_if_left(make) as fn:
-        return torch_checkpoint(called, *args, context_fn=fn, **kwargs)
+    try:
+        with torchs, ended_if_left(make) as fn:
+            return torch_checkpoint(called, *args, context_fn=fn, **kwargs)
+    except RuntimeError as error:
+        if not asks_for_sizes(error):
+            raise
+        raise nested_refused("checkpoint") from error
 
 
 def _run_recipe(

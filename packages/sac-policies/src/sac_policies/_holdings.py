@@ -20,6 +20,7 @@ from torch.utils.weak import TensorWeakRef
 
 from ._tensors import tensors_in
 from ._torch_compat import storage_bytes, storage_key
+from ._torch_compat._nested import any_nested
 from ._watching_mode import WatchingMode
 from .engines._fsdp import RANGE_OPS, Ranges
 from .engines._guards import is_guarding, noting, original_of, stands_for_itself
@@ -182,11 +183,13 @@ class Makers(WatchingMode):
 
     Attributes:
         made: storage to (operator, number among its calls).
+        saw_nested: whether a call was given a nested tensor, or made one.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.made: dict[int, Call] = {}
+        self.saw_nested = False
         self._calls: Counter[str] = Counter()
         self._ranges = Ranges()
 
@@ -205,6 +208,7 @@ class Makers(WatchingMode):
 
     def _note(self, out: Any, given: Any, call: Call) -> None:
         old = {storage_key(tensor) for tensor in tensors_in(given)}
+        self.saw_nested |= any_nested(tensors_in((out, given)))
         for tensor in tensors_in(out):
             key = storage_key(tensor)
             if key not in old:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from ._checkpoint import check_call, check_recipe, not_recipe
+from ._errors import nested_refused
 from ._frames import user_line
 from ._holdings import (
     Call,
@@ -22,8 +24,9 @@ from ._holdings import (
     run_backward,
 )
 from ._options import split
-from ._tensors import needing_gradients
+from ._tensors import needing_gradients, tensors_in
 from ._torch_compat._checkpoint_ends import checkpoint as torch_checkpoint
+from ._torch_compat._nested import any_nested
 from .engines.contexts._contexts import contexts, ended_if_left
 from .engines.recipe._explained import SavedTensor
 from .engines.recipe._run import refusal
@@ -50,7 +53,8 @@ class Row:
         module: path of the module that ran it; "" outside of policies that name modules.
         label: name given to the tensor, for the rows of `name`.
         line: the user's line that ran it.
-        read: whether backward needs the value that the policy keeps; None where it keeps none.
+        read: whether backward needs the value that the policy keeps; None where it keeps none,
+            and where nested tensors do not let the function be run again to tell.
         held_bytes: bytes that the engine holds of what the call made, shared storage counted
             with the first call that holds it.
         why: why the engine holds them although the policy recomputes; "" where it follows the
@@ -223,11 +227,9 @@ def report(
 ) -> Report:
     """Run `function`, forward and backward, and report what `policy` keeps, where and why.
 
-    Bytes are those of the engine that `checkpoint` would take. Runs the forward two or three
-    times, once to measure the copies that detect changes of parameters. Leaves gradients and the
-    random
-    state as they were.
-    Module buffers change as in any forward.
+    Bytes are those of the engine that `checkpoint` would take. Runs the forward two to four times,
+    once to measure the copies that detect changes of parameters. Leaves gradients and the random
+    state as they were. Module buffers change as in any forward.
 
     Args:
         function: what would be checkpointed.
@@ -255,7 +257,15 @@ def report(
     chosen = ("contexts" if not_taken else "recipe") if engine == "auto" else engine
     if chosen == "recipe":
         check_recipe(given, where="report")
-    rows, holdings = _under_contexts(function, args, own, options, given)
+    makers = Makers()
+    try:
+        rows, holdings = _under_contexts(function, args, own, options, given, makers)
+    except Exception as error:
+        if not (makers.saw_nested or any_nested(tensors_in((args, own)))):
+            raise
+        rows, holdings = _under_contexts(function, args, own, _UNCOMPARED, given)
+        if chosen == "contexts":
+            raise nested_refused("report") from error
     saved: tuple[SavedTensor, ...] = ()
     guard_bytes = 0
     if chosen == "recipe" or not (refusal(given) or _is_misfit(given, args, own)):
@@ -270,6 +280,7 @@ def report(
     return Report(held_rows, held_bytes, saved, chosen, why, guard_bytes)
 
 
+_UNCOMPARED = {"determinism_check": "none"}
 _RECIPE_WHY = "it can follow the policy, and costs least"
 
 
@@ -279,24 +290,19 @@ def _under_contexts(
     own: dict[str, Any],
     options: dict[str, Any],
     policy: Policy,
+    makers: Makers | None = None,
 ) -> tuple[list[Row], dict[Call, Holding]]:
-    """Run forward and backward; what was decided for each call, and what that engine held."""
+    """Run forward and, with `makers`, backward; what was decided for calls, and what was held."""
     recorded = _Recorded(policy)
     forward, recompute = contexts(recorded, root=root_of(function))
     region = forward.region
-    torchs = {name: value for name, value in options.items() if name != "debug"}
     with torch.random.fork_rng(devices=[]):
-        with Makers() as makers, ended_if_left(lambda: (forward, recompute)) as context_fn:
-            out = torch_checkpoint(
-                function,
-                *args,
-                **{**torchs, "use_reentrant": False},
-                context_fn=context_fn,
-                **own,
-            )
-        holdings = of_contexts(region, makers)
-        kept = set(region.kept)
-        run_backward(out)
+        with makers or Makers() as made:
+            out = _run(function, args, own, options, lambda: (forward, recompute))
+        holdings = of_contexts(region, made)
+        kept = set(region.kept) if makers else set()
+        if makers:
+            run_backward(out)
     read = {(str(op), index): (op, index) not in region.unread for op, index in kept}
     rows = [replace(row, read=read.get((row.op, row.index))) for row in recorded.rows]
     return rows, holdings
@@ -309,20 +315,26 @@ def _guards_of_contexts(
     options: dict[str, Any],
     policy: Policy,
 ) -> int:
-    torchs = {name: value for name, value in options.items() if name != "debug"}
-
     def run(given: Policy) -> Any:
-        with ended_if_left(lambda: contexts(given, root=root_of(function))) as context_fn:
-            return torch_checkpoint(
-                function,
-                *args,
-                **{**torchs, "use_reentrant": False},
-                context_fn=context_fn,
-                **own,
-            )
+        make = partial(contexts, given, root=root_of(function))
+        return _run(function, args, own, options, make)
 
     with torch.random.fork_rng(devices=[]):
         return guards_of_contexts(run, policy)
+
+
+def _run(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    own: dict[str, Any],
+    options: dict[str, Any],
+    make: Callable[[], tuple[Any, Any]],
+) -> Any:
+    """Run a forward in torch's checkpoint; `make` makes its two contexts."""
+    torchs = {name: value for name, value in options.items() if name != "debug"}
+    torchs["use_reentrant"] = False
+    with ended_if_left(make) as context_fn:
+        return torch_checkpoint(function, *args, **torchs, context_fn=context_fn, **own)
 
 
 def _recipes(row: Row, holdings: dict[Call, Holding]) -> Row:

@@ -32,10 +32,11 @@ from .._torch_compat import (
     push_hooks,
     saved_tensor_hooks,
 )
+from .._torch_compat._nested import compared_shape
 from ._ambient_state import AmbientState
 
 T = TypeVar("T")
-Facts = tuple[torch.Size, torch.dtype, torch.device]
+Facts = tuple[tuple[int, ...], torch.dtype, torch.device]
 Around = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """What the first run is in, and the second."""
 
@@ -114,7 +115,7 @@ class _Region:
                 self._parameters.append(leaf)
         saved = _Saved()
         self.saved.append(ref(saved))
-        self.facts.append((tensor.shape, tensor.dtype, tensor.device))
+        self.facts.append((compared_shape(tensor), tensor.dtype, tensor.device))
         return saved
 
     def ended(self) -> None:
@@ -183,7 +184,7 @@ class _Second:
         if self.has_ended:  # the function went on
             raise _SecondRunEnds
         at, region = self._count, self._region
-        found = (tensor.shape, tensor.dtype, tensor.device)
+        found = (compared_shape(tensor), tensor.dtype, tensor.device)
         if found != region.facts[at]:
             self._error = RecomputeError(
                 f"sac_policies.fit_: tensor {at} that {region.name} saves is {_shown(found)} in "

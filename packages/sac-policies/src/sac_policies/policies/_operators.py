@@ -15,6 +15,28 @@ from ._views import Operator
 _NOT_OURS = frozenset({"c10d", "fsdp"})
 # Checkpointing itself runs a different number of these in forward and recomputation.
 _ALIASES = frozenset({"aten.detach.default", "aten.lift_fresh.default"})
+_GEOMETRY = frozenset(
+    f"aten.{name}.default"
+    for name in (
+        "_nested_tensor_size",
+        "_nested_tensor_strides",
+        "_nested_tensor_storage_offsets",
+        "sym_size",
+        "sym_stride",
+        "sym_numel",
+        "sym_storage_offset",
+        "size",
+        "stride",
+        "numel",
+        "storage_offset",
+        "dim",
+        "is_contiguous",
+        "sym_is_contiguous",
+        "is_non_overlapping_and_dense",
+        "is_strides_like_format",
+    )
+)
+"""What is asked of a tensor that keeps its geometry elsewhere: a nested one, or a subclass."""
 
 BATCH_NORMS = frozenset(
     getattr(torch.ops.aten, name).default
@@ -30,6 +52,8 @@ class Facts:
     """What the engines need to know of one operator.
 
     Attributes:
+        geometry: tells how a tensor lies, and reads none of its data. Autograd runs it while it
+            makes a node, with a lock held: to ask the tensor about its node would wait for ever.
         bookkeeping: not part of the region's work: returns no tensor, or runs for torch itself.
         writes: (position or None, name) of every argument it writes to.
         returns_written: whether it returns what it writes to.
@@ -39,6 +63,7 @@ class Facts:
             has the values of another tensor, at other sizes or strides.
     """
 
+    geometry: bool = False
     bookkeeping: bool = False
     writes: tuple[tuple[int | None, str], ...] = ()
     returns_written: bool = False
@@ -79,6 +104,7 @@ def facts_of(op: Operator) -> Facts:
         return Facts()
     names = [argument.name for argument in schema.arguments]
     return Facts(
+        geometry=_is_geometry(op),
         bookkeeping=_is_bookkeeping(op, schema),
         writes=tuple(
             (None if argument.kwarg_only else at, argument.name)
@@ -101,7 +127,13 @@ def facts_of(op: Operator) -> Facts:
 
 def _is_bookkeeping(op: Operator, schema: Any) -> bool:
     returns_tensor = any("Tensor" in str(result.type) for result in schema.returns)
-    return not returns_tensor or op.namespace in _NOT_OURS or str(op) in _ALIASES
+    return (
+        not returns_tensor or op.namespace in _NOT_OURS or str(op) in _ALIASES or _is_geometry(op)
+    )
+
+
+def _is_geometry(op: Operator) -> bool:
+    return op.namespace == "prim" or str(op) in _GEOMETRY
 
 
 def written_statistics(op: Operator, args: tuple[Any, ...]) -> tuple[Any, ...]:

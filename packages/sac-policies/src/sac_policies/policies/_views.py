@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
+
+from .._torch_compat._nested import shape_of
 
 Operator = Any  # an OpOverload or a HigherOrderOperator
 
@@ -72,8 +73,8 @@ class OpView:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shape of each output tensor."""
-        return tuple(tuple(each.shape) for each in self.tensors)
+        """Shape of each output tensor; of a nested one with -1 where its parts differ."""
+        return tuple(map(shape_of, self.tensors))
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -83,7 +84,7 @@ class OpView:
     @property
     def out_bytes(self) -> int:
         """Bytes of all output tensors together."""
-        return sum(math.prod(each.shape) * each.element_size() for each in self.tensors)
+        return sum(each.numel() * each.element_size() for each in self.tensors)
 
     @property
     def is_recompute(self) -> bool:

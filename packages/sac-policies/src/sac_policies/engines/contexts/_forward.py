@@ -203,8 +203,9 @@ def _dispatch_forward(
     handler = self.op_table[op]
     region, makes = self.region, False
     if self.op_table is self.own:
-        rereads, views, makes = self.own.traits[op]
-        region.leaves.note(op, args, region.made, rereads=rereads, views=views)
+        rereads, views, makes, reads = self.own.traits[op]
+        if reads:
+            region.leaves.note(op, args, region.made, rereads=rereads, views=views)
         if statistics := written_statistics(op, args):
             region.external.before_write(op, statistics, region.made)
     if handler is not None:

@@ -288,6 +288,7 @@ def _place_of(tensor: torch.Tensor) -> Place:
     comparable = (
         type(tensor) in _PLAIN
         and tensor.layout is torch.strided
+        and not tensor.is_nested
         and not tensor.is_meta
         and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
     )

@@ -209,11 +209,13 @@ class Traits(NamedTuple):
             of which what it returns is kept.
         views: whether it takes a view.
         makes: whether it returns no tensor it was given, nor a view of one.
+        reads: whether what it is given may be looked at: not by one that tells of geometry.
     """
 
     rereads: bool
     views: bool
     makes: bool
+    reads: bool = True
 
 
 Calls = frozenset[tuple[Any, int]]
@@ -262,6 +264,7 @@ class OpTable(dict[Operator, "OpHandler | RangeHandler | None"]):
             rereads=not (handler.takes_view or is_kept),
             views=handler.takes_view,
             makes=not (facts.is_view or facts.writes or facts.bookkeeping),
+            reads=not facts.geometry,
         )
         wanted = handler.needed or (
             not handler.facts.bookkeeping and (self._every or self._policy.counts(op))

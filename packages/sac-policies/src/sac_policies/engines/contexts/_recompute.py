@@ -136,7 +136,8 @@ class Recompute(Mode):
             return self.region.mutated(tensor, op, how)
 
         traits = self.own.traits[op]
-        self.doubtful.check(op, args, error, reads=traits.rereads, views=traits.views)
+        if traits.reads:
+            self.doubtful.check(op, args, error, reads=traits.rereads, views=traits.views)
 
     def inside(self, region: Region) -> Region | None:
         """Return what stood in the forward where a region begins now."""

@@ -18,6 +18,7 @@ import torch
 
 from ..._errors import MutationError
 from ..._torch_compat import Hooks
+from ..._torch_compat._nested import shape_of
 from ...policies._policies import Policy
 from ...policies._views import Operator, RegionState
 from .._error_context import error_context
@@ -158,7 +159,7 @@ class Region:
     def mutated(self, tensor: torch.Tensor, op: Operator | None, how: str) -> MutationError:
         """Make the error about a tensor that others changed since the region read it."""
         return MutationError(
-            f"sac_policies.checkpoint: tensor of shape {tuple(tensor.shape)} was {how} after the "
+            f"sac_policies.checkpoint: tensor of shape {shape_of(tensor)} was {how} after the "
             f"region read it, but {op or 'an operator'} of the recomputation reads it as it was "
             f"(read {error_context(self.policy, op)}). Change it after backward."
         )

@@ -294,10 +294,10 @@ _ATTENTION = "scaled_dot_product_attention"
 
 def _mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Constant | None:
     """The mask that is added to scores, where attention runs as its parts."""
-    named = {**dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)), **kwargs}
+    named: Any = {**dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)), **kwargs}
     query, key, mask = named.get("query"), named.get("key"), named.get("attn_mask")
-    if not (isinstance(query, torch.Tensor) and isinstance(key, torch.Tensor)) or is_autocast():
-        return None
+    if is_autocast() or any(not isinstance(t, torch.Tensor) or t.is_nested for t in (query, key)):
+        return None  # parts of nested ones have no mask in common
     lengths, dtype, device = (query.size(-2), key.size(-2)), query.dtype, query.device
 
     def made(allowed: torch.Tensor | None) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..._torch_compat import node_number, storage_bytes
+from ..._torch_compat._nested import shape_of
 from ...policies._budget_plan import BudgetPlan
 from ...policies._modules import root_of
 from ...policies._policies import Policy
@@ -71,7 +72,7 @@ class _Explained(Region):
         made_by, _ = self._maker(tensor)
         self.saved.append(
             SavedTensor(
-                shape=tuple(tensor.shape),
+                shape=shape_of(tensor),
                 storage_bytes=storage_bytes(tensor),
                 made_by=""
                 if made_by is None or hasattr(made_by, "variable")

@@ -25,6 +25,7 @@ from torch.utils.weak import TensorWeakRef
 from ..._errors import MutationError, RecomputeError
 from ..._frames import user_line
 from ..._torch_compat import Hooks, current_node, modes_entered, node_number
+from ..._torch_compat._nested import shape_of
 from ...policies._policies import Policy
 from .._engine_disabled import own_work
 from .._error_context import error_context
@@ -79,7 +80,7 @@ def reader(policy: Policy | None) -> Reader:
             return held.read()
         tensor, version, producer = held
         if tensor._version != version:
-            raise mutated(tensor.shape, producer, policy)
+            raise mutated(shape_of(tensor), producer, policy)
         return tensor
 
     return read
@@ -296,7 +297,7 @@ def _error_context(policy: Policy | None, rule: Rule | None) -> str:
     return error_context(policy, None if rule is None else rule.op)
 
 
-def mutated(shape: torch.Size, producer: type, policy: Policy | None) -> MutationError:
+def mutated(shape: tuple[int, ...], producer: type, policy: Policy | None) -> MutationError:
     """Make the error for a kept tensor that was written to.
 
     Args:

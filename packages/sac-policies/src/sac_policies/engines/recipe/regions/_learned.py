@@ -21,13 +21,16 @@ class Learned:
     def __init__(self) -> None:
         self._stuck: dict[int, int] = {}
         self._rebuilt: dict[int, int] = {}
+        self._has_nested = False
 
     def stuck(self, tensor: torch.Tensor) -> None:
         """Note a tensor that is kept against the policy.
 
-        Not a nested one, which torch's checkpoint takes for another each time.
+        Of a function with a nested one nothing is learned that would have it run again: torch's
+        checkpoint takes that for another each time.
         """
         if tensor.is_nested:
+            self._has_nested = True
             return
         self._stuck[storage_key(tensor)] = storage_bytes(tensor)
 
@@ -41,7 +44,7 @@ class Learned:
         stuck = sum(self._stuck.values())
         saved = stuck + sum(self._rebuilt.values())
         much = stuck > max(WORTH_BYTES, MUCH * saved)
-        if much and policy == RECOMPUTE_ALL:
+        if much and policy == RECOMPUTE_ALL and not self._has_nested:
             learned |= Habit.KEEPS
         if follow.only_tries and follow.used_bytes > min(WORTH_BYTES, WORTH * saved):
             learned |= Habit.FORGETS

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from ...._torch_compat import lies_in_storage
+from ...._torch_compat._nested import shape_of
 from ....policies._policies import Policy
 from ....policies._views import Operator
 from ..._guards import copied, is_small
@@ -98,7 +99,7 @@ def shortened(
     least = LEAST_BYTES if tensor.is_floating_point() else LEAST_BYTES_OF_INTEGERS
     if tensor.numel() * tensor.element_size() < least:
         return None
-    changed = partial(mutated, tensor.shape, type(None), policy)
+    changed = partial(mutated, shape_of(tensor), type(None), policy)
     try:
         bits = bits_of(tensor)
         if bits is not None:

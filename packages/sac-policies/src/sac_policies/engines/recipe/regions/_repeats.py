@@ -108,6 +108,8 @@ class Repeats:
         inputs: list[Any] = [] if habits is Habit.NONE else [habits]  # slow to hash
         for each in args:
             if isinstance(each, torch.Tensor):
+                if each.is_nested:  # it has no shape, or another one each time
+                    return None
                 inputs.append((each.shape, each.requires_grad))
         key = tuple(inputs)
         shape = shapes.get(key)

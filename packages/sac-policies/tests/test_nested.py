@@ -1,0 +1,219 @@
+"""Nested tensors, of both layouts: made in a region, or given to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sac_policies import EngineError, checkpoint, fit_, profile, recompute_all, report, save_ops
+from sac_policies._torch_compat import _nested
+from sac_policies.policies._operators import facts_of
+from sac_policies.policies._views import OpView
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
+    pytest.mark.filterwarnings("ignore::sac_policies.UnmatchedEntryWarning"),
+]
+LAYOUTS = [torch.strided, torch.jagged]
+POLICIES = [recompute_all(), save_ops("aten.linear")]
+OFFSETS = torch.tensor([0, 3, 7, 12])
+torch.manual_seed(0)
+WEIGHT = torch.randn(16, 16, requires_grad=True)
+
+
+def parts(x: Tensor) -> list[Tensor]:
+    """Three sequences of different lengths."""
+    return [x[:3], x[3:7], x[7:]]
+
+
+def dense(rows: Tensor) -> Tensor:
+    """Of a nested tensor, all rows of its parts."""
+    return rows.values() if rows.layout is torch.jagged else torch.cat(list(rows.unbind()))
+
+
+def body(rows: Tensor) -> Tensor:
+    """What a region does with sequences."""
+    return dense(F.gelu(F.linear(rows, WEIGHT))).sin().cos()
+
+
+def making(layout: torch.layout) -> Callable[[Tensor], Tensor]:
+    """A region that makes the sequences itself."""
+    return lambda x: body(torch.nested.as_nested_tensor(parts(x), layout=layout))
+
+
+def from_offsets(x: Tensor) -> Tensor:
+    """A region that makes them from offsets that were there before."""
+    return body(torch.nested.nested_tensor_from_jagged(x, OFFSETS))
+
+
+def values() -> Tensor:
+    """What regions that make sequences are given."""
+    return torch.linspace(-2, 2, 192).sin().view(12, 16).requires_grad_()
+
+
+def given(layout: torch.layout) -> Tensor:
+    """Sequences that a region is given."""
+    rows = parts(values().detach())
+    return torch.nested.nested_tensor(rows, layout=layout, requires_grad=True)
+
+
+def gradients(function: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
+    """Gradients of what is given, and of the weight."""
+    first, second = torch.autograd.grad(function(x).sum(), [x, WEIGHT])
+    return [dense(first) if first.is_nested else first, second]
+
+
+def is_plain(function: Any, make: Callable[[], Tensor], **options: Any) -> bool:
+    """Whether four forwards give the gradients of no checkpointing."""
+    expected = gradients(function, make())
+    return all(
+        torch.equal(one, other)
+        for _ in range(4)
+        for one, other in zip(
+            gradients(lambda x: checkpoint(function, x, **options), make()), expected, strict=True
+        )
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_gradients_of_the_recipe_engine_are_plain(layout: torch.layout, policy: Any) -> None:
+    """Made inside or given."""
+    assert is_plain(making(layout), values, policy=policy, engine="recipe")
+    assert is_plain(body, lambda: given(layout), policy=policy, engine="recipe")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_gradients_of_the_contexts_engine_are_plain(policy: Any) -> None:
+    """Where two runs save the same: jagged of old offsets, strided if not compared."""
+    for make, function in ((values, from_offsets), (lambda: given(torch.jagged), body)):
+        assert is_plain(function, make, policy=policy, engine="contexts")
+    unasked = {"policy": policy, "engine": "contexts", "determinism_check": "none"}
+    assert is_plain(making(torch.strided), values, **unasked)
+    assert is_plain(body, lambda: given(torch.strided), **unasked)
+
+
+def test_attention_of_strided_ones_has_no_mask() -> None:
+    """Their parts have no length in common that one could have."""
+
+    def attend(x: Tensor) -> Tensor:
+        rows = torch.nested.as_nested_tensor(parts(x)).view(3, -1, 2, 8).transpose(1, 2)
+        rows = F.scaled_dot_product_attention(*[rows.contiguous()] * 3).transpose(1, 2)
+        return F.linear(dense(rows.contiguous().view(3, -1, 16)), WEIGHT).tanh()
+
+    assert is_plain(attend, values, policy=recompute_all(), engine="recipe")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("engine", ["auto", "recipe"])
+def test_report_tells_of_them(layout: torch.layout, policy: Any, engine: str) -> None:
+    """Made inside or given: what cannot be run again is not asked what backward reads."""
+    for function, x in ((making(layout), values()), (body, given(layout))):
+        told = report(function, x, policy=policy, engine=engine)
+        assert told.engine == "recipe"
+        assert "aten.gelu.default" in [row.op for row in told.rows]
+        assert not any("_nested_tensor_size" in row.op for row in told.rows)
+        assert any(each.shape == (3, -1, 16) for each in told.saved)
+        assert str(told)
+
+
+REFUSED = (
+    "the function saves a nested tensor, but the contexts engine runs it a second time, and torch "
+    "compares the shapes: a strided one has none, and a jagged one with offsets of its own has "
+    'another in each run. Use engine="recipe", which runs the function once; or pass '
+    'determinism_check="none" for strided ones, and make the offsets of jagged ones before the '
+    "function."
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_report_of_the_contexts_engine_refuses_what_it_cannot_run_again(
+    layout: torch.layout,
+) -> None:
+    """With the rule, and with what to do."""
+    with pytest.raises(EngineError) as error:
+        report(making(layout), values(), policy=recompute_all(), engine="contexts")
+    assert str(error.value) == f"sac_policies.report: {REFUSED}"
+
+
+def test_contexts_engine_refuses_strided_ones() -> None:
+    """In the forward, in place of torch's error about sizes."""
+    with pytest.raises(EngineError) as error:
+        checkpoint(body, given(torch.strided), policy=recompute_all(), engine="contexts")
+    assert str(error.value) == f"sac_policies.checkpoint: {REFUSED}"
+
+
+def test_error_of_the_function_stays_its_own() -> None:
+    """One that has nothing to do with its nested tensors."""
+
+    def fails(rows: Tensor) -> Tensor:
+        body(rows)
+        raise ValueError("mine")
+
+    for engine in ("recipe", "contexts"):
+        with pytest.raises(ValueError, match="mine"):
+            report(fails, given(torch.jagged), policy=recompute_all(), engine=engine)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_profile_tells_of_them(layout: torch.layout) -> None:
+    """Jagged ones have tensors without data inside, which no device is waited for."""
+    assert profile(making(layout), values(), repeats=1).ops
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_policies_see_their_shape_and_bytes(layout: torch.layout) -> None:
+    """With -1 for the dimension in which they differ."""
+    seen = OpView(torch.ops.aten.relu.default, 0, given(layout))
+    assert seen.shapes == ((3, -1, 16),)
+    assert seen.out_bytes == 12 * 16 * 4
+
+
+def test_blocks_of_fit_may_make_strided_ones() -> None:
+    """They are run again, and give the gradients of no checkpointing."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows = F.gelu(self.linear(torch.nested.as_nested_tensor(parts(x))))
+            return dense(F.relu(rows)).sin()
+
+    model = nn.Sequential(Block(), Block(), Block())
+    expected = torch.autograd.grad(model(values()).sum(), list(model.parameters()))
+    assert fit_(model, values(), 0.9)
+    found = torch.autograd.grad(model(values()).sum(), list(model.parameters()))
+    assert all(map(torch.equal, found, expected))
+
+
+def test_what_tells_of_geometry_is_not_looked_at() -> None:
+    """It runs while autograd holds a lock: a jagged leaf that is asked for its node waits there."""
+    asked = []
+
+    class Asked(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            asked.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Asked():
+        body(given(torch.jagged))
+    told = [op for op in asked if facts_of(op).geometry]
+    assert torch.ops.aten.sym_size.default in told
+    assert all(facts_of(op).bookkeeping for op in told)
+
+
+def test_torchs_error_about_sizes_is_known() -> None:
+    """Where torch words it otherwise, the name behind it is lost."""
+    with pytest.raises(RuntimeError) as error:
+        _ = given(torch.strided).shape
+    assert _nested.asks_for_sizes(error.value)
+    assert not _nested.asks_for_sizes(RuntimeError("another"))
