@@ -154,3 +154,12 @@ def test_checkpoint_is_torchs() -> None:
     (found,) = torch.autograd.grad(out.sum(), x)
     assert runs == [2.0, 2.0]
     assert torch.equal(found, torch.autograd.grad(function(x, 2.0).sum(), x)[0])
+
+
+def test_whether_second_runs_stop_early_is_asked_of_torch(monkeypatch):
+    """Without the name behind it they do."""
+    assert _checkpoint_ends.stops_early()
+    with torch.utils.checkpoint.set_checkpoint_early_stop(False):
+        assert not _checkpoint_ends.stops_early()
+    monkeypatch.delattr(torch.utils.checkpoint, "_enable_checkpoint_early_stop")
+    assert _checkpoint_ends.stops_early()

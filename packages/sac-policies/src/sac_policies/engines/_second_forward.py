@@ -4,7 +4,8 @@ torch's checkpoint does so wherever a function runs; this takes its place where 
 than half of what torch's adds to each value that is saved.
 
 Rule 1. The n-th value that the second run saves is the n-th of the first: its shape, dtype and
-        device are compared. With the last one the second run ends.
+        device are compared. With the last one the second run ends, unless the first was run under
+        `set_checkpoint_early_stop(False)`: then the function is run to its end.
 Rule 2. A value that was made again belongs to whom it was saved for, and is let go when that is
         read. Another backward runs the function again.
 Rule 3. What the function is given is held, with its version, and so are the parameters that it
@@ -32,6 +33,7 @@ from .._torch_compat import (
     push_hooks,
     saved_tensor_hooks,
 )
+from .._torch_compat._checkpoint_ends import stops_early
 from .._torch_compat._nested import compared_shape
 from ._ambient_state import AmbientState
 
@@ -100,6 +102,7 @@ class _Region:
         around: AbstractContextManager[Any],
     ) -> None:
         self.name = name
+        self.stops_early = stops_early()
         self.saved: list[ref[_Saved]] = []
         self.facts: list[Facts] = []
         self._ambient = AmbientState(tensors)
@@ -139,7 +142,7 @@ class _Region:
                 self._function(*(tensor for tensor, _ in self._tensors))
             except Exception:
                 # What ends it may come back as another, of a function that looks at its errors.
-                if not second.has_ended:
+                if not (second.has_ended and second.was_stopped):
                     raise
             finally:
                 pop_hooks()
@@ -180,10 +183,18 @@ class _Second:
         """Whether what it would save from now on is nobody's."""
         return self._error is not None or self._count >= len(self._region.saved)
 
+    @property
+    def was_stopped(self) -> bool:
+        """Whether what ended it was this, and not the function."""
+        return self._region.stops_early or self._error is not None
+
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.has_ended:  # the function went on
-            raise _SecondRunEnds
         at, region = self._count, self._region
+        if self.has_ended:  # the function went on
+            if self.was_stopped:
+                raise _SecondRunEnds
+            self._count = at + 1
+            return tensor.detach() if tensor.requires_grad else tensor
         found = (compared_shape(tensor), tensor.dtype, tensor.device)
         if found != region.facts[at]:
             self._error = RecomputeError(
@@ -196,7 +207,7 @@ class _Second:
         if saved is not None:
             saved.value = value
         self._count = at + 1
-        if self._count == len(region.saved):
+        if region.stops_early and self._count == len(region.saved):
             raise _SecondRunEnds
         return value  # for a gradient that the function itself takes
 
@@ -204,7 +215,7 @@ class _Second:
         """Raise what a function may have hidden, or where it saved too little."""
         if self._error is not None:
             raise self._error
-        if not self.has_ended:
+        if self._count != len(self._region.saved):
             raise RecomputeError(
                 f"sac_policies.fit_: {self._region.name} saves {self._count} tensors in its second "
                 f"forward, but saved {len(self._region.saved)} in its first. {_HELP}"
