@@ -10,10 +10,12 @@ import pytest
 import torch
 import torch.utils.checkpoint
 
-from sac_policies import _torch_compat, checkpoint, save_ops
+from sac_policies import RecomputeError, _torch_compat, checkpoint, save_ops
 from sac_policies._torch_compat import _checkpoint_ends
 from sac_policies._torch_compat._checkpoint_ends import leave_checkpoints
 from sac_policies.engines._engine_disabled import active
+
+from .test_second_forward import again, leaves
 
 
 def test_failed_forward_leaves_nothing_entered():
@@ -163,3 +165,39 @@ def test_whether_second_runs_stop_early_is_asked_of_torch(monkeypatch):
         assert not _checkpoint_ends.stops_early()
     monkeypatch.delattr(torch.utils.checkpoint, "_enable_checkpoint_early_stop")
     assert _checkpoint_ends.stops_early()
+
+
+def test_our_second_run_goes_to_its_end_where_torch_is_told_so() -> None:
+    """As torch's checkpoint does, by the setting of the forward; an error at its end is its own."""
+    after: list[int] = []
+
+    def function(y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        z = (y @ w).sin()
+        after.append(1)
+        if len(after) > 2:
+            raise ValueError("at the end")
+        return z
+
+    x, w = leaves()
+    with torch.utils.checkpoint.set_checkpoint_early_stop(False):
+        out = again(function, x, w).sum()
+    expected = torch.autograd.grad((x @ w).sin().sum(), [x, w])
+    assert all(map(torch.equal, torch.autograd.grad(out, [x, w], retain_graph=True), expected))
+    assert len(after) == 2
+    with pytest.raises(ValueError, match="at the end"):
+        out.backward()
+
+
+def test_a_second_run_to_the_end_saves_no_more_than_the_first() -> None:
+    """It is refused, as one that saves less is."""
+    runs: list[int] = []
+
+    def function(y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        runs.append(1)
+        z = (y @ w).sin()
+        return z if len(runs) == 1 else z.cos()
+
+    with torch.utils.checkpoint.set_checkpoint_early_stop(False):
+        out = again(function, *leaves()).sum()
+    with pytest.raises(RecomputeError, match=r"saves 4 tensors in its second .* 3 in its first"):
+        out.backward()

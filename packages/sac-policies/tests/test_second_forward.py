@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
-from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
 from sac_policies import MutationError, RecomputeError, checkpoint, recompute_all
@@ -166,42 +165,6 @@ def test_the_second_run_ends_with_the_last_value_that_is_saved() -> None:
     assert all(
         map(torch.equal, of(lambda y, w: again(swallowing, y, w)), of(lambda y, w: (y @ w).sin()))
     )
-
-
-def test_it_runs_to_its_end_where_torch_is_told_so() -> None:
-    """As torch's checkpoint does, by the setting of the forward; an error at its end is its own."""
-    after: list[int] = []
-
-    def function(y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        z = (y @ w).sin()
-        after.append(1)
-        if len(after) > 2:
-            raise ValueError("at the end")
-        return z
-
-    x, w = leaves()
-    with set_checkpoint_early_stop(False):
-        out = again(function, x, w).sum()
-    expected = torch.autograd.grad((x @ w).sin().sum(), [x, w])
-    assert all(map(torch.equal, torch.autograd.grad(out, [x, w], retain_graph=True), expected))
-    assert len(after) == 2
-    with pytest.raises(ValueError, match="at the end"):
-        out.backward()
-
-
-def test_a_second_run_to_the_end_saves_no_more_than_the_first() -> None:
-    """It is refused, as one that saves less is."""
-    runs: list[int] = []
-
-    def function(y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        runs.append(1)
-        z = (y @ w).sin()
-        return z if len(runs) == 1 else z.cos()
-
-    with set_checkpoint_early_stop(False):
-        out = again(function, *leaves()).sum()
-    with pytest.raises(RecomputeError, match=r"saves 4 tensors in its second .* 3 in its first"):
-        out.backward()
 
 
 def test_a_value_that_nobody_reads_is_not_held() -> None:

@@ -62,7 +62,8 @@ def fit(
     plan that is to fit, and confirms it by a measured step, or a second one. Only where neither
     fits is a plan searched for by measuring alone.
     The peak counts parameters, buffers, gradients, the batch and all that a forward and
-    backward allocate; not optimiser state. Collective where a process group is initialised.
+    backward allocate; not optimiser state, nor the buckets that DDP keeps. Collective where a
+    process group is initialised.
 
     Args:
         model: on the device it trains on, in the mode it trains in; left as it was.
@@ -96,6 +97,7 @@ def fit(
     step = Step("fit", model, batch, loss)
     step.check_data()
     with step.leaving_the_model():
+        step.settle_buckets()
         watched = watched_step(step, step.trace(unit))
         found = _Search(watched, step).run(budget, rounds)
     if not (strict and isinstance(found, Fit)):

@@ -117,7 +117,8 @@ def fit_(
         batch: a tuple of its arguments, a dict of its keyword arguments, or its one argument.
         budget: most memory that a step may take: bytes (int), "6 GiB", or a fraction ("60%",
             0.6) of what it takes without checkpointing. Counts parameters, buffers, gradients,
-            the batch and all that a forward and backward allocate; not optimiser state.
+            the batch and all that a forward and backward allocate; not optimiser state, nor the
+            buckets that DDP keeps.
         loss: from the model's output to a scalar; by default the output's own `loss`, else the
             sum of its float tensors.
         of: "peak"; or "kept", where the budget is of the bytes that a forward leaves for backward,
@@ -157,6 +158,7 @@ def fit_(
     step.check_data()
     try:
         with step.leaving_the_model():
+            step.settle_buckets()
             search = _Search(model, step, of)
             found = search.run(budget)
     except BaseException:  # whoever is interrupted has nothing to call undo() of

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from .._errors import BudgetError, shown
 from .._tensors import is_accelerator, tensors_in
@@ -97,6 +98,16 @@ class Step:
         """Run a forward alone, whose graph is gone at once."""
         torch.manual_seed(0)
         self.model(*self._args, **self._kwargs)
+
+    def settle_buckets(self) -> None:
+        """Have DDP make the buckets it keeps before a step is measured. Collective.
+
+        It makes them again in the forward that follows its first backward, in whose order they
+        are. They are as many bytes as the gradients, and are there before each later step.
+        """
+        if any(isinstance(each, DistributedDataParallel) for each in self.model.modules()):
+            self.run(self.model)
+            self.forward()
 
     def intervals(self, call: Callable[..., Any], marks: Marks) -> list[Interval]:
         """Run a step; return what it allocated, the most of all ranks. Collective.

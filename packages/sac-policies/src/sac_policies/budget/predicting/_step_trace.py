@@ -28,7 +28,7 @@ class StepTrace:
         """Predict the most memory in use during a step, in bytes.
 
         Counts parameters, buffers, gradients, the batch and all that forward and backward allocate;
-        not optimizer state.
+        not optimizer state, nor the buckets that DDP keeps.
 
         Args:
             plan: for the whole model as one region, solved for the recipe engine from `trace`;

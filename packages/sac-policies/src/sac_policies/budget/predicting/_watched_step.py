@@ -66,6 +66,7 @@ def profile_step(
     check_step("profile_step", model, loss)
     step = Step("profile_step", model, batch, loss)
     with step.leaving_the_model():
+        step.settle_buckets()
         return watched_step(step, step.trace(unit))
 
 

@@ -1,0 +1,66 @@
+"""DDP's buckets of gradients are there before a step, and are not taken for a part of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+WORKER = """
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from sac_policies import fit, fit_, profile_step
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        return x + self.second(nn.functional.gelu(self.first(x)))
+
+
+def wrapped(**options):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(4)))
+    return DistributedDataParallel(model, **options) if options else model
+
+
+x = torch.randn(256, 64, generator=torch.Generator().manual_seed(0))
+KINDS = {
+    "alone": {},
+    "ddp": {"gradient_as_bucket_view": False},
+    "views": {"gradient_as_bucket_view": True},
+}
+for kind, options in KINDS.items():
+    for budget in (0.8, 0.6):
+        done = fit_(wrapped(**options), x, budget)
+        name = f"fit_ {kind} {budget}"
+        found[name] = [done.predicted_bytes, done.peak_bytes, done.plain_bytes]
+    done = fit(wrapped(**options), x, 0.8)
+    found[f"fit {kind}"] = [done.predicted_bytes, done.peak_bytes, done.rounds[0][1]]
+    found[f"step {kind}"] = profile_step(wrapped(**options), x).peak_bytes()
+"""
+
+
+@pytest.mark.parametrize("kind", ["ddp", "views"])
+@pytest.mark.parametrize("how", ["fit_ {} 0.8", "fit_ {} 0.6", "fit {}"])
+def test_predictions_hold_under_ddp(ranks: list[dict[str, Any]], kind: str, how: str) -> None:
+    """As closely as for the model alone; a prediction was off by all gradients before."""
+    for rank in ranks:
+        predicted, peak, _ = rank[how.format(kind)]
+        assert peak == pytest.approx(predicted, rel=0.01)
+
+
+@pytest.mark.parametrize("how", ["fit_ {} 0.8", "fit {}"])
+def test_a_step_under_ddp_takes_what_it_takes_alone(ranks: list[dict[str, Any]], how: str) -> None:
+    """Where the gradients are not views of the buckets."""
+    for rank in ranks:
+        assert rank[how.format("ddp")][2] == pytest.approx(rank[how.format("alone")][2], rel=0.01)
+
+
+def test_a_predicted_step_has_no_buckets(ranks: list[dict[str, Any]]) -> None:
+    """Of `profile_step`, too."""
+    for rank in ranks:
+        assert rank["step ddp"] == pytest.approx(rank["step alone"], rel=0.01)
