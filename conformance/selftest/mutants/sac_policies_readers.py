@@ -37,7 +37,7 @@ def what_was_saved_waits(part):
 
     def registered(self, node, number, rule, cell):
         register(self, node, number, rule, cell)
-        if cell.through and len(rule.at_edges(node)) == len(rule.operands_of(node)):
+        if cell.through and rule.operands is None:
             for each in self.edges.cells.get(number + 1, ()):
                 each.readers += 1
 

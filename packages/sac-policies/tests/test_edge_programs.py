@@ -16,7 +16,7 @@ from sac_policies.engines.recipe._run import known_of
 from sac_policies.engines.recipe._writes import habits_of
 from sac_policies.policies._unmatched import subject_of
 
-from ._recipe import Readings, leaf, run
+from ._recipe import Counts, Readings, leaf, run
 
 Link = Callable[[Tensor, Tensor], Tensor]
 
@@ -164,6 +164,22 @@ def test_value_is_made_once_and_gone_with_its_last_reader(seed: int) -> None:
         with Readings() as readings:
             out.sum().backward()
         assert (readings.most_made, readings.left) == (1, [])
+
+
+def test_what_a_replay_reads_of_its_node_is_made_once() -> None:
+    """The index that a node saved is made by calls: for its backward, and for its replay."""
+    w = leaf(64, 64)
+
+    def function(y: Tensor) -> Tensor:
+        made = (y @ w).softmax(-1)
+        picked = made.gather(-1, made.topk(8).indices)
+        return (picked * picked.exp()) @ w[:8]
+
+    for _ in range(4):
+        out = run(function, leaf(64, 64))
+        with Readings() as readings, Counts() as counts:
+            out.sum().backward()
+        assert (counts.ops[torch.ops.aten.topk.default], readings.most_made) == (1, 1)
 
 
 def _followed(function: Callable[..., Tensor], x: Tensor) -> int:

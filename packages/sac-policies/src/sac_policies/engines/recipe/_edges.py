@@ -262,7 +262,7 @@ class Follower:
         cell.registered, far = True, cell.distance  # 0 where the node saved all, and it is known
         is_ready = far == 0 if type(far) is int else rule.ready(node)
         at_edges = [] if is_ready else rule.at_edges(node)
-        if is_ready or len(at_edges) < len(rule.operands_of(node)):
+        if rule.operands is not None:
             for each in self.edges.cells.get(number + 1, ()):
                 each.readers += 1
         if not self._compares:

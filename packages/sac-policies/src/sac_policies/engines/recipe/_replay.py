@@ -88,7 +88,8 @@ class Rule:
             first output is saved.
         keeps_result: the node saves its first output for itself, after all that it reads.
         through: from the node and its operands to its first output, a fresh tensor (Rule 5).
-        operands: what `through` takes, in order; None where it is all of the node's edges.
+        operands: what `through` takes, in order; None where it is all of the node's edges, and
+            nothing that the node saved is read.
         edge_probes: as `probes`, for `through`.
         unfit: says of a node what keeps the rule from rebuilding its output; "" where nothing does.
         runs: operators that `through` runs besides `op`: a policy that saves one of them saves

@@ -22,6 +22,7 @@ import torch
 
 from ...._torch_compat import node_number
 from .._calls import Calls
+from .._own_rules import known_rule
 from .._recipes import Found, Outer, Recipe, Result
 from .._replay import Node
 from .._replay_entries import ReplayTable, Why
@@ -169,7 +170,7 @@ class Rest(Region):
         key = self.edges.key
         cell.registered, cell.key = True, key
         node.metadata[key] = cell
-        if cell.operands is None or any(type(each) is str for each in cell.operands):
+        if known_rule(type(node)).operands is not None:
             for each in self.edges.cells.get(node_number(node) + 1, ()):
                 each.readers += 1
         farthest = -1
