@@ -7,6 +7,7 @@ import torch
 
 from sac_policies import recompute_all, save_ops
 from sac_policies.engines.recipe._edges import Follower
+from sac_policies.engines.recipe._replay_entries import every_rule
 from sac_policies.engines.recipe._sources import Edges
 from sac_policies.engines.recipe._writes import Habit
 from sac_policies.engines.recipe.regions._learned import Learned
@@ -15,7 +16,7 @@ LARGE, SMALL = torch.zeros(8192), torch.zeros(16)
 
 
 def _follower() -> Follower:
-    return Follower(Edges(), None, 0, (), None, None)  # type: ignore[arg-type]  # it follows nothing
+    return Follower(Edges(), every_rule, 0, (), None, None)  # type: ignore[arg-type]  # it follows nothing
 
 
 @pytest.mark.parametrize(
