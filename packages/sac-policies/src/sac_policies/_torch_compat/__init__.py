@@ -333,9 +333,8 @@ node_number = operator.methodcaller("_sequence_nr")
 
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor has no data; without the name dry runs find nothing to rebuild."""
-    if tensor.is_meta:
-        return True
-    return _torch["fake_tensor"] is not None and isinstance(tensor, _torch["fake_tensor"])
+    kind = _torch["fake_tensor"]
+    return tensor.is_meta or (kind is not None and isinstance(tensor, kind))
 
 
 def tree_leaves(value: Any) -> list[Any]:
