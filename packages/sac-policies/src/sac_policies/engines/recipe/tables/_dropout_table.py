@@ -1,8 +1,7 @@
 """The replay rule for dropout as accelerators have it, whose node saves the mask that was drawn.
 
 Rule 1. The backward of such a node multiplies what it gets by the mask and a scale, as its forward
-        did. So a replay gives the operand to the node, and its backward's kernel what the node
-        would have given to it: the node alone knows the scale.
+        did. So a replay gives the operand to the node: it alone knows the scale.
 Rule 2. A kernel may round the scale in one way in its forward, and in another in backward. So each
         share that is dropped is tried once for each dtype and device, on what shows the last bit
         of a scale. Where it fails, and for operands that no kernel takes, the value is kept.
@@ -40,10 +39,10 @@ _differs: dict[tuple[float, torch.dtype, torch.device], bool] = {}
 
 
 class _Asked(TorchDispatchMode):
-    """Takes the call of a node's kernel in place of it.
+    """Hears what a node gives to its kernel, which runs unless the node was given nothing.
 
     Attributes:
-        mask: what the kernel would have been given; None where it was not called.
+        mask: what the kernel was given; None where it was not called.
         scale: the same.
     """
 
@@ -58,11 +57,11 @@ class _Asked(TorchDispatchMode):
         if func is not aten.native_dropout_backward.default:
             return func(*args, **(kwargs or {}))
         given, self.mask, self.scale = args
-        return given
+        return func(*args) if given.numel() else given
 
 
 def _asked(node: Node, x: torch.Tensor) -> tuple[torch.Tensor, _Asked]:
-    """Give a tensor to a node; what it returns, and what its kernel would have been given."""
+    """Give a tensor to a node; what it returns, and what its kernel was given."""
     with torch.no_grad(), _Asked() as asked:
         made: torch.Tensor = node(x)
     return made, asked
@@ -71,18 +70,16 @@ def _asked(node: Node, x: torch.Tensor) -> tuple[torch.Tensor, _Asked]:
 def _again(node: Node, x: torch.Tensor) -> torch.Tensor:
     """Run the forward on the operand again, in the operand's format."""
     made, asked = _asked(node, x)
-    if asked.mask is not None:
-        made = _scaled(x, asked.mask, asked.scale, node._saved_p)
+    if asked.mask is not None and _hides_its_scale(asked.scale, node._saved_p):
+        made = _scaled(x, asked.mask, node._saved_p)
     if made.stride() == x.stride():
         return made
     like = torch.empty_like(x)
     return made if made.stride() == like.stride() else like.copy_(made)
 
 
-def _scaled(x: torch.Tensor, mask: torch.Tensor, scale: float, p: float) -> torch.Tensor:
-    """Return what the forward made of its operand, from what its backward multiplies by."""
-    if not _hides_its_scale(scale, p):
-        return aten.native_dropout_backward(x, mask, scale)
+def _scaled(x: torch.Tensor, mask: torch.Tensor, p: float) -> torch.Tensor:
+    """Return what the forward made of its operand, where its backward has no scale."""
     dropped = aten.native_dropout_backward(x, mask, 1 / (1 - p))
     return torch.where(mask.all(), x, dropped)  # without waiting for the mask (Rule 4)
 
