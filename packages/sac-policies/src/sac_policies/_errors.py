@@ -90,6 +90,6 @@ def nested_refused(where: str) -> EngineError:
         f"sac_policies.{where}: the function saves a nested tensor, but the contexts engine runs "
         "it a second time, and torch compares the shapes: a strided one has none, and a jagged "
         'one with offsets of its own has another in each run. Use engine="recipe", which runs the '
-        'function once; or pass determinism_check="none" for strided ones, and make the offsets '
-        "of jagged ones before the function."
+        'function once; or pass determinism_check="none" for strided ones (torch 2.9 only lets the '
+        "function make them), and make the offsets of jagged ones before the function."
     )

@@ -1,7 +1,7 @@
 """A module's `forward` as a checkpointed region, put in its place and taken away again.
 
-Rule 1. All that is changed is an attribute `forward` of the module. Who took that and put something
-        around it calls a region that steps aside once it is undone.
+Rule 1. All that is changed is an attribute of the module, `forward`, or what has compiled that. Who
+        took it and put something around it calls a region that steps aside once it is undone.
 Rule 2. A second forward finds the buffers that the first one wrote to as the first one found them,
         and leaves them as it found them: running statistics count a batch once, and what was
         computed from a buffer is computed from the same numbers again.
@@ -18,6 +18,7 @@ from torch import nn
 
 from .._checkpoint import checkpoint, run_again
 from .._torch_compat import set_versions
+from .._torch_compat._compiled_modules import called_at
 from ..policies._policies import Policy
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -27,6 +28,9 @@ class Checkpointed:
     """A module's `forward` as a region.
 
     Attributes:
+        module: whose it is.
+        place: the attribute of the module that it belongs in.
+        forward: what is called of the module without it.
         is_undone: whether it only calls that forward.
 
     Args:
@@ -48,10 +52,11 @@ class Checkpointed:
         wrote: tuple[str, ...] = (),
         rewrites: bool = False,
     ) -> None:
-        self.module, self.forward = module, module.forward
+        self.module, self.place = module, called_at(module)
+        self.forward = getattr(module, self.place)
         self.policy, self.engine, self.wrote = policy, engine, wrote
         self.rewrites = rewrites
-        self.was_replaced = "forward" in vars(module)
+        self.was_replaced = self.place in vars(module)
         _in_use.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -63,15 +68,19 @@ class Checkpointed:
             return run_again(self.forward, args, kwargs, around, self.rewrites)
         return checkpoint(self.forward, *args, policy=self.policy, engine=self.engine, **kwargs)
 
+    def put(self) -> None:
+        """Put it in its place."""
+        setattr(self.module, self.place, self)
+
     def undo(self) -> None:
         """Take it away, or have it step aside where something else was put around it (Rule 1)."""
         self.is_undone = True
         _in_use.discard(self)
-        if vars(self.module).get("forward") is self:
+        if vars(self.module).get(self.place) is self:
             if self.was_replaced:
-                self.module.forward = self.forward
+                setattr(self.module, self.place, self.forward)
             else:
-                del self.module.forward
+                delattr(self.module, self.place)
 
     def _around(self) -> Contexts:
         """What the first forward and the second are in (Rule 2); made before the first."""
@@ -103,18 +112,22 @@ def _copy(values: list[torch.Tensor], buffers: list[torch.Tensor]) -> None:
         buffer.copy_(value)
 
 
+def region_of(module: nn.Module) -> Checkpointed | None:
+    """Return the region in the place of a module's forward; None if there is none."""
+    found = (each for each in vars(module).values() if isinstance(each, Checkpointed))
+    return next(found, None)
+
+
 def is_checkpointed(module: nn.Module) -> bool:
     """Whether a region is in the place of its forward, or in what was put around that."""
-    if isinstance(vars(module).get("forward"), Checkpointed):
-        return True
-    return any(region.module is module for region in _in_use)
+    return region_of(module) is not None or any(region.module is module for region in _in_use)
 
 
 def release(module: nn.Module) -> None:
     """Take the region away, if there is one (Rule 1)."""
-    own = vars(module).get("forward")
-    if isinstance(own, Checkpointed):
-        own.undo()
+    region = region_of(module)
+    if region is not None:
+        region.undo()
 
 
 _in_use: weakref.WeakSet[Checkpointed] = weakref.WeakSet()

@@ -7,7 +7,8 @@ Rule 2. There are a few levels, from nothing recomputed to everything. A step is
         regions on each, and others are clocked (`_times.py`); from those the peak and the time of
         any mixture are known, and the one that costs least time is taken (`_intervals.py`).
 Rule 3. What is taken is accepted only after a step with it was measured within the budget.
-Rule 4. All that is changed is an attribute `forward` of each region; `undo` takes it away.
+Rule 4. All that is changed is an attribute of each region, `forward` or what has compiled it;
+        `undo` takes it away.
 Rule 5. The budget is of the peak of a step, or of the bytes that its forward leaves for backward.
         Then levels are added up; nothing else lies between.
 Rule 6. All ranks decide from the same numbers, the largest peak of each step.
@@ -22,13 +23,14 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from .._errors import BudgetError, shown
+from .._torch_compat._compiled_modules import is_compiled, original
 from ..policies._budget_plan import Infeasible
 from ._agree import check_equal
-from ._checkpointed import Checkpointed, is_checkpointed, release
+from ._checkpointed import Checkpointed, is_checkpointed, region_of, release
 from ._intervals import KeptSteps, Measured, Steps, forward_of, kept_bytes, marked
 from ._levels import HOLDING, LEVELS, Region, RegionFit
 from ._measure import Interval, Marks, highest
-from ._repeating import Seen, called_again, repeating
+from ._repeating import Seen, called_again, check_compiled, repeating
 from ._sizes import Budget, budget_bytes, format_size
 from ._step import Loss, Step, check_step
 from ._times import Clock, Spent, are_long, clocked_in_rounds
@@ -130,8 +132,9 @@ def fit_(
         was.
 
     Raises:
-        BudgetError: `model` is not a module or was fitted before, the budget does not parse, `of`
-            is unknown, the output has no gradient, or ranks have other blocks.
+        BudgetError: `model` is not a module, was fitted before or is compiled as a whole, the
+            budget does not parse, `of` is unknown, the output has no gradient, or ranks have other
+            blocks.
 
     Example:
         >>> import torch
@@ -183,11 +186,19 @@ class _Search:
         regions = repeating(model)
         if regions[0][1] is model:
             regions = called_again(model, step.forward) or regions
+        check_compiled(model, regions)
         with Seen(regions) as seen:
             step.run(model)
         modules = dict(regions)
         self._regions = [
-            Region(path, modules[path], tuple(ops), seen.wrote[path], path in seen.rewrites)
+            Region(
+                path,
+                modules[path],
+                tuple(ops),
+                seen.wrote[path],
+                path in seen.rewrites,
+                is_compiled(modules[path]),
+            )
             for path, ops in seen.operators.items()
         ]
         check_equal(repr(list(seen.operators)), what="block", where="fit_")
@@ -237,7 +248,7 @@ class _Search:
         self, intervals: list[list[Interval]], times: Sequence[Sequence[Spent]]
     ) -> tuple[Steps, int]:
         """What mixtures are put together from, and the bytes that there are before a step."""
-        kinds = [type(region.module) for region in self._regions]
+        kinds = [type(original(region.module)) for region in self._regions]
         if self._of == "kept":
             forwards = list(map(Measured, map(forward_of, intervals), times))
             return KeptSteps(kinds, forwards, HOLDING), 0
@@ -267,8 +278,7 @@ class _Search:
         self, choice: tuple[int, ...], taken: _Taken, predicted: int, plain: _Taken, allowed: int
     ) -> InPlaceFit:
         done = self.put(choice)
-        forwards = (vars(region.module).get("forward") for region in self._regions)
-        put = tuple(each for each in forwards if isinstance(each, Checkpointed))
+        put = tuple(filter(None, (region_of(region.module) for region in self._regions)))
         rounds = tuple(self._rounds)
         return InPlaceFit(self._of, *taken, *plain, predicted, allowed, done, rounds, put)
 
@@ -312,13 +322,13 @@ class _Search:
         for region, level in zip(self._regions, choice, strict=True):
             does = region.at(level)
             release(region.module)
-            if level:
-                region.module.forward = Checkpointed(
+            if does.level != LEVELS[0]:
+                Checkpointed(
                     region.module,
                     policy=does.policy,
                     engine=does.engine,
                     wrote=region.wrote or (),
                     rewrites=region.rewrites,
-                )
+                ).put()
             done.append(does)
         return tuple(done)

@@ -15,7 +15,7 @@ Rule 3. Only what is freed in the tail does: others than autograd hold it until 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from .._tensors import tensors_in
+from .._torch_compat._compiled_modules import around_calls
 from ._measure import Interval, Marks
 from ._offloaded import Offloaded
 from ._step import BACKWARD
@@ -43,7 +44,7 @@ def marked(regions: Sequence[nn.Module], marks: Marks | Clock) -> Iterator[None]
     def begin(number: int, *_: Any) -> None:
         marks.mark((number, calls[number], False))
 
-    def end(number: int, _: nn.Module, __: Any, out: Any) -> None:
+    def end(number: int, out: Any) -> None:
         call, calls[number] = calls[number], calls[number] + 1
         marks.mark((number, call, None))
         seen: list[None] = []
@@ -57,15 +58,11 @@ def marked(regions: Sequence[nn.Module], marks: Marks | Clock) -> Iterator[None]
             if tensor.requires_grad:
                 tensor.register_hook(gradient)
 
-    handles: list[Any] = []
-    try:
+    with ExitStack() as stack:
         for number, module in enumerate(regions):
-            handles.append(module.register_forward_pre_hook(partial(begin, number)))
-            handles.append(module.register_forward_hook(partial(end, number)))
+            around = around_calls(module, partial(begin, number), partial(end, number))
+            stack.enter_context(around)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def forward_of(intervals: Sequence[Interval]) -> list[Interval]:

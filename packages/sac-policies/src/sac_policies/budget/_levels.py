@@ -54,11 +54,16 @@ class Region:
     """Names of buffers that it writes to; None where it replaces them, and cannot run again."""
     rewrites: bool
     """Whether it writes to tensors that it is given."""
+    is_compiled: bool = False
+    """Whether what it keeps is a compiler's choice: it can only run again, or not."""
 
     def at(self, level: int) -> RegionFit:
         """What it does on a level."""
-        if level == 0:
+        is_refused = self.is_compiled and (level < 3 or self.rewrites or self.wrote is None)
+        if level == 0 or is_refused:
             return RegionFit(self.path, LEVELS[0], None, "auto")
+        if self.is_compiled:
+            return RegionFit(self.path, LEVELS[3], None, "auto")
         if level == 4 and self.operators and self.wrote == ():
             return RegionFit(self.path, LEVELS[4], offload(*self.operators), "contexts")
         if level in (1, 4) and self.operators:

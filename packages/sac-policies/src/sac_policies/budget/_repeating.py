@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from .._errors import BudgetError
 from .._tensors import tensors_in
 from .._torch_compat import lies_in_storage
+from .._torch_compat._compiled_modules import around_calls, is_compiled, original
 from .._watching_mode import WatchingMode
 from ..policies._builders import save_ops
 from ..policies._catalogue import ATTENTION, CONVOLUTIONS, MATMULS
@@ -34,8 +37,9 @@ def repeating(model: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
         ['1', '2']
     """
     found = tuple(_below("", model, _CONTAINERS)) or tuple(_below("", model, nn.Module))
-    kinds = {type(module) for _, module in found}
-    return tuple(_outermost("", model, lambda module: type(module) in kinds)) or (("", model),)
+    kinds = {type(original(module)) for _, module in found}
+    is_one = lambda module: type(original(module)) in kinds  # noqa: E731
+    return tuple(_outermost("", model, is_one)) or (("", model),)
 
 
 def called_again(model: nn.Module, run: Callable[[], object]) -> tuple[tuple[str, nn.Module], ...]:
@@ -45,18 +49,38 @@ def called_again(model: nn.Module, run: Callable[[], object]) -> tuple[tuple[str
     """
     calls: Counter[nn.Module] = Counter()
 
-    def count(module: nn.Module, _: Any) -> None:
+    def count(module: nn.Module, *_: Any) -> None:
         calls[module] += 1
 
-    handles = [
-        module.register_forward_pre_hook(count) for module in model.modules() if _is_block(module)
-    ]
-    try:
+    with ExitStack() as stack:
+        for module in filter(_is_block, model.modules()):
+            stack.enter_context(around_calls(module, partial(count, module), _nothing))
         run()
-    finally:
-        for handle in handles:
-            handle.remove()
     return tuple(_outermost("", model, lambda module: calls[module] > 1))
+
+
+def check_compiled(model: nn.Module, regions: Sequence[tuple[str, nn.Module]]) -> None:
+    """Refuse regions within what is compiled as a whole: Python does not call them there.
+
+    Raises:
+        BudgetError: with what is compiled, and what to do.
+    """
+    for path, _ in regions:
+        names = path.split(".") if path else []
+        for count in range(len(names)):
+            above = ".".join(names[:count])
+            module = model.get_submodule(above)
+            if is_compiled(module):
+                what = f"module {above!r}" if above else "the model"
+                raise BudgetError(
+                    f"sac_policies.fit_: {what} ({type(original(module)).__name__}) is compiled "
+                    "as a whole, but blocks are checkpointed one by one, where Python calls them. "
+                    "Compile it after fit_, or compile each of its blocks instead: block.compile()."
+                )
+
+
+def _nothing(*_: Any) -> None:
+    pass
 
 
 def _outermost(
@@ -73,17 +97,20 @@ def _outermost(
 def _below(path: str, module: nn.Module, parents: Any) -> Iterator[tuple[str, nn.Module]]:
     children = list(module.named_children())
     counts = Counter(
-        type(child) for _, child in children if isinstance(module, parents) and _is_block(child)
+        type(original(child))
+        for _, child in children
+        if isinstance(module, parents) and _is_block(child)
     )
     for name, child in children:
         below = f"{path}.{name}" if path else name
-        if counts[type(child)] > 1:
+        if counts[type(original(child))] > 1:
             yield below, child
         else:
             yield from _below(below, child, parents)
 
 
 def _is_block(module: nn.Module) -> bool:
+    module = original(module)
     has_children = next(module.children(), None) is not None
     return has_children and not isinstance(module, _CONTAINERS)
 
@@ -108,29 +135,27 @@ class Seen(WatchingMode):
         self._regions = regions
 
     def __enter__(self) -> Seen:
-        self._handles = []
+        self._around = ExitStack()
         self._before = {path: _buffers(module) for path, module in self._regions}
         for path, module in self._regions:
             begin, end = partial(self._begin, path), partial(self._end, path)
-            self._handles.append(module.register_forward_pre_hook(begin, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(end, always_call=True))
+            self._around.enter_context(around_calls(module, begin, end))
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        for handle in self._handles:
-            handle.remove()
+        self._around.close()
         for path, module in self._regions:
             self.wrote[path] = _changed(self._before[path], _buffers(module))
 
-    def _begin(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+    def _begin(self, path: str, args: Any, kwargs: Any) -> None:
         self.operators.setdefault(path, {})
         self._inside.append(path)
         given = (each for each in tensors_in((args, kwargs)) if not each.is_inference())
         self._given.append([(each, each._version) for each in given])
 
-    def _end(self, path: str, *_: Any) -> None:
+    def _end(self, path: str, _: Any) -> None:
         self._inside.pop()
         if any(each._version != version for each, version in self._given.pop()):
             self.rewrites.add(path)
