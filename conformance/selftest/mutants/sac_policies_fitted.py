@@ -50,7 +50,7 @@ def fitted_to_a_larger_budget(part):
     return overlay(part, fit_=fit_)
 
 
-@mutant(area=AREA, kills={"SP-171"})
+@mutant(area=AREA, kills={"SP-171", "SP-218"})
 def undo_forgets_a_block(part):
     """Leaves the first block that it changed as it is."""
 
@@ -110,7 +110,7 @@ def another_batch_is_refused(part):
     return overlay(part, fit_=fit_)
 
 
-@mutant(area=AREA, kills={"SP-172", "SP-173", "SP-182", "SP-217"})
+@mutant(area=AREA, kills={"SP-172", "SP-173", "SP-182", "SP-217", "SP-218"})
 def a_gradient_is_rounded(part):
     """Gives the head's weight a gradient that differs in its last bits."""
 
@@ -156,7 +156,7 @@ def a_block_is_wrapped(part):
     return _after(part, change)
 
 
-@mutant(area=AREA, kills={"SP-170", "SP-171", "SP-182", "SP-216"})
+@mutant(area=AREA, kills={"SP-170", "SP-171", "SP-182", "SP-216", "SP-218"})
 def a_copy_is_changed(part):
     """Fits a copy of the model, which nobody trains."""
 
@@ -290,6 +290,45 @@ def undo_looks_for_what_it_put_there(part):
         def undo():
             if all(vars(each).get("forward") is own for each, own in put.items()):
                 found.undo()
+
+        return _Found(found, undo)
+
+    return _after(part, change)
+
+
+def _compiled(model):
+    return [each for each in model.modules() if each._compiled_call_impl is not None]
+
+
+@mutant(area=AREA, kills={"SP-218"})
+def compiled_blocks_run_without_their_code(part):
+    """Fits what blocks were before they were compiled, until undo."""
+
+    def fit_(model, batch, budget, **kwargs):
+        compiled = [(each, each._compiled_call_impl) for each in _compiled(model)]
+        for each, _ in compiled:
+            each._compiled_call_impl = None
+        found = part.fit_(model, batch, budget, **kwargs)
+
+        def undo():
+            found.undo()
+            for each, call in compiled:
+                each._compiled_call_impl = call
+
+        return _Found(found, undo) if found and compiled else found
+
+    return overlay(part, fit_=fit_)
+
+
+@mutant(area=AREA, kills={"SP-218"})
+def undo_leaves_blocks_uncompiled(part):
+    """Takes what blocks were compiled to away with the regions."""
+
+    def change(model, found):
+        def undo():
+            found.undo()
+            for each in _compiled(model):
+                each._compiled_call_impl = None
 
         return _Found(found, undo)
 
