@@ -91,6 +91,32 @@ class _Shared(nn.Module):
         return x
 
 
+class _ByName(_Shared):
+    """One that calls what a block does by its name, past hooks, as SqueezeBERT does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = self.block.forward(x)
+        return x
+
+
+def test_blocks_are_found_where_their_forward_is_called_by_its_name() -> None:
+    """And keep less, with the same gradients."""
+    model, batch = nn.Sequential(_ByName()), ROWS[:256].repeat(1, 3)
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        torch.manual_seed(0)
+        return torch.autograd.grad(model(batch).square().sum(), list(model.parameters()))
+
+    expected = gradients()
+    for budget, of in (("80%", "peak"), ("70%", "kept")):
+        found = fit_(model, batch, budget, of=of)
+        assert isinstance(found, InPlaceFit)
+        assert [region.path for region in found.regions] == ["0.block"]
+        assert all(map(torch.equal, gradients(), expected))
+        found.undo()
+
+
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "stack": lambda: (stack(), BATCH),
     "deep": lambda: (stack(12), BATCH),

@@ -18,7 +18,7 @@ from torch import nn
 
 from .._checkpoint import checkpoint, run_again
 from .._torch_compat import set_versions
-from .._torch_compat._compiled_modules import called_at
+from .._torch_compat._module_calls import called_at
 from ..policies._policies import Policy
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]

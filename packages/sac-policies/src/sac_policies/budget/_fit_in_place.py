@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from .._errors import BudgetError, shown
-from .._torch_compat._compiled_modules import is_compiled, original
+from .._torch_compat._module_calls import is_compiled, original
 from ..policies._budget_plan import Infeasible
 from ._agree import check_equal
 from ._checkpointed import Checkpointed, is_checkpointed, region_of, release

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from .._tensors import tensors_in
-from .._torch_compat._compiled_modules import around_calls
+from .._torch_compat._module_calls import around_calls
 from ._measure import Interval, Marks
 from ._offloaded import Offloaded
 from ._step import BACKWARD

@@ -14,7 +14,7 @@ from torch import nn
 from .._errors import BudgetError
 from .._tensors import tensors_in
 from .._torch_compat import lies_in_storage
-from .._torch_compat._compiled_modules import around_calls, is_compiled, original
+from .._torch_compat._module_calls import around_calls, is_compiled, original
 from .._watching_mode import WatchingMode
 from ..policies._builders import save_ops
 from ..policies._catalogue import ATTENTION, CONVOLUTIONS, MATMULS

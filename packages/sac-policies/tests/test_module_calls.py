@@ -1,4 +1,4 @@
-"""Modules that torch.compile has compiled: what of them is called, and who looks on."""
+"""Where Python calls a module, compiled or not, and who looks on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from sac_policies._torch_compat._compiled_modules import (
+from sac_policies._torch_compat._module_calls import (
     around_calls,
     called_at,
     is_compiled,
@@ -51,11 +51,12 @@ def test_calls_are_seen_from_outside(make: Any) -> None:
     torch.compiler.reset()
     module, seen = make(), []
     before = dict(vars(module))
-    with around_calls(
+    watched = around_calls(
         module,
         lambda args, kwargs: seen.append((len(args), list(kwargs), torch.compiler.is_compiling())),
         lambda out: seen.append((tuple(out.shape), torch.compiler.is_compiling())),
-    ):
+    )
+    with watched:
         module(X)
         module(input=X)
     module(X)
@@ -77,3 +78,22 @@ def test_a_call_that_raises_has_an_end(make: Any) -> None:
     assert ended == [None]
     assert module(X).shape == X.shape
     assert ended == [None]
+
+
+def test_forward_called_by_its_name_is_a_call() -> None:
+    """Hooks would not see it."""
+    module, seen = plain(), []
+    with around_calls(module, lambda *_: seen.append("begin"), lambda _: seen.append("end")):
+        module.forward(X)
+    assert seen == ["begin", "end"]
+    assert "forward" not in vars(module)
+
+
+def test_a_forward_that_was_put_there_comes_back() -> None:
+    """As it was."""
+    module = plain()
+    put = module.forward
+    module.forward = put  # type: ignore[method-assign]
+    with around_calls(module, lambda *_: None, lambda _: None):
+        assert module.forward is not put
+    assert vars(module)["forward"] is put

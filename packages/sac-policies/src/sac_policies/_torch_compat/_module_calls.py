@@ -1,4 +1,4 @@
-"""Modules that torch.compile has compiled: what of them Python calls, and what they were."""
+"""What runs where Python calls a module: its forward, or what torch.compile has made of it."""
 
 from __future__ import annotations
 
@@ -54,22 +54,15 @@ def around_calls(
 ) -> Iterator[None]:
     """Have functions run at each call of a module, outside of what is compiled.
 
+    Hooks would be a part of compiled code, and are passed by where `forward` is called by its name.
+
     Args:
-        module: whose calls. Its own hooks are part of its compiled code.
+        module: whose calls.
         begin: is given the arguments before a call, by position and by name.
         end: is given what came out of it, None where it raised.
     """
     place = called_at(module)
-    if place == "forward":
-        before = module.register_forward_pre_hook(lambda _, *given: begin(*given), with_kwargs=True)
-        after = module.register_forward_hook(lambda *call: end(call[-1]), always_call=True)
-        try:
-            yield
-        finally:
-            before.remove()
-            after.remove()
-        return
-    inner = getattr(module, place)
+    inner, was_there = getattr(module, place), place in vars(module)
 
     def outer(*args: Any, **kwargs: Any) -> Any:
         begin(args, kwargs)
@@ -84,4 +77,7 @@ def around_calls(
     try:
         yield
     finally:
-        setattr(module, place, inner)
+        if was_there:
+            setattr(module, place, inner)
+        else:
+            delattr(module, place)
