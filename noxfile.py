@@ -49,6 +49,7 @@ OTHER_TORCH = {"2.9.0": "2.9", "2.11.0": "2.11", "newest": "2.15"}
 TEST_TOOLS = [
     "pytest>=8",
     "pytest-timeout",
+    "expecttest",
     "hypothesis",
     "sybil",
     "jsonschema",

@@ -154,9 +154,9 @@ def blocks_table(result: dict[str, Any]) -> list[str]:
 
 
 def ahead(kind: dict[str, Any], way: str) -> list[tuple[str, float, float]]:
-    """By budget: the time of a way, and the best of torch's eager ways with no more bytes."""
+    """By budget: the time of a way, and the best of torch's ways with no more bytes."""
     own = [row for row in kind["rows"] if row["way"] == way]
-    others = [row for row in kind["rows"] if KINDS.get(row["way"]) in ("every", "selective")]
+    others = [row for row in kind["rows"] if row["way"].startswith("torch, ")]
     found = []
     for row in own:
         fit = [middle(other["time"]) for other in others if other["bytes"] <= row["bytes"]]

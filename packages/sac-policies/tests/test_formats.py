@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from sac_policies import MutationError, checkpoint, recompute_all
 from sac_policies.engines.recipe._formats import is_row_major
 
 from ._recipe import leaf
@@ -85,3 +86,37 @@ def test_channels_last_copy_is_not_row_major() -> None:
     images = leaf(2, 3, 4, 5)
     assert not _is_row_major(images.clone(memory_format=torch.channels_last), lambda c: c)
     assert _is_row_major(images.clone(), lambda c: c)
+
+
+IMAGES, POLICY = (2, 3, 4, 5), recompute_all()
+USES: dict[str, View] = {
+    "all of it": lambda c: c,
+    "swapped": lambda c: c.transpose(0, 1),
+    "what is made of it": lambda c: c.exp(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("check", ["default", "none"])
+@pytest.mark.parametrize("given", ["rows first", "channels last"])
+def test_a_cast_to_another_format_in_a_later_forward(use: str, check: str, given: str) -> None:
+    """Of which the first, which is watched, shows nothing: gradients are plain's, or an error."""
+    formats = {"rows first": torch.contiguous_format, "channels last": torch.channels_last}
+    wanted = [torch.preserve_format, *formats.values()]
+    x = leaf(*IMAGES).detach().contiguous(memory_format=formats[given]).requires_grad_()
+    chosen = [torch.preserve_format]
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        cast = (x * 1.0).to(torch.float64, memory_format=chosen[0])
+        return USES[use](cast).sin().sum()
+
+    for chosen[0] in (*wanted, *wanted):
+        (plain,) = torch.autograd.grad(function(x), x)
+        out = checkpoint(function, x, policy=POLICY, engine="recipe", determinism_check=check)
+        try:
+            (found,) = torch.autograd.grad(out, x)
+        except MutationError:
+            assert use == "swapped"
+            assert check == "default"
+        else:
+            assert torch.equal(found, plain)

@@ -121,3 +121,13 @@ def test_weight_written_past_its_version_is_no_guess(guess: EpsGuess) -> None:
     weight.data.mul_(2)
     with pytest.raises(MutationError, match="gives other values"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("eps", [1e-5, 0.5, 0.037, 0.0301987])
+def test_bias_without_a_weight(guess: EpsGuess, eps: float) -> None:
+    """With an eps of few digits it has the output's bits, compared or not; else nearly."""
+    made = F.layer_norm(leaf(ROWS, WIDTH), (WIDTH,), None, leaf(WIDTH), eps)
+    with torch.no_grad():
+        found = from_statistics(made.grad_fn)
+    torch.testing.assert_close(found, made)
+    assert torch.equal(found, made) or eps == 0.0301987

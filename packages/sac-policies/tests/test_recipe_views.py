@@ -47,6 +47,8 @@ TAKEN: dict[str, tuple[View, View]] = {
     "slice": (_whole, lambda x: x[:, 1:-1]),
     "slice in steps": (_whole, lambda x: x[:, :, 1::2]),
     "slice to the end": (_whole, lambda x: x[-2:]),
+    "slice without an end": (_whole, lambda x: aten.slice(x, 1, 1)),
+    "slice without bounds": (_whole, lambda x: aten.slice(x, -1, None, None, 2)),
     "split": (_whole, lambda x: x.split(2, -1)[2]),
     "split with sizes": (_whole, lambda x: x.split_with_sizes([1, 3], 1)[1]),
     "squeeze": (lambda x: x[:1, :, :1], lambda x: x.squeeze()),

@@ -24,7 +24,7 @@ import torch
 
 from ..._tensors import tensors_in
 from ..._torch_compat import is_fake, node_number
-from ._formats import is_row_major
+from ._formats import CLONE, TO_COPY, may_lie_otherwise
 from ._own_rules import gets_a_rule, known_rule
 from ._rebuilt import leaves_of
 from ._replay import LEAF_NODE, Node, Rule, is_unhooked, output_facts
@@ -38,7 +38,6 @@ from ._writes import Habit
 MOST_EDGES = 32
 """A replay follows at most so many, one after the other; the value at the end is kept."""
 
-CLONE, _TO_COPY = "CloneBackward0", "ToCopyBackward0"
 _RESHAPED = "UnsafeViewBackward0"
 
 
@@ -87,7 +86,10 @@ class Follower:
             return Why.FORMAT
         self._size_bytes = tensor.untyped_storage().nbytes()
         self._fake = is_fake(tensor)
-        if entry.rule.node == CLONE and not is_row_major(tensor, node):
+        rule = entry.rule.node
+        if rule == TO_COPY and self.edges.copies and tensor.grad_fn is not node:
+            return Why.FORMAT
+        if may_lie_otherwise(rule, tensor, node, self._compares):
             return Why.FORMAT
         distance = self.distance(node, number, entry)
         return distance if isinstance(distance, Why) else None
@@ -187,7 +189,7 @@ class Follower:
             return self._operand(node, output, left)
         if type(entry) is Why or output != 0:
             return entry if type(entry) is Why else Why.OTHER_OUTPUT
-        if edges.copies and (name == _TO_COPY or (name == CLONE and not reshaped)):
+        if edges.copies and (name == TO_COPY or (name == CLONE and not reshaped)):
             return Why.FORMAT
         return self.distance(node, number, entry, left)
 

@@ -7,6 +7,21 @@ import torch
 from ._replay import Node, output_facts
 from ._views import ROW_MAJOR, TAKES
 
+CLONE, TO_COPY = "CloneBackward0", "ToCopyBackward0"
+"""Copies: a call may ask for a format that their nodes do not tell."""
+
+
+def may_lie_otherwise(rule: str, tensor: torch.Tensor, base: Node, compares: bool) -> bool:
+    """Whether a replay of a copy may lie in another way than what was saved of it.
+
+    A cast's replay lies as its operand does, and is laid as the cast did where all of that was
+    saved; of views row-major ones are known. Where all is compared, that tells of the others.
+    """
+    if rule == TO_COPY:
+        is_view = tensor.grad_fn is not base
+        return is_view and not compares and not is_row_major(tensor, base)
+    return rule == CLONE and not is_row_major(tensor, base)
+
 
 def is_row_major(tensor: torch.Tensor, base: Node) -> bool:
     """Whether a saved view lies as it does over a row-major output of `base` (Rule 3)."""

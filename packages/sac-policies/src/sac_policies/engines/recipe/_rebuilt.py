@@ -57,6 +57,9 @@ def rebuilt(node: Node, cell: SharedValue, unseen: Unseen) -> torch.Tensor:
                 else [_taken(node, each, unseen) for each in taken]
             )
             value = rule.through(node, *operands)
+            if cell.stride is not None and value.stride() != cell.stride:
+                # A copy among what it is made of chose a format that its node does not tell.
+                value = value.new_empty_strided(value.size(), cell.stride).copy_(value)
         elif rule.leaf is None:
             assert rule.rebuild is not None
             value = rule.rebuild(node)

@@ -30,10 +30,11 @@ from ...policies._policies import Policy
 from .._engine_disabled import own_work
 from .._error_context import error_context
 from .._guards import small_copy
+from ._formats import TO_COPY, row_major_strides
 from ._own_rules import rule_of, rules_behind
 from ._proof import Proof, agree
 from ._rebuilt import rebuilt
-from ._replay import Node, Rule
+from ._replay import Node, Rule, output_facts
 from ._replay_entries import ReplayEntry
 from ._shared_values import SharedValue, Unpacked, replays
 from ._sources import living
@@ -167,7 +168,7 @@ class Recipe:
         node: the producer; None where it is the one that saves the tensor (Rule 4).
         proof: what the bits were when it was saved.
         geometry: (size, stride, offset) of the tensor.
-        is_part: whether the tensor is a view of the node's output.
+        is_part: whether the tensor may be a view of what a replay gives.
         storage_bytes: size of the storage that the view lies in; None where the proof tells.
         sources: what is kept for the replay.
     """
@@ -183,6 +184,10 @@ class Recipe:
         self.geometry = (tensor.size(), tensor.stride(), tensor.storage_offset())
         self.is_part = is_part = is_view or cell.through
         self.sources = living(cell) if cell.sources else ()
+        if cell.through and not is_view:
+            cell.stride = self.geometry[1]
+        elif is_view and proof is None and self.entry.rule.node == TO_COPY:
+            cell.stride = row_major_strides(output_facts(self.node).shape)  # `may_lie_otherwise`
         if is_part:
             is_told = proof is not None and type(proof[0]) is int
             self.storage_bytes = None if is_told else tensor.untyped_storage().nbytes()

@@ -54,6 +54,8 @@ class SharedValue:
         held: which of the operands a replay reads from such a source, by position: how many views
             lie between, and the source; None where it reads none at edges.
         operands: what a replay reads, where a forward took it all from steps (`regions`).
+        stride: how the value lay in memory, where a replay through edges may not give that; None
+            where only views of it were saved.
         version: how often the value was written to when its operator returned it.
         written: its storage, where the region wrote to it uncounted after a recipe was made.
     """
@@ -72,6 +74,7 @@ class SharedValue:
         "readers",
         "registered",
         "sources",
+        "stride",
         "through",
         "value",
         "version",
@@ -93,6 +96,7 @@ class SharedValue:
         self.sources: tuple[weakref.ref[Source], ...] = ()
         self.held: dict[int, tuple[int, weakref.ref[Source]]] | None = None
         self.operands: tuple[Any, ...] | None = None
+        self.stride: tuple[int, ...] | None = None
         self.version = 0
         self.written: torch.Tensor | None = None
 

@@ -23,6 +23,11 @@ def signed(word: int) -> int:
     return word - 2**64 if word >= 2**63 else word
 
 
+def optional(word: int | None) -> int | None:
+    """Do the same; None stays, for what C++ has left out."""
+    return None if word is None else signed(word)
+
+
 def signed_all(words: tuple[int, ...] | None) -> list[int]:
     """Do the same for each of several."""
     return [] if words is None else [signed(each) for each in words]
@@ -37,7 +42,8 @@ def _expanded(node: Node, value: torch.Tensor, output: int) -> torch.Tensor:
 
 
 def _sliced(node: Node, value: torch.Tensor, output: int) -> torch.Tensor:
-    start, end = signed(node._saved_start), min(signed(node._saved_end), _MOST)
+    start, end = optional(node._saved_start), optional(node._saved_end)
+    end = None if end is None else min(end, _MOST)
     return torch.ops.aten.slice(value, signed(node._saved_dim), start, end, node._saved_step)
 
 

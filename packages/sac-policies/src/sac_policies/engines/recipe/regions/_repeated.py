@@ -33,8 +33,7 @@ from ...._torch_compat import (
 from ....policies._spans import followers
 from ..._guards import small_copy
 from .._calls import Calls, CallsMode
-from .._edges import CLONE
-from .._formats import is_row_major
+from .._formats import may_lie_otherwise
 from .._proof import may_agree, proof_of, storage_of
 from .._recipes import Outer, Reader, Recipe, Reconsidered, Result, keep
 from .._replay import Node
@@ -203,7 +202,7 @@ class Repeated(Packs):
         cell = self._values.value(value, node)
         if cell is None or not self._values.fills(value, tensor):
             return None
-        if value.entry.rule.node == CLONE and not is_row_major(tensor, node):
+        if may_lie_otherwise(value.entry.rule.node, tensor, node, self._entries.compares):
             return None
         return cell
 

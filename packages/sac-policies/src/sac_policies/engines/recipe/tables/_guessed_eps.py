@@ -7,10 +7,13 @@ the output.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
+from ...._torch_compat import is_fake
 from .._replay import Node
 
 _USUAL = (1e-5, 1e-6, 1e-12, 1e-8, 1e-7, 1e-3)
@@ -25,10 +28,17 @@ def from_statistics(node: Node) -> torch.Tensor:
     mean, rstd = node._saved_result1, node._saved_result2
     x, weight, bias = node._saved_input.contiguous(), node._saved_weight, node._saved_bias
     y = (x - mean).mul_(rstd)
-    if bias is not None:
+    if weight is not None and bias is not None:
         y = torch.addcmul(bias, y, weight)
     elif weight is not None:
         y.mul_(weight)
+    elif bias is not None:
+        # Some kernels round once here, so the operator itself is called if its eps is usual.
+        shape = node._saved_normalized_shape
+        eps = _eps_of(x, shape, rstd, (*_USUAL, *_near(x, shape, rstd)))
+        if eps is not None:
+            return torch.layer_norm(x, shape, None, bias, eps)
+        y = y + bias
     return y if y.dtype is x.dtype else y.to(x.dtype)
 
 
@@ -46,7 +56,7 @@ class EpsGuess:
             return None
         x = node._saved_input
         if eps == 0.0:
-            eps = self._eps[shape] = _eps_of(x, shape, node._saved_result2)
+            eps = self._eps[shape] = _eps_of(x, shape, node._saved_result2, _USUAL)
             if eps is None:
                 return None
         return torch.layer_norm(x, shape, node._saved_weight, node._saved_bias, eps)
@@ -56,9 +66,22 @@ class EpsGuess:
         self._eps[node._saved_normalized_shape] = None
 
 
-def _eps_of(x: torch.Tensor, shape: Any, rstd: torch.Tensor) -> float | None:
+def _eps_of(
+    x: torch.Tensor, shape: Any, rstd: torch.Tensor, candidates: Iterable[float]
+) -> float | None:
     """Find the eps that gives this deviation."""
-    for eps in _USUAL:
+    for eps in candidates:
         if torch.equal(torch.native_layer_norm(x, shape, None, None, eps)[2], rstd):
             return eps
     return None
+
+
+def _near(x: torch.Tensor, shape: Any, rstd: torch.Tensor) -> Iterator[float]:
+    """Numbers of one to three digits near what the variance lacks of the deviation's square."""
+    if not x.numel() or is_fake(x):
+        return
+    over = tuple(range(-len(shape), 0))
+    variance = x.double().var(over, correction=0, keepdim=True)
+    found = (rstd.double() ** -2 - variance).median().item()
+    if math.isfinite(found):
+        yield from (float(f"{found:.{digits}e}") for digits in range(3))

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from .._replay import Node, Rule
-from .._views import signed, signed_all
+from .._views import optional, signed, signed_all
 from ._attention_table import ATTENTION_RULES
 from ._dropout_table import DROPOUT_RULES
 from ._edge_table import EDGE_RULES, THROUGH
@@ -271,11 +271,12 @@ _RULES = (
             signed_all(n._saved_padding),
             n._saved_ceil_mode,
             n._saved_count_include_pad,
-            n._saved_divisor_override,
+            optional(n._saved_divisor_override),
         ),
         (
             lambda make: F.avg_pool2d(make(*IMAGES), 2),
             lambda make: F.avg_pool2d(make(*IMAGES), 3, 2, 1, True, False),
+            lambda make: F.avg_pool2d(make(*IMAGES), 2, divisor_override=-3),
         ),
     ),
     # Rows of a table.
