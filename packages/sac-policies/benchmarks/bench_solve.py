@@ -6,8 +6,7 @@ the worst of the seeds, in percent; time is the best of the seeds, in ms of thre
 
 Where values may be offloaded, too, copies overlap with other work, in one region or in 32 in a row,
 for budgets down to 2%, and also where all values are of one size; torch has no solver for that. Of
-2000 values the gap must be below 0.5%. At 2% of lognormal sizes, 32 in a row, that is a target, and
-how many of the seeds reach it is told.
+2000 values the gap must be below 0.5%.
 
     python bench_solve.py --check
 """
@@ -32,8 +31,6 @@ HOST_BANDWIDTH = "25 GB"
 """A second, each way."""
 OFFLOADING = [(share, regions) for share in (0.4, 0.1, 0.05, 0.02) for regions in (1, 32)]
 """Budgets, and regions in a row."""
-TARGET = {"sizes": "lognormal", "budget": 0.02, "regions": 32}
-"""The row whose gap is not held."""
 GAP = 0.005
 LIMIT_MS = {(500, 2): 50.0, (2000, 2): 250.0, (500, 3): 250.0, (2000, 3): 250.0}
 """By items and choices; of fewer, 50."""
@@ -110,8 +107,7 @@ def measure_offloading(
         found.append((spent, over, plan.gap))
         moved = max(moved, plan.offloaded_bytes / sum(weights))
     row = {"items": n, "choices": 3, "solver": "ours", "sizes": sizes, "budget": share}
-    near = sum(gap < GAP for _, _, gap in found)
-    told = {"offloaded_percent": round(moved * 100, 2), "near": near}
+    told = {"offloaded_percent": round(moved * 100, 2)}
     return row | {"regions": regions} | _worst(found) | told
 
 
@@ -143,7 +139,7 @@ def main() -> None:
 
 def check(row: dict[str, Any]) -> None:
     """Hold our solver to its figures; of few values, one can be a good part of all."""
-    is_held = row["choices"] == 2 or (row["items"] >= 2000 and not row.items() >= TARGET.items())
+    is_held = row["choices"] == 2 or row["items"] >= 2000
     if row["over_budget_percent"] > 0 or (is_held and row["gap_percent"] > GAP * 100):
         raise SystemExit(f"{row}: over budget or off by more than 0.5%")
     if row["ms"] > LIMIT_MS.get((row["items"], row["choices"]), 50.0):

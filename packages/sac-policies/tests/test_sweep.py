@@ -12,6 +12,7 @@ from sac_policies.budget._knapsack import pack
 from sac_policies.budget.offloading import Copies, _sweep, choose
 from sac_policies.budget.offloading._bounds import ONE, Values
 from sac_policies.budget.offloading._copies import Stream
+from sac_policies.budget.offloading._flow import PART, Rest
 from sac_policies.budget.offloading._sweep import sweep
 
 from ._copied import least_cost, random_region, traced
@@ -77,16 +78,26 @@ def test_the_largest_value_is_offloaded_by_an_exact_pass() -> None:
     assert sweep(values, ONE, 0).away == [0]
 
 
-@pytest.mark.parametrize("merge", [False, True])
-def test_states_that_differ_the_least_go_together(*, merge: bool) -> None:
-    """Loosely they are as early as the first and as cheap as the last; exactly the first stays."""
-    queue: _sweep.Queue = (0, 0, ())
-    rows = [(0, 100), (1, 99), (2, 98), (50, 50), (90, 20), (91, 19)]
-    front = [(ends, spent, n, None, queue) for n, (ends, spent) in enumerate(rows)]
-    thinned = [(state[:3]) for state in _sweep._thinned(front, 3, merge=merge)]
-    together = [(0, 98, 2), (50, 50, 3), (90, 19, 5)]
-    kept = [(0, 100, 0), (50, 50, 3), (91, 19, 5)]
-    assert thinned == (together if merge else kept)
+ROWS = [(0, 100), (1, 99), (2, 98), (50, 50), (90, 20), (91, 19)]
+"""When copies have left, and what was spent."""
+
+
+def front_of(rows: list[tuple[int, int]]) -> list[_sweep.State]:
+    """States that offload nothing."""
+    return [(ends, spent, n, None, (0, 0, ())) for n, (ends, spent) in enumerate(rows)]
+
+
+def test_states_that_differ_the_least_go_together() -> None:
+    """They are as early as the first and as cheap as the last."""
+    thinned = [state[:3] for state in _sweep._thinned(front_of(ROWS), 3)]
+    assert thinned == [(0, 98, 2), (50, 50, 3), (90, 19, 5)]
+
+
+def test_half_of_the_states_go_on_that_pay_the_least_and_half_that_differ() -> None:
+    """A nanosecond behind costs 2 up to the fiftieth, so that the third state is the best."""
+    rest = Rest([2 * PART], [50], 9 * PART)
+    go_on = _sweep._likeliest(front_of([*ROWS[:2], (2, 90), *ROWS[3:]]), 4, rest, 0)
+    assert [state[0] for state in go_on] == [0, 2, 50, 90]
 
 
 def test_a_value_that_is_too_large_is_never_kept() -> None:

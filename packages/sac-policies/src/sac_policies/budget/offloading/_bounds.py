@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from .._knapsack import Packing
 from .._trace import Item
-from ._copies import Copies
+from ._copies import SECOND, Copies
 
 Solver = Callable[..., Packing]
 ONE = 1 << 40
@@ -41,6 +41,7 @@ class Values:
         self.items, self.copies = items, copies
         self.all, regions = range(len(items)), copies.regions
         self.sizes = [item.kept_bytes for item in items]
+        self.largest = [max(copies.sizes[op] for op in item.ops) for item in items]  # of a call
         self.capacity = capacity - capacity % (gcd(*self.sizes) or 1)  # Rule 2
         self.repeat = [regions * item.cost for item in items]
         self.copy = [sum(copies.times[op] for op in item.ops) for item in items]
@@ -52,6 +53,13 @@ class Values:
     def waits(self, away: Iterable[int]) -> int:
         """Nanoseconds that regions wait if these are offloaded."""
         return self.copies.waits(sorted(op for n in away for op in self.items[n].ops))
+
+    def behind(self, most: int) -> int:
+        """Nanoseconds that copies take at the most that are together smaller than one value."""
+        copies = self.copies
+        sizes = [copies.sizes[op] for item in self.items for op in item.ops]
+        others = most - gcd(*sizes)
+        return -(-others * SECOND // copies.rate) + others // min(sizes)  # each is rounded up
 
     def fits(self, kept: Iterable[int]) -> bool:
         """Whether these may be kept."""

@@ -2,7 +2,9 @@
 
 Prices make of three choices one pass over the forward (`_sweep`): what a byte kept costs is found
 so that what is kept at that price fills the budget. Loose passes raise the bound; exact ones, which
-know the queue of copies, find what to offload. Given that, what to keep is a knapsack.
+know the queue of copies, find what to offload. Given that, what to keep is a knapsack. Where the
+bound is still far off, it is the least of what flows cost (`_flow`), a flow for each value that may
+be the largest that is offloaded.
 
 Rule 1. Few values are tried in all ways that bounds leave open, and then the plan is optimal.
 Rule 2. Effort is counted in values looked at, never in time: one trace has one plan.
@@ -18,6 +20,7 @@ from .._knapsack import Packing
 from .._trace import Item
 from ._bounds import ONE, Prices, Solver, Values
 from ._copies import Copies
+from ._flow import ByLargest, bound_of, limits_of
 from ._sweep import sweep
 from ._tree import Tree
 
@@ -31,8 +34,10 @@ _PRICES = 8
 """Passes for the bound."""
 _LARGER = 2
 """Passes with a largest value that is not worth it by itself."""
-_WIDE = 24
+_WIDE = 8
 """States that go on in the pass that is made with care."""
+_CLOSE = 0.003
+"""A gap at which the bound is not looked at closer."""
 _LOOKS = 50_000
 """Values that are looked at while decisions are changed one by one."""
 _FEW = 40
@@ -72,6 +77,7 @@ def choose(items: Sequence[Item], copies: Copies, *, capacity: int, solver: Solv
         search.follow()
         search.fill()
         search.change()
+        search.bound_by_largest()
         search.try_all()
     kept, away = (tuple(sorted(each)) for each in (search.kept, search.away))
     return Choice(kept, away, search.values.waits(away), min(search.bound, search.cost))
@@ -153,7 +159,7 @@ class _Search:
         take it to have, so prices are above theirs; with more states, nearer to where what is kept
         fills the budget.
         """
-        price = 2 * self.price
+        price = 7 * self.price // 4
         best: tuple[int, int] | None = None
         for largest in self._largest():
             before, found = self.cost, sweep(self.values, price, largest)
@@ -167,8 +173,9 @@ class _Search:
     def _largest(self) -> Iterator[int]:
         """Which values may be the largest that is offloaded, while plans can be better.
 
-        The largest that is worth it, or one half as large. Or a larger one that takes a little
-        longer to copy than to repeat, so that others may fall behind by more.
+        The largest that is worth it. Then one half as large, and larger ones that take a little
+        longer to copy than to repeat, so that others may fall behind by more: those first with
+        which a flow costs the least, and none with which it costs as much as the best plan.
         """
         values = self.values
         single = [n for n in values.all if len(values.items[n].ops) == 1]
@@ -177,15 +184,32 @@ class _Search:
         most = values.sizes[worth[0]] if worth else 0
         halves = [n for n in worth if values.sizes[n] <= most // 2]
         larger = [n for n in single if lost[n] >= 0 and values.sizes[n] > most > 0]
-        for n in worth[:1] + halves[:1] + sorted(larger, key=lost.__getitem__)[:_LARGER]:
-            if self.gap > _SMALL and 2 * lost[n] < self.cost - self.bound:
-                yield n
+        if self.gap > _SMALL:
+            yield from worth[:1]
+        if self.gap > _SMALL:
+            larger = sorted(larger, key=lost.__getitem__)[:_LARGER]
+            larger = [n for n in larger if 2 * lost[n] < self.cost - self.bound]
+            least = {n: self._least(n, {n, *worth}) for n in halves[:1] + larger}
+            for n in sorted(least, key=least.__getitem__):
+                if self.gap > _SMALL and least[n] < self.cost:
+                    yield n
+
+    def _least(self, largest: int, away: set[int]) -> int:
+        """What a flow costs that offloads these, and one that is the largest."""
+        values = self.values
+        limits = limits_of(values, values.largest[largest], away, largest)
+        return bound_of(values, 3 * self.price // 2, limits, largest)
 
     def bound_bytes(self) -> None:
         """Fill bytes as well as can be, which is a bound, too, where hardly anybody waits."""
         if self.gap > _NEAR and (self.gap <= _FILLED or not self.away):
             self.fill()
             self.bound = max(self.bound, self.values.bound_of_kept(self._solver))
+
+    def bound_by_largest(self) -> None:
+        """Raise the bound by telling apart which value is the largest that is offloaded."""
+        if self.gap > _CLOSE:
+            self.bound = max(self.bound, ByLargest(self.values, self.price, self.cost).bound())
 
     def fill(self) -> None:
         """Fill the bytes of the best plan better."""
@@ -209,6 +233,8 @@ class _Search:
         """Take a plan if it costs less than the best so far."""
         values = self.values
         cost = sum(values.repeat[n] for n in values.all if n not in kept and n not in away)
+        if cost + sum(values.copy[n] for n in away) >= self.cost:
+            return  # waits are no less than that
         cost += values.waits(away)
         if cost < self.cost:
             self.kept, self.away, self.cost = kept, away, cost

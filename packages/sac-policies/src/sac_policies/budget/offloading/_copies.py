@@ -27,7 +27,7 @@ from itertools import accumulate
 
 from .._trace import TracedOp
 
-_SECOND = 10**9
+SECOND = 10**9
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Copies:
             16
         """
         sizes = tuple(op.out_bytes for op in ops)
-        times = tuple(-(-size * _SECOND // rate) for size in sizes)
+        times = tuple(-(-size * SECOND // rate) for size in sizes)
         made = tuple(accumulate(op.cost if op.out_bytes else 0 for op in ops))
         return cls(sizes, times, made, made[-1] if made else 0, rate, regions)
 

@@ -13,27 +13,30 @@ Rule 2. `loosely`, all that is known of copies is when the last one leaves. What
         state offload the first call of each of its items, waiting only where that bound asks for
         it. By induction over the forward it has waited no longer than the plan, and its copies
         leave no later. So the least that a state pays is below what any plan pays.
-Rule 3. Where there are too many states, neighbours that differ the least go together. Loosely they
-        become one that is as cheap as the last and as early as the first, which keeps Rule 2;
-        exactly, only the first stays, and the very last.
+Rule 3. Where there are too many states, loosely, neighbours that differ the least become one that
+        is as cheap as the last and as early as the first, which keeps Rule 2.
 Rule 4. `exactly`, a state has the queue of its copies, and finds plans. It is told which is the
-        largest value that is offloaded, and offloads that one.
+        largest value that is offloaded, and offloads that one. Of too many states half go on for
+        what they pay in all, with what is still to pay if copies are a flow (`_flow`), and half for
+        differing the most from their neighbours, as a flow does not know when copies fit.
 
 Where all values are of one size, what both say of copies is the same: one at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from math import gcd
 from typing import NamedTuple
 
 from ._bounds import ONE, Values
+from ._copies import SECOND
+from ._flow import PART, Rest, flow, usual_limits
 
-_SECOND = 10**9
 _WIDTH = 8
-"""States that go on."""
+"""States that go on in loose passes."""
+_NARROW = 4
+"""In exact ones."""
 
 Queue = tuple[int, int, tuple[tuple[int, int], ...]]
 """How long work has waited, bytes that have not left, and copies of those: bytes, and when, with
@@ -72,10 +75,11 @@ def sweep(
         width: how many states go on.
     """
     copies, items, regions = values.copies, values.items, values.copies.regions
-    most = None if largest is None else copies.sizes[items[largest].ops[0]]
+    most = None if largest is None else values.largest[largest]
     push = _loosely(values) if most is None else _exactly(most)
     front: list[State] = [(0, 0, 0, None, (0, 0, ()))]
-    stay, width = values.stay(price), width or _WIDTH
+    stay, width = values.stay(price), width or (_WIDTH if most is None else _NARROW)
+    rest = {} if largest is None else _guide(values, stay, largest)
     number = 0
     for n, cost in enumerate(stay):
         op, gain = items[n].ops[0], cost - values.copy[n]
@@ -94,12 +98,12 @@ def sweep(
             del front[:-before]
         front = _undominated(front, regions)
         if len(front) > width:
-            front = _thinned(front, width, merge=most is None)
-    rest = (
+            front = _likeliest(front, width, rest[n], now) if rest else _thinned(front, width)
+    whole = (
         (spent + regions * max(0, ends - copies.work), number, away)
         for ends, spent, number, away, _ in front
     )
-    least, _, chain = min(rest)
+    least, _, chain = min(whole)
     found = _unrolled(chain)
     gone = set(found)
     kept = sum(
@@ -112,10 +116,8 @@ def sweep(
 def _loosely(values: Values) -> Push:
     """As Rule 2 says; a value may be offloaded only so that others may fall behind by as much."""
     copies = values.copies
-    sizes = [copies.sizes[op] for item in values.items for op in item.ops]
-    others = max(sizes) - gcd(*sizes)
-    behind = -(-max(sizes) * _SECOND // copies.rate)
-    behind += -(-others * _SECOND // copies.rate) + others // min(sizes)  # each is rounded up
+    most = max(values.largest)
+    behind = values.behind(most) - (-most * SECOND // copies.rate)
 
     def push(ends: int, queue: Queue, now: int, size: int, time: int) -> tuple[int, int, Queue]:
         ends = (ends if ends > now else now) + time
@@ -159,18 +161,45 @@ def _undominated(states: list[State], regions: int) -> list[State]:
     return front
 
 
-def _thinned(front: list[State], width: int, *, merge: bool) -> list[State]:
+def _thinned(front: list[State], width: int) -> list[State]:
     """So many as may go on: neighbours that differ the least go together (Rule 3)."""
-    differ = [(later[0] - first[0]) * (first[1] - later[1]) for first, later in pairwise(front)]
-    order = sorted(range(len(differ) if merge else len(differ) - 1), key=differ.__getitem__)
+    differ = _differ(front)
+    order = sorted(range(len(differ)), key=differ.__getitem__)
     together = set(order[: len(front) - width])
     thinned: list[State] = []
     for n, state in enumerate(front):
-        if n - 1 not in together:
-            thinned.append(state)
-        elif merge:
+        if n - 1 in together:
             thinned[-1] = (thinned[-1][0], *state[1:])
+        else:
+            thinned.append(state)
     return thinned
+
+
+def _guide(values: Values, stay: Sequence[int], largest: int) -> dict[int, Rest]:
+    """What is still to pay after each item, if copies were a flow."""
+    trail: dict[int, Rest] = {}
+    flow(values, stay, usual_limits(values, largest), largest, trail)
+    return trail
+
+
+def _likeliest(front: list[State], width: int, rest: Rest, now: int) -> list[State]:
+    """So many as may go on (Rule 4)."""
+    still = rest.at(state[0] - now for state in front)
+    pays = [PART * state[1] + more for state, more in zip(front, still, strict=True)]
+    likely = sorted(range(len(front)), key=pays.__getitem__)[: width // 2]
+    differ = _differ(front)
+    other = sorted(range(1, len(front)), key=lambda n: -differ[n - 1])
+    go_on = set(likely)
+    for n in other:
+        if len(go_on) == width:
+            break
+        go_on.add(n)
+    return [front[n] for n in sorted(go_on)]
+
+
+def _differ(front: list[State]) -> list[int]:
+    """By how much each differs from the one before it, but for the first."""
+    return [(later[0] - first[0]) * (first[1] - later[1]) for first, later in pairwise(front)]
 
 
 def _unrolled(chain: Chain) -> list[int]:
