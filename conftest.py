@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+from pathlib import Path
+
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+_FILES: list[Path] = []  # of which tests have run
 
 collect_ignore = ["docs/examples/adapter"]  # a template's test, for an implementation of its own
 
@@ -28,3 +34,15 @@ else:
             excludes=["*/cases/*", "*/cases/*/*"],
         )
     ).pytest()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave what is there before a file's first test out of later garbage collections.
+
+    Torch and all tests stay to the end, and looking through them took a third of the time.
+    """
+    if _FILES[-1:] != [item.path]:
+        _FILES.append(item.path)
+        gc.collect()
+        gc.freeze()

@@ -195,12 +195,3 @@ def _run_ranks(source: str, folder: Path) -> list[Any]:
             process.kill()
     assert all(out.exists() for out in outs), errors
     return [json.loads(out.read_text()) for out in outs]
-
-
-@pytest.fixture(scope="module")
-def little_to_collect() -> Iterator[None]:
-    """Have the collector, which runs before bytes are counted, pass over all there is."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()

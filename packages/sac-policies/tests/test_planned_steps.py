@@ -32,9 +32,6 @@ PLANS = ((0.0, True), (0.3, True), (0.7, True), (0.3, False))
 """What share is kept of what may be, and whether calls are seen."""
 
 
-pytestmark = pytest.mark.usefixtures("little_to_collect")
-
-
 def plan_of(
     function: Callable[..., Any],
     x: Tensor,

@@ -16,8 +16,6 @@ from ._recipe import bytes_kept, leaf, run
 from .test_planned_steps import anew, plan_of, stepped
 from .test_planned_steps import shape_of as shape_under
 
-pytestmark = pytest.mark.usefixtures("little_to_collect")
-
 PRODUCTS = save_ops(MATMULS)
 
 LINKS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
