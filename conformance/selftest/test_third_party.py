@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from torchparts_conformance.subject import _adapters
 from torchparts_conformance.subject._adapters import SHIPPED
 
+Nursery = runpy.run_path(str(Path(__file__).with_name("nursery.py")))["Nursery"]
 PAGE = Path(__file__).parents[2] / "docs" / "conformance" / "third-party-failures.md"
 MODULES = {
     "fairscale": "fairscale",
@@ -60,18 +60,23 @@ def test_scripts_are_short_and_need_nothing_of_the_suite():
     assert len(ids) == len(set(ids))
 
 
+@pytest.fixture(scope="module")
+def nursery():
+    """Give what has imported the rooms of torch that the scripts are about."""
+    found = Nursery("-c", "import torch._dynamo, torch.distributed.fsdp, torch.distributed._tools")
+    yield found
+    found.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "ids", "script"), SCRIPTS, ids=[ids for _, ids, _ in SCRIPTS])
-def test_script_shows_what_the_page_says(name, ids, script, tmp_path):
+def test_script_shows_what_the_page_says(nursery, name, ids, script, tmp_path):
     """Its assertions hold."""
     if importlib.util.find_spec(MODULES[name]) is None:
         pytest.skip(f"{name} is not installed")
-    path = tmp_path / "shown.py"
+    path, said = tmp_path / "shown.py", tmp_path / "said"
     path.write_text(script, encoding="utf-8")
-    ended = subprocess.run(
-        [sys.executable, str(path)], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert nursery.run(str(path), said=said) == 0, said.read_text()[-2000:]
 
 
 JUDGED = PAGE.with_name("judged.md")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import pytest
 mutants = pytest.importorskip("torchparts_conformance.mutants")
 
 HERE = Path(__file__).resolve().parent.parent
+Nursery = runpy.run_path(str(HERE.parent / "selftest/nursery.py"))["Nursery"]
 PROFILES = {
     "ckpt-wrap": "offload",
     "sac-policies": "budget",
@@ -22,28 +23,50 @@ CASES = {
     "flat-param": "test_distributed_streams or test_distributed_backwards",
     "mod-tracker": "test_time_of_a_module",
 }
+SIMDEV = [sys.executable, "-m", "simdev"]
+RUN = ["-m", "pytest", "-p", "torchparts_conformance.plugin", "-p", "no:cacheprovider"]
+RUN += ["--pyargs", "torchparts_conformance.cases", "--device", "simdev"]
+COLLECT = f"""
+import pytest
+pytest.main({[*RUN[2:], "--impl", "torch", "--collect-only", "-qq"]})
+from torchparts_conformance.subject._ranks import shared_pool
+shared_pool().close()
+shared_pool.cache_clear()  # each run has its own
+"""
 FILES = {area: HERE / "mutants" / f"{area.replace('-', '_')}_order.py" for area in PROFILES}
 BROKEN = [
     (area, found.name) for area, file in FILES.items() for found in mutants.find_mutants(file)
 ]
 
 
-def failed(tmp_path, area, *options):
-    """Ids that fail on the simulated device, and those that were run."""
-    out = tmp_path / "out"
-    plugin = ["-m", "pytest", "-p", "torchparts_conformance.plugin", "-p", "no:cacheprovider"]
-    cases = ["--pyargs", "torchparts_conformance.cases", "-q"]
-    cases += ["-k", CASES.get(area, "test_offload")]
-    run = ["--impl", "ours", "--area", area, "--profile", PROFILES[area], "--device", "simdev"]
-    command = [sys.executable, "-m", "simdev", *plugin, *cases, *run, "--out", str(out), *options]
-    ran = subprocess.run(
-        command, cwd=HERE, capture_output=True, text=True, timeout=300, check=False
-    )
-    report = out / "report.json"
-    assert report.exists(), ran.stdout + ran.stderr
-    rows = json.loads(report.read_text(encoding="utf-8"))["rows"]
-    bad = {row["id"] for row in rows if row["outcome"] in ("fail", "error")}
-    return bad, {row["id"] for row in rows if row["outcome"] == "pass"} - bad
+@pytest.fixture(scope="module")
+def nursery():
+    """Give what has collected all cases on the simulated device, and runs some of them in a fork.
+
+    They are collected for torch's implementation: when ours is imported it looks what a backward
+    does, and the threads of one are in no fork.
+    """
+    found = Nursery("-c", COLLECT, python=SIMDEV)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def failed(nursery, tmp_path):
+    """Run an area's cases; gives ids that fail on the simulated device, and those that pass."""
+
+    def run(area, *options):
+        out, said = tmp_path / "out", tmp_path / "said"
+        asked = ["-q", "--impl", "ours", "-k", CASES.get(area, "test_offload"), "--area", area]
+        asked += ["--profile", PROFILES[area], "--out", str(out)]
+        nursery.run(*RUN, *asked, *options, said=said)
+        report = out / "report.json"
+        assert report.exists(), said.read_text()
+        rows = json.loads(report.read_text(encoding="utf-8"))["rows"]
+        bad = {row["id"] for row in rows if row["outcome"] in ("fail", "error")}
+        return bad, {row["id"] for row in rows if row["outcome"] == "pass"} - bad
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -55,16 +78,16 @@ def failed(tmp_path, area, *options):
         ("mod-tracker", {"MT-431"}),
     ],
 )
-def test_offload_as_it_is_fails_nothing(tmp_path, area, wanted):
+def test_offload_as_it_is_fails_nothing(failed, area, wanted):
     """Or what the others fail would say nothing."""
-    bad, good = failed(tmp_path, area)
+    bad, good = failed(area)
     assert bad == set()
     assert good >= wanted
 
 
 @pytest.mark.parametrize(("area", "name"), BROKEN)
-def test_a_broken_offload_is_caught_as_declared(tmp_path, area, name):
+def test_a_broken_offload_is_caught_as_declared(failed, area, name):
     """No more and no less fails than it says."""
     declared = mutants.load_mutant(f"{FILES[area]}::{name}").kills
-    bad, _ = failed(tmp_path, area, "--mutant", f"{FILES[area]}::{name}")
+    bad, _ = failed(area, "--mutant", f"{FILES[area]}::{name}")
     assert bad == declared
