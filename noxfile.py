@@ -164,8 +164,10 @@ def isolation(session: nox.Session, package: str) -> None:
     """Build a distribution, install its wheel alone, and see that only torch is needed."""
     out = Path(session.create_tmp()) / "dist"
     shutil.rmtree(out, ignore_errors=True)
-    session.install("build", "twine", "check-wheel-contents", "basedpyright")
-    build = ["python", "-m", "build", "--outdir"]
+    has_uv = session.venv_backend == "uv"
+    builder, installer = ("build[uv]", "uv") if has_uv else ("build", "pip")
+    session.install(builder, "twine", "check-wheel-contents", "basedpyright")
+    build = ["python", "-m", "build", "--installer", installer, "--outdir"]
     session.run(*build, str(out), str(PACKAGES[package]), silent=True)
     session.run("python", "-m", "twine", "check", "--strict", *map(str, sorted(out.iterdir())))
     (wheel,) = out.glob("*.whl")
@@ -175,7 +177,7 @@ def isolation(session: nox.Session, package: str) -> None:
     clean = Path(session.create_tmp()).parent / "clean"
     session.run("python", "-m", "venv", "--without-pip", "--clear", str(clean), silent=True)
     python = clean / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
-    if session.venv_backend == "uv":
+    if has_uv:
         install = ["uv", "pip", "install", "--quiet", "--python", str(python)]
     else:
         session.install("pip>=24")
