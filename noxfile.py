@@ -34,6 +34,8 @@ if cert := os.environ.get("PIP_CERT"):
     os.environ.setdefault("SSL_CERT_FILE", cert)
 THREADS = os.environ.get("OMP_NUM_THREADS")  # what the user asked for, if anything
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Or every process of a session would compile torch's source again, for as long as it imports it.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 ROOT = Path(__file__).parent
 PACKAGES = {
