@@ -49,12 +49,12 @@ class Rest(NamedTuple):
     Attributes:
         slopes: what a nanosecond behind costs, in 1/PART, ascending.
         lengths: for how many nanoseconds.
-        wait: what each past those costs.
+        beyond: what each past those costs.
     """
 
     slopes: list[int]
     lengths: list[int]
-    wait: int
+    beyond: int
 
     def at(self, behind: Iterable[int]) -> list[int]:
         """What it is where copies are behind by so much, each more than the one before it."""
@@ -64,7 +64,7 @@ class Rest(NamedTuple):
             while each > ends:
                 pays += slope * (ends - begins)
                 begins = ends
-                slope, length = next(steps, (self.wait, each))
+                slope, length = next(steps, (self.beyond, each))
                 ends += length
             found.append(pays + slope * max(0, each - begins))
         return found
