@@ -32,6 +32,16 @@ def test_files_are_drawn_from_the_committed_runs() -> None:
         assert path.read_text(encoding="utf-8") == wanted
 
 
+def test_the_same_bytes_take_less_time_than_in_torchs_ways() -> None:
+    """Divided over blocks by `fit_`, at each budget, of all ways of torch's that keep no more."""
+    drawing = _drawing()
+    for kind in json.loads((FOLDER / "frontier.json").read_text(encoding="utf-8"))["blocks"]:
+        divided = drawing.ahead(kind, "sac-policies, fit_ of kept bytes")
+        behind = [asked for asked, ours, theirs in divided if ours >= theirs]
+        assert len(divided) >= 7
+        assert behind == [], kind["block"]
+
+
 def test_table_without_a_mark_is_noticed() -> None:
     """A page that lost one would keep old figures."""
     with pytest.raises(SystemExit, match="has 0 marks for the table 'blocks'"):
