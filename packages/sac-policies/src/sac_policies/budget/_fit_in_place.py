@@ -23,14 +23,14 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from .._errors import BudgetError, shown
-from .._torch_compat._module_calls import is_compiled, original
+from .._torch_compat._module_calls import is_compiled
 from ..policies._budget_plan import Infeasible
 from ._agree import check_equal
 from ._checkpointed import Checkpointed, is_checkpointed, region_of, release
 from ._intervals import KeptSteps, Measured, Steps, forward_of, kept_bytes, marked
 from ._levels import HOLDING, LEVELS, Region, RegionFit
 from ._measure import Interval, Marks, highest
-from ._repeating import Seen, called_again, check_compiled, repeating
+from ._repeating import Seen, called_again, check_compiled, kind_of, repeating
 from ._sizes import Budget, budget_bytes, format_size
 from ._step import Loss, Step, check_step
 from ._times import Clock, Spent, are_long, clocked_in_rounds
@@ -248,7 +248,7 @@ class _Search:
         self, intervals: list[list[Interval]], times: Sequence[Sequence[Spent]]
     ) -> tuple[Steps, int]:
         """What mixtures are put together from, and the bytes that there are before a step."""
-        kinds = [type(original(region.module)) for region in self._regions]
+        kinds = [kind_of(region.module) for region in self._regions]
         if self._of == "kept":
             forwards = list(map(Measured, map(forward_of, intervals), times))
             return KeptSteps(kinds, forwards, HOLDING), 0

@@ -37,9 +37,19 @@ def repeating(model: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
         ['1', '2']
     """
     found = tuple(_below("", model, _CONTAINERS)) or tuple(_below("", model, nn.Module))
-    kinds = {type(original(module)) for _, module in found}
-    is_one = lambda module: type(original(module)) in kinds  # noqa: E731
-    return tuple(_outermost("", model, is_one)) or (("", model),)
+    kinds = {kind_of(module) for _, module in found}
+    several = tuple(_outermost("", model, lambda module: kind_of(module) in kinds))
+    return several or (("", model),)
+
+
+def kind_of(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module, or of what it was compiled from.
+
+    Example:
+        >>> kind_of(nn.Linear(2, 2)).__name__
+        'Linear'
+    """
+    return type(original(module))
 
 
 def called_again(model: nn.Module, run: Callable[[], object]) -> tuple[tuple[str, nn.Module], ...]:
@@ -73,7 +83,7 @@ def check_compiled(model: nn.Module, regions: Sequence[tuple[str, nn.Module]]) -
             if is_compiled(module):
                 what = f"module {above!r}" if above else "the model"
                 raise BudgetError(
-                    f"sac_policies.fit_: {what} ({type(original(module)).__name__}) is compiled "
+                    f"sac_policies.fit_: {what} ({kind_of(module).__name__}) is compiled "
                     "as a whole, but blocks are checkpointed one by one, where Python calls them. "
                     "Compile it after fit_, or compile each of its blocks instead: block.compile()."
                 )
@@ -97,13 +107,11 @@ def _outermost(
 def _below(path: str, module: nn.Module, parents: Any) -> Iterator[tuple[str, nn.Module]]:
     children = list(module.named_children())
     counts = Counter(
-        type(original(child))
-        for _, child in children
-        if isinstance(module, parents) and _is_block(child)
+        kind_of(child) for _, child in children if isinstance(module, parents) and _is_block(child)
     )
     for name, child in children:
         below = f"{path}.{name}" if path else name
-        if counts[type(original(child))] > 1:
+        if counts[kind_of(child)] > 1:
             yield below, child
         else:
             yield from _below(below, child, parents)
