@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 import sys
 from pathlib import Path
@@ -106,13 +105,6 @@ def test_messages_that_torch_writes_in_its_own_core() -> None:
         assert any(sentence in head for head in headings("torch"))
 
 
-@pytest.mark.parametrize("word", ["Llama", "OOM", "gradient_checkpointing", "DeepSpeed", "resume"])
-def test_words_that_people_search_for_are_on_pages(word: str) -> None:
-    """The search of the site finds whole words of its pages."""
-    found = [page for page in (ROOT / "docs").glob("*.md") if word in page.read_text("utf-8")]
-    assert found
-
-
 @pytest.mark.parametrize("part", sorted(PARTS))
 def test_messages_and_names_are_found_in_the_source(part: str, pages: ModuleType) -> None:
     """Many messages, none twice; every public name has a place and a heading of its own."""
@@ -137,30 +129,6 @@ def test_install_lines_name_the_repository_of_the_site(pages: ModuleType) -> Non
     assert "git+https://example.org/r/#subdirectory=" in page and "ADDRESS" not in page
     assert pages.on_page_markdown(home, config={}) == home
     assert "ADDRESS is that of this repository" in home
-
-
-def test_versions_of_torch_are_those_of_reports(
-    pages: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A pinned torch without a report was not run; a requirement that fails is not counted."""
-    table = pages.on_page_markdown((ROOT / "docs/releases.md").read_text("utf-8"), config={})
-    rows = {row.split(" | ")[0]: row for row in table.splitlines() if row.startswith("| 2.")}
-    assert set(rows) == {f"| {path.stem[6:]}" for path in (ROOT / "constraints").glob("*.txt")}
-    assert "not run" not in rows["| 2.13"] + rows["| 2.9"]
-    folder = tmp_path / "docs/conformance/reports"
-    folder.mkdir(parents=True)
-    (tmp_path / "constraints").mkdir()
-    for pin in ("2.9", "2.13"):
-        (tmp_path / f"constraints/torch-{pin}.txt").touch()
-    place = {"torch": "2.13.0+cpu", "python": "3.11.7", "platform": "Linux-x86_64"}
-    verdicts = [{"area": "ckpt-wrap", "must": [3, 4]}, {"area": "ckpt-wrap", "must": [1, 1]}]
-    report = {"environment": place, "claims": {"areas": ["ckpt-wrap"]}, "verdicts": verdicts}
-    (folder / "ours.json").write_text(json.dumps(report))
-    monkeypatch.setattr(pages, "ROOT", tmp_path)
-    assert pages.torch_versions().splitlines()[2:] == [
-        "| 2.9 | not run |  |",
-        "| 2.13 | 4 of 5 | torch 2.13.0+cpu, Python 3.11.7, Linux-x86_64 |",
-    ]
 
 
 def test_message_that_nobody_says_is_noticed() -> None:
@@ -192,17 +160,6 @@ def test_site_that_asks_another_server_is_refused(tmp_path: Path) -> None:
         "e.html asks the repository's server for its facts",
     ]
     assert list(check.repeated_titles(tmp_path)) == ["'A - torchparts' is the title of 2 pages"]
-
-
-def test_matrix_of_the_site_is_the_one_to_filter() -> None:
-    """Its script asks for its own form, not for the search's; another shape is refused."""
-    matrix = script("whole_site").matrix
-    written = (ROOT / "docs/conformance/matrix.html").read_text(encoding="utf-8")
-    shown = matrix(written)
-    assert 'document.querySelector(".matrix form")' in shown
-    assert shown.count("<table") == written.count("<table") and "<style" not in shown
-    with pytest.raises(ValueError, match="follow its new shape"):
-        matrix(written.replace('querySelector("form")', "forms[0]"))
 
 
 def test_changelogs_are_on_the_page_of_releases(pages: ModuleType) -> None:
@@ -244,47 +201,3 @@ def test_words_that_no_reader_can_look_up_are_named(tmp_path: Path) -> None:
     found = list(check.inner_words(page))
     assert found[0] == "api.html refers to Rule 2" and len(found) == 2
     assert found[1].endswith("""/api.html has _Kind in f(x: _Kind, y="_z")""")
-
-
-MARKED = re.compile(r"^<!-- figures: (\S+) -->\n\n((?:\|.*\n)+)", re.MULTILINE)
-NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?![\w.])")
-
-
-def figures_of(source: Path) -> set[str]:
-    """The numbers that a result says; bytes of a JSON file as MiB with one digit."""
-    text = source.read_text(encoding="utf-8")
-    if source.suffix != ".json":
-        return set(NUMBER.findall(text))
-    rows = json.loads(text).get("rows")
-    if rows is None:
-        return set(NUMBER.findall(text))
-    return {f"{row['kept_bytes'] / 2**20:.1f}" for row in rows}
-
-
-def unfounded(page: str) -> list[str]:
-    """Figures of a page's marked tables that the result they are from does not have."""
-    return [
-        figure
-        for source, table in MARKED.findall(page)
-        for row in table.splitlines()[2:]
-        for cell in row.split("|")[2:]
-        for figure in NUMBER.findall(cell)
-        if figure not in figures_of(ROOT / source)
-    ]
-
-
-@pytest.mark.parametrize(
-    "name", ["packages/ckpt-wrap", "packages/mod-tracker", "docs/sac-policies"]
-)
-def test_figures_are_those_of_the_committed_results(name: str) -> None:
-    """A table that says where it is from has no other numbers."""
-    pages = [page.read_text(encoding="utf-8") for page in (ROOT / name).glob("*.md")]
-    assert any(MARKED.search(page) for page in pages)
-    assert [figure for page in pages for figure in unfounded(page)] == []
-
-
-def test_figure_that_nobody_measured_is_noticed() -> None:
-    """The check can fail."""
-    table = "<!-- figures: docs/examples/llama.json -->\n\n| a | b |\n|---|---|\n| x | 164.4 |\n"
-    assert unfounded(table) == ["164.4"]
-    assert unfounded(table.replace("164.4", "165.4")) == []

@@ -18,64 +18,11 @@ FOLDERS = [
     if any(folder.glob("*.py")) and "cases" not in folder.relative_to(source).parts
 ]
 FILES = [path for folder in FOLDERS for path in sorted(folder.glob("*.py"))]
-MOST_FILES, MOST_LINES, MOST_LINES_OF_TESTS = 20, 350, 400
-LEAST_WORDS_OF_A_FILE, LEAST_WORDS_OF_A_ROOM = 5, 12
-MOST_WORDS_THAT_SAY_NOTHING = 2
 
 
 def shown(path: Path) -> str:
     """A path as a test's name."""
     return path.relative_to(ROOT).as_posix()
-
-
-def first_words(path: Path) -> list[str]:
-    """The words of a file's docstring."""
-    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split()
-
-
-@pytest.mark.parametrize("folder", FOLDERS, ids=shown)
-def test_folder_says_what_happens_in_it_and_can_be_looked_over(folder: Path) -> None:
-    """Its `__init__.py` has a paragraph; it has few enough files to be read as a list."""
-    assert len(first_words(folder / "__init__.py")) >= LEAST_WORDS_OF_A_ROOM
-    assert len(list(folder.glob("*.py"))) <= MOST_FILES
-
-
-def test_every_file_says_what_it_is_about_and_is_read_in_one_go() -> None:
-    """In a first line that says more than its name."""
-    silent = [shown(path) for path in FILES if len(first_words(path)) < LEAST_WORDS_OF_A_FILE]
-    assert silent == []
-    lines = {shown(path): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
-    assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
-
-
-def test_tests_of_a_file_are_about_one_thing() -> None:
-    """What is longer is divided by what it claims."""
-    folders = ("packages", "conformance/selftest", "conformance/simdev", "tests", "downstream")
-    tests = [path for folder in folders for path in sorted((ROOT / folder).rglob("test_*.py"))]
-    lines = {shown(path): len(path.read_text(encoding="utf-8").splitlines()) for path in tests}
-    assert len(lines) > len(FILES) / 2
-    long = {name: count for name, count in lines.items() if count > MOST_LINES_OF_TESTS}
-    assert long == {}
-
-
-def test_docstring_of_two_words_is_none() -> None:
-    """It says what the name says: it is left out, or says more."""
-    short = [
-        f"{shown(path)}: {node.name}"
-        for path in FILES
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef))
-        and 0 < len((ast.get_docstring(node) or "").split()) <= MOST_WORDS_THAT_SAY_NOTHING
-    ]
-    assert short == []
-
-
-def test_rooms_are_those_that_are_held_to_directions() -> None:
-    """A folder that no contract of import-linter names could import anything."""
-    contracts = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("importlinter")[2]
-    named = set(re.findall(r"\w+", contracts))
-    rooms = [folder for folder in FOLDERS if folder not in SOURCES]
-    assert [shown(folder) for folder in rooms if folder.name not in named] == []
 
 
 NO_PUBLIC_NAME = {
@@ -157,25 +104,3 @@ def test_circle_is_found() -> None:
     """The check can fail."""
     assert in_circles({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}) == {"a", "b", "c"}
     assert in_circles({"a": {"b"}, "b": set()}) == set()
-
-
-def word(path: Path) -> str:
-    """What a file is called, and its test file after `test_`."""
-    return path.stem.strip("_")
-
-
-def does_nothing(path: Path) -> bool:
-    """Whether a file has constants and imports alone."""
-    body = ast.parse(path.read_text(encoding="utf-8")).body
-    return not any(isinstance(node, (ast.FunctionDef, ast.ClassDef)) for node in body)
-
-
-@pytest.mark.parametrize("source", SOURCES, ids=shown)
-def test_every_file_has_a_test_file_of_its_word(source: Path) -> None:
-    """Whoever changes a file knows where its tests are."""
-    tests = source.parents[1] / ("selftest" if source == SOURCES[-1] else "tests")
-    tested = {path.stem.removeprefix("test_") for path in tests.rglob("test_*.py")}
-    files = [path for path in FILES if path.is_relative_to(source) and path.name != "__init__.py"]
-    # Those of adapters are held to the requirements, by the suite itself.
-    own = [path for path in files if "adapters" not in path.parts and not does_nothing(path)]
-    assert [shown(path) for path in own if word(path) not in tested] == []

@@ -1,19 +1,17 @@
-"""Measure what a Llama of transformers keeps for backward, plain and in four other ways.
+"""Measure what a training step of a small Llama holds, plain and in four other ways.
 
-    python docs/examples/measure_llama.py            # writes docs/examples/llama.json
+    python docs/examples/measure_llama.py
 
-The weights are random, the configuration is a Llama's made small. Bytes are counted: every storage
-that the forward made and that is alive when it has ended. The same code gives the same numbers.
+Prints, for each way, the bytes kept between forward and backward, the peak of a step above
+parameters and gradients, and whether every gradient equals the plain model's bit for bit. The
+weights are random. Bytes are counted, not sampled, so two runs print the same numbers.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from kept import kept_bytes
 
 import sac_policies
 from ckpt_wrap import checkpoint_, offload_
+from mod_tracker import trace
 
 SIZE = {
     "vocab_size": 1024,
@@ -36,12 +35,12 @@ BATCH, TOKENS = 4, 256
 
 
 def ways(folder: str) -> dict[str, Callable[[Any], object]]:
-    """What is done to a model, by the label it has in the chart."""
+    """Map the label of each way to the function that changes a model."""
     policy = sac_policies.save_ops(sac_policies.MATMULS, sac_policies.ATTENTION)
     selective = {"checkpoint_fn": sac_policies.checkpoint, "policy": policy}
     return {
         "plain": lambda model: None,
-        "sac-policies: keep products and attention": lambda model: [
+        "sac-policies: keep matmuls and attention": lambda model: [
             checkpoint_(layer, **selective) for layer in model.model.layers
         ],
         "transformers: gradient_checkpointing_enable()": lambda model: (
@@ -57,42 +56,44 @@ def ways(folder: str) -> dict[str, Callable[[Any], object]]:
 
 
 def build() -> Any:
-    """A Llama with the same random weights each time."""
+    """Build a Llama; every call gives the same random weights."""
     torch.manual_seed(0)
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZE)).train()
 
 
-def measure(folder: str) -> dict[str, Any]:
-    """Kept bytes, and whether gradients are the plain ones, for each way."""
+def peak_bytes(model: Any, **batch: Any) -> int:
+    """Most bytes that one step allocates at once, without parameters and gradients."""
+    with trace(model, memory=True) as report:
+        model(**batch).loss.backward()
+    events = json.loads(report.to_json())["traceEvents"]
+    return max(event["args"]["live bytes"] for event in events if event["ph"] == "C")
+
+
+def measure(folder: str) -> list[dict[str, Any]]:
+    """One row for each way: `way`, `kept_bytes`, `peak_bytes`, `equal`."""
     ids = torch.randint(SIZE["vocab_size"], (BATCH, TOKENS))
-    models = {label: build() for label in ways(folder)}
+    batch = {"input_ids": ids, "labels": ids}
+    rows, plain = [], []
     for label, change in ways(folder).items():
-        change(models[label])
-    kept = {label: kept_bytes(model, input_ids=ids, labels=ids) for label, model in models.items()}
-    grads = {label: [p.grad for p in model.parameters()] for label, model in models.items()}
-    equal = {label: all(map(torch.equal, grads["plain"], found)) for label, found in grads.items()}
-    rows = [{"way": w, "kept_bytes": kept[w], "equal": equal[w]} for w in models]
-    return {
-        "model": {"class": "LlamaForCausalLM", **SIZE, "batch": BATCH, "tokens": TOKENS},
-        "versions": {
-            "python": sys.version.split()[0],
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-        "rows": rows,
-    }
+        model = build()
+        change(model)
+        kept = kept_bytes(model, **batch)
+        grads = [param.grad.clone() for param in model.parameters()]
+        plain = plain or grads
+        for param in model.parameters():
+            param.grad.zero_()
+        peak = peak_bytes(model, **batch)
+        equal = all(map(torch.equal, plain, grads))
+        rows.append({"way": label, "kept_bytes": kept, "peak_bytes": peak, "equal": equal})
+    return rows
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("llama.json"))
-    options = parser.parse_args()
     torch.set_num_threads(1)
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}")
+    print(f"{'MiB':48} {'kept':>8} {'peak':>8}  gradients")
     with tempfile.TemporaryDirectory() as folder:
-        result = measure(folder)
-    options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    for row in result["rows"]:
-        print(
-            f"{row['way']:48} {row['kept_bytes'] / 2**20:8.2f} MiB"
-            f"  gradients {'equal, every bit' if row['equal'] else 'DIFFER'}"
-        )
+        for row in measure(folder):
+            kept, peak = (row[name] / 2**20 for name in ("kept_bytes", "peak_bytes"))
+            equal = "equal, every bit" if row["equal"] else "DIFFERENT"
+            print(f"{row['way']:48} {kept:8.1f} {peak:8.1f}  {equal}")

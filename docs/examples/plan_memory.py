@@ -4,8 +4,8 @@
 
 Predicts from two blocks, for every number of blocks and ranks, what a rank holds; recommends the
 cheapest choice that fits; then does it, and measures bytes and time beside the plain model, in
-turns. Writes `plan_memory.json` for `draw_plan.py`. For a model of your own, write what `example`
-does, and pass it as `--model file.py:function`.
+turns; `--json FILE` writes the figures. For a model of your own, write what `example` does, and
+pass it as `--model file.py:function`.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def main() -> int:
     parser.add_argument("--limit", default="80 MiB", help='bytes of one rank, such as "6 GiB"')
     parser.add_argument("--model", help="file.py:function, which gives model, batch, blocks' path")
     parser.add_argument("--steps", type=int, default=5, help="turns that are timed")
-    parser.add_argument("--out", type=Path, default=Path("plan_memory.json"))
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     options = parser.parse_args()
     build = example
     if options.model:
@@ -225,7 +225,8 @@ def main() -> int:
         "measured": rows[1:],
     }
     print("\n".join(lines(result)))
-    options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    if options.json is not None:
+        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return 0
 
 

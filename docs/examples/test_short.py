@@ -1,10 +1,9 @@
-"""The short examples hold their claim, stay short, and the chart is what was measured."""
+"""The short examples run and hold their claim."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -46,10 +45,9 @@ def imports_of(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_example_is_short_and_says_its_claim(name: str) -> None:
-    """Under 60 lines; the first words say how to start it and what it claims."""
+def test_example_says_its_claim(name: str) -> None:
+    """The docstring says how to start it and what it claims; the code asserts the claim."""
     text = (HERE / f"{name}.py").read_text(encoding="utf-8")
-    assert len(text.splitlines()) < 60
     said = ast.get_docstring(ast.parse(text)) or ""
     assert f"python docs/examples/{name}.py" in said
     assert said.count("\nClaim: ") == 1
@@ -82,12 +80,11 @@ def test_claim_of_example_holds(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_three_lines_of_home_page_work() -> None:
-    """The lines as they stand there, on the model that is spoken of."""
+def test_three_lines_of_readme_work() -> None:
+    """The first code block of the README checkpoints a Llama."""
     transformers = pytest.importorskip("transformers", exc_type=ImportError)
-    page = (HERE.parent / "index.md").read_text(encoding="utf-8")
+    page = (HERE.parent.parent / "README.md").read_text(encoding="utf-8")
     lines = page.partition("```python\n")[2].partition("```")[0]
-    assert lines in (HERE.parent.parent / "README.md").read_text(encoding="utf-8")
     size = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
     config = transformers.LlamaConfig(num_attention_heads=2, use_cache=False, **size)
     model = transformers.LlamaForCausalLM(config)
@@ -100,12 +97,12 @@ def test_three_lines_of_home_page_work() -> None:
 
 
 @pytest.mark.slow
-def test_first_script_of_home_page_draws_both_steps(
+def test_first_script_of_readme_draws_both_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As it stands there; the second page's step holds less than half at its peak."""
+    """The script of the README runs; the second page shows less than half the peak."""
     pytest.importorskip("transformers", exc_type=ImportError)
-    page = (HERE.parent / "index.md").read_text(encoding="utf-8")
+    page = (HERE.parent.parent / "README.md").read_text(encoding="utf-8")
     script = page.partition("## Try it")[2].partition("```python\n")[2].partition("```")[0]
     monkeypatch.chdir(tmp_path)
     exec(script, {})
@@ -131,30 +128,8 @@ def test_cache_of_a_checkpointed_llama_is_filled_once() -> None:
     assert out.past_key_values.get_seq_length() == 8
 
 
-def test_every_example_is_on_its_page_and_in_its_session() -> None:
-    """An example that nobody shows or runs is lost."""
+def test_every_example_is_on_its_page() -> None:
+    """Every example is shown on the page of examples."""
     page = (HERE.parent / "examples.md").read_text(encoding="utf-8")
     assert [name for name in NAMES if f'--8<-- "docs/examples/{name}.py"' not in page] == []
     assert [name for name in NAMES if not (HERE / f"{name}.py").exists()] == []
-    others = {"test_examples", "test_short", "train_gpt", "compare_gpt", "compare_shown", "kept"}
-    others |= {"more_ways"}
-    others |= {"measure_llama", "draw_llama", "plan_memory", "draw_plan", "test_plan_memory"}
-    others |= {"draw_trace", "draw_shard", "draw_step", "test_pictures", "eight_bits"}
-    assert {path.stem for path in HERE.glob("*.py")} == {*NAMES, *others}
-
-
-def test_chart_and_home_pages_are_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The chart is drawn from the committed numbers, and the pages say the same ones."""
-    monkeypatch.syspath_prepend(str(HERE))
-    draw = importlib.import_module("draw_llama").draw
-    measured = json.loads((HERE / "llama.json").read_text(encoding="utf-8"))
-    assert (HERE.parent / "llama.svg").read_text(encoding="utf-8") == draw(measured)
-    rows = {row["way"]: row["kept_bytes"] / 2**20 for row in measured["rows"]}
-    plain, ours = rows["plain"], rows["ckpt-wrap: checkpoint_(layer)"]
-    assert plain > 2 * ours
-    sentence = f"{ours:.1f} MiB instead of {plain:.1f} MiB"
-    for page in (HERE.parent / "index.md", HERE.parent.parent / "README.md"):
-        assert sentence in page.read_text(encoding="utf-8"), page
-    measured["rows"][1]["equal"] = False
-    with pytest.raises(ValueError, match="gradients differ"):
-        draw(measured)
