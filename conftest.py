@@ -25,7 +25,6 @@ else:
         Sybil(
             parsers=[PythonCodeBlockParser(), SkipParser()],
             patterns=["README.md", "docs/*.md", "docs/**/*.md"],
-            excludes=["docs/notes/*", "docs/benchmarks/*"],
         )
         + Sybil(
             parsers=[DocTestParser()],

@@ -78,7 +78,7 @@ def install_parts(session: nox.Session, *names: str, torch_version: str = PINNED
 def tests_of(name: str) -> list[str]:
     """Give pytest's paths for one distribution: its own tests and the code in its pages."""
     if name == "conformance":
-        return ["conformance/selftest", "conformance/README.md"]
+        return ["conformance/tests", "conformance/README.md"]
     return [f"packages/{name}/tests", f"packages/{name}/src", f"packages/{name}/README.md"] + [
         str(page) for page in sorted(Path(f"docs/{name}").glob("*.md"))
     ]
@@ -87,7 +87,7 @@ def tests_of(name: str) -> list[str]:
 each_package = nox.parametrize("package", list(PACKAGES), ids=list(PACKAGES))
 each_tested = nox.parametrize("package", [*PACKAGES, "simdev"], ids=[*PACKAGES, "simdev"])
 
-SIMDEV = "conformance/simdev"
+SIMDEV = "tools/simdev"
 
 
 def simdev_environment(session: nox.Session) -> dict[str, str] | None:
@@ -103,13 +103,12 @@ def simdev_environment(session: nox.Session) -> dict[str, str] | None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style, formatting, which room imports which, figures, and the workflows' safety."""
+    """Check style, formatting, import layers, and the safety of the workflows."""
     session.install("ruff==0.17.5", "zizmor==1.32.0", "import-linter==2.16")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     sources = os.pathsep.join(str(path / "src") for path in PACKAGES.values())
     session.run("lint-imports", "--no-cache", env={"PYTHONPATH": sources}, silent=True)
-    session.run("python", ".ci/figures.py")
     session.run("zizmor", "--offline", "--quiet", ".github/workflows", "conformance/action.yml")
     if actionlint := shutil.which("actionlint"):
         session.run(actionlint, external=True)
@@ -153,11 +152,11 @@ def tests_on_simdev(session: nox.Session) -> None:
 
 @nox.session
 def repository(session: nox.Session) -> None:
-    """Test what is neither a package nor the suite: words, scripts, examples, first pages."""
+    """Test what is neither a package nor the suite: structure, scripts, examples, pages."""
     install_parts(session, *PACKAGES)
     session.install(*constraint(), *TEST_TOOLS, *EXTRAS)
     pages = ["README.md", *map(str, sorted(Path("docs").glob("*.md")))]
-    session.run("python", "-m", "pytest", *TEST_OPTIONS, "tests", "docs/examples", *pages)
+    session.run("python", "-m", "pytest", *TEST_OPTIONS, "tests/repository", *pages)
 
 
 @nox.session
@@ -185,7 +184,7 @@ def isolation(session: nox.Session, package: str) -> None:
         session.install("pip>=24")
         install = ["python", "-m", "pip", "--python", str(python), "install", "--quiet"]
     session.run(*install, *constraint(), str(wheel), external=True)
-    script = ROOT / ".ci/isolation.py"
+    script = ROOT / "tools/release/isolation.py"
     session.run(str(python), "-I", str(script), package, str(out), external=True)
     if package in PARTS:
         # Types of everything public, as another project's type checker sees them.
@@ -256,7 +255,7 @@ def gpu(session: nox.Session) -> None:
     """Run whatever waits for an accelerator, and say what it came to."""
     install_parts(session, *PACKAGES)
     session.install(*constraint(), *TEST_TOOLS, *EXTRAS)
-    session.run("python", ".ci/gpu.py", *(session.posargs or ["gpu-output"]))
+    session.run("python", "tools/release/gpu.py", *(session.posargs or ["gpu-output"]))
 
 
 @nox.session(default=False)
@@ -273,7 +272,7 @@ def peers(session: nox.Session, peer: str) -> None:
 
 
 # What other people train with; timm's models need torchvision, which has no build for every torch.
-DOWNSTREAM = [
+LIBRARIES = [
     "accelerate==1.15.0",
     "diffusers==0.42.1",
     "fairscale==0.4.13",
@@ -292,8 +291,8 @@ EXAMPLES = ["accelerate", "diffusers", "lightning", "peft", "safetensors", "timm
 
 
 def pins(*names: str) -> list[str]:
-    """The pinned versions of some of them."""
-    return [pin for pin in DOWNSTREAM if pin.partition("==")[0] in names]
+    """The pinned versions of some of the libraries."""
+    return [pin for pin in LIBRARIES if pin.partition("==")[0] in names]
 
 
 @nox.session(name="release-check", default=False)
@@ -314,10 +313,10 @@ def release_check(session: nox.Session, package: str) -> None:
     for build in builds:
         session.run("python", "-m", "build", "--outdir", build, str(folder), env=env, silent=True)
     install_parts(session, *PACKAGES)
-    session.run("python", ".ci/public_names.py")
+    session.run("python", "tools/release/public_names.py")
     tag = session.posargs[0] if session.posargs else ""
     distribution = "torchparts-conformance" if package == "conformance" else package
-    session.run("python", ".ci/release_tag.py", str(folder), distribution, tag, *builds)
+    session.run("python", "tools/release/release_tag.py", str(folder), distribution, tag, *builds)
 
 
 @nox.session(default=False)
@@ -334,43 +333,8 @@ def examples(session: nox.Session) -> None:
         uninstall = ["uv", "pip", "uninstall"] if uv else ["python", "-m", "pip", "uninstall", "-y"]
         session.run(*uninstall, "torchvision", "timm", external=True)
         env = {}
-    tests = ["docs/examples/test_short.py", *session.posargs]
+    tests = ["tests/repository/test_short_examples.py", *session.posargs]
     session.run("python", "-m", "pytest", *TEST_OPTIONS, *tests, env=env)
-
-
-@nox.session(default=False)
-def downstream(session: nox.Session) -> None:
-    """Use the parts in other people's libraries as their users do, and write what came of it."""
-    install_parts(session, *PACKAGES)
-    session.install(*constraint(), "pytest>=8", "pytest-timeout", *DOWNSTREAM)
-    results = ROOT / "downstream-output"
-    shutil.rmtree(results, ignore_errors=True)
-    files = session.posargs or sorted(map(str, Path("downstream").glob("test_*.py")))
-    for file in files:  # each in a process of its own: where one crashes, the others go on
-        session.run(
-            *("python", "-m", "pytest", "-q", "--timeout=1800", f"--results={results}", file),
-            env={"HF_HUB_OFFLINE": "1"},
-            success_codes=range(-64, 256),  # the page tells what failed, and so does its exit
-        )
-    session.run("python", "downstream/_table.py", str(results), "docs/downstream.md")
-    session.run("python", ".ci/figures.py", "--record")
-
-
-MODELS = ["diffusers", "timm", "transformers"]
-
-
-@nox.session(default=False)
-def models(session: nox.Session) -> None:
-    """Run models that people know through every part, and write what came of each."""
-    install_parts(session, *PACKAGES)
-    session.install(*constraint(), "pytest>=8", "pytest-timeout", *pins(*MODELS))
-    env = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": "downstream", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    env["TRANSFORMERS_VERBOSITY"] = "error"
-    folder = "downstream/models"
-    session.run("python", "-m", "pytest", *TEST_OPTIONS, f"{folder}/test_models.py", env=env)
-    results = f"{folder}/models.json"
-    session.run("python", f"{folder}/run.py", results, *session.posargs, env=env)
-    session.run("python", f"{folder}/page.py", results, "docs/models.md")
 
 
 @nox.session(default=False, requires=[f"peers({peer})" for peer in PEERS])
@@ -403,30 +367,39 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
-@each_package
-def mutate(session: nox.Session, package: str) -> None:
-    """Change one token of a distribution's source, 150 times, and see whether its tests notice."""
-    install_parts(session, *(PACKAGES if package == "conformance" else [package]))
-    session.install(*constraint(), *TEST_TOOLS, *EXTRAS, "cosmic-ray==8.7.0", "coverage==7.17.3")
-    session.run("python", "-m", "pytest", "-q", *map(str, Path("storm").glob("test_mut*.py")))
-    session.run("python", "storm/mutate.py", "--package", package, *session.posargs)
+def slow(session: nox.Session) -> None:
+    """Run the tests that are marked nightly because they take long."""
+    install_parts(session, *PACKAGES)
+    session.install(*constraint(), *TEST_TOOLS, *EXTRAS)
+    paths = [path for name in PACKAGES for path in tests_of(name)]
+    session.run("python", "-m", "pytest", *TEST_OPTIONS, "-m", "nightly", *paths)
 
 
 @nox.session(default=False)
-def ranges(session: nox.Session) -> None:
-    """Time twice more what READMEs give as ranges, and write them; on a machine that is idle."""
-    install_parts(session, *PARTS)
-    session.install(*constraint(), *TEST_TOOLS, "pytest-benchmark")
-    session.run("python", ".ci/ranges.py", *session.posargs)
+def integration(session: nox.Session) -> None:
+    """Use the packages with other people's models and libraries, as their users do."""
+    install_parts(session, *PACKAGES)
+    session.install(*constraint(), "pytest>=8", "pytest-timeout", *LIBRARIES)
+    env = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    files = session.posargs or sorted(map(str, Path("tests/integration").rglob("test_*.py")))
+    for file in files:  # one process each: where one crashes, the others go on
+        session.run("python", "-m", "pytest", "-q", "--timeout=1800", file, env=env)
 
 
 @nox.session(default=False)
-def storm(session: nox.Session) -> None:
+def stress(session: nox.Session) -> None:
     """Interrupt, kill, fork, fill disks and run long, thousands of times; nothing may be lost."""
     install_parts(session, *PARTS)
     session.install(*constraint(), "numpy", "pytest>=8", "sybil")
-    session.run("python", "-m", "pytest", "storm/tests")
-    session.run("python", "-m", "storm", *session.posargs)
+    session.run("python", "-m", "stress", *session.posargs, env={"PYTHONPATH": "tests"})
+
+
+@nox.session(name="bench-real", default=False, tags=["gpu"])
+def bench_real(session: nox.Session) -> None:
+    """Compare ways to save memory on a whole training step of a Llama, on a GPU if there is one."""
+    install_parts(session, *PARTS)
+    session.install(*constraint(), "transformers==5.23.0")
+    session.run("python", "tools/bench_real.py", *session.posargs)
 
 
 @nox.session(default=False)
@@ -452,10 +425,9 @@ def docs(session: nox.Session) -> None:
     """Build the site, and fail on any warning."""
     install_parts(session, *PACKAGES)
     session.install("mkdocs<2", "mkdocs-material", "mkdocstrings[python]", "ruff==0.17.5")
-    session.run("torchparts-conformance", "spec", "--check", "docs/conformance")
     env = {"NO_MKDOCS_2_WARNING": "1", "TORCHPARTS_REPOSITORY": repository_address(session)}
     session.run("mkdocs", "build", "--strict", *session.posargs, env=env)
-    session.run("python", ".ci/check_site.py", "site")
+    session.run("python", "tools/site/check_site.py", "site")
 
 
 @nox.session(default=False, requires=["docs"])
@@ -465,10 +437,10 @@ def site(session: nox.Session) -> None:
     if "TORCHPARTS_BROWSER" not in os.environ:
         install = ["playwright", "install", "chromium"]
         session.run(*install, success_codes=range(256))  # without one, the script says so
-    told = session.run("python", ".ci/look_at_site.py", "--probe", silent=True)
+    told = session.run("python", "tools/site/look_at_site.py", "--probe", silent=True)
     if "not run" in str(told):
         session.skip(str(told).strip())
-    session.run("python", ".ci/look_at_site.py", "site")
+    session.run("python", "tools/site/look_at_site.py", "site")
 
 
 @nox.session(default=False)

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[2] / "docs/examples"
 MODEL = {"layers": 2, "width": 24, "heads": 2, "context": 16, "batch": 4}
 SMALL = [f"--{name}={value}" for name, value in MODEL.items()]
 TINY = [*SMALL, "--steps", "6"]

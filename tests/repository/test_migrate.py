@@ -34,7 +34,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import flat_param
 
-PAGE = Path(__file__).parent.parent / "docs/migrate.md"
+PAGE = Path(__file__).parents[2] / "docs/migrate.md"
 
 
 class Block(nn.Module):

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TROUBLE = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
 PARTS = {"ckpt-wrap", "flat-param", "mod-tracker", "sac-policies"}
 # torch writes these in C++, or another program does.
@@ -35,7 +35,7 @@ FILES_OF_TORCH = [
 
 def script(name: str) -> ModuleType:
     """Import one of the scripts."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / f".ci/{name}.py")
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"tools/site/{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -121,14 +121,19 @@ def test_messages_and_names_are_found_in_the_source(part: str, pages: ModuleType
     assert entries.count("](https://example.org/r/blob/main/packages/") == len(names)
 
 
-def test_install_lines_name_the_repository_of_the_site(pages: ModuleType) -> None:
-    """As they are typed; without a known address they say what to put there."""
+def test_readme_is_the_home_page(pages: ModuleType) -> None:
+    """Links lead to pages of the site; install lines name the repository where it is known."""
     home = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    unknown = pages.on_page_markdown(home, config={})
+    assert "ADDRESS is that of this repository" in unknown
+    assert "](docs/" not in unknown and "](out-of-memory.md)" in unknown
+    targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", unknown)
+    assert targets
+    assert [name for name in targets if not (ROOT / "docs" / name).exists()] == []
     page = pages.on_page_markdown(home, config={"repo_url": "https://example.org/r/"})
     assert "\ngit clone https://example.org/r/ torchparts\n" in page
     assert "git+https://example.org/r/#subdirectory=" in page and "ADDRESS" not in page
-    assert pages.on_page_markdown(home, config={}) == home
-    assert "ADDRESS is that of this repository" in home
+    assert "](https://example.org/r/blob/main/CONTRIBUTING.md)" in page
 
 
 def test_message_that_nobody_says_is_noticed() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[2] / "docs/examples"
 
 
 class Small(nn.Module):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent.parent / ".ci/public_names.py"
+SCRIPT = Path(__file__).parents[2] / "tools/release/public_names.py"
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ MODULES = ("ckpt_wrap", "mod_tracker", "flat_param", "sac_policies", "torchparts
 
 @pytest.mark.parametrize("name", MODULES)
 def test_public_names_are_those_written_down(names, name):
-    """After a change that is meant: `python .ci/public_names.py --write`, and a changelog line."""
+    """`python tools/release/public_names.py --write` accepts an intended change."""
     assert names.MODULES == MODULES
     assert names.differences(importlib.import_module(name)) == []
 

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import subprocess
 import sys
-import textwrap
 import zipfile
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-SCRIPTS = ROOT / ".ci"
+ROOT = Path(__file__).parents[2]
+RELEASE = ROOT / "tools/release"
 FOLDERS = [*sorted((ROOT / "packages").iterdir()), ROOT / "conformance"]
 
 
 def load(name: str) -> ModuleType:
     """Import one of the scripts."""
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, RELEASE / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -105,18 +103,6 @@ def test_packages_are_found_where_pip_is_told_to_look(tmp_path, backend):
     assert done.returncode == 0, done.stderr
 
 
-def test_longest_sessions_are_begun_first():
-    """Each that is said to take long is one that a plain run has; none is lost or run twice."""
-    listed = subprocess.run(
-        [sys.executable, "-m", "nox", "-l", "--json"], cwd=ROOT, capture_output=True, check=True
-    )
-    sessions = [each["session"] for each in json.loads(listed.stdout)]
-    lanes = load("lanes")
-    ordered = lanes.longest_first(sessions)
-    assert tuple(ordered[: len(lanes.LONGEST)]) == lanes.LONGEST
-    assert ordered[len(lanes.LONGEST) :] == [s for s in sessions if s not in lanes.LONGEST]
-
-
 LANES = """
 import pathlib
 import time
@@ -149,7 +135,7 @@ def test_failure_in_either_lane_is_one(tmp_path, fails):
     """One takes what is left while the other is busy; what failed is named, alone."""
     (tmp_path / "noxfile.py").write_text(LANES.format(fails=fails))
     done = subprocess.run(
-        [sys.executable, str(SCRIPTS / "lanes.py"), str(tmp_path / "log")],
+        [sys.executable, str(ROOT / ".ci/lanes.py"), str(tmp_path / "log")],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -202,14 +188,6 @@ def test_versions_agree(folder):
     assert f'__version__ = "{version}"' in init.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_each_distribution_has_its_release_workflow(folder):
-    """Every distribution has one workflow, started by its own tags."""
-    name = "torchparts-conformance" if folder.name == "conformance" else folder.name
-    workflow = ROOT / f".github/workflows/release-{name}.yml"
-    assert f'tags: ["{name}-v*"]' in workflow.read_text(encoding="utf-8")
-
-
 @pytest.mark.parametrize(("told", "given"), [("3", "3"), (None, str(os.cpu_count() or 1))])
 def test_demo_runs_on_as_many_threads_as_it_is_told(told, given):
     """`OMP_NUM_THREADS` of whoever runs it, else all processors; other sessions take one."""
@@ -228,43 +206,3 @@ def test_demo_runs_on_as_many_threads_as_it_is_told(told, given):
         [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True
     )
     assert done.stdout.split() == [given, told or "1"], done.stderr
-
-
-RECHECK = """#!/bin/sh
-echo "$2" >> asked
-case $2 in *bad*) exit 1;; esac
-"""
-
-
-@pytest.mark.parametrize(("names", "status"), [(("good",), 0), (("bad", "good"), 1), ((), 0)])
-def test_entry_that_does_not_agree_fails_the_job_after_all_were_run(tmp_path, names, status):
-    """The registry's workflow runs each entry that a pull request adds, and hides no difference."""
-    text = (ROOT / ".github/workflows/registry.yml").read_text(encoding="utf-8")
-    step = text.split("- name: Run again what a pull request adds")[1]
-    script = textwrap.dedent(step.split("run: |\n")[1].split("      - name:")[0])
-    (tmp_path / "torchparts-conformance").write_text(RECHECK, encoding="utf-8")
-    (tmp_path / "torchparts-conformance").chmod(0o755)
-
-    def git(*words: str) -> str:
-        who = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
-        command = ["git", *who, *words]
-        return subprocess.run(
-            command, cwd=tmp_path, check=True, capture_output=True, text=True
-        ).stdout.strip()
-
-    git("init", "-q")
-    git("commit", "-q", "--allow-empty", "-m", "base")
-    base = git("rev-parse", "HEAD")
-    for name in names:
-        report = tmp_path / f"docs/conformance/registry/{name}/1.0/report.json"
-        report.parent.mkdir(parents=True)
-        report.write_text("{}", encoding="utf-8")
-    git("add", "-A")
-    git("commit", "-q", "-m", "entries")
-    words = {"BASE": base, "LOG": "https://example.org/1", "RUNNER_TEMP": str(tmp_path)}
-    words["PATH"] = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script]
-    ended = subprocess.run(command, cwd=tmp_path, env={**os.environ, **words}, check=False)
-    assert ended.returncode == status
-    asked = (tmp_path / "asked").read_text().split() if names else []
-    assert asked == [f"docs/conformance/registry/{name}/1.0" for name in names]

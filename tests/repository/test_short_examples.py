@@ -15,7 +15,7 @@ import torch
 
 from ckpt_wrap import checkpoint_, is_recomputing
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[2] / "docs/examples"
 TORCH_ONLY = ["shard_and_resume", "fsdp2_beside", "ddp_beside", "dcp_beside", "compile_and_export"]
 TORCH_ONLY += ["muon_shards", "adamw_8bit"]
 OTHERS = [

@@ -1,4 +1,4 @@
-"""Every folder of source is a room that says what happens in it, and none is a drawer."""
+"""Private torch names stay in one place of a package, and modules import in one direction."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SOURCES = (*sorted(ROOT.glob("packages/*/src/*")), ROOT / "conformance/src/torchparts_conformance")
 # Cases are tests, and lie by what they check.
 FOLDERS = [

@@ -1,7 +1,7 @@
 """Writes down the public names of the distributions, with their signatures.
 
-    python .ci/public_names.py          print what differs from the files, exit with 1
-    python .ci/public_names.py --write  write the files
+    python tools/release/public_names.py          print what differs from the files, exit with 1
+    python tools/release/public_names.py --write  write the files
 
 A name that goes, or an option that does, is a break for somebody: it is to be seen in a review.
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-FOLDER = Path(__file__).parent / "public_names"
+FOLDER = Path(__file__).resolve().parents[2] / "tests/repository/public_names"
 MODULES = ("ckpt_wrap", "mod_tracker", "flat_param", "sac_policies", "torchparts_conformance")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from email.parser import Parser
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 OWN = {"PKG-INFO", ".gitignore"}  # what the build adds to an sdist
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
 LINK = re.compile(

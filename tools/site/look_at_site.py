@@ -1,6 +1,6 @@
 """Open every page of the built site in a browser without a window, and name what is wrong.
 
-Usage: python .ci/look_at_site.py SITE_FOLDER, or --probe, which only says whether it can.
+Usage: python tools/site/look_at_site.py SITE_FOLDER, or --probe, which only says whether it can.
 
 Each page in light and in dark, 400 pixels wide: nothing is cut off, nothing is asked of another
 server, no script fails, axe finds no serious fault, pictures are there and their labels can be

@@ -1,27 +1,23 @@
-"""What mkdocs writes into pages: every public name, every message, every change.
+"""Fill pages from the repository when mkdocs builds the site.
 
-`mkdocs.yml` names this file as a hook. A line `<!-- names of ckpt_wrap -->` in a page becomes an
-entry for each name of that package's `__all__`; `<!-- messages of ckpt_wrap -->` becomes a list of
-what the package says in errors and warnings; `<!-- changes of packages/ckpt-wrap -->` becomes its
-changelog, and `<!-- versions of torch -->` a table of what ran on each. All are read from the
-repository, so none is ever old.
+`mkdocs.yml` names this file as a hook. It replaces these lines of a page:
+
+- `<!-- README.md -->`: the README, with links that work on the site.
+- `<!-- names of ckpt_wrap -->`: one API entry for each name of the package's `__all__`.
+- `<!-- messages of ckpt_wrap -->`: the errors and warnings of the package.
+- `<!-- changes of packages/ckpt-wrap -->`: the package's changelog.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
-import json
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import changes as fragments
-
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SOURCES = {
     path.name: path for path in (*ROOT.glob("packages/*/src/*"), *ROOT.glob("conformance/src/*"))
 }
@@ -124,76 +120,49 @@ def messages_page(package: str) -> str:
 
 
 def changes(folder: str) -> str:
-    """A changelog without its title, its headings one level lower, with what waits for it."""
+    """A changelog without its title, with headings one level lower."""
     text = (ROOT / folder / "CHANGELOG.md").read_text(encoding="utf-8")
-    if waiting := fragments.by_kind(ROOT / folder):
-        version = fragments.version_of(ROOT / folder)
-        text = fragments.merged(text, version, f"## {version} - unreleased", waiting)
-    _, _, rest = text.partition("\n")
-    return re.sub(r"^(#+ )", r"#\1", rest.strip(), flags=re.MULTILINE)
+    return re.sub(r"^(#+ )", r"#\1", text.partition("\n")[2].strip(), flags=re.MULTILINE)
 
 
-def torch_versions() -> str:
-    """A row for each torch that is pinned: what our reports of a run on it say, area by area."""
-    found = [ROOT / "docs/conformance/reports/ours.json"]
-    found += sorted(ROOT.glob("docs/conformance/past/ours-*.json"))
-    runs: dict[str, dict[str, Any]] = {}
-    for report in (json.loads(path.read_text(encoding="utf-8")) for path in found):
-        number = report["environment"]["torch"].partition("+")[0]
-        runs.setdefault(number.rpartition(".")[0], report)
-    areas = runs[max(runs, key=_number)]["claims"]["areas"]
-    pins = sorted(
-        (path.stem.removeprefix("torch-") for path in (ROOT / "constraints").glob("torch-*.txt")),
-        key=_number,
-    )
-    rows = [["torch", *areas, "run on"]]
-    rows += [[pin, *_cells(runs.get(pin), areas)] for pin in pins]
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
+# Where the site shows a file that the README links to.
+PLACES = [
+    (r"docs/examples/\w+\.py", "examples.md"),
+    (r"docs/$", "examples.md"),
+    (r"docs/(.+)", r"\1"),
+    (r"conformance/README\.md", "conformance/index.md"),
+    (r"packages/([\w-]+)/README\.md", r"\1/tutorial.md"),
+]
 
 
-def _number(version: str) -> tuple[int, ...]:
-    return tuple(map(int, version.split(".")))
+def readme(repository: str = "") -> str:
+    """The README with the site's links; other files of the repository need its address."""
 
+    def link(found: re.Match[str]) -> str:
+        text, target = found.groups()
+        for pattern, place in PLACES:
+            path, mark, anchor = target.partition("#")
+            if re.fullmatch(pattern, path):
+                return f"[{text}]({re.sub(pattern, place, path)}{mark}{anchor})"
+        return f"[{text}]({repository.rstrip('/')}/blob/main/{target})" if repository else text
 
-def _cells(report: dict[str, Any] | None, areas: list[str]) -> list[str]:
-    """How many MUST requirements of each area passed, and where."""
-    if report is None:
-        return ["not run", *[""] * len(areas)]
-    counts = []
-    for area in areas:
-        kept = [row["must"] for row in report["verdicts"] if row["area"] == area]
-        passed, of = (sum(pair[place] for pair in kept) for place in (0, 1))
-        counts.append(f"{passed} of {of}")
-    where = report["environment"]
-    return [*counts, f"torch {where['torch']}, Python {where['python']}, {where['platform']}"]
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    return re.sub(r"\[([^\]]*)\]\((?!https?:|#)([^)]+)\)", link, text)
 
 
 def on_page_markdown(markdown: str, *, config: Any, **rest: Any) -> str:
     """Called by mkdocs for each page."""
-
-    def names(found: re.Match[str]) -> str:
-        return names_page(found[1], config.get("repo_url") or "")
-
-    if address := config.get("repo_url"):
+    address = config.get("repo_url") or ""
+    if "<!-- README.md -->" in markdown:
+        markdown = markdown.replace("<!-- README.md -->", readme(address))
+    if address:
         markdown = re.sub(r"(git clone |git\+)ADDRESS", rf"\g<1>{address}", markdown)
         markdown = markdown.replace("  # ADDRESS is that of this repository", "")
-    markdown = re.sub(r"^<!-- names of (\w+) -->$", names, markdown, flags=re.MULTILINE)
-    markdown = re.sub(
-        r"^<!-- versions of torch -->$",
-        lambda found: torch_versions(),
-        markdown,
-        flags=re.MULTILINE,
-    )
-    markdown = re.sub(
-        r"^<!-- changes of ([\w/-]+) -->$",
-        lambda found: changes(found[1]),
-        markdown,
-        flags=re.MULTILINE,
-    )
-    return re.sub(
-        r"^<!-- messages of (\w+) -->$",
-        lambda found: messages_page(found[1]),
-        markdown,
-        flags=re.MULTILINE,
-    )
+    fillers = {
+        r"names of (\w+)": lambda found: names_page(found[1], address),
+        r"messages of (\w+)": lambda found: messages_page(found[1]),
+        r"changes of ([\w/-]+)": lambda found: changes(found[1]),
+    }
+    for line, fill in fillers.items():
+        markdown = re.sub(rf"^<!-- {line} -->$", fill, markdown, flags=re.MULTILINE)
+    return markdown
