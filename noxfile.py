@@ -403,16 +403,6 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
-@each_package
-def mutate(session: nox.Session, package: str) -> None:
-    """Change one token of a distribution's source, 150 times, and see whether its tests notice."""
-    install_parts(session, *(PACKAGES if package == "conformance" else [package]))
-    session.install(*constraint(), *TEST_TOOLS, *EXTRAS, "cosmic-ray==8.7.0", "coverage==7.17.3")
-    session.run("python", "-m", "pytest", "-q", *map(str, Path("storm").glob("test_mut*.py")))
-    session.run("python", "storm/mutate.py", "--package", package, *session.posargs)
-
-
-@nox.session(default=False)
 def ranges(session: nox.Session) -> None:
     """Time twice more what READMEs give as ranges, and write them; on a machine that is idle."""
     install_parts(session, *PARTS)
