@@ -87,7 +87,7 @@ def tests_of(name: str) -> list[str]:
 each_package = nox.parametrize("package", list(PACKAGES), ids=list(PACKAGES))
 each_tested = nox.parametrize("package", [*PACKAGES, "simdev"], ids=[*PACKAGES, "simdev"])
 
-SIMDEV = "conformance/simdev"
+SIMDEV = "tools/simdev"
 
 
 def simdev_environment(session: nox.Session) -> dict[str, str] | None:

@@ -22,8 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTE = Path(__file__).with_name("copied_figures.txt")
-RESULTS = ("docs/benchmarks/*.md",)
-WRITTEN = ("docs/conformance/", "docs/notes/")
+RESULTS = ("docs/benchmarks/*.md", "docs/downstream.md")
+WRITTEN = ("docs/models.md", "docs/conformance/", "docs/notes/")
 NOT_MEASURED = {  # limits and sizes that the code has, and how long a thing may take
     "docs/ckpt-wrap/reference.md": {"1 GiB"},
     "docs/flat-param/design.md": {"32 KiB", "4 KiB", "16 bytes"},

@@ -1,7 +1,7 @@
-"""Storm: what is hard on torchparts, many times over; nothing may be lost.
+"""Stress tests: interrupts, crashes, forks, full disks, long runs and random programs.
 
-`python -m storm` runs five kinds of scenario and prints a table of what was tried, survived and
-lost, with the seconds it took; `python -m storm --list` names the scenarios.
+`python -m stress`, run from the `tests` folder, tries every scenario many times and prints a table
+of trials and failures; `python -m stress --list` names the scenarios.
 
     programs    random programs under every engine of sac-policies, some changed between forward
                 and backward
@@ -10,9 +10,9 @@ lost, with the seconds it took; `python -m storm --list` names the scenarios.
     forks       processes forked and spawned around a model that is offloaded to a folder
     soak        3,000 steps with all parts at once: memory, handles and threads
 
-Lost is what ends in wrong gradients, a mixed or missing checkpoint, an error that nobody can act
-on, something left behind, or no end at all. Each loss is printed with the command that repeats
-it, and the exit code is 1.
+A trial fails if it ends in wrong gradients, a mixed or missing checkpoint, an error that does not
+say how to fix it, a changed process, or a hang. Each failure is printed with the command that
+repeats it, and the exit code is 1.
 
-Not part of the distributions; needs them, torch, and a system with `fork`.
+Needs the packages, torch, and a system with `fork`.
 """

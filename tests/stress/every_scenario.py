@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from storm import forks, random_programs, saves, scenes_flat, scenes_local, soak
-from storm.trials import Scenario
+from stress import forks, random_programs, saves, scenes_flat, scenes_local, soak
+from stress.trials import Scenario
 
 
 def scenarios() -> list[Scenario]:

@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import ckpt_wrap
-from storm.models import Stack, differ, gradients, inputs, stack
-from storm.trials import Job, Scenario, Trial
+from stress.models import Stack, differ, gradients, inputs, stack
+from stress.trials import Job, Scenario, Trial
 
 PATIENCE_S = 120
 

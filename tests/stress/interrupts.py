@@ -20,10 +20,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from storm import left_behind
-from storm.places import Interrupt
-from storm.ranks import Group, join
-from storm.trials import Job, Scenario, Trial
+from stress import left_behind
+from stress.places import Interrupt
+from stress.ranks import Group, join
+from stress.trials import Job, Scenario, Trial
 
 HERE = Path(__file__).parent
 _MODELS = (str(HERE / "models.py"), str(Path(nn.modules.module.__file__)))

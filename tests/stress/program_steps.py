@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import sac_policies as sp
-from storm.state_steps import State
+from stress.state_steps import State
 
 SIZE = 6
 Values = list[torch.Tensor]

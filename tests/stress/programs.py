@@ -5,7 +5,7 @@ normalisations, shared values, regions inside regions, spans, hooks, caches, sta
 written to. Some are followed by a change of a parameter or an input between forward and backward.
 Which program it is depends on its seed alone.
 
-    python -m storm.programs --seed 0 --count 2000
+    python -m stress.programs --seed 0 --count 2000
 
 For each engine it counts how the programs ended:
 
@@ -37,8 +37,8 @@ from torch import nn
 
 import sac_policies as sp
 from sac_policies.engines.recipe.untracked import _call_table
-from storm import state_steps
-from storm.program_steps import CHANGES, STEPS, Step, Values, World, cached, optimizer_step
+from stress import state_steps
+from stress.program_steps import CHANGES, STEPS, Step, Values, World, cached, optimizer_step
 
 ENGINES = ("recipe", "contexts", "auto")
 OPS = (

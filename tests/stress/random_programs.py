@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from storm import programs
-from storm.trials import Job, Scenario, Trial
+from stress import programs
+from stress.trials import Job, Scenario, Trial
 
 COUNT = 2000
 BAD = ("bare", "wrong")

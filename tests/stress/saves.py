@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import nn
 
 import flat_param
-from storm.crew import Crew
-from storm.ranks import join
-from storm.scenes_flat import fill, leftovers, sharded
-from storm.trials import Job, Scenario, Trial
+from stress.crew import Crew
+from stress.ranks import join
+from stress.scenes_flat import fill, leftovers, sharded
+from stress.trials import Job, Scenario, Trial
 
 WORLD = 2
 STEPS = 8

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import flat_param
-from storm.interrupts import Scene, scenario
-from storm.models import Stack, backward, differ, gradients, inputs, stack
-from storm.trials import Scenario
+from stress.interrupts import Scene, scenario
+from stress.models import Stack, backward, differ, gradients, inputs, stack
+from stress.trials import Scenario
 
 
 def _plain_with(values: dict[str, Tensor]) -> Stack:

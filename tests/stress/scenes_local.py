@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import ckpt_wrap
 import mod_tracker
 import sac_policies
-from storm.interrupts import Scene, scenario
-from storm.models import backward, differ, gradients, inputs, stack
-from storm.trials import Scenario
+from stress.interrupts import Scene, scenario
+from stress.models import backward, differ, gradients, inputs, stack
+from stress.trials import Scenario
 
 
 def _step(model: nn.Module, *, rows: int = 4, folder: Path | None = None, **changes: Any) -> Scene:

@@ -31,9 +31,9 @@ import ckpt_wrap
 import flat_param
 import mod_tracker
 import sac_policies
-from storm.models import Transformer, differ
-from storm.ranks import join
-from storm.trials import Job, Scenario, Trial
+from stress.models import Transformer, differ
+from stress.ranks import join
+from stress.trials import Job, Scenario, Trial
 
 STEPS = 3000
 WARM_STEPS = 1000

@@ -4,7 +4,7 @@ Note [Trials]
     A scenario is prepared once in a forked process, or in one for each rank, and then tried again
     and again, by number. Numbers come in a shuffled order, the same each time, so that a run that
     is cut short has tried a sample of all; those that a scenario calls different in kind from each
-    other come before the rest. After a loss, an end or a hang, fresh processes go on
+    other come before the rest. After a failure, a crash or a hang, fresh processes go on
     with the numbers that are left.
 """
 
@@ -27,12 +27,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from storm.results import Loss, Result
+from stress.results import Failure, Result
 
-MOST_LOSSES = 20
+MOST_FAILURES = 20
 
 Trial = Callable[[int], str | None]
-"""Try one number: why it is lost, empty if it is not, None if it came to nothing."""
+"""Try one number: why it failed, empty if it passed, None if it does not count."""
 
 
 @dataclass
@@ -106,12 +106,12 @@ class Asked:
         return found[: self.count or None][:: self.every]
 
 
-def storm(scenario: Scenario, asked: Asked, deadline: float) -> Result:
+def run_scenario(scenario: Scenario, asked: Asked, deadline: float) -> Result:
     """Try a scenario until its numbers or the time are spent."""
     result, start, done = Result(scenario.kind, scenario.name), time.monotonic(), set[int]()
     while True:
         over = _team(scenario, asked, deadline, result, done)
-        if over or len(result.lost) >= MOST_LOSSES:
+        if over or len(result.failures) >= MOST_FAILURES:
             break
     result.seconds = time.monotonic() - start
     return result
@@ -119,7 +119,7 @@ def storm(scenario: Scenario, asked: Asked, deadline: float) -> Result:
 
 def command(scenario: Scenario, asked: Asked, number: int) -> str:
     """What repeats one trial."""
-    words = ["python -m storm", f"--only {scenario.kind}", f"--scenario {scenario.name}"]
+    words = ["python -m stress", f"--only {scenario.kind}", f"--scenario {scenario.name}"]
     words += [f"--seed {asked.seed}", f"--number {number}"]
     return " ".join(words)
 
@@ -127,8 +127,8 @@ def command(scenario: Scenario, asked: Asked, number: int) -> str:
 def _team(
     scenario: Scenario, asked: Asked, deadline: float, result: Result, done: set[int]
 ) -> bool:
-    """One set of processes, until the first loss; whether nothing is left to do."""
-    folder = Path(tempfile.mkdtemp(prefix="storm-"))
+    """One set of processes, until the first failure; whether nothing is left to do."""
+    folder = Path(tempfile.mkdtemp(prefix="stress-"))
     members = [_start(scenario, asked, folder, rank, done) for rank in range(scenario.ranks)]
     why, left, signals = "", False, []
     try:
@@ -144,8 +144,8 @@ def _team(
         done.add(trying)
         result.tried += 1
         why = f"number {trying}: {why} {said}".strip()
-        result.lost.append(Loss(trying, why, command(scenario, asked, trying)))
-        print(f"  lost: {scenario.name} {why[:400]}", file=sys.stderr, flush=True)
+        result.failures.append(Failure(trying, why, command(scenario, asked, trying)))
+        print(f"  failed: {scenario.name} {why[:400]}", file=sys.stderr, flush=True)
     shutil.rmtree(folder, ignore_errors=True)
     return not left or time.monotonic() > deadline
 
@@ -238,7 +238,7 @@ def _try_all(scenario: Scenario, asked: Asked, job: Job, done: set[int], file: I
 def _watch(
     scenario: Scenario, members: list[_Member], deadline: float, result: Result, done: set[int]
 ) -> tuple[str, bool]:
-    """Hear what the processes say; the first loss, and whether there is more to do."""
+    """Hear what the processes say; the first failure, and whether there is more to do."""
     ended: Counter[int] = Counter()
     left = False
     nothing: set[int] = set()

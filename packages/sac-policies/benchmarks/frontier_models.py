@@ -209,8 +209,8 @@ def one_run(cases: list[Any], options: argparse.Namespace, is_first: bool) -> li
 
 
 def models(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each model of `downstream/` that can be made here."""
-    root = Path(__file__).resolve().parents[3] / "downstream"
+    """A row for each model of `tests/integration/` that can be made here."""
+    root = Path(__file__).resolve().parents[3] / "tests/integration"
     sys.path[:0] = [str(root), str(root / "models")]
     import _parts
     import pytest

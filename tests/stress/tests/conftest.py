@@ -1,4 +1,4 @@
-"""Finds `storm`, which is no distribution, from wherever pytest is started."""
+"""Make `stress`, which is not installed, importable wherever pytest is started."""
 
 import sys
 from pathlib import Path

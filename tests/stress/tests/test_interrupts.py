@@ -1,4 +1,4 @@
-"""A scene that an interrupt can spoil is reported, and one that it cannot is not."""
+"""A scene that an interrupt can spoil fails, and one that it cannot passes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import sys
 import pytest
 from torch import nn
 
-from storm.interrupts import Scene, scenario
-from storm.trials import Asked, storm
+from stress.interrupts import Scene, scenario
+from stress.trials import Asked, run_scenario
 
 PART = """
 held = []
@@ -31,7 +31,7 @@ def careful(then):
 
 @pytest.fixture
 def part(tmp_path, monkeypatch):
-    """A package with one function that loses and one that does not."""
+    """A package with one function that leaves something behind and one that does not."""
     folder = tmp_path / "made_up_part"
     folder.mkdir()
     (folder / "__init__.py").write_text(PART)
@@ -40,36 +40,36 @@ def part(tmp_path, monkeypatch):
     sys.modules.pop("made_up_part", None)
 
 
-def lost(part, name, then=lambda: None, wrong=None):
-    """What a scan of a function of the part loses."""
+def result_of(part, name, then=lambda: None, wrong=None):
+    """The result of interrupting a function of the part everywhere."""
 
     def make(folder):
         module = importlib.import_module(part)
         act = getattr(module, name)
         return Scene(lambda: act(then), wrong or (lambda: "held" if module.held else ""))
 
-    return storm(scenario("made-up", part, make), Asked(), math.inf)
+    return run_scenario(scenario("made-up", part, make), Asked(), math.inf)
 
 
-def test_a_careless_part_is_lost_and_a_careful_one_is_not(part):
+def test_careless_part_fails_and_careful_one_passes(part):
     """Two places of the careless one leave something behind."""
-    careless, careful = lost(part, "careless"), lost(part, "careful")
+    careless, careful = result_of(part, "careless"), result_of(part, "careful")
     assert careless.tried > 2
-    assert {"held" in each.why for each in careless.lost} == {True}
-    assert len(careless.lost) >= 1
-    assert "__init__.py" in careless.lost[0].why
+    assert {"held" in each.why for each in careless.failures} == {True}
+    assert len(careless.failures) >= 1
+    assert "__init__.py" in careless.failures[0].why
     assert careful.tried > 2
-    assert careful.lost == []
+    assert careful.failures == []
 
 
-def test_a_hook_that_is_left_is_a_loss(part):
+def test_hook_left_behind_is_a_failure(part):
     """The process is looked at, whatever the scene says."""
     then = lambda: nn.modules.module.register_module_forward_hook(lambda *_: None)  # noqa: E731
-    found = lost(part, "careful", then, lambda: "")
-    assert "hooks in _global_forward_hooks" in found.lost[0].why
+    found = result_of(part, "careful", then, lambda: "")
+    assert "hooks in _global_forward_hooks" in found.failures[0].why
 
 
-def test_an_interrupt_that_becomes_another_error_is_a_loss(part):
+def test_interrupt_turned_into_another_error_is_a_failure(part):
     """Whoever presses Ctrl-C waits for a KeyboardInterrupt."""
 
     def make(folder):
@@ -83,5 +83,5 @@ def test_an_interrupt_that_becomes_another_error_is_a_loss(part):
 
         return Scene(act, lambda: "")
 
-    found = storm(scenario("made-up", part, make), Asked(), math.inf)
-    assert "became ValueError: damaged" in found.lost[0].why
+    found = run_scenario(scenario("made-up", part, make), Asked(), math.inf)
+    assert "became ValueError: damaged" in found.failures[0].why

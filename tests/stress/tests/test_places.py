@@ -7,7 +7,7 @@ import functools
 
 import pytest
 
-from storm.places import Interrupt
+from stress.places import Interrupt
 
 HERE = (__file__,)
 

@@ -1,8 +1,7 @@
-"""What loses is reported as lost, whatever way it ends."""
+"""A trial that fails is reported, whatever way it ends."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -10,14 +9,14 @@ import time
 
 import pytest
 
-from storm import results
-from storm.trials import Asked, Scenario, command, storm
+from stress import results
+from stress.trials import Asked, Scenario, command, run_scenario
 
 
 def run(trial, *, count=4, **options):
     """The result of a scenario with that trial."""
     scenario = Scenario("forks", "made-up", lambda job: (count, trial), **options)
-    return storm(scenario, Asked(), math.inf)
+    return run_scenario(scenario, Asked(), math.inf)
 
 
 def kill(number):
@@ -50,43 +49,43 @@ def hang(number):
         (hang, "no end after", {"patience_s": 1.0}),
     ],
 )
-def test_one_loss_is_one_loss(trial, why, options):
+def test_failed_trial_is_counted_once(trial, why, options):
     """It is counted with its number and a command, and the others are tried all the same."""
     found = run(trial, **options)
-    assert (found.tried, found.survived, len(found.lost)) == (4, 3, 1)
-    assert found.lost[0].number == 2
-    assert why in found.lost[0].why
-    assert found.lost[0].command == (
-        "python -m storm --only forks --scenario made-up --seed 0 --number 2"
+    assert (found.tried, found.passed, len(found.failures)) == (4, 3, 1)
+    assert found.failures[0].number == 2
+    assert why in found.failures[0].why
+    assert found.failures[0].command == (
+        "python -m stress --only forks --scenario made-up --seed 0 --number 2"
     )
 
 
-def test_a_preparation_that_fails_is_a_loss():
-    """A scenario that cannot be tried has not survived."""
+def test_error_in_preparation_is_a_failure():
+    """A scenario that cannot be tried has not passed."""
 
     def prepare(job):
         raise ValueError("on purpose")
 
-    found = storm(Scenario("forks", "made-up", prepare), Asked(), math.inf)
-    assert (found.survived, len(found.lost)) == (0, 1)
-    assert "outside of a trial" in found.lost[0].why
-    assert "ValueError: on purpose" in found.lost[0].why
+    found = run_scenario(Scenario("forks", "made-up", prepare), Asked(), math.inf)
+    assert (found.passed, len(found.failures)) == (0, 1)
+    assert "outside of a trial" in found.failures[0].why
+    assert "ValueError: on purpose" in found.failures[0].why
 
 
-def test_a_loss_on_one_rank_is_one_loss():
+def test_failure_on_one_rank_is_counted_once():
     """Both begin afresh after it."""
 
     def prepare(job):
         return 4, lambda number: "wrong" if number == 1 and job.rank == 1 else ""
 
-    found = storm(Scenario("forks", "made-up", prepare, ranks=2), Asked(), math.inf)
-    assert (found.tried, found.survived, len(found.lost)) == (4, 3, 1)
+    found = run_scenario(Scenario("forks", "made-up", prepare, ranks=2), Asked(), math.inf)
+    assert (found.tried, found.passed, len(found.failures)) == (4, 3, 1)
 
 
 def test_a_trial_that_came_to_nothing_is_not_tried():
     """It is told apart."""
     found = run(lambda number: None if number == 3 else "")
-    assert (found.tried, found.skipped, found.lost) == (3, 1, [])
+    assert (found.tried, found.skipped, found.failures) == (3, 1, [])
 
 
 def test_numbers_are_the_same_each_time_and_one_can_be_asked_for():
@@ -111,8 +110,8 @@ def test_what_differs_in_kind_comes_first():
 
     scenario = Scenario("forks", "made-up", prepare)
     assert sorted(Asked().numbers(scenario, 40, early)) == list(range(40))
-    found = storm(scenario, Asked(count=3), math.inf)
-    assert (found.tried, found.early, found.lost) == (3, 3, [])
+    found = run_scenario(scenario, Asked(count=3), math.inf)
+    assert (found.tried, found.early, found.failures) == (3, 3, [])
     cut = results.Result("interrupts", "x", tried=2, total=40, early=3)
     assert results.rows([cut])[0][-1] == "of 40, 2 of 3 instructions"
 
@@ -120,23 +119,22 @@ def test_what_differs_in_kind_comes_first():
 def test_time_that_is_over_ends_a_scenario():
     """What was not tried is not counted."""
     scenario = Scenario("forks", "made-up", lambda job: (4, kill))
-    found = storm(scenario, Asked(), time.monotonic() - 1)
-    assert (found.tried, found.total, found.lost) == (0, 4, [])
+    found = run_scenario(scenario, Asked(), time.monotonic() - 1)
+    assert (found.tried, found.total, found.failures) == (0, 4, [])
 
 
-def test_the_page_and_the_json_hold_every_figure(tmp_path):
-    """Tried, survived, lost and seconds of each scenario, and their sums."""
-    lost = results.Loss(3, "number 3: wrong", "python -m storm")
+def test_table_holds_every_figure():
+    """Tried, passed, failed and seconds of each scenario, their sums, and each failure."""
+    failure = results.Failure(3, "number 3: wrong", "python -m stress")
     found = [
         results.Result("soak", "flat", 3, 0, 3, 10.2, [], {"memory": "+0.10 %"}),
-        results.Result("saves", "killed", 5, 1, 9, 5.0, [lost]),
+        results.Result("saves", "killed", 5, 1, 9, 5.0, [failure]),
     ]
-    results.write(found, "python -m storm", tmp_path)
-    page = (tmp_path / "storm.md").read_text()
-    assert "| soak flat | 3 | 3 | 0 | 10 | memory +0.10 % |" in page
-    assert "| saves killed | 5 | 4 | 1 | 5 | of 9, 1 skipped |" in page
-    assert "| all | 8 | 7 | 1 | 15 |  |" in page
-    assert results.read(tmp_path / "storm.json") == found
-    read = json.loads((tmp_path / "storm.json").read_text())
-    assert [each["tried"] for each in read["scenarios"]] == [3, 5]
-    assert "lost: saves killed: number 3: wrong\n  python -m storm" in results.text(found)
+    assert results.rows(found) == [
+        ("soak flat", "3", "3", "0", "10", "memory +0.10 %"),
+        ("saves killed", "5", "4", "1", "5", "of 9, 1 skipped"),
+        ("all", "8", "7", "1", "15", ""),
+    ]
+    told = results.table(found).splitlines()
+    assert told[0].split() == ["scenario", "tried", "passed", "failed", "seconds"]
+    assert told[-2:] == ["failed: saves killed: number 3: wrong", "  python -m stress"]

@@ -1,4 +1,4 @@
-"""What `product.py` multiplies: ways of saving memory, and situations of a device."""
+"""Ways of saving memory, and situations of a device; `_product.py` combines them."""
 
 from __future__ import annotations
 
