@@ -1,35 +1,21 @@
-"""Run every model through every part, and write what came of it.
-
-    PYTHONPATH=downstream python downstream/models/run.py OUT.json [--only MODEL ...]
-
-Each cell is a process forked from this one, with a time limit: one that crashes or hangs is told
-as such, and the others are not touched by it.
-"""
+"""A model through a part in a process of its own, so that a crash or a hang is a result, too."""
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import json
+import functools
 import multiprocessing
 import os
-import platform
 import signal
-import time
 import warnings
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import _parts
 import torch
-from _cases import CASES
 from _models import Case
-from _pytest.outcomes import Skipped
-from _table import version_of
 from _two_ranks import ranks
 
-LIMIT_S = 120
+LIMIT_S = 300
 JUDGES = {
     "step": _parts.step,
     "names": _parts.names,
@@ -77,73 +63,17 @@ def in_process(part: _parts.Part, case: Case, *, limit_s: float = LIMIT_S) -> di
     return {"model": case.name, "part": part.name, **found}
 
 
-def about(case: Case) -> dict[str, Any]:
-    """What the page says of a model itself; it is made here once, so that each cell finds it."""
-    model = case.build()
-    return {
-        "name": case.name,
-        "library": case.library,
-        "class": type(model).__name__,
-        "parameters": sum(param.numel() for param in model.parameters()),
-        "blocks": len(case.blocks_of(model)),
-        "block_classes": sorted({type(b).__name__ for b in case.blocks_of(model).values()}),
-        "named_by_hand": bool(case.blocks),
-    }
-
-
-def versions() -> dict[str, str]:
-    """What the results depend on."""
-    libraries = sorted({case.library for case in CASES})
-    return {"python": platform.python_version()} | {n: version_of(n) for n in ("torch", *libraries)}
-
-
-def kept_from(out: Path, names: list[str]) -> tuple[list[Any], list[Any]]:
-    """Models and cells of an earlier run with the same versions, but for these models."""
-    before = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
-    if before.get("versions") != versions():
-        return [], []
-    return (
-        [model for model in before["models"] if model["name"] not in names],
-        [cell for cell in before["cells"] if cell["model"] not in names],
-    )
-
-
-def main() -> None:
-    """Write the results; with `--only`, other models keep theirs, of the same versions."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--only", nargs="+", default=[case.name for case in CASES])
-    options = parser.parse_args()
+@functools.cache
+def cell_of(part: _parts.Part, case: Case) -> dict[str, Any]:
+    """The result of a cell, which several tests may ask for."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    models, cells = kept_from(options.out, options.only)
-    for case in (case for case in CASES if case.name in options.only):
-        began = time.monotonic()
-        try:
-            models.append(about(case))
-        except Skipped as skip:
-            print(f"{case.name}: {skip.msg}", flush=True)
-            continue
-        mine = [in_process(part, case) for part in _parts.PARTS]
-        cells += mine
-        wrong = [found for found in mine if found["outcome"] != "equal"]
-        took = time.monotonic() - began
-        print(f"{case.name}: {len(mine) - len(wrong)} of {len(mine)} equal, {took:.0f} s")
-        for found in wrong:
-            print("   ", json.dumps(found), flush=True)
-    order = [case.name for case in CASES]
-    result = {
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{platform.system()} {platform.machine()}, CPU, one thread",
-        "versions": versions(),
-        "copies": _parts.COPIES,
-        "parts": [dataclasses.asdict(part) for part in _parts.PARTS],
-        "own": _parts.OWN,
-        "models": sorted(models, key=lambda model: order.index(model["name"])),
-        "cells": sorted(cells, key=lambda cell: order.index(cell["model"])),
-    }
-    options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    case.build()  # imported here once, so that each process finds it
+    return in_process(part, case)
 
 
-if __name__ == "__main__":
-    main()
+def kept_bytes_of(part: str, case: Case) -> int:
+    """Bytes that a model keeps between forward and backward with a part."""
+    found = cell_of(_parts.BY_NAME[part], case)
+    assert "kept_bytes" in found, found
+    return int(found["kept_bytes"])

@@ -1,8 +1,9 @@
-"""The parts, each with the lines that a user writes, as text: the page shows what was run."""
+"""The parts, each with the lines that a user writes."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import tempfile
 from collections.abc import Iterable
@@ -14,6 +15,7 @@ from _checks import kept_bytes
 from _models import Case, calls_of, without_cache
 from _reports import REPORTS, names_of_calls, torchs_counter
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils._pytree import tree_map_only
 
 import ckpt_wrap
@@ -82,9 +84,15 @@ for block in reversed(blocks):
     fully_shard(block)
 fully_shard(model)
 """
+TORCH_FULL = "apply_checkpoint(block)"
+TORCH_SELECTIVE = "apply_checkpoint(block, context_fn=selective(POLICY))"
+PLAIN = Part("plain", "torch", "", each_block=False)
+# Torch's ways; recomputation may advance the averages of batch norm twice.
+TORCH = [
+    Part("torch, nothing kept", "torch", TORCH_FULL),
+    Part("torch, products kept", "torch", TORCH_SELECTIVE),
+]
 PARTS = [
-    Part("plain", "torch", "", each_block=False),
-    Part("the library's own", "torch", "OWN", each_block=False),
     Part("in place", "ckpt-wrap", "checkpoint_(block)"),
     Part("nested", "ckpt-wrap", NESTED.strip(), each_block=False),
     Part("offload", "ckpt-wrap", "offload_(block, to=folder, min_bytes=1)"),
@@ -98,11 +106,31 @@ PARTS = [
     Part("flatten", "flat-param", "flatten(model)", False, "trained"),
     Part("two ranks", "flat-param", SHARDED.strip(), False, "ranks"),
 ]
-OWN = {
-    "transformers": "model.gradient_checkpointing_enable()",
-    "diffusers": "model.enable_gradient_checkpointing()",
-    "timm": "model.set_grad_checkpointing()",
+BY_NAME = {part.name: part for part in (PLAIN, *TORCH, *PARTS)}
+
+
+def apply_checkpoint(block: nn.Module, **options: Any) -> None:
+    """Run a block's forward in torch's checkpoint."""
+    block.forward = functools.partial(  # type: ignore[method-assign]
+        torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False, **options
+    )
+
+
+def selective(ops: set[str]) -> Any:
+    """Torch's contexts that save these operators and recompute all others."""
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saved = str(op.overloadpacket) in ops
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return functools.partial(create_selective_checkpoint_contexts, policy)
+
+
+KEPT_OPS = {
+    *("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._grouped_mm"),
+    *("aten._scaled_dot_product_flash_attention_for_cpu", "aten.convolution"),
 }
+"""The operators of `KEPT` that the models here run on a CPU."""
 
 
 def enlarged(case: Case, shift: int = 0) -> Case:
@@ -130,8 +158,9 @@ def apply(part: Part, case: Case, model: nn.Module, folder: str) -> dict[str, An
     packages = (ckpt_wrap, flat_param, sac_policies)
     names: dict[str, Any] = {name: getattr(p, name) for p in packages for name in p.__all__}
     names |= {"model": model, "blocks": set(found.values()), "folder": folder}
-    names |= {"batch": case.inputs()}
-    code = OWN[case.library] if part.code == "OWN" else part.code
+    names |= {"batch": case.inputs(), "apply_checkpoint": apply_checkpoint}
+    names |= {"selective": selective, "POLICY": KEPT_OPS}
+    code = part.code
     if "profile(" in code:
         calls = calls_of(case, model)
         found = {name: block for name, block in found.items() if name in calls}

@@ -60,7 +60,7 @@ def results_of(world: int, *jobs: Claim, timeout_s: int = 1200) -> list[dict[str
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
         "GROUP_RANK": "0",
-        "TORCHELASTIC_RUN_ID": "downstream",  # as under torchrun, which Lightning looks for
+        "TORCHELASTIC_RUN_ID": "integration",  # as under torchrun, which Lightning looks for
     }
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / str(rank) for rank in range(world)]

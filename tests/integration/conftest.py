@@ -1,4 +1,4 @@
-"""What all tests of this folder share: no network, one thread, one seed, and a table of results."""
+"""What all tests of this folder share: no network, one thread, one seed."""
 
 from __future__ import annotations
 
@@ -13,19 +13,6 @@ import torch
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", WANDB_DISABLED="true")
 sys.path.insert(0, str(Path(__file__).parent))  # the files here that are no tests
 torch.set_num_threads(1)
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--results FOLDER` adds a line for every test to the files there."""
-    parser.addoption("--results", default=None, help="write outcomes to files in this folder")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Write results where they are asked for."""
-    from _table import Results
-
-    if path := config.getoption("--results"):
-        config.pluginmanager.register(Results(Path(path)), "results of downstream")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

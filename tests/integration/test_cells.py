@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from _cells import in_process
 from _models import Case
-from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parent))
 from _parts import PARTS, Part
-from run import in_process
+from torch import Tensor, nn
 
 
 class Block(nn.Module):
@@ -46,7 +42,7 @@ def fail(x: Tensor) -> Tensor:
     raise ValueError("first line\nsecond line")
 
 
-@pytest.mark.parametrize("each", PARTS[2:], ids=[p.name for p in PARTS[2:]])
+@pytest.mark.parametrize("each", PARTS, ids=[p.name for p in PARTS])
 def test_small_model_is_equal_through_every_part(each: Part) -> None:
     """Every part does what it does to blocks of plain torch, too."""
     found = in_process(each, case_with(torch.sin))

@@ -11,12 +11,10 @@ import pytest
 import torch
 from _checks import assert_same, assert_same_grads, kept_bytes, tensors_of
 from _models import need
-from _table import library
 from torch import Tensor, nn
 
 import ckpt_wrap
 
-pytestmark = library("fairscale")
 Wrapper = Callable[[nn.Module], nn.Module]
 
 

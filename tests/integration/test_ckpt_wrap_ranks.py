@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pytest
 from _ranks import ACCELERATE, LAYERS, LIGHTNING, Claim, check, claims, worlds
-from _table import library
 
 pytestmark = pytest.mark.dist
 MINE = LAYERS + ACCELERATE + LIGHTNING
 
 
-@library("transformers")
 @worlds
 @claims(LAYERS)
 def test_layers_under_ddp_and_fsdp2(claim: Claim, world: int) -> None:
@@ -18,7 +16,6 @@ def test_layers_under_ddp_and_fsdp2(claim: Claim, world: int) -> None:
     check(world, claim, MINE)
 
 
-@library("accelerate")
 @worlds
 @claims(ACCELERATE)
 def test_accelerate_prepares_checkpointed_blocks(claim: Claim, world: int) -> None:
@@ -26,7 +23,6 @@ def test_accelerate_prepares_checkpointed_blocks(claim: Claim, world: int) -> No
     check(world, claim, MINE)
 
 
-@library("lightning")
 @worlds
 @claims(LIGHTNING)
 def test_lightning_trains_checkpointed_blocks(claim: Claim, world: int) -> None:

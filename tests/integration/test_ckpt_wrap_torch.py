@@ -13,13 +13,11 @@ import torch
 from _cases import case_of
 from _checks import assert_same_grads, assert_same_step, kept_bytes, twins
 from _models import Case
-from _table import library
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ckpt_wrap import RecomputeError, checkpoint_, checkpoint_wrapper
 
-pytestmark = library("torch")
 LAYERS: dict[str, Callable[..., nn.Module]] = {
     "in place": checkpoint_,
     "nested": checkpoint_wrapper,

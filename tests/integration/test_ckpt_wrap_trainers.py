@@ -20,7 +20,6 @@ from _checks import (
     twins,
 )
 from _models import IDS, Case, need
-from _table import library
 from _trainers import TRAINERS, by_accelerate, by_lightning, by_transformers
 from torch import nn
 
@@ -51,14 +50,12 @@ def trained_alike(
     return model, plain
 
 
-@library("transformers")
 @models
 def test_trainer_of_transformers(name: str, tmp_path: Path) -> None:
     """`Trainer.train`, two steps, dropout on."""
     trained_alike(case_of(name), by_transformers, tmp_path)
 
 
-@library("accelerate")
 @models
 def test_loop_of_accelerate(name: str, tmp_path: Path) -> None:
     """`prepare`, `accumulate`, `clip_grad_norm_`; the saved state has the plain one's keys."""
@@ -67,7 +64,6 @@ def test_loop_of_accelerate(name: str, tmp_path: Path) -> None:
     assert_same(*(need("safetensors.torch").load_file(file) for file in files))
 
 
-@library("lightning")
 @models
 def test_trainer_of_lightning(name: str, tmp_path: Path) -> None:
     """`Trainer.fit` with the blocks checkpointed in `setup`; the checkpoint has plain names."""
@@ -83,7 +79,6 @@ def test_trainer_of_lightning(name: str, tmp_path: Path) -> None:
     assert_same(*states)
 
 
-@library("transformers")
 @models
 def test_trainer_resumes_from_its_checkpoint(name: str, tmp_path: Path) -> None:
     """Saved after two steps of four, trained on with and without checkpointed blocks."""
@@ -95,7 +90,6 @@ def test_trainer_resumes_from_its_checkpoint(name: str, tmp_path: Path) -> None:
     assert_same(tensors_of(loaded.state_dict()), tensors_of(plain.state_dict()))
 
 
-@library("peft")
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("layer", ["checkpoint_", "checkpoint_wrapper", "offload_"])
 def test_lora(when: str, layer: str, tmp_path: Path) -> None:
@@ -146,7 +140,6 @@ def test_lora(when: str, layer: str, tmp_path: Path) -> None:
     assert_same(*(tensors_of(m.state_dict()) for m in merged))
 
 
-@library("transformers")
 @pytest.mark.parametrize("name", ["Llama", "GPT-2", "Gemma 3", "Mamba"])
 def test_generation_is_the_plain_models(name: str) -> None:
     """`generate` with a cache, in evaluation: the same tokens."""
@@ -160,7 +153,6 @@ def test_generation_is_the_plain_models(name: str) -> None:
     assert torch.equal(*outs)
 
 
-@library("transformers")
 @pytest.mark.parametrize("name", ["Llama", "T5", "BERT", "ViT"])
 def test_saved_and_loaded(name: str, tmp_path: Path) -> None:
     """`save_pretrained` of a model with checkpointed blocks is the plain model's file."""
@@ -176,7 +168,6 @@ def test_saved_and_loaded(name: str, tmp_path: Path) -> None:
     )
 
 
-@library("transformers")
 @pytest.mark.parametrize("name", ["BERT", "ViT", "ResNet"])
 @pytest.mark.parametrize("when", ["checkpointed", "after unwrapping"])
 def test_export(name: str, when: str) -> None:
@@ -194,7 +185,6 @@ def test_export(name: str, when: str) -> None:
     assert torch.equal(out.logits, expected.logits)
 
 
-@library("diffusers")
 @pytest.mark.parametrize("name", ["UNet2D", "DiT"])
 def test_moving_average_of_diffusers(name: str) -> None:
     """`EMAModel` over a checkpointed model: the averages are the plain model's."""
@@ -215,7 +205,6 @@ def test_moving_average_of_diffusers(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*averages, strict=True))
 
 
-@library("transformers")
 @models
 def test_copies_of_a_checkpointed_model(name: str) -> None:
     """`deepcopy` of the model with its blocks changed: it trains as the plain one does."""
@@ -224,7 +213,6 @@ def test_copies_of_a_checkpointed_model(name: str) -> None:
     assert_same_step(case, copy.deepcopy(checkpointed(case, model)), plain)
 
 
-@library("lightning")
 @pytest.mark.parametrize("trainer", list(TRAINERS))
 def test_offload_in_a_training_loop(trainer: str, tmp_path: Path) -> None:
     """Blocks offloaded to a folder inside each trainer: the same weights, an empty folder."""

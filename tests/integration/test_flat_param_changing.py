@@ -12,7 +12,6 @@ import torch
 from _checks import assert_same, assert_same_grads, tensors_of
 from _flat import MODELS, TIED, assert_flat, llama, pair, small, step
 from _models import IDS, VOCABULARY, need
-from _table import library
 from _trainers import by_transformers
 from torch import Tensor, nn
 
@@ -21,7 +20,6 @@ import flat_param
 # Changing a model after flattening
 
 
-@library("transformers")
 @pytest.mark.parametrize("rows", [VOCABULARY + 8, VOCABULARY - 8])
 @pytest.mark.parametrize("make", MODELS)
 @pytest.mark.parametrize("way", ["in place", "unflatten"])
@@ -46,7 +44,6 @@ def test_token_embeddings_are_resized_after_flattening(
     assert_flat(model)
 
 
-@library("transformers")
 @pytest.mark.parametrize("make", TIED)
 def test_resized_embeddings_stay_tied_and_train(make: Callable[[], nn.Module]) -> None:
     """An optimizer over chunks, made after the resize, does what one over plain parameters does."""
@@ -67,7 +64,6 @@ def test_resized_embeddings_stay_tied_and_train(make: Callable[[], nn.Module]) -
     assert_same(tensors_of(model.state_dict()), tensors_of(plain.state_dict()))
 
 
-@library("peft")
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_lora_trains_in_a_flattened_model(when: str, tmp_path: Path) -> None:
     """`get_peft_model` before or after `flatten`: gradients, adapter file and merged weights."""
@@ -103,7 +99,6 @@ def test_lora_trains_in_a_flattened_model(when: str, tmp_path: Path) -> None:
 # Compiling
 
 
-@library("transformers")
 @pytest.mark.parametrize("which", ["another model is flat", "this model is flat"])
 def test_llama_compiles_into_one_graph(which: str) -> None:
     """`fullgraph=True`, though its forward slices a list of modules; the same gradients."""
@@ -120,7 +115,6 @@ def test_llama_compiles_into_one_graph(which: str) -> None:
 # Training loops of others
 
 
-@library("lightning")
 def test_lightning_trains_saves_and_loads_a_flattened_module(tmp_path: Path) -> None:
     """`Trainer.fit` with clipping, and its checkpoint; the weights are the plain module's."""
     lightning = need("lightning.pytorch")
@@ -164,7 +158,6 @@ def test_lightning_trains_saves_and_loads_a_flattened_module(tmp_path: Path) -> 
     assert_same(loaded, tensors_of(plain.state_dict()))
 
 
-@library("transformers")
 def test_a_trainer_of_transformers_trains_a_flattened_model(tmp_path: Path) -> None:
     """`Trainer.train` with a checkpoint in between; the weights are the plain model's."""
     t = need("transformers")
@@ -177,7 +170,6 @@ def test_a_trainer_of_transformers_trains_a_flattened_model(tmp_path: Path) -> N
     assert_same(*states)
 
 
-@library("timm")
 def test_timm_models_train_and_are_saved_flat(tmp_path: Path) -> None:
     """A convolutional network with batch norm, its EMA, and the file of its weights."""
     timm, safetensors = need("timm"), need("safetensors.torch")

@@ -11,7 +11,6 @@ import torch
 from _checks import assert_same, assert_same_grads, tensors_of
 from _flat import assert_flat, pair
 from _models import need
-from _table import library
 from torch import Tensor, nn
 
 import flat_param
@@ -49,7 +48,6 @@ def plain_net() -> nn.Module:
 NETS = pytest.mark.parametrize("make", [plain_net, shared_net])
 
 
-@library("fairscale")
 @NETS
 def test_the_wrapper_and_flatten_have_the_same_elements(make: Callable[[], nn.Module]) -> None:
     """A vector without padding has one element per parameter element, shared ones counted once."""
@@ -62,7 +60,6 @@ def test_the_wrapper_and_flatten_have_the_same_elements(make: Callable[[], nn.Mo
     assert torch.equal(flat.as_vector().norm(), wrapped.flat_param.detach().norm())
 
 
-@library("fairscale")
 @NETS
 def test_output_and_norm_after_a_step_are_the_wrappers(make: Callable[[], nn.Module]) -> None:
     """One optimizer over the whole vector, as with the wrapper's flat parameter."""
@@ -87,7 +84,6 @@ def test_output_and_norm_after_a_step_are_the_wrappers(make: Callable[[], nn.Mod
     torch.testing.assert_close(outs[1], outs[2])
 
 
-@library("fairscale")
 @NETS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_state_dicts_go_both_ways(make: Callable[[], nn.Module], dtype: torch.dtype) -> None:
@@ -105,7 +101,6 @@ def test_state_dicts_go_both_ways(make: Callable[[], nn.Module], dtype: torch.dt
     assert_same(tensors_of(other.state_dict()), tensors_of(plain.state_dict()))
 
 
-@library("fairscale")
 @NETS
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_a_copy_computes_the_same(
@@ -120,7 +115,6 @@ def test_a_copy_computes_the_same(
     assert_flat(twin)
 
 
-@library("fairscale")
 def test_some_parameters_of_a_model_are_flattened() -> None:
     """A part flattened alone; the rest stays as it is, and both train as before."""
     plain = plain_net()
@@ -136,7 +130,6 @@ def test_some_parameters_of_a_model_are_flattened() -> None:
     assert lying == inside
 
 
-@library("fairscale")
 def test_two_parts_are_flattened_apart() -> None:
     """Groups of parameters, each with a vector; the state dict is the plain one."""
     plain = plain_net()
@@ -150,7 +143,6 @@ def test_two_parts_are_flattened_apart() -> None:
     assert_same_grads(model, plain)
 
 
-@library("fairscale")
 def test_a_module_without_parameters_is_refused() -> None:
     """The wrapper takes it; `flatten` says that there is nothing to flatten."""
     with pytest.raises(flat_param.ParameterError, match="has no parameters"):

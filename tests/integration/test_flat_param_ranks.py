@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pytest
 from _ranks import LORA, SAVING, SHARDED_LAYERS, SHARDING, Claim, check, claims, worlds
-from _table import library
 
 pytestmark = pytest.mark.dist
 MINE = SHARDING + SHARDED_LAYERS + SAVING + LORA
 
 
-@library("transformers")
 @worlds
 @claims(SHARDING)
 def test_sharded_training_is_ddps(claim: Claim, world: int) -> None:
@@ -18,7 +16,6 @@ def test_sharded_training_is_ddps(claim: Claim, world: int) -> None:
     check(world, claim, MINE)
 
 
-@library("transformers")
 @worlds
 @claims(SHARDED_LAYERS)
 def test_layers_of_ckpt_wrap_under_sharding(claim: Claim, world: int) -> None:
@@ -26,7 +23,6 @@ def test_layers_of_ckpt_wrap_under_sharding(claim: Claim, world: int) -> None:
     check(world, claim, MINE)
 
 
-@library("transformers")
 @worlds
 @claims(SAVING)
 def test_saved_in_parts_and_loaded(claim: Claim, world: int) -> None:
@@ -34,7 +30,6 @@ def test_saved_in_parts_and_loaded(claim: Claim, world: int) -> None:
     check(world, claim, MINE)
 
 
-@library("peft")
 @worlds
 @claims(LORA)
 def test_lora_in_a_sharded_model(claim: Claim, world: int) -> None:

@@ -12,7 +12,6 @@ import torch
 from _checks import assert_same, tensors_of
 from _flat import TIED, assert_flat, llama, pair, small, step, tied_llama
 from _models import need
-from _table import library
 from torch import nn
 
 
@@ -22,7 +21,6 @@ def size(path: Path) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-@library("accelerate")
 @pytest.mark.parametrize("make", [small, llama, tied_llama])
 def test_accelerate_saves_a_flattened_model(make: Callable[[], nn.Module], tmp_path: Path) -> None:
     """`Accelerator.save_model` writes all weights once, and as many bytes as for the plain one."""
@@ -36,7 +34,6 @@ def test_accelerate_saves_a_flattened_model(make: Callable[[], nn.Module], tmp_p
     assert files[0].stat().st_size == files[1].stat().st_size
 
 
-@library("accelerate")
 @pytest.mark.parametrize("safe", [True, False])
 @pytest.mark.parametrize("make", [llama, tied_llama])
 def test_accelerate_saves_and_loads_a_state_of_training(
@@ -62,7 +59,6 @@ def test_accelerate_saves_and_loads_a_state_of_training(
     assert_same(tensors_of(model.state_dict()), tensors_of(plain.state_dict()))
 
 
-@library("safetensors")
 @pytest.mark.parametrize("make", [llama, *TIED])
 def test_safetensors_saves_and_loads_a_model(make: Callable[[], nn.Module], tmp_path: Path) -> None:
     """`save_model` and `load_model`, into a flattened model and into a plain one."""
@@ -80,7 +76,6 @@ def test_safetensors_saves_and_loads_a_model(make: Callable[[], nn.Module], tmp_
         assert_same(tensors_of(other.state_dict()), tensors_of(plain.state_dict()))
 
 
-@library("transformers")
 @pytest.mark.parametrize("make", [llama, *TIED])
 def test_transformers_saves_a_flattened_model(
     make: Callable[[], nn.Module], tmp_path: Path
@@ -94,7 +89,6 @@ def test_transformers_saves_a_flattened_model(
     assert_same(tensors_of(loaded.state_dict()), tensors_of(plain.state_dict()))
 
 
-@library("transformers")
 @pytest.mark.parametrize("part", [False, True])
 def test_torch_saves_what_it_is_given(part: bool) -> None:
     """`torch.save` of a state dict, or of one layer's, is as large as the plain model's."""
@@ -112,7 +106,6 @@ def test_torch_saves_what_it_is_given(part: bool) -> None:
     assert_same(tensors_of(model.state_dict()), tensors_of(plain.state_dict()))
 
 
-@library("torch")
 def test_distributed_checkpoints_hold_a_flattened_model(tmp_path: Path) -> None:
     """`torch.distributed.checkpoint` saves what `state_dict` gives and loads it in place."""
     dcp = need("torch.distributed.checkpoint")

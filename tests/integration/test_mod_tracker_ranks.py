@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 from _ranks import TRACKED, Claim, check, claims, worlds
-from _table import library
 
 pytestmark = pytest.mark.dist
 
 
-@library("transformers")
 @worlds
 @claims(TRACKED)
 def test_flops_on_every_rank(claim: Claim, world: int) -> None:

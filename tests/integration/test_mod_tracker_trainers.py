@@ -11,7 +11,6 @@ import torch
 from _cases import case_of
 from _checks import assert_same, tensors_of, twins
 from _models import Case, need
-from _table import library
 from _trainers import TRAINERS, by_lightning, by_transformers
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -53,7 +52,6 @@ def run(trainer: str, case: Case, folder: Path, report: str) -> None:
         assert found.to_json()
 
 
-@library("transformers")
 @pytest.mark.parametrize("report", list(REPORTS))
 @pytest.mark.parametrize("name", LANGUAGE)
 def test_around_the_trainer_of_transformers(name: str, report: str, tmp_path: Path) -> None:
@@ -61,7 +59,6 @@ def test_around_the_trainer_of_transformers(name: str, report: str, tmp_path: Pa
     run("transformers", case_of(name), tmp_path, report)
 
 
-@library("accelerate")
 @pytest.mark.parametrize("report", list(REPORTS))
 @pytest.mark.parametrize("name", LANGUAGE)
 def test_around_a_loop_of_accelerate(name: str, report: str, tmp_path: Path) -> None:
@@ -69,7 +66,6 @@ def test_around_a_loop_of_accelerate(name: str, report: str, tmp_path: Path) -> 
     run("accelerate", case_of(name), tmp_path, report)
 
 
-@library("lightning")
 @pytest.mark.parametrize("report", list(REPORTS))
 @pytest.mark.parametrize("name", LANGUAGE)
 def test_around_the_trainer_of_lightning(name: str, report: str, tmp_path: Path) -> None:
@@ -77,7 +73,6 @@ def test_around_the_trainer_of_lightning(name: str, report: str, tmp_path: Path)
     run("lightning", case_of(name), tmp_path, report)
 
 
-@library("transformers")
 @pytest.mark.parametrize("trainer", list(TRAINERS))
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_flops_of_a_training_run(trainer: str, checkpointed: bool, tmp_path: Path) -> None:
@@ -137,35 +132,30 @@ def step_that_raises(loop: Any, callback: Any, folder: Path, *, is_told: bool) -
     assert nn.Module.__call__ is original
 
 
-@library("transformers")
 def test_steps_of_the_trainer_of_transformers(tmp_path: Path) -> None:
     """A callback measures one step of the optimizer, with all its batches."""
     need("transformers")
     measured_steps(by_transformers, transformers_callback, tmp_path, gradient_accumulation_steps=2)
 
 
-@library("lightning")
 def test_steps_of_the_trainer_of_lightning(tmp_path: Path) -> None:
     """A callback measures one step of the optimizer, with all its batches."""
     need("lightning.pytorch")
     measured_steps(by_lightning, lightning_callback, tmp_path, accumulate_grad_batches=2)
 
 
-@library("transformers")
 def test_step_of_transformers_that_raises(tmp_path: Path) -> None:
     """`with schedule: trainer.train()` leaves nothing behind."""
     need("transformers")
     step_that_raises(by_transformers, transformers_callback, tmp_path, is_told=False)
 
 
-@library("lightning")
 def test_step_of_lightning_that_raises(tmp_path: Path) -> None:
     """The trainer tells its callbacks of the error, and nothing is left behind."""
     need("lightning.pytorch")
     step_that_raises(by_lightning, lightning_callback, tmp_path, is_told=True)
 
 
-@library("peft")
 def test_names_of_an_adapted_model(tmp_path: Path) -> None:
     """Under LoRA the adapters' products are counted in modules of their own."""
     peft = need("peft")

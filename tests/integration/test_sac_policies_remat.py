@@ -9,14 +9,12 @@ import torch
 from _checks import assert_same_grads, kept_bytes
 from _models import need
 from _regions import ENGINES, PRODUCTS, Block, model_of, ours, step
-from _table import library
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from sac_policies import checkpoint, recompute_all, save_modules, save_ops
 
 
-@library("torch-remat")
 def test_regions_of_source_code() -> None:
     """Where torch-remat marks a region to be saved, `save_modules` names the module."""
     remat = need("torch_remat")
@@ -51,7 +49,6 @@ def test_regions_of_source_code() -> None:
     assert work["ours"] <= work["theirs"]
 
 
-@library("torch-remat")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_everything_is_recomputed_as_by_torch_remat(engine: str) -> None:
     """`checkpoint(region_name=)(f)(x)` and `checkpoint(f, x, policy=recompute_all())`."""
@@ -67,7 +64,6 @@ def test_everything_is_recomputed_as_by_torch_remat(engine: str) -> None:
     assert_same_grads(other, plain)
 
 
-@library("torch-remat")
 def test_dropout_in_a_region() -> None:
     """torch-remat keeps no random state; ours needs nothing said, and no bit changes."""
     need("torch_remat")
@@ -79,7 +75,6 @@ def test_dropout_in_a_region() -> None:
         assert_same_grads(model, plain)
 
 
-@library("torch-remat")
 def test_bytes_kept_beside_torch_remat() -> None:
     """With the same products kept, the recipe engine keeps no more than a marked region."""
     remat = need("torch_remat")

@@ -13,7 +13,6 @@ import torch
 from _checks import assert_same_grads
 from _models import need
 from _regions import ENGINES, PRODUCTS, model_of, ours, step, swap
-from _table import library
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -30,12 +29,17 @@ from sac_policies import (
 )
 
 
+KNOWN = ("Found no NVIDIA driver", "list assignment index out of range")
+
+
 def theirs_runs(run: Any) -> Any:
-    """What xformers itself gives, or a skip: it does not work with every torch, or without CUDA."""
+    """The result of xformers; an expected failure where xformers is known to fail itself."""
     try:
         return run()
     except Exception as error:
-        pytest.skip(f"xformers itself fails here: {type(error).__name__}: {error}")
+        if any(known in str(error) for known in KNOWN):
+            pytest.xfail(f"xformers itself fails here: {type(error).__name__}: {error}")
+        raise
 
 
 def flops(run: Any) -> int:
@@ -46,7 +50,6 @@ def flops(run: Any) -> int:
     return int(counter.get_total_flops())
 
 
-@library("xformers")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     "policy",
@@ -67,7 +70,6 @@ def test_a_list_of_operators(policy: list[Any], engine: str) -> None:
     assert_same_grads(model, plain)
 
 
-@library("xformers")
 def test_their_own_step_is_close() -> None:
     """xformers' `checkpoint` with the same list of names gives the same loss."""
     function = need("xformers.checkpoint").checkpoint
@@ -76,7 +78,6 @@ def test_their_own_step_is_close() -> None:
     torch.testing.assert_close(theirs_runs(lambda: step(model_of(), run)), loss)
 
 
-@library("xformers")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_function_as_policy(engine: str) -> None:
     """`(ctx, op, *args, **kwargs) -> bool`, as they take it."""
@@ -90,7 +91,6 @@ def test_a_function_as_policy(engine: str) -> None:
     assert_same_grads(model, plain)
 
 
-@library("xformers")
 def test_kept_products_are_not_repeated() -> None:
     """FLOPs of a step with products kept are the plain step's, with none kept a forward more."""
     plain = flops(None)
@@ -100,7 +100,6 @@ def test_kept_products_are_not_repeated() -> None:
     assert plain < flops(ours(recompute_all(), "contexts")) <= plain * 4 / 3
 
 
-@library("xformers")
 def test_operators_are_listed() -> None:
     """`list_operators` names what `profile` does, views and copies for autograd left out."""
     block, x = model_of(1)[0], torch.randn(4, 32, requires_grad=True)
@@ -108,7 +107,6 @@ def test_operators_are_listed() -> None:
     assert {op.name for op in profile(block, x).ops} <= listed
 
 
-@library("xformers")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("policy", ["list", "function"])
 def test_as_context_fn_of_torch(engine: str, policy: str) -> None:
@@ -126,7 +124,6 @@ def test_as_context_fn_of_torch(engine: str, policy: str) -> None:
     assert_same_grads(model, plain)
 
 
-@library("xformers")
 @pytest.mark.parametrize("engine", ["recipe", "contexts"])
 @pytest.mark.parametrize("budget", [0.0, 0.1, 0.3, 0.5, 0.7, 1.0])
 def test_a_policy_from_a_budget(budget: float, engine: str) -> None:
@@ -152,7 +149,6 @@ def test_a_policy_from_a_budget(budget: float, engine: str) -> None:
     assert_same_grads(model, plain)
 
 
-@library("xformers")
 @pytest.mark.parametrize("budget", [0.2, 0.5, 0.8])
 def test_a_budget_is_used_no_worse_than_theirs(budget: float) -> None:
     """At the same share of what can be kept, our plan repeats no more work than their wrapper."""
