@@ -273,7 +273,7 @@ def peers(session: nox.Session, peer: str) -> None:
 
 
 # What other people train with; timm's models need torchvision, which has no build for every torch.
-DOWNSTREAM = [
+INTEGRATION = [
     "accelerate==1.15.0",
     "diffusers==0.42.1",
     "fairscale==0.4.13",
@@ -293,7 +293,7 @@ EXAMPLES = ["accelerate", "diffusers", "lightning", "peft", "safetensors", "timm
 
 def pins(*names: str) -> list[str]:
     """The pinned versions of some of them."""
-    return [pin for pin in DOWNSTREAM if pin.partition("==")[0] in names]
+    return [pin for pin in INTEGRATION if pin.partition("==")[0] in names]
 
 
 @nox.session(name="release-check", default=False)
@@ -339,38 +339,13 @@ def examples(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
-def downstream(session: nox.Session) -> None:
-    """Use the parts in other people's libraries as their users do, and write what came of it."""
-    install_parts(session, *PACKAGES)
-    session.install(*constraint(), "pytest>=8", "pytest-timeout", *DOWNSTREAM)
-    results = ROOT / "downstream-output"
-    shutil.rmtree(results, ignore_errors=True)
-    files = session.posargs or sorted(map(str, Path("downstream").glob("test_*.py")))
-    for file in files:  # each in a process of its own: where one crashes, the others go on
-        session.run(
-            *("python", "-m", "pytest", "-q", "--timeout=1800", f"--results={results}", file),
-            env={"HF_HUB_OFFLINE": "1"},
-            success_codes=range(-64, 256),  # the page tells what failed, and so does its exit
-        )
-    session.run("python", "downstream/_table.py", str(results), "docs/downstream.md")
-    session.run("python", ".ci/figures.py", "--record")
-
-
-MODELS = ["diffusers", "timm", "transformers"]
-
-
-@nox.session(default=False)
-def models(session: nox.Session) -> None:
-    """Run models that people know through every part, and write what came of each."""
-    install_parts(session, *PACKAGES)
-    session.install(*constraint(), "pytest>=8", "pytest-timeout", *pins(*MODELS))
-    env = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": "downstream", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    env["TRANSFORMERS_VERBOSITY"] = "error"
-    folder = "downstream/models"
-    session.run("python", "-m", "pytest", *TEST_OPTIONS, f"{folder}/test_models.py", env=env)
-    results = f"{folder}/models.json"
-    session.run("python", f"{folder}/run.py", results, *session.posargs, env=env)
-    session.run("python", f"{folder}/page.py", results, "docs/models.md")
+def integration(session: nox.Session) -> None:
+    """Use the parts in other people's models and libraries, as their users do."""
+    install_parts(session, *PARTS)
+    session.install(*constraint(), "pytest>=8", "pytest-timeout", *INTEGRATION)
+    env = {"HF_HUB_OFFLINE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "TRANSFORMERS_VERBOSITY": "error"}
+    tests = session.posargs or ["tests/integration"]
+    session.run("python", "-m", "pytest", "-q", "--timeout=1800", *tests, env=env)
 
 
 @nox.session(default=False, requires=[f"peers({peer})" for peer in PEERS])
@@ -411,12 +386,13 @@ def ranges(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
-def storm(session: nox.Session) -> None:
-    """Interrupt, kill, fork, fill disks and run long, thousands of times; nothing may be lost."""
+def stress(session: nox.Session) -> None:
+    """Interrupt, kill, fork, fill disks and run long, thousands of times; no trial may fail."""
     install_parts(session, *PARTS)
     session.install(*constraint(), "numpy", "pytest>=8", "sybil")
-    session.run("python", "-m", "pytest", "storm/tests")
-    session.run("python", "-m", "storm", *session.posargs)
+    session.run("python", "-m", "pytest", "tests/stress/tests")
+    with session.chdir("tests"):
+        session.run("python", "-m", "stress", *session.posargs)
 
 
 @nox.session(default=False)

@@ -54,7 +54,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.fixture
 def bench(clocks: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """How models are measured."""
-    monkeypatch.syspath_prepend(str(ROOT / "downstream"))
+    monkeypatch.syspath_prepend(str(ROOT / "tests/integration"))
     import frontier_models
 
     return frontier_models

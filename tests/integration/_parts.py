@@ -15,8 +15,8 @@ from _checks import kept_bytes
 from _models import Case, calls_of, without_cache
 from _reports import REPORTS, names_of_calls, torchs_counter
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import ckpt_wrap
 import flat_param

@@ -44,7 +44,7 @@ def table() -> Iterator[None]:
         print("  ".join([f"{case.name:14}", *words]))
 
 
-@pytest.mark.parametrize(("case", "part"), cells())
+@pytest.mark.parametrize(("case", "part"), list(cells()))
 def test_model_is_equal_through_a_part(case: Case, part: Part) -> None:
     """Loss, gradients, parameters and buffers are those of the plain model, bit for bit."""
     need(case.library)

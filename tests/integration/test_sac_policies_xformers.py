@@ -28,7 +28,6 @@ from sac_policies import (
     to_json,
 )
 
-
 KNOWN = ("Found no NVIDIA driver", "list assignment index out of range")
 
 

@@ -7,10 +7,9 @@ import math
 import sys
 
 import pytest
-from torch import nn
-
 from stress.interrupts import Scene, scenario
 from stress.trials import Asked, run_scenario
+from torch import nn
 
 PART = """
 held = []

@@ -6,7 +6,6 @@ import contextlib
 import functools
 
 import pytest
-
 from stress.places import Interrupt
 
 HERE = (__file__,)

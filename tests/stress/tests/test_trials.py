@@ -8,7 +8,6 @@ import signal
 import time
 
 import pytest
-
 from stress import results
 from stress.trials import Asked, Scenario, command, run_scenario
 

@@ -14,11 +14,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from _ways import BLOCKS, PLAIN, SHARDED, SIM, SITUATIONS, WAYS, ZERO, Block, given, no_sense
 from torch import nn
 
 import mod_tracker
-
-from _ways import BLOCKS, PLAIN, SHARDED, SIM, SITUATIONS, WAYS, ZERO, Block, given, no_sense
 
 ALL = WAYS | SHARDED
 STEPS = 2

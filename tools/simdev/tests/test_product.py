@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-
 SEEDS = [int(seed) for seed in os.environ.get("SIMDEV_SEEDS", "7").split()]
 HARD = (
     "two streams",
