@@ -7,7 +7,6 @@ what two ranks wait for is in test_sharded.py and test_sharded_calls.py.
 
 from __future__ import annotations
 
-import copy
 import gc
 import threading
 
@@ -423,13 +422,3 @@ def test_optimizer_state_moves_between_host_and_device_in_order(sim, device):
     """Stored after the step has computed it, fetched before the next one reads it."""
     plain, offloaded = (trained(each, sim, device) for each in (False, True))
     assert all(map(torch.equal, plain, offloaded))
-
-
-def test_copies_of_a_model_share_no_stream_state(sim):
-    """A deep copy of an offloaded model trains beside it."""
-    model = stack(2, way=offload_)
-    other = copy.deepcopy(model)
-    x = batch()
-    sim.simulate(**AHEAD)
-    (model(x) + other(x)).square().sum().backward()
-    assert sim.races() == []
