@@ -378,19 +378,19 @@ def slow(session: nox.Session) -> None:
 @nox.session(default=False)
 def integration(session: nox.Session) -> None:
     """Use the packages with other people's models and libraries, as their users do."""
-    install_parts(session, *PACKAGES)
+    install_parts(session, *PARTS)
     session.install(*constraint(), "pytest>=8", "pytest-timeout", *LIBRARIES)
-    env = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    files = session.posargs or sorted(map(str, Path("tests/integration").rglob("test_*.py")))
-    for file in files:  # one process each: where one crashes, the others go on
-        session.run("python", "-m", "pytest", "-q", "--timeout=1800", file, env=env)
+    env = {"HF_HUB_OFFLINE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "TRANSFORMERS_VERBOSITY": "error"}
+    tests = session.posargs or ["tests/integration"]
+    session.run("python", "-m", "pytest", "-q", "--timeout=1800", *tests, env=env)
 
 
 @nox.session(default=False)
 def stress(session: nox.Session) -> None:
-    """Interrupt, kill, fork, fill disks and run long, thousands of times; nothing may be lost."""
+    """Interrupt, kill, fork, fill disks and run long, thousands of times; no trial may fail."""
     install_parts(session, *PARTS)
     session.install(*constraint(), "numpy", "pytest>=8", "sybil")
+    session.run("python", "-m", "pytest", "tests/stress/tests")
     session.run("python", "-m", "stress", *session.posargs, env={"PYTHONPATH": "tests"})
 
 

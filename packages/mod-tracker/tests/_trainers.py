@@ -1,6 +1,6 @@
 """Loops that send the events of transformers and of Lightning, in their order.
 
-The trainers here are stand-ins: the real ones are in the repository's `downstream` folder.
+The trainers here are stand-ins: the real ones are in the repository's `tests/integration`.
 """
 
 from __future__ import annotations

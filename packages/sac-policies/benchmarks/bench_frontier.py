@@ -3,8 +3,8 @@
 Stacks of eight blocks, one way after the other in one process, in rounds that turn; a point is
 what the allocator holds after a forward, and the median of a step's time over that of no
 checkpointing in the same round. `--models` measures other people's models instead, where their
-libraries are installed (see `downstream/`): bytes, budgets, gradients, and times of steps for
-`--seconds` each.
+libraries are installed (see `tests/integration/`): bytes, budgets, gradients, and times of steps
+for `--seconds` each.
 
     python bench_frontier.py --runs 2 --json frontier.json
     python bench_frontier.py --models --json models.json

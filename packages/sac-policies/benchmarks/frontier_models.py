@@ -209,9 +209,9 @@ def one_run(cases: list[Any], options: argparse.Namespace, is_first: bool) -> li
 
 
 def models(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each model of `downstream/` that can be made here."""
-    root = Path(__file__).resolve().parents[3] / "downstream"
-    sys.path[:0] = [str(root), str(root / "models")]
+    """A row for each model of `tests/integration/` that can be made here."""
+    root = Path(__file__).resolve().parents[3] / "tests/integration"
+    sys.path.insert(0, str(root))
     import _parts
     import pytest
     from _cases import CASES

@@ -1,0 +1,79 @@
+"""A model through a part in a process of its own, so that a crash or a hang is a result, too."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import signal
+import warnings
+from multiprocessing.connection import Connection
+from typing import Any
+
+import _parts
+import torch
+from _models import Case
+from _two_ranks import ranks
+
+LIMIT_S = 300
+JUDGES = {
+    "step": _parts.step,
+    "names": _parts.names,
+    "reports": _parts.reports,
+    "trained": _parts.trained,
+    "ranks": ranks,
+}
+
+
+def outcome_of(part: _parts.Part, case: Case) -> dict[str, Any]:
+    """What came of one cell."""
+    larger = case if part.judge == "ranks" else _parts.enlarged(case)
+    try:
+        return {"outcome": "equal", **JUDGES[part.judge](part, larger, *_parts.twins(case))}
+    except _parts.DiffersError as error:
+        return error.told()
+    except Exception as error:
+        first = str(error).strip().partition("\n")[0]
+        return {"outcome": "raises", "error": f"{type(error).__name__}: {first}"}
+
+
+def cell(part: _parts.Part, case: Case, answer: Connection) -> None:
+    """The process of one cell."""
+    os.setsid()
+    warnings.simplefilter("ignore")
+    answer.send(outcome_of(part, case))
+
+
+def in_process(part: _parts.Part, case: Case, *, limit_s: float = LIMIT_S) -> dict[str, Any]:
+    """A cell, whatever becomes of its process."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=cell, args=(part, case, theirs))
+    process.start()
+    theirs.close()
+    try:
+        found = ours.recv() if ours.poll(limit_s) else {"outcome": "takes too long"}
+    except EOFError:
+        process.join()
+        found = {"outcome": "crashes", "error": f"the process ended with {process.exitcode}"}
+    if found["outcome"] == "takes too long":
+        found["error"] = f"more than {limit_s:g} s"
+        os.killpg(process.pid, signal.SIGKILL)
+    process.join()
+    return {"model": case.name, "part": part.name, **found}
+
+
+@functools.cache
+def cell_of(part: _parts.Part, case: Case) -> dict[str, Any]:
+    """The result of a cell, which several tests may ask for."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    case.build()  # imported here once, so that each process finds it
+    return in_process(part, case)
+
+
+def kept_bytes_of(part: str, case: Case) -> int:
+    """Bytes that a model keeps between forward and backward with a part."""
+    found = cell_of(_parts.BY_NAME[part], case)
+    assert "kept_bytes" in found, found
+    return int(found["kept_bytes"])

@@ -1,0 +1,280 @@
+"""The parts, each with the lines that a user writes."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from _checks import kept_bytes
+from _models import Case, calls_of, without_cache
+from _reports import REPORTS, names_of_calls, torchs_counter
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+import ckpt_wrap
+import flat_param
+import sac_policies
+
+COPIES = 8
+"""How often a case's own batch is repeated: weights should not outweigh what is kept."""
+
+KEPT = "save_ops(MATMULS, ATTENTION, CONVOLUTIONS)"
+
+
+class DiffersError(Exception):
+    """Not what it is compared with: where, and by how much of the largest right value."""
+
+    def __init__(self, where: str, by: float = math.inf) -> None:
+        super().__init__(where, by)
+        self.where, self.by = where, by
+
+    def told(self) -> dict[str, Any]:
+        """As a result."""
+        return {"outcome": "differs", "where": self.where, "by": self.by}
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is written, once or for each block, and how it is judged."""
+
+    name: str
+    package: str
+    code: str
+    each_block: bool = True
+    judge: str = "step"
+
+
+def _regions(engine: str) -> list[Part]:
+    if engine == "contexts":
+        written = "checkpoint_(block, context_fn=context_fn({}))"
+    else:
+        told = "" if engine == "auto" else f', engine="{engine}"'
+        written = f"checkpoint_(block, checkpoint_fn=checkpoint, policy={{}}{told})"
+    return [
+        Part(f"{engine}, nothing kept", "sac-policies", written.format("recompute_all()")),
+        Part(f"{engine}, products kept", "sac-policies", written.format(KEPT)),
+    ]
+
+
+SOLVED = """
+traced = profile(block, *args, unit="flops", **kwargs)
+plan = solve(traced, "50%")
+plan = plan or solve(traced, plan.smallest_bytes)
+checkpoint_(block, checkpoint_fn=checkpoint, policy=plan)
+"""
+FITTED = """
+found = fit_(model, batch, "80%")
+found = found or fit_(model, batch, found.smallest_bytes)
+"""
+NESTED = """
+apply_activation_checkpointing(
+    model, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=lambda m: m in blocks
+)
+"""
+REPORTED = "\n".join(f"with {make.__name__}() as report: ..." for make in REPORTS.values())
+SHARDED = """
+for block in reversed(blocks):
+    fully_shard(block)
+fully_shard(model)
+"""
+TORCH_FULL = "apply_checkpoint(block)"
+TORCH_SELECTIVE = "apply_checkpoint(block, context_fn=selective(POLICY))"
+PLAIN = Part("plain", "torch", "", each_block=False)
+# Torch's ways; recomputation may advance the averages of batch norm twice.
+TORCH = [
+    Part("torch, nothing kept", "torch", TORCH_FULL),
+    Part("torch, products kept", "torch", TORCH_SELECTIVE),
+]
+PARTS = [
+    Part("in place", "ckpt-wrap", "checkpoint_(block)"),
+    Part("nested", "ckpt-wrap", NESTED.strip(), each_block=False),
+    Part("offload", "ckpt-wrap", "offload_(block, to=folder, min_bytes=1)"),
+    *_regions("recipe"),
+    *_regions("contexts"),
+    *_regions("auto"),
+    Part("solve", "sac-policies", SOLVED.strip()),
+    Part("fit_", "sac-policies", FITTED.strip(), each_block=False),
+    Part("names", "mod-tracker", "with ModTracker() as tracker: ...", False, "names"),
+    Part("reports", "mod-tracker", REPORTED, False, "reports"),
+    Part("flatten", "flat-param", "flatten(model)", False, "trained"),
+    Part("two ranks", "flat-param", SHARDED.strip(), False, "ranks"),
+]
+BY_NAME = {part.name: part for part in (PLAIN, *TORCH, *PARTS)}
+
+
+def apply_checkpoint(block: nn.Module, **options: Any) -> None:
+    """Run a block's forward in torch's checkpoint."""
+    block.forward = functools.partial(  # type: ignore[method-assign]
+        torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False, **options
+    )
+
+
+def selective(ops: set[str]) -> Any:
+    """Torch's contexts that save these operators and recompute all others."""
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saved = str(op.overloadpacket) in ops
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return functools.partial(create_selective_checkpoint_contexts, policy)
+
+
+KEPT_OPS = {
+    *("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._grouped_mm"),
+    *("aten._scaled_dot_product_flash_attention_for_cpu", "aten.convolution"),
+}
+"""The operators of `KEPT` that the models here run on a CPU."""
+
+
+def enlarged(case: Case, shift: int = 0) -> Case:
+    """The same model with its batch repeated; with other values where `shift` is not 0."""
+
+    def larger(value: Tensor) -> Tensor:
+        moved = value.roll(shift, -1)
+        return moved.repeat(COPIES, *[1] * (value.dim() - 1))
+
+    return replace(case, inputs=lambda: tree_map_only(Tensor, larger, case.inputs()))
+
+
+def tie(model: nn.Module) -> int:
+    """Tie a language model's embeddings, if it has two of a size; how many names are tied."""
+    last = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if last is not None and last.weight.shape == model.get_input_embeddings().weight.shape:
+        last.weight = model.get_input_embeddings().weight
+    once = len(list(model.named_parameters()))
+    return len(list(model.named_parameters(remove_duplicate=False))) - once
+
+
+def apply(part: Part, case: Case, model: nn.Module, folder: str) -> dict[str, Any]:
+    """Run the lines of a part on a model; the names they could use and made."""
+    found = case.blocks_of(model)
+    packages = (ckpt_wrap, flat_param, sac_policies)
+    names: dict[str, Any] = {name: getattr(p, name) for p in packages for name in p.__all__}
+    names |= {"model": model, "blocks": set(found.values()), "folder": folder}
+    names |= {"batch": case.inputs(), "apply_checkpoint": apply_checkpoint}
+    names |= {"selective": selective, "POLICY": KEPT_OPS}
+    code = part.code
+    if "profile(" in code:
+        calls = calls_of(case, model)
+        found = {name: block for name, block in found.items() if name in calls}
+    for name, block in found.items() if part.each_block else [("", model)]:
+        names["block"] = block
+        if "profile(" in code:
+            _, names["args"], names["kwargs"] = calls[name]
+        exec(code, names)
+    return names
+
+
+def compare(pairs: Iterable[tuple[str, Tensor | None, Tensor | None]]) -> None:
+    """Raise for the pair that is farthest apart, unless all are the same to the last bit."""
+    worst: DiffersError | None = None
+    for what, ours, theirs in pairs:
+        if ours is None and theirs is None:
+            continue
+        if ours is None or theirs is None:
+            raise DiffersError(f"{what} (None in one of the two)")
+        if torch.equal(ours, theirs):
+            continue
+        by = float((ours.double() - theirs.double()).abs().max() / theirs.double().abs().max())
+        if worst is None or not by <= worst.by:  # not a number is the worst
+            worst = DiffersError(what, by)
+    if worst is not None:
+        raise worst
+
+
+def same_names(what: str, ours: Iterable[str], theirs: Iterable[str]) -> None:
+    """Raise unless the names are the same, in the same order."""
+    if list(ours) != list(theirs):
+        raise DiffersError(f"names of {what}")
+
+
+def same_step(case: Case, ours: nn.Module, theirs: nn.Module) -> None:
+    """One forward and backward of both: loss, then gradients, then the state are the same."""
+    losses = []
+    for model in (ours, theirs):
+        model.zero_grad()
+        losses.append(case.loss(model))
+        losses[-1].backward()
+    compare([("the loss", *losses)])
+    found, right = dict(ours.named_parameters()), dict(theirs.named_parameters())
+    same_names("parameters", found, right)
+    compare((f"gradient of {name}", found[name].grad, right[name].grad) for name in right)
+    same_state(ours, theirs)
+
+
+def same_state(ours: nn.Module, theirs: nn.Module) -> None:
+    """Parameters and buffers of both are the same, under the same names."""
+    found, right = ours.state_dict(), theirs.state_dict()
+    same_names("the state dict", found, right)
+    compare((f"{name} in the state dict", found[name], right[name]) for name in right)
+
+
+def step(part: Part, case: Case, model: nn.Module, plain: nn.Module) -> dict[str, Any]:
+    """Two steps beside the plain model, and the bytes that a third one keeps, equal or not."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = apply(part, case, model, folder).get("found")
+        if isinstance(found, sac_policies.Infeasible):
+            return {"outcome": "does not fit", "error": f"{found}".partition("\n")[0]}
+        model.load_state_dict(plain.state_dict())  # some parts run forwards to look at a model
+        told = {"outcome": "equal"}
+        try:
+            for _ in range(2):
+                same_step(case, model, plain)
+        except DiffersError as error:
+            told = error.told()
+        model.zero_grad()
+        return {**told, "kept_bytes": kept_bytes(lambda: case.loss(model))}
+
+
+def names(part: Part, case: Case, model: nn.Module, plain: nn.Module) -> dict[str, Any]:
+    """The tracker names the modules that forward hooks see, in their order."""
+    seen, expected = names_of_calls(case, model)
+    if seen != expected:
+        raise DiffersError("the order of names")
+    return {"seen": len(seen)}
+
+
+def reports(part: Part, case: Case, model: nn.Module, plain: nn.Module) -> dict[str, Any]:
+    """No bit changes inside any report, and FLOPs are those that torch counts."""
+    for make in REPORTS.values():
+        with make() as report:
+            case.loss(model).backward()
+        model.zero_grad()
+        model.load_state_dict(plain.state_dict())
+        with make():
+            same_step(case, model, plain)
+        if hasattr(report, "by_operator"):
+            total = report.total
+    with torchs_counter() as counter:
+        case.loss(plain).backward()
+    if total != counter.get_total_flops():
+        raise DiffersError("FLOPs", total / counter.get_total_flops() - 1)
+    return {}
+
+
+def trained(part: Part, case: Case, model: nn.Module, plain: nn.Module) -> dict[str, Any]:
+    """Embeddings tied, flattened, and three steps of AdamW; beside the same steps when plain."""
+    tied, _ = tie(model), tie(plain)
+    apply(part, case, model, "")
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, plain)]
+    for _ in range(3):
+        same_step(case, model, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+    same_state(model, plain)
+    if tie(model) != tied:
+        raise DiffersError("names that are tied")
+    return {"tied": tied}
+
+
+def twins(case: Case) -> tuple[nn.Module, nn.Module]:
+    """A model to change, and its plain copy; neither caches keys and values."""
+    (plain,) = without_cache(case.build())
+    return copy.deepcopy(plain), plain

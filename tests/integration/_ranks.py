@@ -1,0 +1,102 @@
+"""Claims about several processes; those of one file and world run in one launch of `_worker.py`."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+WORKER = Path(__file__).with_name("_worker.py")
+STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
+# The job, which is a function of `_worker.py`, and what it is called with.
+Claim = tuple[str, ...]
+LAYERS: list[Claim] = [
+    ("layers", name, over) for name in ("Llama", "GPT-2") for over in ("ddp", "fsdp2")
+]
+SHARDED_LAYERS: list[Claim] = [("layers", "Llama", over) for over in STRATEGIES]
+SHARDING: list[Claim] = [
+    ("sharding", name, over) for name in ("Llama", "GPT-2", "BERT") for over in STRATEGIES
+]
+SAVING: list[Claim] = [("saving", "Llama"), ("saving", "GPT-2")]
+LORA: list[Claim] = [("lora", "Llama")]
+TRACKED: list[Claim] = [("tracked", "Llama", over) for over in ("ddp", "fsdp2", "full_shard")]
+ACCELERATE: list[Claim] = [("by_accelerate", "Llama")]
+LIGHTNING: list[Claim] = [("by_lightning", "Llama")]
+CLAIMS = LAYERS + SHARDED_LAYERS + SHARDING + SAVING + LORA + TRACKED + ACCELERATE + LIGHTNING
+worlds = pytest.mark.parametrize("world", [1, 2, 3])
+
+
+def claims(wanted: list[Claim]) -> pytest.MarkDecorator:
+    """Run a test for each of these."""
+    return pytest.mark.parametrize("claim", wanted, ids=["-".join(claim) for claim in wanted])
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@functools.cache
+def results_of(world: int, *jobs: Claim, timeout_s: int = 1200) -> list[dict[str, str]]:
+    """Run these claims on every rank; what each rank found, by claim.
+
+    What ends a rank early is in the results as "", so that what came before it is not lost.
+    """
+    common = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_RUN_ID": "integration",  # as under torchrun, which Lightning looks for
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / str(rank) for rank in range(world)]
+        ranks = []
+        for rank, file in enumerate(files):
+            with file.with_suffix(".log").open("w") as log:
+                started = subprocess.Popen(
+                    [sys.executable, str(WORKER), folder, *map("-".join, jobs)],
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                )
+            ranks.append(started)
+        try:
+            for process in ranks:
+                process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            pass  # what the ranks had found by then is in their files
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+        found = []
+        for file in files:
+            lines = file.read_text().splitlines() if file.exists() else []
+            rest = file.with_suffix(".log").read_text()[-3000:]
+            found.append(dict(map(json.loads, lines)) | {"": rest})
+    return found
+
+
+def check(world: int, claim: Claim, among: list[Claim]) -> None:
+    """Fail with what a rank said, unless the claim held on every rank."""
+    for rank, found in enumerate(results_of(world, *among)):
+        outcome = found.get("-".join(claim))
+        if outcome is not None and outcome.startswith("skipped: "):
+            pytest.skip(outcome.removeprefix("skipped: "))
+        if outcome is None:
+            pytest.fail(f"rank {rank} did not come to {claim}:\n{found['']}")
+        assert outcome == "held", f"rank {rank} of {world}, {claim}:\n{outcome}"

@@ -1,0 +1,236 @@
+"""Random differentiable programs under every engine of sac-policies, against plain autograd.
+
+One program is a few steps over a few values: operators, in-place operators, views, dropout,
+normalisations, shared values, regions inside regions, spans, hooks, caches, state that is read and
+written to. Some are followed by a change of a parameter or an input between forward and backward.
+Which program it is depends on its seed alone.
+
+    python -m stress.programs --seed 0 --count 2000
+
+For each engine it counts how the programs ended:
+
+    equal    gradients and state are bitwise those of plain autograd
+    better   plain autograd refuses the change or is changed by it; the gradients are bitwise
+             those of the program without the change
+    refused  an error of the package, counted by its message
+    both     plain autograd refuses, and so does the engine, by an error of the package
+    bare     an error that is not the package's, where plain autograd runs
+    wrong    any other gradients
+
+Exits with 1 where something is bare or wrong, and prints the seeds, each of which runs alone with
+`--seed N --count 1`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import sac_policies as sp
+from sac_policies.engines.recipe.untracked import _call_table
+from stress import state_steps
+from stress.program_steps import CHANGES, STEPS, Step, Values, World, cached, optimizer_step
+
+ENGINES = ("recipe", "contexts", "auto")
+OPS = (
+    *("aten.mm", "aten.sin", "aten.mul.Tensor", "aten.mul_", "aten.add_", "aten.relu_"),
+    *("aten.bernoulli_", "aten.view", "aten.t", "aten.cat", "aten.exp", "aten._softmax"),
+    *("aten.copy_", "aten.select", "aten.empty_like", "aten.div_", "aten.slice", "aten.fill_"),
+    *("aten.addmm", "aten.silu", "aten.unsqueeze_", "aten.t_", "aten.native_layer_norm"),
+    *("aten.convolution", "aten.bmm", "aten.embedding", "aten.as_strided_", "aten.masked_fill_"),
+)
+
+
+def policy_of(rng: random.Random, engine: str | None) -> sp.Policy:
+    """Choose a policy; for the recipe engine one that it can follow."""
+    some = sp.save_ops(*rng.sample(OPS, rng.randrange(1, 8)))
+    named = sp.save_named("n", missing_ok=True)
+    followed = [some, ~some, sp.save_all(), sp.recompute_all(), sp.save_ops(sp.MATMULS)]
+    followed += [named, some | named, some & ~named]
+    others = [
+        sp.offload(some),
+        sp.save_by_bytes(at_most=200),
+        sp.save_every_nth(*rng.sample(OPS, 3), n=2),
+    ]
+    at = rng.randrange(len(followed) + len(others))
+    return (followed + others)[at % len(followed) if engine == "recipe" else at]
+
+
+class Fresh(nn.Module):
+    """A function that no engine has seen before."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, t: torch.Tensor) -> torch.Tensor:
+        """Call it."""
+        return self.function(t)
+
+
+def region(function: Step, y: torch.Tensor, world: World, rng: random.Random) -> torch.Tensor:
+    """Run a step as a region of the world's engine, or plainly."""
+    policy, early_stop = policy_of(rng, world.engine), rng.random() < 0.7
+    if world.engine is None:
+        return function(y, world)
+
+    def run(t: torch.Tensor) -> torch.Tensor:
+        return function(t, world)
+
+    return sp.checkpoint(
+        Fresh(run) if rng.random() < 0.5 else run,
+        y,
+        policy=policy,
+        engine=world.engine,
+        early_stop=early_stop,
+    )
+
+
+def cached_region(y: torch.Tensor, world: World, rng: random.Random) -> torch.Tensor:
+    """Do the same for a step that is given a cache, which it changes."""
+    policy = policy_of(rng, world.engine)
+    if world.engine is None:
+        return cached(y, world, world.cache)
+    return sp.checkpoint(
+        lambda t, cache: cached(t, world, cache),
+        y,
+        world.cache,
+        policy=policy,
+        engine=world.engine,
+    )
+
+
+def program(seed: int, world: World, *, depth: int = 0, in_span: bool = False) -> Step:
+    """Make the program of a seed: steps, some of them regions or spans of their own."""
+
+    def run(y: torch.Tensor, world: World) -> torch.Tensor:
+        # Each run draws the same steps, also one that begins in the middle of another: a
+        # gradient inside a region recomputes what of the region ran before it.
+        rng = random.Random(seed)
+        shared = y
+        for at in range(rng.randrange(2, 8)):
+            kind = rng.random()
+            if depth < 2 and kind < 0.3:
+                inner = program(rng.randrange(2**30), world, depth=depth + 1, in_span=in_span)
+                y = region(inner, y, world, random.Random(rng.randrange(2**30)))
+            elif depth < 2 and kind > 0.9:
+                # No state of Python's: a span's code may run twice.
+                inner = program(rng.randrange(2**30), world, depth=depth + 1, in_span=True)
+                y = sp.span(lambda t, inner=inner: inner(t, world), "span")(y)
+            elif kind < 0.34 and depth == 0 and not in_span:
+                y = cached_region(y, world, random.Random(rng.randrange(2**30)))
+            elif kind < 0.42:
+                y = y * 0.5 + shared
+            else:
+                step = rng.randrange(len(STEPS) + (not in_span) * len(state_steps.STEPS))
+                if step < len(STEPS):
+                    y = STEPS[step](y, world)
+                else:
+                    y = state_steps.STEPS[step - len(STEPS)](y, world.state)
+            if at == 1:
+                shared = y
+        return y
+
+    return run
+
+
+def outcome(seed: int, engine: str | None, *, changes: bool = True) -> Any:
+    """Gradients of the program of a seed, and its state after it, or the error it raised."""
+    world = World(seed, engine)
+    rng = random.Random(seed + 1)
+    change = rng.choice(CHANGES) if rng.random() < 0.35 else None
+    try:
+        torch.manual_seed(seed + 2)
+        out = program(seed, world)(world.given, world)
+        out = region(program(seed + 3, world), out, world, random.Random(seed + 4))
+        drawn = torch.rand(1)
+        loss = out.square().mean()
+        if change is not None and changes:
+            floats = [each for each in world.changeable if each.is_floating_point()]
+            wanted = floats[rng.randrange(len(floats))]
+            if change is not optimizer_step or (wanted.requires_grad and wanted.is_leaf):
+                change(wanted)
+        grads = torch.autograd.grad(loss, world.leaves, allow_unused=True)
+    except Exception as error:
+        return error
+    return [loss.detach(), drawn, *grads], [each.detach().float().clone() for each in world.buffers]
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.int32)
+
+
+def same(one: Values, other: Values) -> bool:
+    """Whether two lists of gradients are equal bit by bit."""
+    return len(one) == len(other) and all(
+        (a is None and b is None)
+        or (a is not None and b is not None and torch.equal(_bits(a), _bits(b)))
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def verdict(seed: int, engine: str) -> tuple[str, str]:
+    """How the program of a seed ends under an engine, and the error's message where there is."""
+    # What operators forget is seen for large values only; to every other program all are large.
+    _call_table.LEAST_BYTES = 0 if seed % 2 else 1024
+    _call_table.MASK_NUMEL = 0 if seed % 2 else 1 << 16
+    plain, found = outcome(seed, None), outcome(seed, engine)
+    if isinstance(found, Exception):
+        told = re.sub(r"\d+|\([^()]*\)|at \S+ in \S+|[\w.]+Backward0", "_", str(found))[:110]
+        text = f"{type(found).__name__}: {told}"
+        if isinstance(found, sp.SacError):
+            return ("both" if isinstance(plain, Exception) else "refused"), text
+        bare = not isinstance(plain, Exception) or str(plain) != str(found)
+        return ("bare" if bare else "both"), text
+    if not isinstance(plain, Exception):
+        if not same(plain[1], found[1]):
+            return "wrong", "state"
+        if same(plain[0], found[0]):
+            return "equal", ""
+    unchanged = outcome(seed, None, changes=False)
+    if not isinstance(unchanged, Exception) and same(unchanged[0], found[0]):
+        return "better", ""
+    return "wrong", "" if not isinstance(plain, Exception) else f"plain: {str(plain)[:80]}"
+
+
+def main() -> int:
+    """Run programs and print how they ended."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0, help="of the first program")
+    parser.add_argument("--count", type=int, default=200, help="programs for each engine")
+    parser.add_argument("--engine", choices=ENGINES, action="append", help="default: every one")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    failed = False
+    for engine in asked.engine or ENGINES:
+        ends: Counter[str] = Counter()
+        texts: Counter[str] = Counter()
+        bad: list[str] = []
+        for seed in range(asked.seed, asked.seed + asked.count):
+            end, text = verdict(seed, engine)
+            ends[end] += 1
+            if text:
+                texts[f"{end}: {text}"] += 1
+            if end in ("bare", "wrong"):
+                bad.append(f"{end} at seed {seed} {text}")
+        print(f"{engine}: tried {asked.count},", dict(ends))
+        for text, count in texts.most_common():
+            print(f"  {count:5d} {text}")
+        for line in bad[:40]:
+            print(" ", line)
+        failed = failed or bool(bad)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

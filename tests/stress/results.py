@@ -1,0 +1,101 @@
+"""Results of scenarios, and the table that is printed of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Failure:
+    """One trial that failed.
+
+    Attributes:
+        number: of the trial.
+        why: in a line.
+        command: repeats it.
+    """
+
+    number: int
+    why: str
+    command: str
+
+
+@dataclass
+class Result:
+    """A scenario's trials.
+
+    Attributes:
+        kind: of the scenario.
+        name: of the scenario.
+        tried: trials that ended, well or not.
+        skipped: trials that did not count: ranks were not at the same place.
+        total: trials there are; more than were tried if time was up.
+        seconds: for all of them, starting processes included.
+        failures: of the trials that failed.
+        notes: further figures.
+        early: how many trials came first because each is of a different kind; 0 for none.
+    """
+
+    kind: str
+    name: str
+    tried: int = 0
+    skipped: int = 0
+    total: int = 0
+    seconds: float = 0.0
+    failures: list[Failure] = field(default_factory=list)
+    notes: dict[str, str] = field(default_factory=dict)
+    early: int = 0
+
+    @property
+    def passed(self) -> int:
+        """Trials that ended well."""
+        return self.tried - len(self.failures)
+
+
+HEAD = ("scenario", "tried", "passed", "failed", "seconds", "")
+
+
+def rows(results: list[Result]) -> list[tuple[str, ...]]:
+    """The table's cells, with a sum at the end."""
+    found = [
+        (
+            f"{each.kind} {each.name}",
+            *(str(count) for count in (each.tried, each.passed, len(each.failures))),
+            f"{each.seconds:.0f}",
+            _remarks(each),
+        )
+        for each in results
+    ]
+    tried = sum(each.tried for each in results)
+    failed = sum(len(each.failures) for each in results)
+    seconds = sum(each.seconds for each in results)
+    return [*found, ("all", str(tried), str(tried - failed), str(failed), f"{seconds:.0f}", "")]
+
+
+def _remarks(result: Result) -> str:
+    said = [f"{name} {value}" for name, value in result.notes.items()]
+    if result.tried + result.skipped < result.total:
+        said.insert(0, f"of {result.total}")
+        if result.early:
+            done = min(result.tried + result.skipped, result.early)
+            said.insert(1, f"{done} of {result.early} instructions")
+    if result.skipped:
+        said.append(f"{result.skipped} skipped")
+    return ", ".join(said)
+
+
+def table(results: list[Result]) -> str:
+    """A plain table, then every failure with the command that repeats it."""
+    cells = [HEAD, *rows(results)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(HEAD))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if column in (0, 5) else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    ]
+    for result in results:
+        for failure in result.failures:
+            lines += [f"failed: {result.kind} {result.name}: {failure.why}", f"  {failure.command}"]
+    return "\n".join(lines)

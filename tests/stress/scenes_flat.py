@@ -1,0 +1,287 @@
+"""What is interrupted of flat-param: in one process, and sharded on one rank and on two."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import flat_param
+from stress.interrupts import Scene, scenario
+from stress.models import Stack, backward, differ, gradients, inputs, stack
+from stress.trials import Scenario
+
+
+def _plain_with(values: dict[str, Tensor]) -> Stack:
+    plain = stack()
+    plain.load_state_dict(values)
+    return plain
+
+
+def _compare(model: nn.Module) -> str:
+    """A normal step against the plain model's with the values that the model has now."""
+    found = gradients(model, inputs())
+    return differ(found, gradients(_plain_with(model.state_dict()), inputs()))
+
+
+def _flat_step(folder: Path) -> Scene:
+    model = stack()
+    flat = flat_param.flatten(model)
+    average = flat_param.flatten(stack())
+    optimizer = torch.optim.AdamW(flat.chunks(64), lr=1e-3)
+    x = inputs()
+
+    def act() -> None:
+        optimizer.zero_grad()
+        backward(model, x)
+        flat.clip_(1.0)
+        optimizer.step()
+        average.lerp_(flat, 0.5)
+        flat.zero_grad()
+
+    return Scene(act, lambda: _compare(model))
+
+
+class _Fresh:
+    """A model that is made anew before each interrupt."""
+
+    def __init__(self, *, flattened: bool) -> None:
+        self.flattened = flattened
+        self.values = copy.deepcopy(stack().state_dict())
+
+    def settle(self) -> None:
+        self.model = stack()
+        if self.flattened:
+            flat_param.flatten(self.model)
+
+    def unharmed(self) -> str:
+        """Whether it has its values and gradients, as it is and flattened."""
+        return self._same() or self._flattened() or self._same()
+
+    def _same(self) -> str:
+        for name, value in self.model.state_dict().items():
+            if not torch.equal(value, self.values[name]):
+                return f"{name} has other values"
+        return _compare(self.model)
+
+    def _flattened(self) -> str:
+        if flat_param.flat_params_of(self.model) is None:
+            flat_param.flatten(self.model)
+        flat_param.unflatten(self.model)
+        flat_param.flatten(self.model)
+        return ""
+
+
+def _flatten(folder: Path) -> Scene:
+    fresh = _Fresh(flattened=False)
+    return Scene(lambda: flat_param.flatten(fresh.model), fresh.unharmed, fresh.settle)
+
+
+def _unflatten(folder: Path) -> Scene:
+    fresh = _Fresh(flattened=True)
+    return Scene(lambda: flat_param.unflatten(fresh.model), fresh.unharmed, fresh.settle)
+
+
+def _states(folder: Path) -> Scene:
+    """State dicts, there and back, and a copy."""
+    fresh = _Fresh(flattened=True)
+
+    def act() -> None:
+        state = fresh.model.state_dict()
+        fresh.model.load_state_dict(state)
+        copy.deepcopy(fresh.model)
+
+    return Scene(act, fresh.unharmed, fresh.settle)
+
+
+def sharded() -> nn.Module:
+    """A stack in three units."""
+    model = stack()
+    for block in model.blocks:
+        flat_param.fully_shard(block)
+    return flat_param.fully_shard(model)
+
+
+def _gathered(local: list[Tensor | None], like: list[Tensor | None]) -> list[Tensor | None]:
+    """Whole gradients of all ranks' pieces, in the shapes of `like`; the last one is not cut."""
+    pieces: list[list[Tensor | None]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(pieces, [None if g is None else g.flatten() for g in local])
+    found: list[Tensor | None] = []
+    for at, whole in enumerate(like[:-1]):
+        parts = [each[at] for each in pieces]
+        held = [part for part in parts if part is not None and part.numel()]
+        if len(held) > 1 and whole is not None and held[0].numel() == whole.numel():
+            del held[1:]  # its module was not sharded yet: every rank has all of it
+        found.append(torch.cat(held).view_as(whole) if held and whole is not None else None)
+    return [*found, local[-1]]
+
+
+def compare_sharded(model: nn.Module) -> str:
+    """The same of a sharded model, all of whose ranks have one batch. Collective."""
+    values = flat_param.full_state_dict(model)["model"]
+    found = gradients(model, inputs())
+    expected = gradients(_plain_with(values), inputs())
+    return differ(_gathered(found, expected), expected)
+
+
+def _sharded_scene(kind: str, folder: Path) -> Scene:
+    model = sharded()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    x, losses = inputs(), list[Tensor]()
+
+    def loss() -> Tensor:
+        torch.manual_seed(2)
+        return model(x).square().sum()
+
+    def ready() -> None:
+        losses[:] = [loss()]
+
+    def accumulate() -> None:
+        with model.no_sync():
+            loss().backward()
+        loss().backward()
+
+    def step() -> None:
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        flat_param.full_state_dict(model, optimizer=optimizer)
+        model.zero_grad()
+
+    def ready_to_step() -> None:
+        model.zero_grad()
+        loss().backward()
+
+    acts: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+        "forward": (loss, lambda: None),
+        "backward": (lambda: losses.pop().backward(), ready),
+        "accumulate": (accumulate, model.zero_grad),
+        "step": (step, ready_to_step),
+    }
+    act, settle = acts[kind]
+    return Scene(act, lambda: compare_sharded(model), settle)
+
+
+def _sharding(folder: Path) -> Scene:
+    """Sharding itself: the model then works, or says what has to be done."""
+    models = [stack()]
+
+    def settle() -> None:
+        models[:] = [stack()]
+
+    def act() -> None:
+        for block in models[0].blocks:
+            flat_param.fully_shard(block)
+        flat_param.fully_shard(models[0])
+
+    def wrong() -> str:
+        refused: list[bool] = [False] * dist.get_world_size()
+        try:
+            flat_param.full_state_dict(models[0])
+            gradients(models[0], inputs())
+        except flat_param.FlatParamError:
+            refused[dist.get_rank()] = True
+        # Each rank has its own pieces to make and may stop with fewer of them made. Where one of
+        # them refuses, none may wait for it in a collective that is not the part's.
+        dist.all_gather_object(refused, refused[dist.get_rank()])
+        return "" if any(refused) else compare_sharded(models[0])
+
+    return Scene(act, wrong, settle)
+
+
+def fill(model: nn.Module, value: float) -> None:
+    """Make every parameter this value."""
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(value)
+
+
+def values_in(model: nn.Module) -> set[float]:
+    """Of all parameters, on all ranks. Collective."""
+    state = flat_param.full_state_dict(model)["model"]
+    return {value for tensor in state.values() for value in tensor.unique().tolist()}
+
+
+def leftovers(path: Path) -> list[str]:
+    """What a folder holds beyond one checkpoint's metadata and its parts."""
+    names = sorted(each.name for each in path.iterdir())
+    parts = [name for name in names if "-rank-" in name]
+    attempts = {name.split("-rank-")[0] for name in parts}
+    others = [name for name in names if name not in (*parts, ".metadata")]
+    return others + (parts if len(attempts) > 1 else [])
+
+
+def _save(folder: Path) -> Scene:
+    """The path holds the old state or the new one, and the next save cleans up."""
+    path, model, reader = folder / "checkpoint", sharded(), sharded()
+    steps = [1]
+    save = functools.partial(flat_param.save_sharded, model, path, timeout_s=15)
+    act = functools.partial(flat_param.save_sharded, model, path, timeout_s=2)
+    fill(model, 1.0)
+    save(step=1)
+
+    def settle() -> None:
+        steps[0] += 1
+        fill(model, float(steps[0]))
+
+    def loaded() -> set[float]:
+        flat_param.load_sharded(reader, path)
+        return values_in(reader)
+
+    def wrong() -> str:
+        old, new, found = float(steps[0] - 1), float(steps[0]), loaded()
+        if found not in ({old}, {new}):
+            return f"the path holds {sorted(found)}, but {old} was saved, and {new} begun"
+        dist.barrier()  # nobody reads any more
+        save(step=steps[0])
+        dist.barrier()
+        if loaded() != {new}:
+            return f"after another save of {new} the path does not hold it"
+        left = leftovers(path)
+        return f"left after another save: {left}" if left else ""
+
+    # Whoever is not interrupted waits for the others in vain, and not for long.
+    return Scene(lambda: act(step=steps[0]), wrong, settle)
+
+
+def _load(folder: Path) -> Scene:
+    """The model has the values it had or those that were stored, all of them alike."""
+    path, model = folder / "checkpoint", sharded()
+    fill(model, 5.0)
+    flat_param.save_sharded(model, path)
+
+    def wrong() -> str:
+        found = values_in(model)
+        if found not in ({5.0}, {9.0}):
+            return f"parameters are {sorted(found)}, but they were 9.0, and 5.0 was loaded"
+        flat_param.load_sharded(model, path)
+        if values_in(model) != {5.0}:
+            return "another load does not give what was stored"
+        return compare_sharded(model)
+
+    return Scene(lambda: flat_param.load_sharded(model, path), wrong, lambda: fill(model, 9.0))
+
+
+def scenarios() -> list[Scenario]:
+    """All of them."""
+    local: dict[str, Callable[[Path], Scene]] = {
+        "step": _flat_step,
+        "flatten": _flatten,
+        "unflatten": _unflatten,
+        "states": _states,
+    }
+    found = [scenario(f"flat/{name}", "flat_param", make) for name, make in local.items()]
+    on_ranks: dict[str, Callable[[Path], Scene]] = {
+        kind: functools.partial(_sharded_scene, kind)
+        for kind in ("forward", "backward", "accumulate", "step")
+    } | {"fully_shard": _sharding, "save": _save, "load": _load}
+    for ranks in (1, 2):
+        for name, make in on_ranks.items():
+            alone = ranks > 1 and name == "save"  # ranks do different things there
+            full = f"flat/{name}-{ranks}"
+            found.append(scenario(full, "flat_param", make, ranks=ranks, alone=alone))
+    return found
