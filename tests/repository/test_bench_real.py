@@ -28,6 +28,7 @@ def bench_real() -> Any:
 
 
 def run(script: Any, ways: str, folder: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    """Run the script once and return its status and its JSON."""
     out = folder / "out.json"
     arguments = ["--model", "toy", "--llama", "script", "--rounds", "1", "--json", str(out)]
     status = script.main([*arguments, "--ways", ways, *options])
@@ -35,6 +36,7 @@ def run(script: Any, ways: str, folder: Path, *options: str) -> tuple[int, dict[
 
 
 def by_way(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the entries of the only run by the names of their ways."""
     (only,) = result["runs"]
     return {entry["way"]: entry for entry in only["ways"]}
 
@@ -52,6 +54,7 @@ def measured(
 
 
 def test_all_ways_run_with_the_gradients_of_plain(measured: Any) -> None:
+    """Each way runs with plain's gradients, or says why it cannot run."""
     status, result = measured
     found = by_way(result)
     assert status == 0
@@ -62,6 +65,7 @@ def test_all_ways_run_with_the_gradients_of_plain(measured: Any) -> None:
 
 
 def test_checkpointed_ways_keep_less_than_plain(measured: Any) -> None:
+    """Checkpointing lowers the memory kept for backward and the peak."""
     found = by_way(measured[1])
     kept = {name: entry["kept_mib"] for name, entry in found.items() if not entry["error"]}
     peak = {name: entry["peak_mib"] for name, entry in found.items() if not entry["error"]}
@@ -73,6 +77,7 @@ def test_checkpointed_ways_keep_less_than_plain(measured: Any) -> None:
 
 
 def test_peak_counts_parameters_gradients_and_state(measured: Any) -> None:
+    """The peak is of the whole step, not only of activations."""
     found, parameters = by_way(measured[1]), 4 * measured[1]["parameters"] / 2**20
     assert found["checkpoint_"]["peak_mib"] > 2 * parameters
     assert found["plain"]["peak_mib"] > found["plain"]["kept_mib"] + parameters
@@ -81,6 +86,7 @@ def test_peak_counts_parameters_gradients_and_state(measured: Any) -> None:
 
 
 def test_json_has_what_the_table_shows(bench_real: Any, measured: Any) -> None:
+    """Every number in the table is in the JSON."""
     _, result = measured
     report = bench_real.report(result)
     lines = {line.split("|")[1].strip(): line for line in report.splitlines() if "|" in line}
@@ -99,6 +105,7 @@ def test_json_has_what_the_table_shows(bench_real: Any, measured: Any) -> None:
 def test_wrong_gradients_and_leaks_are_reported(
     bench_real: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
+    """A way that is wrong, leaks or raises is reported; the others go on."""
     monkeypatch.setattr(bench_real, "WAYS", bench_real.WAYS[:1])
 
     @bench_real.way("wrong")
@@ -129,5 +136,6 @@ def test_wrong_gradients_and_leaks_are_reported(
 
 
 def test_pattern_that_matches_nothing_is_an_error(bench_real: Any) -> None:
+    """A misspelt way is reported by name."""
     with pytest.raises(SystemExit, match="no way or group matches 'chekpoint_'"):
         bench_real.main(["--model", "toy", "--ways", "chekpoint_"])
