@@ -760,7 +760,7 @@ def table(entries: Sequence[dict[str, Any]]) -> str:
     return "\n".join([shown(lines[0]), f"|{rule}|", *map(shown, lines[1:])])
 
 
-def environment(device: torch.device) -> dict[str, Any]:
+def environment(device: torch.device, arguments: Sequence[str]) -> dict[str, Any]:
     """Return what the figures depend on."""
     libraries = {}
     for name in ("torch", "transformers"):
@@ -778,7 +778,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "device": device_name(device),
         "python": platform.python_version(),
         "libraries": libraries,
-        "command": shlex.join(["python", "tools/bench_real.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "tools/bench_real.py", *arguments]),
     }
 
 
@@ -872,7 +872,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"[{time.monotonic() - began:6.1f} s] {line}", file=sys.stderr, flush=True)
 
     result: dict[str, Any] = {
-        **environment(device),
+        **environment(device, sys.argv[1:] if arguments is None else arguments),
         "model": name,
         "llama": llama,
         "dtype": str(shape.dtype).removeprefix("torch."),

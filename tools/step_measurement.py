@@ -385,7 +385,11 @@ class Bench:
             after_round: called with the rows so far.
         """
         rows = [Row(way.name, way.group) for way in ways]
-        self._reference = self._plain_gradients()
+        try:
+            self._reference = self._plain_gradients()
+        except Exception as error:
+            reason = f"the plain model does not run: {one_line(error)}"
+            return [Row(way.name, way.group, error=reason) for way in ways]
         free()
         gc.freeze()
         start = self._memory.allocated()

@@ -98,6 +98,7 @@ def test_json_has_what_the_table_shows(bench_real: Any, measured: Any) -> None:
         shown = ("ms", "ms_over", "tokens_per_second", "peak_mib", "peak_over", "kept_mib")
         assert [float(cell) for cell in cells[:6]] == [entry[key] for key in shown]
         assert cells[6] == entry["gradients"]
+    assert result["command"].startswith("python tools/bench_real.py --model toy --llama script")
     for text in (result["date"], result["device"], result["command"], torch.__version__):
         assert text in report
 
