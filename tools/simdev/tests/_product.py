@@ -21,7 +21,6 @@ import mod_tracker
 
 ALL = WAYS | SHARDED
 STEPS = 2
-LIMIT_S = 60
 Found = tuple[list[str], str]  # races, and what else was wrong
 
 
@@ -109,7 +108,7 @@ def run_on_ranks(cells: list[str], seed: int) -> dict[str, Found]:
     """Run sharded cells on two ranks; races of both, and the first thing wrong."""
     from simdev.ranks import on_ranks
 
-    told = on_ranks(run_on_rank, cells, seed, limit_s=LIMIT_S * len(cells))
+    told = on_ranks(run_on_rank, cells, seed)
     found = {}
     for cell, first, second in zip(cells, *told, strict=True):
         found[cell] = [*first[0], *second[0]], first[1] or second[1]
