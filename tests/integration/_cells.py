@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import os
 import signal
@@ -63,13 +62,18 @@ def in_process(part: _parts.Part, case: Case, *, limit_s: float = LIMIT_S) -> di
     return {"model": case.name, "part": part.name, **found}
 
 
-@functools.cache
+DONE: dict[tuple[str, str], dict[str, Any]] = {}
+"""Results by part and model."""
+
+
 def cell_of(part: _parts.Part, case: Case) -> dict[str, Any]:
-    """The result of a cell, which several tests may ask for."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    case.build()  # imported here once, so that each process finds it
-    return in_process(part, case)
+    """The result of a cell, run once however many tests ask for it."""
+    if (part.name, case.name) not in DONE:
+        torch.set_num_threads(1)
+        warnings.simplefilter("ignore")
+        case.build()  # imported here once, so that each process finds it
+        DONE[part.name, case.name] = in_process(part, case)
+    return DONE[part.name, case.name]
 
 
 def kept_bytes_of(part: str, case: Case) -> int:

@@ -9,11 +9,22 @@ from collections.abc import Iterator
 
 import pytest
 from _cases import CASES
-from _cells import cell_of, kept_bytes_of
+from _cells import DONE, cell_of, kept_bytes_of
 from _models import Case, need
 from _parts import PARTS, PLAIN, TORCH, Part
 
 each_model = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+MUTATED = "torch's selective checkpointing refuses: a kept tensor is mutated afterwards"
+TORCH_FAILS = {"GPT-OSS": pytest.mark.xfail(strict=True, reason=MUTATED)}
+each_model_torch_runs = pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=[TORCH_FAILS[case.name]])
+        if case.name in TORCH_FAILS
+        else pytest.param(case, id=case.name)
+        for case in CASES
+    ],
+)
 KNOWN = {
     ("DiT", "two ranks"): "the model calls a module of a sharded block from outside of the block",
 }
@@ -37,12 +48,10 @@ def table() -> Iterator[None]:
     yield
     print("\n" + "  ".join([f"{'kept bytes':14}", *NAMES]))
     for case in CASES:
-        try:
-            row = [kept_bytes_of(name, case) for name in NAMES]
-        except (AssertionError, pytest.skip.Exception):
-            continue
-        words = [f"{bytes:{len(name)}}" for bytes, name in zip(row, NAMES, strict=True)]
-        print("  ".join([f"{case.name:14}", *words]))
+        row = [DONE.get((name, case.name), {}).get("kept_bytes", "") for name in NAMES]
+        if any(row):
+            words = [f"{bytes:>{len(name)}}" for bytes, name in zip(row, NAMES, strict=True)]
+            print("  ".join([f"{case.name:14}", *words]))
 
 
 @pytest.mark.parametrize(("case", "part"), list(cells()))
@@ -53,13 +62,14 @@ def test_model_is_equal_through_a_part(case: Case, part: Part) -> None:
     assert found["outcome"] == "equal", found
 
 
-@each_model
+@each_model_torch_runs
 def test_torch_checkpointing_has_equal_gradients(case: Case) -> None:
     """The bytes of torch's ways are compared below; only averages of batch norm may differ."""
     need(case.library)
     for part in TORCH:
         found = cell_of(part, case)
-        assert found["outcome"] == "equal" or found["where"].split()[0].endswith(AVERAGES), found
+        where = found.get("where", "").split() or [""]
+        assert found["outcome"] == "equal" or where[0].endswith(AVERAGES), found
 
 
 @each_model
@@ -72,7 +82,7 @@ def test_checkpointing_keeps_no_more_than_torch(case: Case) -> None:
         assert kept_bytes_of(name, case) <= torch_bytes, name
 
 
-@each_model
+@each_model_torch_runs
 def test_kept_products_cost_what_torch_sac_keeps(case: Case) -> None:
     """At most the bytes of torch's selective checkpointing with the same operators.
 

@@ -8,7 +8,6 @@ what two ranks wait for is in test_sharded.py and test_sharded_calls.py.
 from __future__ import annotations
 
 import gc
-import threading
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import flat_param
 import sac_policies
-from ckpt_wrap import OffloadError, offload_, offload_stats
+from ckpt_wrap import OffloadError, offload_
 from mod_tracker import profile_flops, profile_time
 
 ZERO, ONE = torch.device("simdev", 0), torch.device("simdev", 1)
@@ -304,33 +303,6 @@ def test_an_in_place_change_is_an_error_however_far_the_copy_is(sim, costs):
     sim.races()  # the change races with the copy, which is why it is an error
 
 
-def test_a_value_read_by_several_threads_is_fetched_once(sim, monkeypatch):
-    """The lock of a storage (D2); asking for a stream lets other threads run meanwhile."""
-    block = offload_(Block().to(ZERO), max_inflight_bytes=0)
-    block(batch())
-    y = block(batch())
-    sim.synchronize_all()
-    before = offload_stats(block).copies_in
-    real, barrier = torch.empty, threading.Barrier(4, timeout=60)
-
-    def slow_empty(*args, **options):
-        threading.Event().wait(0.02)
-        return real(*args, **options)
-
-    def read():
-        barrier.wait()
-        (node,) = {y.grad_fn}
-        _ = node._saved_mat1
-
-    monkeypatch.setattr(torch, "empty", slow_empty)
-    threads = [threading.Thread(target=read) for _ in range(4)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert offload_stats(block).copies_in - before <= 1
-
-
 @pytest.mark.parametrize("costs", [{"copy_us": 3000}, SLOW], ids=["late", "virtual"])
 def test_pack_hooks_of_the_user_get_bytes_that_have_arrived(sim, costs):
     """The hook reads on the host at once (D6)."""
@@ -341,27 +313,6 @@ def test_pack_hooks_of_the_user_get_bytes_that_have_arrived(sim, costs):
         y.square().sum().backward()
 
     assert_plain(sim, hooked, Region, costs)
-
-
-@pytest.mark.parametrize("costs", [AHEAD, SLOW], ids=["quick copies", "slow copies"])
-def test_an_overwritten_value_is_copied_first(sim, costs):
-    """An operator of the region writes into an offloaded value."""
-
-    def function(x):
-        y = x.sin()
-        y.mul_(2)
-        return y.cos()
-
-    def step(model, x):
-        policy = sac_policies.offload("aten.sin", "aten.mul_")
-        y = sac_policies.checkpoint(function, model(x), policy=policy, engine="contexts")
-        y.sum().backward()
-
-    plain = stack(1)
-    x = batch()
-    wanted = gradients(sim, lambda m, x: function(m(x)).sum().backward(), [plain], x, costs)
-    found = gradients(sim, step, [stack(1)], batch(), costs)
-    assert all(map(torch.equal, wanted, found))
 
 
 def test_device_time_is_read_after_the_device_is_done(sim):
