@@ -78,7 +78,7 @@ def install_parts(session: nox.Session, *names: str, torch_version: str = PINNED
 def tests_of(name: str) -> list[str]:
     """Give pytest's paths for one distribution: its own tests and the code in its pages."""
     if name == "conformance":
-        return ["conformance/selftest", "conformance/README.md"]
+        return ["conformance/tests", "conformance/README.md"]
     return [f"packages/{name}/tests", f"packages/{name}/src", f"packages/{name}/README.md"] + [
         str(page) for page in sorted(Path(f"docs/{name}").glob("*.md"))
     ]
