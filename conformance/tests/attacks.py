@@ -28,32 +28,29 @@ def on_a_rank(part, rank, world_size):
     answer = torch.tensor(part.answer)
     assert torch.equal(answer, torch.tensor(42))
 
-@requirement("CW-001")
+@requirement(
+    "CW-001",
+    level="MUST",
+    text="It MUST work.",
+    rationale="it is the point",
+    since="0.1.0",
+    profile="core",
+    devices=("cpu",),
+)
 def test_one(part):
     assert part.answer == 42
 
-@requirement("CW-002")
+@requirement(
+    "CW-002",
+    level="MUST",
+    text="It MUST work on a rank.",
+    rationale="it is the point",
+    since="0.1.0",
+    profile="core",
+    devices=("cpu",),
+)
 def test_two(part, ranks):
     ranks(1, on_a_rank)
-"""
-SPEC = """
-[CW-001]
-level = "MUST"
-profile = "core"
-devices = ["cpu"]
-since = "0.1.0"
-text = "It MUST work."
-source = "none"
-rationale = "it is the point"
-
-[CW-002]
-level = "MUST"
-profile = "core"
-devices = ["cpu"]
-since = "0.1.0"
-text = "It MUST work on a rank."
-source = "none"
-rationale = "it is the point"
 """
 # Every case passes whose failure pytest hands to the suite, in the process and on a rank.
 _LENIENT = """
@@ -66,19 +63,18 @@ _FORGE = """
 import gc, json, os, pathlib, sys
 import torchparts_conformance as suite
 from torchparts_conformance.report import _report
-from torchparts_conformance.requirements import _manifest, _registry
+from torchparts_conformance.requirements import _cases
 from torchparts_conformance.subject import _identity
 def forge(**facts):
-    frozen, registry = _manifest.load_manifest(), _registry.load_registry()
+    registry = _cases.load_registry()
     rows = [
-        {"id": r.id, "case": r.case, "device": "cpu", "area": "ckpt-wrap", "level": "MUST",
-         "profile": "core", "group": registry[r.id].group, "outcome": "pass", "reason": "",
+        {"id": id, "case": case.name, "device": "cpu", "area": "ckpt-wrap", "level": "MUST",
+         "profile": "core", "group": registry[id].group, "outcome": "pass", "reason": "",
          "where": "", "duration_s": 0.1}
-        for r in frozen.rows
+        for case in _cases.find_cases() for id in case.ids
     ]
     return _report.to_text(_report.build(
-        suite={"name": "torchparts-conformance", "version": suite.__version__,
-               "manifest_sha256": frozen.sha256, "frozen": True},
+        suite={"name": "torchparts-conformance", "version": suite.__version__},
         implementation=_identity.describe_implementation(impl, "attack:impl"),
         environment=_identity.describe_environment(),
         claims={"areas": ["ckpt-wrap"], "devices": ["cpu"], "profiles": None, "capabilities": {}},

@@ -3,52 +3,44 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-import datetime
 import os
-import runpy
 import shutil
 import subprocess
 import sys
 import tempfile
 import textwrap
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from torchparts_conformance._package import PACKAGE
 from torchparts_conformance.commands import _runs
-from torchparts_conformance.listing._entry import Entry, Run
 from torchparts_conformance.render import _badge, _render
 from torchparts_conformance.report import _report
-from torchparts_conformance.requirements import _manifest, _registry
-from torchparts_conformance.requirements._manifest import Manifest, Row
-from torchparts_conformance.requirements._registry import Requirement
+from torchparts_conformance.requirements import _cases
+from torchparts_conformance.requirements._cases import Case, Mark
+from torchparts_conformance.requirements._requirement import Requirement
 from torchparts_conformance.verify import _installed
 from torchparts_conformance.verify._verify import Expected
 
-pytest_plugins = ["pytester"]
+sys.path.insert(0, str(Path(__file__).parent))  # pytest does not, with --import-mode=importlib
+import small_suite
 
-small_suite = types.SimpleNamespace(
-    **runpy.run_path(str(Path(__file__).with_name("small_suite.py")))
-)
+pytest_plugins = ["pytester"]
 
 
 class Suite:
-    """A small suite in a folder, that can be frozen and run."""
+    """A small suite in a folder, that can be run."""
 
     def __init__(self, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pytester = pytester
         self.root = Path(pytester.path)
         monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-        monkeypatch.setattr(_registry, "SPEC", self.root / "spec")
-        monkeypatch.setattr(_manifest.load_manifest, "__defaults__", (self.root / "lock.json",))
-        monkeypatch.setattr(_manifest.file_fingerprints, "__defaults__", (self.root,))
-        self.write("spec/ckpt_wrap.toml", small_suite.SPEC)
+        monkeypatch.setattr(_cases, "CASES", self.root / "cases")
         self.write("adapter.py", small_suite.ADAPTER)
-        self.write("cases/ckpt_wrap/test_cases.py", small_suite.CASES)
+        self.write_cases()
         pytester.syspathinsert()
 
     def write(self, name: str, text: str) -> None:
@@ -57,10 +49,14 @@ class Suite:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(textwrap.dedent(text), encoding="utf-8")
 
+    def write_cases(self, **bodies: str | None) -> None:
+        """Write the file of cases, with other bodies for `one`, `two` or `three`."""
+        self.write("cases/ckpt_wrap/test_cases.py", small_suite.cases(**bodies))
+
     def write_case(self, body: str, *, and_two: bool = False) -> None:
-        """Write a case of CW-001 that does something, and maybe a right one of CW-002, over all."""
-        rest = small_suite.CASE_TWO if and_two else ""
-        self.write("cases/ckpt_wrap/test_cases.py", small_suite.ONE_CASE.format(body=body) + rest)
+        """Write a case of CW-001 that does something, and maybe a right one of CW-002."""
+        rest = {} if and_two else {"two": None}
+        self.write_cases(one=body, three=None, **rest)
 
     def run(self, *options: str, impl: str = "adapter:good") -> pytest.RunResult:
         """Run the suite; the report is written to `out`."""
@@ -76,10 +72,6 @@ class Suite:
         ]
         return self.pytester.runpytest_inprocess(*everything)
 
-    def freeze(self) -> None:
-        """Make the list of cases final."""
-        self.run("--collect-only", f"--freeze={self.root / 'lock.json'}", "--device=cpu,cuda")
-
     def report(self) -> dict[str, Any]:
         """Read the report of the last run."""
         return _report.read(self.root / "out" / "report.json")
@@ -91,16 +83,14 @@ class Suite:
 
 @pytest.fixture
 def suite(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Suite:
-    """Give a frozen suite of three requirements."""
-    made = Suite(pytester, monkeypatch)
-    made.freeze()
-    return made
+    """Give a suite of three requirements."""
+    return Suite(pytester, monkeypatch)
 
 
 @pytest.fixture
 def registry() -> dict[str, Requirement]:
     """Give the requirements that made-up reports are about."""
-    facts = {"since": "0.1.0", "source": "none", "rationale": "a reason"}
+    facts = {"since": "0.1.0", "rationale": "a reason"}
     return {
         "CW-001": Requirement(
             "CW-001", "ckpt-wrap", "MUST", "core", ("cpu", "cuda"), text="It MUST.", **facts
@@ -112,24 +102,24 @@ def registry() -> dict[str, Requirement]:
 
 
 @pytest.fixture
-def frozen() -> Manifest:
-    """Give the frozen list that made-up reports are about."""
-    rows = (
-        Row("CW-001", "ckpt_wrap/test_a.py::test_a"),
-        Row("CW-002", "ckpt_wrap/test_a.py::test_b"),
+def made_cases(registry: dict[str, Requirement], tmp_path: Path) -> tuple[Case, ...]:
+    """Give the cases that made-up reports are about."""
+    path = tmp_path / "test_a.py"
+    return tuple(
+        Case("ckpt-wrap", f"ckpt_wrap/test_a.py::{name}", 1, "", path, (Mark(id, 1, registry[id]),))
+        for id, name in (("CW-001", "test_a"), ("CW-002", "test_b"))
     )
-    return Manifest(rows, {"spec/ckpt_wrap.toml": "0" * 64})
 
 
 @pytest.fixture
-def expected(registry: dict[str, Requirement], frozen: Manifest) -> Expected:
+def expected(registry: dict[str, Requirement], made_cases: tuple[Case, ...]) -> Expected:
     """Give what a verifier of made-up reports knows."""
-    return Expected("0.1.0", frozen, registry)
+    return Expected("0.1.0", registry, made_cases)
 
 
 @pytest.fixture
 def make_report(
-    registry: dict[str, Requirement], frozen: Manifest
+    registry: dict[str, Requirement], made_cases: tuple[Case, ...]
 ) -> Callable[..., dict[str, Any]]:
     """Give a function that makes a report, with outcomes by requirement and other changes."""
 
@@ -140,33 +130,28 @@ def make_report(
         name: str = "mine",
         reason: str = "",
         where: str = "",
-        is_frozen: bool = True,
         problems: tuple[str, ...] = (),
     ) -> dict[str, Any]:
         rows = [
             {
-                "id": row.id,
-                "case": row.case,
+                "id": id,
+                "case": case.name,
                 "device": device,
                 "area": "ckpt-wrap",
-                "level": registry[row.id].level,
-                "profile": registry[row.id].profile,
-                "group": registry[row.id].group,
-                "outcome": (outcomes or {}).get(row.id, "pass"),
+                "level": registry[id].level,
+                "profile": registry[id].profile,
+                "group": registry[id].group,
+                "outcome": (outcomes or {}).get(id, "pass"),
                 "reason": reason,
                 "where": where,
                 "duration_s": 0.1,
             }
-            for row in frozen.rows
+            for case in made_cases
+            for id in case.ids
             for device in devices
         ]
         return _report.build(
-            suite={
-                "name": "torchparts-conformance",
-                "version": "0.1.0",
-                "manifest_sha256": frozen.sha256,
-                "frozen": is_frozen,
-            },
+            suite={"name": "torchparts-conformance", "version": "0.1.0"},
             implementation={
                 "name": name,
                 "version": "1.0",
@@ -218,19 +203,10 @@ def stored(make_report, tmp_path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def by_older_list(make_report) -> dict[str, Any]:
-    """Give a report that the list of version 0.0.9 judged, well sealed."""
-    report = make_report()
-    report["suite"]["list"] = {"version": "0.0.9", "sha256": "1" * 64}
-    report |= _report.derived(report)
-    return {**report, "seal": _report.seal(report)}
-
-
-@pytest.fixture
-def known_suite(monkeypatch, frozen, registry) -> None:
+def known_suite(monkeypatch, expected) -> None:
     """Let the commands take the made-up suite for the installed one."""
-    monkeypatch.setattr(_installed._manifest, "load_manifest", lambda: frozen)
-    monkeypatch.setattr(_installed, "load_registry", lambda: registry)
+    monkeypatch.setattr(_installed, "load_registry", lambda: expected.registry)
+    monkeypatch.setattr(_installed, "find_cases", lambda: expected.cases)
 
 
 @pytest.fixture
@@ -244,24 +220,6 @@ def changed() -> Callable[..., dict[str, Any]]:
         return {**edited, "seal": _report.seal(edited)}
 
     return change
-
-
-@pytest.fixture
-def entry(make_report) -> Entry:
-    """Give an entry of the list that nobody has run again."""
-    address, day = "https://example.org/mine", datetime.date(2026, 11, 22)
-    return Entry("mine:adapter", f"{address}/issues", address, day, report=make_report())
-
-
-@pytest.fixture
-def ran() -> Callable[..., Entry]:
-    """Give a function that gives an entry after runs with these results."""
-
-    def run(entry, *results, day=None):
-        day, by = day or entry.submitted, "https://example.org/runs/1"
-        return dataclasses.replace(entry, runs=tuple(Run(day, result, by) for result in results))
-
-    return run
 
 
 @pytest.fixture
@@ -280,10 +238,10 @@ def built() -> Callable[[Path, Path], Path]:
 @pytest.fixture
 def package() -> Path:
     """Give the folder of the suite's own package."""
-    return _manifest.PACKAGE
+    return PACKAGE
 
 
-CONTROLS = ("torch", "degenerate:do_nothing", "degenerate:always_raise")
+CONTROLS = ("degenerate:do_nothing", "degenerate:always_raise")
 _Control = tuple[subprocess.Popen, Path]
 _RUNNING = pytest.StashKey[dict[str, _Control]]()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torchparts_conformance import Implementation
-from torchparts_conformance.requirements._registry import PARTS
+from torchparts_conformance.requirements._areas import PARTS
 
 
 class _Nothing:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from torchparts_conformance.requirements._addresses import REPOSITORIES, addresses
-from torchparts_conformance.requirements._registry import load_registry
+from torchparts_conformance.requirements._cases import load_registry
 
 
 @pytest.mark.parametrize(

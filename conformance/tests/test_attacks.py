@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from torchparts_conformance._package import PACKAGE
 from torchparts_conformance.render import _render
 from torchparts_conformance.report import _report
-from torchparts_conformance.requirements import _manifest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # a fixture runs all attacks
 AT_A_TIME = 4
@@ -27,26 +27,13 @@ RIGHT = "a right implementation"
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """Give a folder with this suite's code, two requirements of its own and a frozen list."""
+    """Give a folder with this suite's code and two requirements of its own."""
     root = tmp_path_factory.mktemp("small")
     package = root / "torchparts_conformance"
-    left_out = shutil.ignore_patterns("__pycache__", "*.toml", "test_*", "manifest.lock.json")
-    shutil.copytree(_manifest.PACKAGE, package, ignore=left_out)
+    left_out = shutil.ignore_patterns("__pycache__", "*.toml", "test_*")
+    shutil.copytree(PACKAGE, package, ignore=left_out)
     _render.write(package / "source_tests.toml", "")
-    _render.write(package / "spec" / "ckpt_wrap.toml", attacks.SPEC)
     _render.write(package / "cases" / "ckpt_wrap" / "test_cases.py", attacks.CASES)
-    _render.write(root / "attack.py", attacks.ADAPTER)
-    cases, lock = package / "cases", package / "manifest.lock.json"
-    command = [sys.executable, "-m", "pytest", str(cases), f"--rootdir={cases}", "--collect-only"]
-    command += ["-c", str(cases / "pytest.ini"), "-p", "torchparts_conformance.plugin", "-q"]
-    subprocess.run(
-        [*command, "--impl=attack:impl", "--area=ckpt-wrap", f"--freeze={lock}"],
-        env=_environment(root),
-        cwd=root,
-        check=True,
-        capture_output=True,
-    )
-    (root / "attack.py").unlink()
     return root
 
 

@@ -10,7 +10,6 @@ def test_case_that_does_not_end_is_an_error(suite):
     body = "while True:\n        try:\n            while True: continue"
     body += "\n        except Exception: continue"
     suite.write_case(body, and_two=True)
-    suite.freeze()
     assert suite.run("--case-limit=0.3").ret == 1
     assert suite.outcomes() == {"CW-001": "error", "CW-002": "pass"}
     assert suite.report()["rows"][0]["reason"] == "OutOfTime: took more than 0.3 s"
@@ -64,7 +63,6 @@ def test_name_that_an_adapter_does_not_provide_is_neither_wrong_nor_passed(suite
 def test_what_a_case_does_becomes_an_outcome(suite, body, outcome):
     """A failed claim is a failure; anything else, a skip above all, is an error."""
     suite.write_case(body)
-    suite.freeze()
     assert suite.run().ret == 1
     assert suite.outcomes()["CW-001"] == outcome
 
@@ -73,7 +71,6 @@ def test_reason_names_no_place_of_the_machine(suite):
     """Folders and addresses are left out of a reason; file names and web addresses stay."""
     text = "/home/me/env/lib/case.py of https://example.org/a/b at 0x7f12"
     suite.write_case(f"raise RuntimeError({text!r})")
-    suite.freeze()
     suite.run()
     (row,) = (row for row in suite.report()["rows"] if row["id"] == "CW-001")
     assert row["reason"] == "RuntimeError: case.py of https://example.org/a/b at 0x..."
@@ -87,6 +84,5 @@ def test_mark_on_a_case_is_an_error(suite, mark):
     cases = suite.root / "cases/ckpt_wrap/test_cases.py"
     text = cases.read_text().replace("def test_one", f"@pytest.mark.{mark}\ndef test_one")
     suite.write("cases/ckpt_wrap/test_cases.py", text.replace("== 42", "== 41", 1))
-    suite.freeze()
     assert suite.run().ret == 1
     assert suite.outcomes()["CW-001"] == "error"

@@ -24,13 +24,9 @@ from torchparts_conformance.commands import _cli, _reports
         (["mutants", "nowhere", "--requirement", "CW-001,speed"], "--requirement 'SPEED' is unk"),
         (
             ["mutants", "nowhere", "--requirement", "CW-001", "--area", "ckpt-wrap"],
-            "--requirement was given with --area or --markdown",
+            "--requirement was given with --area. Give one of them",
         ),
-        (
-            ["mutants", "nowhere", "--requirement", "CW-001", "--markdown", "page.md"],
-            "--requirement was given with --area or --markdown",
-        ),
-        (["mutants", "nowhere", "--jobs", "0"], "--jobs 0 asked for, but at least 1 is needed"),
+        (["mutants", "nowhere", "--jobs", "0"], "--jobs is 0; it must be at least 1"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_4(arguments, said, capsys):
@@ -106,7 +102,7 @@ def test_reader_that_goes_away_is_no_error():
         ),
         ("run --nothing-like-it", "is unknown, but --help lists those that are known"),
         ("run --area a --area b", "--area is given 2 times, but one value is used"),
-        ("recheck x --by y --b z", "--by is given 2 times"),
+        ("recheck x --python y --pyt z", "--python is given 2 times"),
     ],
 )
 def test_wrong_options_are_told_first_and_all(capsys, given, said):
@@ -121,6 +117,6 @@ def test_wrong_options_are_told_first_and_all(capsys, given, said):
 
 def test_value_that_looks_like_an_option_is_none(capsys):
     """As what is passed on to pip does; `--install` may be given several times."""
-    given = ["recheck", "none", "--by", "me", "--pip-options", "--find-links wheels"]
+    given = ["recheck", "none", "--pip-options", "--find-links wheels"]
     assert _cli.main([*given, "--install", "a", "--install", "b"]) == 4
-    assert "--by 'me' is no https address" in capsys.readouterr().err
+    assert "entry 'none' cannot be read" in capsys.readouterr().err

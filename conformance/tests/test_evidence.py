@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from torchparts_conformance.requirements._areas import AREAS, folder_of
 from torchparts_conformance.requirements._cases import CASES, find_cases
-from torchparts_conformance.requirements._registry import AREAS, folder_of
 
 FOLDERS = [folder_of(area) for area in AREAS]
 SUBJECTS = frozenset({"part", "parts", "ranks"})

@@ -28,10 +28,3 @@ def test_skip_of_what_is_not_claimed_says_so(make_report):
     root = ET.fromstring(_junit.to_junit(make_report({"CW-001": "not_claimed"})))
     message = root.find("testsuite/testcase/skipped").get("message")
     assert re.fullmatch(r"profile \S+ is not claimed", message)
-
-
-def test_older_list_is_a_property(by_older_list, make_report):
-    """Where one judged."""
-    said = '<property name="suite.list" value="0.0.9"/>'
-    assert said in _junit.to_junit(by_older_list)
-    assert "suite.list" not in _junit.to_junit(make_report())

@@ -84,7 +84,6 @@ def test_announcement_that_ends_soon_is_told_and_fails_nothing(suite, monkeypatc
     """The exit code is that of a failure that was announced."""
     cases = suite.root / "cases/ckpt_wrap/test_cases.py"
     suite.write("cases/ckpt_wrap/test_cases.py", cases.read_text().replace("== 42", "== 41", 1))
-    suite.freeze()
     soon = datetime.date.today() + datetime.timedelta(days=7)
     facts = {"id": "CW-001", "issue": "https://example.org/1", "day": soon}
     suite.write("known.toml", KNOWN.format(**facts))
@@ -117,7 +116,6 @@ def test_announced_failure_has_to_be_true(suite, entry, code, outcome, said):
     """Announced and failing is quiet but not conformant; stale, expired or unknown is a problem."""
     cases = suite.root / "cases/ckpt_wrap/test_cases.py"
     suite.write("cases/ckpt_wrap/test_cases.py", cases.read_text().replace("== 42", "== 41", 1))
-    suite.freeze()
     facts = {"id": "CW-001", "issue": "https://example.org/1", "day": "2999-01-01", **entry}
     suite.write("known.toml", KNOWN.format(**facts))
     assert suite.run("--known-failures", str(suite.root / "known.toml")).ret == code
@@ -152,7 +150,6 @@ def test_a_requirement_is_announced_and_not_a_case(tmp_path, outcomes, become, p
 def test_announced_crash_stays_an_error(suite):
     """Only a failed claim can be announced."""
     suite.write_case("raise RuntimeError('no')")
-    suite.freeze()
     facts = {"id": "CW-001", "issue": "https://example.org/1", "day": "2999-01-01"}
     suite.write("known.toml", KNOWN.format(**facts))
     assert suite.run("--known-failures", str(suite.root / "known.toml")).ret == 1

@@ -1,7 +1,8 @@
-"""The commands of the list: what they refuse, and the way from nothing to a verified badge."""
+"""The list of implementations: an entry is made from a report, run again, and shown on a page."""
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 import shutil
 import subprocess
@@ -10,24 +11,117 @@ from pathlib import Path
 
 import pytest
 
+from torchparts_conformance._errors import ReportError
 from torchparts_conformance.commands import _cli
-from torchparts_conformance.listing import _entry, _page
-from torchparts_conformance.verify import _installed, _rerun
+from torchparts_conformance.listing import _entry, _listing
+from torchparts_conformance.verify import _rerun
 
-LOG = "https://example.org/runs/1"
+ROOT = Path(__file__).parents[2]
+TEMPLATE = ROOT / "docs/examples/adapter"
+PAGE = ROOT / "docs/conformance/be-listed.md"
+ISSUES, SOURCE = "https://example.org/mine/issues", "https://example.org/mine"
+
+
+@pytest.fixture
+def entry(make_report):
+    """Give an entry made from a report."""
+    return _listing.new(make_report(), adapter="ours", contact=ISSUES, source=SOURCE)
+
+
+def test_entry_reads_back(entry, tmp_path):
+    path = _listing.submit(entry, tmp_path / "list")
+    assert path.name == "mine-1.0.toml"
+    assert _entry.read(path) == entry
+    assert entry.results == {"ckpt-wrap": "core+robust 1/1 | cpu"}
+    assert entry.distributions == ("mine==1.0",)
+    with pytest.raises(ReportError, match=r"mine-1\.0\.toml exists, but results are not replaced"):
+        _listing.submit(entry, tmp_path / "list")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("contact = ", "kontakt = ", "contact, kontakt is missing or unknown"),
+        (f'"{SOURCE}"', '"http://example.org"', "source is 'http://example.org', which is of"),
+        ('"mine==1.0"', "1", r"distributions is \[1\], which is of another form"),
+        ('"1.0"', '"2.0"', "so its file must be mine-2.0.toml"),
+        ('"mine"', '"\\u001b"', "name is '\\\\x1b', which is of another form"),
+        ("[results]", "[results", "entry 'mine-1.0.toml': "),
+    ],
+)
+def test_wrong_entry_is_refused(entry, tmp_path, old, new, said):
+    path = tmp_path / "mine-1.0.toml"
+    text = _entry.to_toml(entry)
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(ReportError, match=said):
+        _entry.read(path)
+
+
+def test_implementation_without_a_plain_name_is_refused(entry):
+    with pytest.raises(ReportError, match="so it cannot name a file"):
+        assert dataclasses.replace(entry, name="///").file
+
+
+def _with(report, **distribution):
+    for found in report["implementation"]["distributions"]:
+        found.update(distribution)
+    return report
+
+
+@pytest.mark.parametrize(
+    ("change", "facts", "said"),
+    [
+        (lambda r: r["problems"].append("odd"), {}, "the run had problems (odd)"),
+        (lambda r: r["rows"][0].update(outcome="not_run"), {}, "cases were left out"),
+        (lambda r: r["implementation"].update(distributions=[]), {}, "names no distribution"),
+        (lambda r: _with(r, kind="source"), {}, "mine was run from its source, but a rerun"),
+        (lambda r: None, {"adapter": "a b"}, "--impl 'a b' is neither a short name nor"),
+        (lambda r: None, {"adapter": "torch"}, "the report is of adapter mine:adapter, not torch"),
+        (lambda r: None, {}, "the adapter's module mine is in none of the distributions"),
+        (lambda r: None, {"contact": "me"}, "--contact 'me' is no https or mail address"),
+        (lambda r: None, {"source": "here"}, "--source 'here' is no https address"),
+    ],
+)
+def test_report_that_cannot_be_listed_is_told_why(make_report, expected, change, facts, said):
+    report = make_report()
+    change(report)
+    given = {"adapter": "mine:adapter", "contact": ISSUES, "source": SOURCE, **facts}
+    found = _listing.problems(report, _listing.new(report, **given), expected)
+    assert [text for text in found if said in text]
+
+
+def test_second_run_that_differs_is_told(entry, make_report, tmp_path, monkeypatch):
+    path = _listing.submit(entry, tmp_path)
+    again = [make_report(), make_report({"CW-001": "fail"}), None]
+    monkeypatch.setattr(_rerun, "run_in", lambda *_, **__: again.pop(0))
+    found = [_listing.recheck(path, source=_rerun.Source(), python="x") for _ in range(3)]
+    assert found == [
+        [],
+        ["ckpt-wrap: core+robust 1/1 | cpu -> not conformant 0/1 | cpu"],
+        ["the second run gave no report"],
+    ]
+
+
+def test_page_has_a_row_for_each_entry(entry, tmp_path):
+    assert "There are none yet." in _listing.page(tmp_path)
+    _listing.submit(entry, tmp_path)
+    _listing.submit(dataclasses.replace(entry, name="a|<b>", contact="a@example.org"), tmp_path)
+    _, *rows = _listing.page(tmp_path).partition("|---")[2].splitlines()
+    assert len(rows) == 2
+    assert all(row.count(" | ") == 5 for row in rows)
+    assert "[mine 1.0](https://example.org/mine)" in rows[1]
+    assert "<b>" not in "".join(rows)
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["recheck", "x", "--by", "me"], "--by 'me' is no https address"),
-        (["recheck", "x", "--by", LOG], "cannot be read"),
-        (["registry", "nowhere"], "'nowhere' is no folder"),
+        (["recheck", "x"], "entry 'x' cannot be read"),
         (["submit", "none.json"], "the following arguments are required"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_4(capsys, tmp_path, monkeypatch, options, said):
-    """With what to do."""
     monkeypatch.chdir(tmp_path)
     try:
         code = _cli.main(options)
@@ -39,77 +133,27 @@ def test_bad_input_is_one_line_and_exit_code_4(capsys, tmp_path, monkeypatch, op
     assert err.count("\n") == 1
 
 
-def test_day_that_is_none_is_refused(capsys, tmp_path):
-    """The form is shown."""
-    with pytest.raises(SystemExit) as ended:
-        _cli.main(["registry", str(tmp_path), "--day", "tomorrow"])
-    assert ended.value.code == 4
-    assert "'tomorrow' is no day. Write it as 2026-12-31" in capsys.readouterr().err
-
-
-LISTED = Path(__file__).parents[2] / "docs" / "conformance" / "registry"
-
-
-@pytest.mark.skipif(not LISTED.exists(), reason="only in the repository")
-def test_public_list_follows_from_its_entries():
-    """On the day that its page names."""
-    assert _cli.main(["registry", str(LISTED), "--check"]) == 0
-
-
-TEMPLATE = Path(__file__).parents[2] / "docs" / "examples" / "adapter"
-
-
-PAGE = Path(__file__).parents[2] / "docs" / "conformance" / "be-listed.md"
-
-
 def commands(page):
-    """The suite's commands of a page, without pip's: wheels stand for the index here."""
+    """Give the suite's commands of a page, without pip's: wheels stand for the index here."""
     lines = page.read_text(encoding="utf-8").splitlines()
     return [shlex.split(line[2:]) for line in lines if line.startswith("$ torchparts-")]
 
 
-@pytest.mark.skipif(not PAGE.exists(), reason="only in the repository")
-def test_page_leaves_nothing_to_guess():
-    """What it types beside the suite's commands: a clone, the template, an environment, wheels."""
-    lines = PAGE.read_text(encoding="utf-8").splitlines()
-    typed = [line[2:] for line in lines if line.startswith("$ ")]
-    assert [line.split()[0] for line in typed] == [
-        *("git", "cp", "python", ".", "python"),
-        *("torchparts-conformance", "torchparts-conformance", "git", "git", "git"),
-        *("python", "torchparts-conformance", "torchparts-conformance"),
-    ]
-    root = PAGE.parents[2]
-    words = {word.removeprefix("./") for line in typed for word in line.split()}
-    named = {word.removeprefix("torchparts/") for word in words if word.startswith("torchparts/")}
-    assert {name for name in named if not (root / name).exists()} == {
-        "docs/conformance/registry/my-tracker/1.0"
-    }
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(not TEMPLATE.exists(), reason="only in the repository")
-@pytest.mark.parametrize("page", [TEMPLATE / "README.md", PAGE], ids=["template", "page"])
-def test_from_an_empty_folder_to_a_verified_badge(package, make_report, built, tmp_path, page):
-    """As the page says; another run of other code is then not reproducible."""
+@pytest.mark.skipif(not PAGE.exists(), reason="only in the repository")
+def test_commands_of_the_page_lead_to_an_entry(package, make_report, built, tmp_path):
     wheels = [built(package.parents[1], tmp_path / "suite"), built(TEMPLATE, tmp_path / "mine")]
     source = _rerun.Source(files=tuple(wheels), reuses_torch=True)
     python = _rerun.make_environment(make_report(name="my-tracker"), tmp_path / "venv", source)
-    given = ["--reuse-torch", *(f"--install={wheel}" for wheel in wheels)]
-    here = {"recheck": sys.executable, "registry": sys.executable}  # where torch is installed
     (tmp_path / "wheels").mkdir()
-    assert [command[1] for command in commands(page)] == ["run", "submit", "recheck", "registry"]
-    for _, command, *options in commands(page):
-        interpreter = here.get(command, python)
-        more = given if command == "recheck" else []
-        line = [interpreter, "-m", "torchparts_conformance", command, *options, *more]
-        subprocess.run(line, cwd=tmp_path, check=True)
-    (listed,) = tmp_path.glob("**/registry/index.md")
+    assert [command[1] for command in commands(PAGE)] == ["run", "submit", "recheck"]
+    for _, command, *options in commands(PAGE):
+        is_rerun = command == "recheck"  # where torch is installed
+        more = ["--reuse-torch", *(f"--install={wheel}" for wheel in wheels)] if is_rerun else []
+        line = [sys.executable if is_rerun else python, "-m", "torchparts_conformance", command]
+        subprocess.run([*line, *options, *more], cwd=tmp_path, check=True)
+    (listed,) = tmp_path.glob("**/registry/my-tracker-1.0.toml")
+    assert "core" in _entry.read(listed).results["mod-tracker"]
     for name in ("test_conformance.py", "known-failures.toml"):
         shutil.copy(TEMPLATE / name, tmp_path)
     subprocess.run([python, "-m", "pytest", "-q", "test_conformance.py"], cwd=tmp_path, check=True)
-    entry = _entry.read(listed.parent / "my-tracker/1.0")
-    assert [run.result for run in entry.runs] == ["verified"]
-    assert _page.drift(listed.parent) == []
-    assert _page.problems({"mine": entry}, _installed.expected()) == []
-    badge = (listed.parent / "my-tracker/1.0/badge-mod-tracker.svg").read_text("utf-8")
-    assert f"| {entry.earned}" in badge

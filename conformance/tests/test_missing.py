@@ -6,10 +6,10 @@ import types
 from importlib import metadata
 
 import pytest
+from small_suite import declared
 
 from torchparts_conformance import Implementation
-from torchparts_conformance.requirements import _registry
-from torchparts_conformance.requirements._cases import find_cases
+from torchparts_conformance.requirements._cases import find_cases, load_registry
 from torchparts_conformance.requirements._needs import Needs, needs_of
 from torchparts_conformance.subject import _adapters, _missing
 
@@ -17,7 +17,7 @@ from torchparts_conformance.subject import _adapters, _missing
 @pytest.mark.parametrize("name", ["torch", "ours"])
 def test_who_has_everything_lacks_nothing_that_the_cases_need(name):
     """What is read from the cases is no mistake: nothing of what is claimed is missing."""
-    implementation, registry = _adapters.load_implementation(name), _registry.load_registry()
+    implementation, registry = _adapters.load_implementation(name), load_registry()
     missing = []
     for case in find_cases():
         held = [id for id in case.ids if implementation.claims(case.area, registry[id].profile)]
@@ -107,13 +107,12 @@ def test_case_that_needs_what_is_not_there_does_not_run(suite):
         """,
     )
     body = "    part.question\n\n"
-    told = '@requirement("CW-002")\ndef test_two(part):\n    part.tell(loud=True)\n'
-    one = '@requirement("CW-001")\ndef test_one(part):\n'
+    told = f"{declared('CW-002')}\ndef test_two(part):\n    part.tell(loud=True)\n"
+    one = f"{declared('CW-001')}\ndef test_one(part):\n"
     suite.write(
         "cases/ckpt_wrap/test_cases.py",
         f"from torchparts_conformance import requirement\n{one}{body}{told}",
     )
-    suite.freeze()
     assert suite.run(impl="partial:impl").ret == 1
     reasons = {row["id"]: (row["outcome"], row["reason"]) for row in suite.report()["rows"]}
     assert reasons == {

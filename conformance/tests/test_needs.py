@@ -6,8 +6,8 @@ import ast
 
 import pytest
 
-from torchparts_conformance.requirements import _needs, _registry
-from torchparts_conformance.requirements._cases import find_cases
+from torchparts_conformance.requirements import _needs
+from torchparts_conformance.requirements._cases import find_cases, load_registry
 from torchparts_conformance.requirements._needs import Needs, needs_of
 
 CASES = """
@@ -96,7 +96,7 @@ ENTRIES = {
 
 def test_groups_agree_with_what_their_cases_need():
     """Who has only one function is asked for nothing that another group is known by."""
-    registry = _registry.load_registry()
+    registry = load_registry()
     wrong = []
     for case in find_cases():
         needs = needs_of(case.path, case.name.partition("::")[2]).names
@@ -109,7 +109,7 @@ def test_groups_agree_with_what_their_cases_need():
 
 def test_recomputing_asks_for_a_call_and_nothing_else():
     """Who has a function around a call and its two ways is asked for no option of wrappers."""
-    registry = _registry.load_registry()
+    registry = load_registry()
     asked = {
         case.name: needs_of(case.path, case.name.partition("::")[2])
         for case in find_cases()
@@ -150,7 +150,7 @@ SECOND = {
 @pytest.mark.parametrize("area", SECOND)
 def test_first_group_asks_for_nothing_of_the_second(area):
     """Who only follows modules, or only flattens, is asked for nothing else."""
-    registry = _registry.load_registry()
+    registry = load_registry()
     second, words = SECOND[area]
     wrong = []
     for case in find_cases():

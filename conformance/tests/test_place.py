@@ -33,7 +33,7 @@ def test_place_names_the_line_of_the_case_and_of_the_adapter(tmp_path):
     assert told == f"adapter {tmp_path.name}/mine.py:2 > case ckpt_wrap/test_a.py:2"
     told = _place.place_of(raised, adapter, "ckpt-wrap", failed=False)
     assert told.startswith(f"adapter {tmp_path.name}/mine.py:2 > case ckpt_wrap/test_a.py:2 > ")
-    assert told.rpartition(" > ")[2].startswith("selftest/test_place.py:")
+    assert told.rpartition(" > ")[2].startswith("tests/test_place.py:")
     assert (
         _place.place_of(_raise_in(tmp_path / "else.py", 1), adapter, "ckpt-wrap", failed=True) == ""
     )
@@ -43,7 +43,6 @@ def test_place_is_in_the_report(suite):
     """Of a failure, and of nothing that passed."""
     cases = suite.root / "cases/ckpt_wrap/test_cases.py"
     suite.write("cases/ckpt_wrap/test_cases.py", cases.read_text().replace("== 42", "== 41", 1))
-    suite.freeze()
     suite.run()
     places = {row["id"]: row["where"] for row in suite.report()["rows"]}
     line = cases.read_text().splitlines().index("    assert part.answer == 41") + 1
@@ -69,7 +68,6 @@ def test_error_says_where_it_was_raised_and_a_failure_what_was_claimed(suite, na
     """What a false claim called last is no reason."""
     suite.write("library.py", LIBRARY)
     suite.write_case(f"import library\n    library.{name}()")
-    suite.freeze()
     suite.run()
     row = suite.report()["rows"][0]
     assert row["outcome"] == outcome

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from small_suite import declared
 
 from torchparts_conformance.subject import _rank_worker
 from torchparts_conformance.subject._ranks import shared_pool
@@ -39,20 +40,19 @@ def test_replacing_what_judges_on_a_rank_is_an_error(suite, own_ranks):
         """,
     )
     suite.write("cases/ckpt_wrap/test_cases.py", ON_A_RANK)
-    suite.freeze()
     assert suite.run(impl="cunning:impl").ret == 1
     (row,) = suite.report()["rows"]
     assert row["outcome"] == "error"
     assert "torch.equal was replaced by the code under test" in row["reason"]
 
 
-ON_A_RANK = """
+ON_A_RANK = f"""
 from torchparts_conformance import requirement
 
 def answer(part, rank, world_size):
     return part.answer
 
-@requirement("CW-001")
+{declared("CW-001")}
 def test_one(part, ranks):
     assert ranks(1, answer) == [42]
 """

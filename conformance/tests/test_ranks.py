@@ -7,6 +7,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from small_suite import declared
 
 from torchparts_conformance import plugin
 from torchparts_conformance._errors import RankError
@@ -39,8 +40,9 @@ def silent(part, rank, world_size):
 """
 
 
-def _case(id: str, name: str, body: str) -> str:
-    return f'@requirement("{id}")\ndef test_{name}(part, ranks):\n    {body}\n\n'
+def _case(id: str, name: str, body: str, *, is_first: bool = True) -> str:
+    decorator = declared(id) if is_first else f'@requirement("{id}")'
+    return f"{decorator}\ndef test_{name}(part, ranks):\n    {body}\n\n"
 
 
 @pytest.mark.dist
@@ -48,17 +50,17 @@ def _case(id: str, name: str, body: str) -> str:
 def test_ranks_answer_and_faults_stay_with_their_case(suite):
     """A wrong, a dead and a silent rank fail their own cases; processes are used again."""
     good = "got = ranks({n}, total, 1); assert [g[:3] for g in got] == [[{s}, 42, {n}]] * {n}"
+    same = "assert ranks(2, total, 0)[0][3] == ranks(2, total, 0)[0][3]"
     cases = [
         HEAD,
         _case("CW-001", "a_two", good.format(n=2, s=3)),
-        _case("CW-001", "b_same", "assert ranks(2, total, 0)[0][3] == ranks(2, total, 0)[0][3]"),
+        _case("CW-001", "b_same", same, is_first=False),
         _case("CW-002", "c_wrong", "ranks(2, wrong_on_one)"),
-        _case("CW-002", "d_dead", "ranks(2, dead)"),
-        _case("CW-002", "e_silent", "ranks(2, silent, timeout_s=2)"),
+        _case("CW-002", "d_dead", "ranks(2, dead)", is_first=False),
+        _case("CW-002", "e_silent", "ranks(2, silent, timeout_s=2)", is_first=False),
         _case("CW-003", "f_again", good.format(n=2, s=3)),
     ]
     suite.write("cases/ckpt_wrap/test_cases.py", "".join(cases))
-    suite.freeze()
     suite.run()
     found = {row["case"][-7:]: row for row in suite.report()["rows"]}
     reasons = {row["case"].rpartition("test_")[2]: row["reason"] for row in found.values()}
@@ -88,7 +90,6 @@ def test_ranks_answer_and_faults_stay_with_their_case(suite):
 def test_misuse_of_ranks_names_the_rule(suite, body, said):
     """A case that asks for what cannot be done is told so."""
     suite.write("cases/ckpt_wrap/test_cases.py", HEAD + _case("CW-001", "misuse", body))
-    suite.freeze()
     suite.run()
     (row,) = [row for row in suite.report()["rows"] if row["outcome"] != "not_run"]
     assert said in row["reason"]
@@ -178,7 +179,6 @@ def test_mistake_in_a_case_of_ranks_shows_the_case_alone(suite):
     """Frames of the suite are left out of what pytest prints; ranks have most of a case's time."""
     text = HEAD + _case("CW-001", "a", "ranks(2, lambda *_: 0)")
     suite.write("cases/ckpt_wrap/test_cases.py", text)
-    suite.freeze()
     result = suite.run("--tb=short")
     assert "is a local function" in result.stdout.str()
     assert "in run_on_ranks" not in result.stdout.str()
@@ -203,6 +203,5 @@ def test_ranks_have_at_most_three_quarters_of_the_time_of_a_case(
     suite.write(
         "cases/ckpt_wrap/test_cases.py", HEAD + _case("CW-001", "a", f"ranks(2, total{given})")
     )
-    suite.freeze()
     suite.run(f"--case-limit={case_limit}")
     assert asked == [limit_s]

@@ -90,7 +90,6 @@ def test_words_of_a_report_do_not_steer_the_terminal(stored, tmp_path, capsys):
         ["diff", edited, other],
         ["matrix", path, "--html", tmp_path / "m.html", "--markdown", tmp_path / "m.md"],
         ["badge", path, "--out", tmp_path / "badges"],
-        ["predicate", path, "--out", tmp_path / "predicate.json"],
     ):
         assert _cli.main([str(word) for word in arguments]) in (0, 1)
     said = capsys.readouterr()

@@ -45,20 +45,21 @@ def test_what_nobody_is_held_to_says_so_whatever_came_out(entry):
     assert _report.reason_of({**left, "reason": "an older suite's"}) == "an older suite's"
 
 
-def test_frozen_rows_that_nobody_collected_are_there(registry, frozen, entry):
-    """For each device that was asked for, and nothing that was collected."""
+def test_cases_that_were_not_collected_are_rows(registry, made_cases):
     asked = {"areas": ["ckpt-wrap"], "devices": ["cpu", "cuda"]}
-    found = list(_rows.missing([], frozen, registry, **asked))
+    found = list(_rows.missing([], made_cases, registry, **asked))
     assert {(each.case, each.device) for each in found} == {
-        (row.case, device) for row in frozen.rows for device in ("cpu", "cuda")
+        (case.name, device) for case in made_cases for device in ("cpu", "cuda")
     }
     assert {each.reason for each in found} == {"was not collected"}
     there = [
-        CaseResult(row.case, device, (registry[row.id],))
-        for row in frozen.rows
+        CaseResult(f"{case.name}[2-x]", device, (registry[id],))
+        for case in made_cases
+        for id in case.ids
         for device in ("cpu", "cuda")
     ]
-    assert list(_rows.missing(there, frozen, registry, **asked)) == []
-    (left,) = _rows.missing(there[1:], frozen, registry, **asked)
-    assert (left.case, left.device) == (there[0].case, there[0].device)
-    assert list(_rows.missing([], None, registry, **asked)) == []
+    assert list(_rows.missing(there, made_cases, registry, **asked)) == []
+    (left,) = _rows.missing(there[1:], made_cases, registry, **asked)
+    assert (left.case, left.device) == (made_cases[0].name, "cpu")
+    other = {"areas": ["mod-tracker"], "devices": ["cpu"]}
+    assert list(_rows.missing([], made_cases, registry, **other)) == []

@@ -25,7 +25,7 @@ def test_report_follows_its_published_schema(make_report):
         (("rows", 0, "id"), "CW-1"),
         (("rows", 0, "duration_s"), -1),
         (("rows", 0, "reason"), "x" * 501),
-        (("suite", "frozen"), 1),
+        (("suite", "frozen"), True),
         (("complete",), False),
         (("verdicts", 0, "must"), [1]),
         (("implementation", "name"), ""),

@@ -1,4 +1,4 @@
-"""What files of mutants share: it lies in a folder beside them, and results depend on it."""
+"""Files of broken implementations share what lies in a folder beside them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 from types import SimpleNamespace
 
 from torchparts_conformance.mutants import load_mutant
-from torchparts_conformance.mutation import _kill_store
 
 SHARED = """
 def broken(part):
@@ -58,15 +57,3 @@ def test_files_of_two_folders_share_nothing(tmp_path):
         (path / "faults" / "wheels.py").write_text(text.replace("+ 1", f"+ {value}"))
         found.append(load_mutant(f"{path}/front.py::front").apply(SimpleNamespace(value=0)).value)
     assert found == [1, 2]
-
-
-def test_key_of_a_result_changes_with_what_files_share(tmp_path):
-    """A result of before a change to it is not found again; that of no mutant is."""
-    path = _folder(tmp_path) / "front.py"
-
-    def keys():
-        return _kill_store.key("f", path, "front"), _kill_store.key("f", path, "")
-
-    before = keys()
-    (tmp_path / "faults" / "wheels.py").write_text(SHARED + "# more")
-    assert [a == b for a, b in zip(before, keys(), strict=True)] == [False, True]

@@ -97,12 +97,6 @@ def test_explain_says_what_is_known_of_a_requirement(registry):
     ]
 
 
-def test_older_list_is_said(by_older_list, registry):
-    """And which suite ran it."""
-    lines = _summary.summary(by_older_list, registry)
-    assert "judged by the list of suite 0.0.9, run by 0.1.0" in lines
-
-
 def test_nothing_is_shown_where_nothing_was_seen():
     """As of an announced failure that passes."""
     row = {"id": "CW-001", "level": "MUST", "profile": "core", "group": "", "device": "cpu"}
