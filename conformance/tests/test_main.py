@@ -33,7 +33,6 @@ def _ended(folder, *arguments):
     [
         ["run", "--impl=ours", "--area=wheels"],
         ["verify", "none.json"],
-        ["predicate", "none.json", "--out=x.json"],
     ],
 )
 def test_what_python_imports_by_itself_is_not_there_when_a_verdict_is_given(tmp_path, arguments):

@@ -60,9 +60,9 @@ def test_markdown_takes_nothing_from_a_report_for_markup(make_report, registry, 
     text = _matrix.to_markdown(_matrix.matrix([report], registry))
     plain = _matrix.to_markdown(_matrix.matrix([make_report()], registry))
     assert html.unescape(text).count(word) == 8
-    assert text.replace(_text.markdown(word), "") == plain.replace("mine", "").replace(
-        "Suite 0.1.0", "Suite "
-    ).replace(" 1.0 / ", "  / ")
+    for said, nothing in (("mine", ""), ("Suite 0.1.0", "Suite "), (" 1.0 / ", "  / ")):
+        plain = plain.replace(said, nothing)
+    assert text.replace(_text.markdown(word), "") == plain.replace("| 2.13.0 |", "|  |")
     assert not set(_text.markdown(word)) & set("[]<>`*_|!~@:\\{}")
     assert "www." not in _text.markdown(word)
 
