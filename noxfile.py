@@ -236,6 +236,14 @@ def conformance_on_simdev(session: nox.Session) -> None:
     session.run("python", f"{SIMDEV}/known.py", f"{out}/report.json")
 
 
+@nox.session(default=False)
+def broken(session: nox.Session) -> None:
+    """Try every broken implementation on the requirements it declares to break."""
+    install_parts(session, *PACKAGES)
+    folder = "conformance/tests/broken"
+    session.run("torchparts-conformance", "mutants", folder, *session.posargs)
+
+
 # What torch itself has.
 TORCHS = ["torch", "fsdp1", "fsdp2", "torch-tools", "torch-profiler", "torch-budget"]
 # Optional peers, with what they need that they do not say.
