@@ -235,6 +235,14 @@ def conformance_on_simdev(session: nox.Session) -> None:
     session.run("python", f"{SIMDEV}/known.py", f"{out}/report.json")
 
 
+@nox.session(default=False)
+def broken(session: nox.Session) -> None:
+    """Try every broken implementation on the requirements it declares to break."""
+    install_parts(session, *PACKAGES)
+    folder = "conformance/tests/broken"
+    session.run("torchparts-conformance", "mutants", folder, *session.posargs)
+
+
 # What torch itself has.
 TORCHS = ["torch", "fsdp1", "fsdp2", "torch-tools", "torch-profiler", "torch-budget"]
 # Optional peers, with what they need that they do not say.
@@ -339,7 +347,7 @@ def examples(session: nox.Session) -> None:
 
 @nox.session(default=False, requires=[f"peers({peer})" for peer in PEERS])
 def publish(session: nox.Session) -> None:
-    """Run every implementation, and write reports, badges and matrix into the documentation."""
+    """Run every implementation, and put its results into the file that the site is built from."""
     install_parts(session, *PACKAGES)
     for ours in ("ours", *TORCHS):
         session.run(
@@ -348,7 +356,7 @@ def publish(session: nox.Session) -> None:
             success_codes=[0, 1],
         )
     reports = [f"conformance-output/{name}/report.json" for name in ("ours", *TORCHS, *PEERS)]
-    session.run("torchparts-conformance", "publish", "docs/conformance", *reports)
+    session.run("torchparts-conformance", "publish", "docs/conformance/results.json", *reports)
 
 
 @nox.session(default=False)

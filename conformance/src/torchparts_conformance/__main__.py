@@ -12,7 +12,7 @@ import sys
 
 from torchparts_conformance.subject import _isolation
 
-_JUDGING = ("run", "verify", "predicate")
+_JUDGING = ("run", "verify")
 
 
 def main() -> int:

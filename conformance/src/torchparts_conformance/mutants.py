@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from torchparts_conformance._errors import RegistryError
-from torchparts_conformance.requirements._registry import AREAS
+from torchparts_conformance.requirements._areas import AREAS
 
 __all__ = ["Mutant", "find_mutants", "load_mutant", "mutant", "overlay"]
 

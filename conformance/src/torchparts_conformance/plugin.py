@@ -15,12 +15,8 @@ import pytest
 
 from torchparts_conformance import _console
 from torchparts_conformance._errors import ConformanceError, OptionError
-from torchparts_conformance.requirements._registry import (
-    ACCELERATOR,
-    AREAS,
-    is_device,
-    load_registry,
-)
+from torchparts_conformance.requirements._areas import ACCELERATOR, AREAS, is_device
+from torchparts_conformance.requirements._cases import load_registry
 from torchparts_conformance.run import _options
 from torchparts_conformance.run._case_result import area_of_path, is_case_path
 from torchparts_conformance.run._order import known_order
@@ -42,7 +38,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     for option in (*_options.OPTIONS, _options.OUT):
         option.add_to(group.addoption)
     group.addoption("--mutant", default=None, help="file.py::name of a fault to put in")
-    group.addoption("--freeze", default=None, help="write the list of cases to this file")
     group.addoption(
         "--requirement", default=None, help="run the cases of these only; commas between"
     )
@@ -83,7 +78,6 @@ def _settings(config: pytest.Config, spec: str) -> Settings:
         mutant=option("mutant"),
         progress=option("progress"),
         requirements=frozenset((option("requirement") or "").split(",")) - {""},
-        suite_version=option("suite_version"),
         **checked,
     )
 
@@ -200,8 +194,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             run.meet(config.pluginmanager)
         except ConformanceError as error:
             _refuse(error)
-        if config.getoption("freeze"):
-            run.cases.freeze(Path(config.getoption("freeze")))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

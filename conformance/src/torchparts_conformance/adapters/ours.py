@@ -5,7 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 
 from torchparts_conformance import Implementation
-from torchparts_conformance.requirements._registry import AREAS, load_area
+from torchparts_conformance.requirements._areas import AREAS
+from torchparts_conformance.requirements._cases import load_registry
 
 _MODULES = {
     "ckpt-wrap": "ckpt_wrap",
@@ -21,10 +22,9 @@ def _version() -> str:
 
 
 def implementation() -> Implementation:
-    """Adapt the four packages; they claim every capability profile of the registry."""
-    profiles = {
-        area: frozenset(requirement.profile for requirement in load_area(area)) for area in AREAS
-    }
+    """Adapt the four packages; they claim every profile that a requirement has."""
+    registry = load_registry().values()
+    profiles = {area: frozenset(r.profile for r in registry if r.area == area) for area in AREAS}
     return Implementation(
         name="torchparts",
         version=_version(),

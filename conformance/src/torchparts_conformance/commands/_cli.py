@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import datetime
 import difflib
 import os
 import sys
@@ -14,14 +13,7 @@ from typing import Any, NoReturn
 
 from torchparts_conformance import _console
 from torchparts_conformance._errors import ConformanceError
-from torchparts_conformance.commands import (
-    _listing,
-    _maintenance,
-    _reports,
-    _reviews,
-    _runs,
-    _trends,
-)
+from torchparts_conformance.commands import _listing, _maintenance, _reports, _runs
 from torchparts_conformance.run import _options
 
 
@@ -136,9 +128,6 @@ def _add_reading(commands: argparse._SubParsersAction[_Parser]) -> None:
     badge = _add(commands, "badge", _reports.badge)
     badge.add_argument("report", type=Path)
     badge.add_argument("--out", type=Path, required=True, help="folder for the badges")
-    predicate = _add(commands, "predicate", _reports.predicate)
-    predicate.add_argument("report", type=Path)
-    predicate.add_argument("--out", type=Path, required=True)
     diff = _add(commands, "diff", _reports.diff)
     diff.add_argument("old", type=Path)
     diff.add_argument("new", type=Path)
@@ -183,45 +172,20 @@ def _add_listing(commands: argparse._SubParsersAction[_Parser]) -> None:
     submit.add_argument("--source", required=True, help="https address of the repository")
     submit.add_argument("--to", type=Path, required=True, help="folder of the list")
     recheck = _add(commands, "recheck", _listing.recheck)
-    recheck.add_argument("entry", type=Path, help="folder of one implementation and version")
-    recheck.add_argument("--by", required=True, help="https address of this run's log")
+    recheck.add_argument("entry", type=Path, help="file of one implementation and version")
     _add_environment(recheck)
-    registry = _add(commands, "registry", _listing.registry)
-    registry.add_argument("folder", type=Path, help="folder of the list")
-    registry.add_argument(
-        "--check", action="store_true", help="write nothing, fail on a difference"
-    )
-    for parser in (submit, recheck, registry):
-        today = datetime.date.today()
-        parser.add_argument("--day", type=_listing.day, default=today, help="default: today")
 
 
 def _add_keeping(commands: argparse._SubParsersAction[_Parser]) -> None:
-    trace = _add(commands, "trace", _maintenance.trace)
-    trace.add_argument("--online", action="store_true", help="look whether what is named exists")
+    _add(commands, "trace", _maintenance.trace)
     spec = _add(commands, "spec", _maintenance.spec)
     spec.add_argument("folder", type=Path, help="folder of the requirement pages")
-    spec.add_argument("--check", action="store_true", help="write nothing, fail on a difference")
-    freeze = _add(commands, "freeze", _maintenance.freeze)
-    freeze.add_argument("--check", action="store_true", help="write nothing, fail on a difference")
     publish = _add(commands, "publish", _maintenance.publish)
-    publish.add_argument("folder", type=Path, help="folder of the suite's pages")
-    publish.add_argument("reports", type=Path, nargs="*", help="every report to publish")
-    publish.add_argument("--check", action="store_true", help="write nothing, fail on a difference")
-    trend = _add(commands, "trend", _trends.trend)
-    trend.add_argument("folder", type=Path, help="folder of the suite's pages")
-    trend.add_argument("reports", type=Path, nargs="*", help="reports to keep for the trend")
-    trend.add_argument("--check", action="store_true", help="write nothing, fail on a difference")
-    review = _add(commands, "review", _reviews.review)
-    review.add_argument("folder", type=Path, help="folder of the suite's pages")
-    review.add_argument("--check", action="store_true", help="write nothing, fail on a difference")
-    review.add_argument("--day", type=_listing.day, default=datetime.date.today())
+    publish.add_argument("results", type=Path, help="the results file")
+    publish.add_argument("reports", type=Path, nargs="+", help="reports to put into it")
     mutants = _add(commands, "mutants", _maintenance.mutants)
     mutants.add_argument("folder", type=Path, help="folder of <area>_<topic>.py files")
     mutants.add_argument("--area", default="all", help="areas, with commas between; default: all")
-    mutants.add_argument("--requirement", help="try their cases only; ids with commas between")
+    mutants.add_argument("--requirement", help="try these only; ids with commas between")
     mutants.add_argument("--impl", default="ours", help="the working implementation to break")
     mutants.add_argument("--jobs", type=int, default=2, help="processes at a time; default: 2")
-    mutants.add_argument("--cache", type=Path, help="file that remembers results of earlier runs")
-    mutants.add_argument("--markdown", type=Path, help="file for the kill matrix")
-    mutants.add_argument("--check", action="store_true", help="compare the page, do not write it")

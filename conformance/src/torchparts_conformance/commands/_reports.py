@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 from pathlib import Path
 
 from torchparts_conformance import _console
 from torchparts_conformance._errors import ReportError
 from torchparts_conformance.render import _badge, _render
-from torchparts_conformance.report import _diff, _predicate, _report, _untrusted_file
+from torchparts_conformance.report import _diff, _report, _untrusted_file
 from torchparts_conformance.subject import _identity
 from torchparts_conformance.verify import _installed, _rerun, _verify
 
@@ -29,13 +28,6 @@ def badge(arguments: argparse.Namespace) -> int:
     for drawn in _badge.badges(_report.read(arguments.report)):
         _render.write(arguments.out / f"badge-{drawn.area}.json", _badge.to_shields(drawn))
         _render.write(arguments.out / f"badge-{drawn.area}.svg", _badge.to_svg(drawn))
-    return 0
-
-
-def predicate(arguments: argparse.Namespace) -> int:
-    """Write what an in-toto test-result attestation says about a report."""
-    content = _predicate.predicate(_report.read(arguments.report))
-    _render.write(arguments.out, json.dumps(content, indent=1) + "\n")
     return 0
 
 

@@ -12,22 +12,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torchparts_conformance
 from torchparts_conformance import _console
 from torchparts_conformance._errors import ConformanceError, OptionError
 from torchparts_conformance.judging import _judge
 from torchparts_conformance.render import _render, _summary
 from torchparts_conformance.report import _known_failures, _outcomes, _report
-from torchparts_conformance.requirements import _history
-from torchparts_conformance.requirements._cases import CASES, cases_by_id, find_cases
+from torchparts_conformance.requirements._areas import ACCELERATOR, CLAIMED_BY_ALL, PARTS
+from torchparts_conformance.requirements._cases import CASES, cases_by_id, find_cases, load_registry
 from torchparts_conformance.requirements._needs import needs_of
-from torchparts_conformance.requirements._registry import (
-    ACCELERATOR,
-    CLAIMED_BY_ALL,
-    PARTS,
-    Requirement,
-    load_registry,
-)
+from torchparts_conformance.requirements._requirement import Requirement
 from torchparts_conformance.run import _options
 from torchparts_conformance.subject import _adapters
 from torchparts_conformance.subject._claims import Claims, refuse_unknown
@@ -54,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _explain(arguments: argparse.Namespace) -> int:
     """Tell all about one requirement, and run its cases in the open: nothing is judged here."""
-    asked = requirement_named(arguments.explain, _registry_of(arguments), "--explain")
+    asked = requirement_named(arguments.explain, load_registry(), "--explain")
     arguments.area = asked.area
     cases = [(case.name, case.text) for case in cases_by_id().get(asked.id, [])]
     _console.say(*_summary.explained(asked, cases), "")
@@ -77,14 +70,6 @@ def requirement_named(word: str, registry: Mapping[str, Requirement], option: st
             f"{', '.join(near)}. See the requirement pages."
         )
     return registry[id]
-
-
-def _registry_of(arguments: argparse.Namespace) -> Mapping[str, Requirement]:
-    """Give the requirements that are asked about: those of an earlier list where it judges."""
-    version = arguments.suite_version
-    if version in (None, torchparts_conformance.__version__):
-        return load_registry()
-    return _history.read(version).requirements
 
 
 def _clear(folder: Path) -> None:
@@ -133,9 +118,8 @@ def _verdict(
         return _console.fail([_tampered(contradictions)], _console.NOT_CONFORMANT)
     _render.write_all(report, folder)
     page = folder / "matrix.html" if is_kept else None
-    registry = _installed.expected().of(report).registry
     notes = _known_failures.notes(_known_failures.load(known_failures))
-    _console.say(*_summary.summary(report, registry, page, notes))
+    _console.say(*_summary.summary(report, load_registry(), page, notes))
     return _report.exit_code(report)
 
 

@@ -1,5 +1,5 @@
-"""The list of implementations whose people asked to be in it: one folder each, and a page.
+"""The list of implementations whose maintainers asked to be in it: one TOML file each.
 
-What an entry is and when it expires, how one is submitted, checked again, labelled and shown.
-Uses `verify` and below; only `commands` uses it.
+Makes an entry from a report, runs an entry again, and renders the page of all. Uses `verify` and
+below; only `commands` and the build of the site use it.
 """

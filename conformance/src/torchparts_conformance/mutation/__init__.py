@@ -1,4 +1,5 @@
-"""Broken implementations against the cases: which requirement catches which, and what none does.
+"""Tries each broken implementation on the requirements it declares to break.
 
-Uses `render`, `subject` and below; `mutants`, at the root, is what a file of them is written with.
+Uses `report`, `subject` and below; files of broken implementations are written with `mutants`, at
+the root.
 """

@@ -2,8 +2,7 @@
 
 Rule 1: bright green means that every profile claimed is conformant on every device asked for.
 Rule 2: counts are exact and counted in requirements; there is no percentage.
-Rule 3: where an earlier list judged, the badge names it before the suite that ran.
-Rule 4: where an implementation has only some groups of an area, the badge names these.
+Rule 3: where an implementation has only some groups of an area, the badge names these.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchparts_conformance.report import _outcomes
-from torchparts_conformance.requirements._registry import AREAS
+from torchparts_conformance.requirements._areas import AREAS
 from torchparts_conformance.subject._identity import printable
 
 _HEX = {"brightgreen": "#3a7d0a", "yellow": "#8a6a00", "red": "#b3261e", "lightgrey": "#5f5f5f"}
@@ -47,19 +46,11 @@ def badge(report: Mapping[str, Any], area: str) -> Badge:
     who = f"{report['implementation']['name']} {report['implementation']['version']}"
     return Badge(
         area=area,
-        label=f"{area} {_suite(report['suite'])}",
+        label=f"{area} {printable(report['suite']['version'])}",
         message=message,
         color=color,
         implementation=printable(who, limit=200),
         digest=report["digest"],
-    )
-
-
-def _suite(suite: Mapping[str, Any]) -> str:
-    """Name the version whose list judged, and where it is an earlier one the suite that ran."""
-    version = printable(suite["version"])
-    return (
-        f"{printable(suite['list']['version'])} (run by {version})" if "list" in suite else version
     )
 
 

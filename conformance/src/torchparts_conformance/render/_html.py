@@ -21,9 +21,9 @@ from torchparts_conformance.render._matrix import (
     profiles,
 )
 from torchparts_conformance.report import _outcomes
+from torchparts_conformance.requirements._areas import AREAS, LEVELS
 from torchparts_conformance.requirements._cases import Case
-from torchparts_conformance.requirements._registry import AREAS, LEVELS
-from torchparts_conformance.requirements._traceability import SourceTest
+from torchparts_conformance.requirements._traceability import source_of
 
 _HERE = Path(__file__).parent
 # Red is for what was seen to be wrong; whatever nobody saw is grey.
@@ -36,10 +36,8 @@ _KINDS = {
 }
 
 
-def to_html(
-    matrix: Matrix, cases: Mapping[str, Sequence[Case]], sources: Mapping[str, SourceTest]
-) -> str:
-    """Write the matrix as a page; `cases` and `sources` give each requirement its evidence."""
+def to_html(matrix: Matrix, cases: Mapping[str, Sequence[Case]]) -> str:
+    """Write the matrix as a page; `cases` gives the cases of each requirement."""
     # Only a page needs them, and they take a tenth of a second.
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
@@ -58,7 +56,7 @@ def to_html(
         matrix=matrix,
         profiles=profiles(matrix),
         cases=cases,
-        sources=sources,
+        sources={r.id: source for r in matrix.requirements if (source := source_of(r))},
         kinds=_KINDS,
         not_run=NOT_RUN,
         unknown=Cell("not_run", SIGNS["not_run"]),

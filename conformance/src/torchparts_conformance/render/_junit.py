@@ -34,8 +34,6 @@ def to_junit(report: Mapping[str, Any]) -> str:
     header = " ".join(f'{word}="{number}"' for word, number in counts.items())
     facts = {
         "suite.version": report["suite"]["version"],
-        "suite.manifest_sha256": str(report["suite"]["manifest_sha256"]),
-        **_list(report["suite"]),
         "implementation": report["implementation"]["name"],
         "implementation.version": report["implementation"]["version"],
         "torch": report["environment"]["torch"],
@@ -47,10 +45,6 @@ def to_junit(report: Mapping[str, Any]) -> str:
         f'<testsuites>\n<testsuite name="torchparts-conformance" {header}>\n'
         f"{_properties(facts)}{''.join(map(_case, rows))}</testsuite>\n</testsuites>\n"
     )
-
-
-def _list(suite: Mapping[str, Any]) -> dict[str, str]:
-    return {"suite.list": suite["list"]["version"]} if "list" in suite else {}
 
 
 def _case(row: Mapping[str, Any]) -> str:

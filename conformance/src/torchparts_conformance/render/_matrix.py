@@ -9,7 +9,7 @@ from typing import Any
 from torchparts_conformance._errors import ReportError
 from torchparts_conformance.render._text import markdown
 from torchparts_conformance.report import _outcomes
-from torchparts_conformance.requirements._registry import Requirement
+from torchparts_conformance.requirements._requirement import Requirement
 from torchparts_conformance.subject._identity import printable
 
 # Each outcome as a sign and a word, so that nothing depends on colour.
@@ -61,6 +61,7 @@ class Column:
     title: str
     device: str
     torch: str
+    date: str
     verdicts: Mapping[Profile, Counted]
     cells: Mapping[str, Cell]
 
@@ -101,7 +102,7 @@ def matrix(reports: Sequence[Mapping[str, Any]], registry: Mapping[str, Requirem
     Raises:
         ReportError: there is no report, or two are of different suites.
     """
-    suites = {_suite(r) for r in reports}
+    suites = {report["suite"]["version"] for report in reports}
     if len(suites) != 1:
         raise ReportError(
             f"matrix: {len(reports)} reports are of {len(suites)} suites, but one suite is needed. "
@@ -112,24 +113,11 @@ def matrix(reports: Sequence[Mapping[str, Any]], registry: Mapping[str, Requirem
     ]
     ran = {row["area"] for report in reports for row in report["rows"]}
     return Matrix(
-        suite_of(reports[0]),
+        printable(reports[0]["suite"]["version"]),
         tuple(column for column in columns if not _why_empty(column)),
         tuple(requirement for requirement in registry.values() if requirement.area in ran),
         tuple(f"{c.title} / {c.device}: {why}" for c in columns if (why := _why_empty(c))),
     )
-
-
-def suite_of(report: Mapping[str, Any]) -> str:
-    """Say which suite judged, and by which list where it is an earlier one."""
-    suite = report["suite"]
-    by = f", by the list of {suite['list']['version']}" if "list" in suite else ""
-    return f"{suite['version']}{by}"
-
-
-def _suite(report: Mapping[str, Any]) -> tuple[str, str | None, str | None]:
-    """Give what makes a suite one: its version, its files, and the earlier list if one judged."""
-    suite = report["suite"]
-    return suite["version"], suite["manifest_sha256"], suite.get("list", {}).get("sha256")
 
 
 def _why_empty(column: Column) -> str:
@@ -153,6 +141,7 @@ def _column(report: Mapping[str, Any], device: str) -> Column:
         title=f"{printable(who['name'])} {printable(who['version'])}",
         device=device,
         torch=printable(report["environment"]["torch"]),
+        date=report["date"],
         verdicts={
             (v["area"], v["profile"], v["group"]): _counted(v)
             for v in report["verdicts"]
@@ -187,7 +176,8 @@ def to_markdown(matrix: Matrix) -> str:
     head = "| {} | " + " | ".join(titles) + " |"
     rule = "|---|" + "---|" * len(titles)
     who = [
-        f"| {title} | {markdown(', '.join(c.areas))} | {c.passed} of {c.total} |"
+        f"| {title} | {markdown(c.torch)} | {c.date} | {markdown(', '.join(c.areas))} "
+        f"| {c.passed} of {c.total} |"
         for title, c in zip(titles, matrix.columns, strict=True)
     ]
     verdicts = [
@@ -208,7 +198,8 @@ def to_markdown(matrix: Matrix) -> str:
     return "\n".join(
         [
             *("# Matrix", "", intro, ""),
-            *("| implementation | has something of | MUST passed |", "|---|---|---|", *who, ""),
+            "| implementation | torch | run on | has something of | MUST passed |",
+            *("|---|---|---|---|---|", *who, ""),
             *(head.format("profile"), rule, *verdicts, ""),
             *(missing if left_out else ()),
             *(head.format("requirement"), rule, *cells, ""),

@@ -1,4 +1,4 @@
-"""Writes a report and its renderings into a folder, and tells which of them are not up to date."""
+"""Writes a report and its renderings into a folder."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from typing import Any
 
 from torchparts_conformance.render import _badge, _html, _junit, _matrix
 from torchparts_conformance.report import _report
-from torchparts_conformance.requirements._cases import cases_by_id
-from torchparts_conformance.requirements._registry import load_registry
-from torchparts_conformance.requirements._traceability import source_tests
+from torchparts_conformance.requirements._cases import cases_by_id, load_registry
 
 
 def write_all(report: Mapping[str, Any], folder: Path) -> None:
@@ -37,8 +35,7 @@ def write_matrix(
 def matrix_texts(reports: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     """Give the matrix of several reports as a page and as Markdown."""
     matrix = _matrix.matrix(reports, load_registry())
-    sources = {source.key: source for source in source_tests()}
-    return _html.to_html(matrix, cases_by_id(), sources), _matrix.to_markdown(matrix)
+    return _html.to_html(matrix, cases_by_id()), _matrix.to_markdown(matrix)
 
 
 def write(path: Path, text: str) -> None:
@@ -47,13 +44,3 @@ def write(path: Path, text: str) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_text(text, encoding="utf-8", newline="\n")
     os.replace(beside, path)
-
-
-def stored(path: Path) -> str:
-    """Give the text of a file that may not be there; then it is empty."""
-    return path.read_text(encoding="utf-8") if path.exists() else ""
-
-
-def stale(folder: Path, wanted: Mapping[str, str]) -> list[str]:
-    """Name the files, relative to a folder, that do not have the text that is wanted."""
-    return [name for name, text in wanted.items() if stored(folder / name) != text]

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
-from torchparts_conformance.render import _render
-from torchparts_conformance.requirements._cases import Case, cases_by_id
-from torchparts_conformance.requirements._registry import (
-    AREAS,
-    Requirement,
-    load_groups,
-    load_registry,
-)
-from torchparts_conformance.requirements._traceability import SourceTest, source_tests
+from torchparts_conformance.requirements._areas import AREAS, GROUPS, folder_of
+from torchparts_conformance.requirements._cases import Case, cases_by_id, load_registry
+from torchparts_conformance.requirements._requirement import Requirement
+from torchparts_conformance.requirements._traceability import source_of
 
 
 def pages() -> dict[str, str]:
     """Give the text of each page by file name, for the requirements of this suite."""
     registry, cases = load_registry(), cases_by_id()
-    addresses = {source.key: source for source in source_tests()}
     return {
-        f"spec-{area}.md": page(
-            area, [r for r in registry.values() if r.area == area], cases, addresses
-        )
+        f"spec-{area}.md": page(area, [r for r in registry.values() if r.area == area], cases)
         for area in AREAS
     }
 
@@ -32,11 +23,10 @@ def page(
     area: str,
     requirements: Iterable[Requirement],
     cases: Mapping[str, Sequence[Case]],
-    sources: Mapping[str, SourceTest],
 ) -> str:
     """Write the page of one area."""
     requirements = list(requirements)
-    groups = [f"| `{name}` | {escape(text)} |" for name, text in load_groups(area).items()]
+    groups = [f"| `{name}` | {escape(text)} |" for name, text in GROUPS.get(area, {}).items()]
     divided = [
         "`core` and `robust` are divided into groups that can stand alone. A group of which an "
         "implementation has nothing does not count; a group that it has in part, it must have in "
@@ -46,15 +36,15 @@ def page(
     lines = [
         f"# {area}: requirements",
         "",
-        "This page is written by `torchparts-conformance spec`; "
-        f"edit `spec/{area.replace('-', '_')}.toml` instead.",
+        "Each requirement is declared by the first of its cases, in "
+        f"`torchparts_conformance/cases/{folder_of(area)}`.",
         "",
         *(divided if groups else ()),
         "| id | level | profile | devices | requirement |",
         "|---|---|---|---|---|",
         *(_line(requirement) for requirement in requirements),
         "",
-        *(line for r in requirements for line in _section(r, cases.get(r.id, ()), sources)),
+        *(line for r in requirements for line in _section(r, cases.get(r.id, ()))),
     ]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -65,12 +55,10 @@ def _line(requirement: Requirement) -> str:
     return f"| {link} | {r.level} | {r.profile} | {', '.join(r.devices)} | {escape(r.text)} |"
 
 
-def _section(
-    requirement: Requirement, cases: Iterable[Case], sources: Mapping[str, SourceTest]
-) -> list[str]:
+def _section(requirement: Requirement, cases: Iterable[Case]) -> list[str]:
     r = requirement
-    source = sources.get(r.source)
-    came_from = f"source test [`{r.source}`]({source.address})" if source else ""
+    source = source_of(r)
+    came_from = f"source test [`{source.key}`]({source.address})" if source else ""
     facts = [
         f"{r.level}, profile `{r.profile}`{_in_group(r)}, {' and '.join(r.devices)}, "
         f"since {r.since}",
@@ -90,8 +78,3 @@ def escape(text: str) -> str:
     """Keep text from being taken for a table cell, a tag or a second line."""
     flat = " ".join(text.split())
     return flat.replace("|", "\\|").replace("<", "&lt;").replace(">", "&gt;")
-
-
-def drift(folder: Path) -> list[str]:
-    """Give the names of pages in a folder that are not what would be written now."""
-    return _render.stale(folder, pages())

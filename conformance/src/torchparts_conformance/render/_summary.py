@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from torchparts_conformance.report import _known_failures, _outcomes
-from torchparts_conformance.requirements._registry import Requirement
+from torchparts_conformance.requirements._requirement import Requirement
+from torchparts_conformance.requirements._traceability import source_of
 
 WRONG = ("error", "fail", "xpass")
 TOLD_IN_FULL = 20
@@ -38,8 +39,6 @@ def summary(
         *_failures(report, registry),
         *_verdicts(report),
         *_left_out(report),
-        *_list(report["suite"]),
-        *([] if report["suite"]["frozen"] else ["the suite differs from its frozen list"]),
         *_problems(report),
         *notes,
         *where,
@@ -58,18 +57,13 @@ def _problems(report: Mapping[str, Any]) -> list[str]:
     return [text for text in report["problems"] if not text.startswith(told)]
 
 
-def _list(suite: Mapping[str, Any]) -> Iterator[str]:
-    if "list" in suite:
-        yield f"judged by the list of suite {suite['list']['version']}, run by {suite['version']}"
-
-
 def _verdicts(report: Mapping[str, Any]) -> Iterator[str]:
     for v in report["verdicts"]:
         if v["verdict"] not in (_outcomes.NOT_CLAIMED, _outcomes.NOT_PROVIDED):
             name = f"{v['profile']} {v['group']}".strip()
             counts = "  ".join(
                 f"{level.upper()} {v[level][0]}/{v[level][1]}"
-                for level in ("must", "should", "may")
+                for level in ("must", "should")
                 if v[level][1] or level == "must"
             )
             line = f"{v['area']:<13} {name:<18} {v['device']:<5} {v['verdict']:<15} {counts}"
@@ -166,7 +160,7 @@ def explained(requirement: Requirement, cases: Iterable[tuple[str, str]]) -> lis
     facts = {
         "profile": f"{r.area} {r.profile} {r.group}".rstrip(),
         "why": r.rationale,
-        "source": "" if r.source == "none" else r.source,
+        "source": source.key if (source := source_of(r)) else "",
         "torch": r.torch_deviation,
     }
     lines = [f"  {word:<8} {text}" for word, text in facts.items() if text]

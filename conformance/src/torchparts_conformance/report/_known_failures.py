@@ -22,7 +22,7 @@ from typing import Any
 from torchparts_conformance import _toml
 from torchparts_conformance._errors import ReportError
 from torchparts_conformance.report import _untrusted_file
-from torchparts_conformance.requirements._registry import is_device
+from torchparts_conformance.requirements._areas import is_device
 
 MAX_BYTES = 1 << 20
 NOTICE = datetime.timedelta(days=30)

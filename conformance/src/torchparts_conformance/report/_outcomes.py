@@ -2,7 +2,7 @@
 
 Rule 1: only the suite may skip; a skip from anywhere else is an error.
 Rule 2: an expected failure is never a pass, and an expected failure that passes is a mistake.
-Rule 3: a profile is conformant when every MUST of it passed, on a suite as it was published.
+Rule 3: a profile is conformant when every MUST of it passed and the run had no problem.
 Rule 4: an area, or a group of one, that an implementation does not have at all does not count
 against it; where it has some of a group, the rest is not provided, and not conformant either.
 """
@@ -71,7 +71,7 @@ def profile_verdict(rows: Iterable[Mapping[str, Any]], *, sound: bool) -> str:
 
     Args:
         rows: all rows of the profile; each has `level` and `outcome`.
-        sound: the suite was unchanged and nothing was selected away.
+        sound: the run had no problem.
     """
     outcomes = {row["outcome"] for row in rows}
     must = {row["outcome"] for row in rows if row["level"] == "MUST"}

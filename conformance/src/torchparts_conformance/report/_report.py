@@ -1,15 +1,16 @@
 """The report: its content, its verdicts, its digest, and how it is read back.
 
-Rule 1: everything derived (verdicts, digest, seal) can be derived again from the rest.
-Rule 2: the digest leaves out times, reasons and lines of files, so that two runs of the same
-thing agree.
-Rule 3: the seal covers every byte of meaning, so that an edited file shows.
-Rule 4: what is not claimed has no reason in its row: its profile and the claims say it. There are
-hundreds of such rows. Older reports have one, and are read as they are.
+- Verdicts, digest and seal can be derived again from the rest.
+- The digest leaves out the date, times, reasons and lines of files, so that two runs of the same
+  code agree.
+- The seal covers everything but itself, so that an edited file shows.
+- A row that is not claimed has no reason: its profile and the claims say it, and there are hundreds
+  of such rows.
 """
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
@@ -21,8 +22,7 @@ from torchparts_conformance import _console
 from torchparts_conformance._errors import ReportError
 from torchparts_conformance._package import PACKAGE
 from torchparts_conformance.report import _outcomes, _schema, _untrusted_file
-from torchparts_conformance.requirements._manifest import canonical
-from torchparts_conformance.requirements._registry import AREAS, CLAIMED_BY_ALL, LEVELS
+from torchparts_conformance.requirements._areas import AREAS, CLAIMED_BY_ALL, LEVELS
 from torchparts_conformance.subject._claims import not_claimed
 
 SCHEMA = "urn:torchparts:conformance:report:1"
@@ -56,6 +56,7 @@ def build(
     """Put a report together; the rows may come in any order."""
     report: dict[str, Any] = {
         "schema": SCHEMA,
+        "date": datetime.date.today().isoformat(),
         "suite": dict(suite),
         "implementation": dict(implementation),
         "environment": dict(environment),
@@ -74,14 +75,19 @@ def row_key(row: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def reason_of(row: Mapping[str, Any]) -> str:
-    """Give why a row has its outcome, also where it does not say it itself (Rule 4)."""
+    """Return why a row has its outcome, also for a row that is not claimed."""
     is_told = row["reason"] or row["outcome"] != "not_claimed"
     return row["reason"] if is_told else not_claimed(row["profile"])
 
 
+def canonical(value: Any) -> str:
+    """Write JSON in the one way that is hashed: sorted keys, no spaces."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+
+
 def derived(report: Mapping[str, Any]) -> dict[str, Any]:
     """Give verdicts, overall verdict and digest of the rest of a report."""
-    sound = report["suite"]["frozen"] and not report["problems"]
+    sound = not report["problems"]
     verdicts = [
         _verdict(key, list(rows), sound=sound)
         for key, rows in groupby(sorted(report["rows"], key=_group_key), key=_group_key)
@@ -135,14 +141,15 @@ def _overall(report: Mapping[str, Any], verdicts: Iterable[Mapping[str, Any]]) -
     rows = [row for row in report["rows"] if (row["area"], row["group"]) not in absent]
     must = {row["outcome"] for row in rows if row["level"] == "MUST"}
     every = {row["outcome"] for row in rows}
-    sound = report["suite"]["frozen"] and not report["problems"]
+    sound = not report["problems"]
     announced = must <= {"pass", "xfail", "not_claimed"} and not every & _UNANNOUNCED
     return "announced failures" if sound and announced else _outcomes.NOT_CONFORMANT
 
 
 def digest(report: Mapping[str, Any]) -> str:
-    """Fingerprint a report without times, reasons and lines of files."""
-    kept = {key: value for key, value in report.items() if key not in ("digest", "seal")}
+    """Fingerprint a report without its date, times, reasons and lines of files."""
+    left_out = ("date", "digest", "seal")
+    kept = {key: value for key, value in report.items() if key not in left_out}
     rows = [
         {key: value for key, value in row.items() if key not in _NOT_COMPARED}
         for row in report["rows"]

@@ -1,29 +1,176 @@
-"""The mark that ties a case to the requirements it checks."""
+"""A requirement, and the decorator that declares it on a case."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from torchparts_conformance.requirements._addresses import addresses
+from torchparts_conformance.requirements._areas import (
+    ACCELERATOR,
+    CLAIMED_BY_ALL,
+    GROUPS,
+    LEVELS,
+    PREFIXES,
+    is_device,
+)
+
 _Case = TypeVar("_Case", bound=Callable[..., Any])
+_ID = re.compile(rf"({'|'.join(PREFIXES.values())})-\d{{3}}")
+_PROFILE = re.compile(r"[a-z][a-z0-9-]{0,31}")
+_AREA_OF = {prefix: area for area, prefix in PREFIXES.items()}
 
 
-def requirement(*ids: str) -> Callable[[_Case], _Case]:
-    """Say which requirements a case checks.
+@dataclass(frozen=True)
+class Requirement:
+    """One sentence that an implementation has to satisfy.
+
+    Attributes:
+        id: permanent, with the prefix of its area, such as `CW-012`.
+        area: such as `ckpt-wrap`.
+        level: MUST or SHOULD.
+        profile: `core`, `robust` or a capability.
+        devices: kinds of devices it applies to; `accelerator` is every kind but the CPU.
+        since: version of the suite that introduced it.
+        text: the whole requirement.
+        source: name of the test of PyTorch that it comes from, or empty.
+        rationale: why it exists, or empty if the source test says so.
+        torch_deviation: how torch's own implementation breaks it, or empty.
+        group: part of the area that can stand alone, or empty.
+    """
+
+    id: str
+    area: str
+    level: str
+    profile: str
+    devices: tuple[str, ...]
+    since: str
+    text: str
+    source: str = ""
+    rationale: str = ""
+    torch_deviation: str = ""
+    group: str = ""
+
+    def is_for(self, device: str) -> bool:
+        """Return whether it applies to a kind of device."""
+        return device in self.devices or (device != "cpu" and ACCELERATOR in self.devices)
+
+
+def requirement(
+    id: str,
+    *,
+    level: str = "",
+    text: str = "",
+    rationale: str = "",
+    source: str = "",
+    since: str = "",
+    profile: str = "",
+    group: str = "",
+    devices: tuple[str, ...] = ("cpu", ACCELERATOR),
+    torch_deviation: str = "",
+) -> Callable[[_Case], _Case]:
+    """Declare a requirement on its first case; `@requirement(id)` marks further cases of it.
+
+    The suite reads the decorator from the file, so each argument is written as a literal.
 
     Args:
-        ids: one or more requirement ids, such as `"CW-012"`.
+        id: such as `"CW-012"`.
+        level: `"MUST"` or `"SHOULD"`.
+        text: the requirement in one sentence, with the word of its level.
+        rationale: why users need it; required if there is no source.
+        source: name of the test of PyTorch it comes from.
+        since: version of the suite that introduced it.
+        profile: `"core"`, `"robust"` or a capability.
+        group: part of the area that can stand alone; by default the area's first group.
+        devices: kinds of devices it applies to.
+        torch_deviation: how torch's own implementation breaks it.
     Raises:
-        ValueError: no id was given.
+        ValueError: the id or one of the facts is missing or of another form.
     Example:
-        @requirement("CW-012")
+        @requirement(
+            "CW-012",
+            level="MUST",
+            text="Dropout MUST be replayed in recomputation.",
+            rationale="Gradients are wrong otherwise.",
+            since="0.1.0",
+            profile="core",
+        )
         def test_dropout_is_replayed(part, device): ...
     """
-    if not ids:
-        raise ValueError(
-            "torchparts_conformance.requirement: no id given, but a case checks at least one "
-            "requirement. Name it, as in @requirement('CW-012')."
-        )
-    import pytest  # where it is found is not decided yet when this package is imported
+    facts = {"level": level, "text": text, "rationale": rationale, "source": source}
+    facts |= {"since": since, "profile": profile, "group": group}
+    facts |= {"torch_deviation": torch_deviation}
+    if any(facts.values()):
+        declared(id, devices=devices, **facts)
+    else:
+        area_of_id(id)
+    import pytest  # a process that starts isolated imports this package before it can find pytest
 
-    return pytest.mark.requirement(*ids)
+    return pytest.mark.requirement(id)
+
+
+def area_of_id(id: str) -> str:
+    """Return the area of an id.
+
+    Raises:
+        ValueError: it is no id.
+    """
+    if not isinstance(id, str) or not _ID.fullmatch(id):
+        raise ValueError(
+            f"requirement {id!r:.60}: an id is a prefix of {', '.join(PREFIXES.values())} and "
+            "three digits, such as 'CW-012'."
+        )
+    return _AREA_OF[id.partition("-")[0]]
+
+
+def declared(id: str, **facts: Any) -> Requirement:
+    """Make a requirement from the arguments of its decorator.
+
+    Raises:
+        ValueError: a fact is missing or of another form.
+    """
+    area = area_of_id(id)
+    facts = {"devices": ("cpu", ACCELERATOR), **facts}
+    if reason := _violation(area, facts):
+        raise ValueError(f"requirement {id}: {reason}")
+    default = next(iter(GROUPS.get(area, ())), "") if facts["profile"] in CLAIMED_BY_ALL else ""
+    facts["group"] = facts.get("group") or default
+    return Requirement(id=id, area=area, **{**facts, "devices": tuple(facts["devices"])})
+
+
+def _violation(area: str, facts: dict[str, Any]) -> str:
+    """Return what is wrong with the facts of a requirement, or an empty string."""
+    texts = {word: value for word, value in facts.items() if word != "devices"}
+    if wrong := sorted(word for word, value in texts.items() if not isinstance(value, str)):
+        return f"{', '.join(wrong)} must be text."
+    needed = ("level", "text", "since", "profile")
+    if missing := [word for word in needed if not texts.get(word, "").strip()]:
+        return (
+            f"{', '.join(missing)} is missing. The first case of a requirement gives "
+            f"{', '.join(needed)}, and rationale or source."
+        )
+    if texts["level"] not in LEVELS:
+        return f"level is {texts['level']!r}; it must be {' or '.join(LEVELS)}."
+    if not re.search(rf"\b{texts['level']}\b", texts["text"]):
+        return f"the text must contain the word {texts['level']}, which is its level."
+    if not _PROFILE.fullmatch(texts["profile"]):
+        return f"profile is {texts['profile']!r}; it must be a short lower-case word."
+    groups = GROUPS.get(area, {})
+    if (group := texts.get("group")) and group not in groups:
+        return f"group is {group!r}; groups of {area} are {', '.join(groups) or 'none'}."
+    if not texts.get("source") and not texts.get("rationale"):
+        return "it has neither source nor rationale. Say where it comes from."
+    return _violation_in_lists(facts)
+
+
+def _violation_in_lists(facts: dict[str, Any]) -> str:
+    devices = facts["devices"]
+    if not isinstance(devices, tuple) or not devices or not all(map(is_device, devices)):
+        return f"devices is {devices!r:.60}; it must be a tuple such as ('cpu', 'accelerator')."
+    try:
+        addresses(f"{facts.get('rationale', '')} {facts.get('torch_deviation', '')}")
+    except ValueError as error:
+        return f"in the rationale, {error}"
+    return ""

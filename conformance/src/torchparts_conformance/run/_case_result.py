@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from torchparts_conformance.requirements._areas import AREAS, area_of, folder_of
 from torchparts_conformance.requirements._needs import Needs
-from torchparts_conformance.requirements._registry import AREAS, Requirement, area_of, folder_of
+from torchparts_conformance.requirements._requirement import Requirement
 
 _FOLDERS = {folder_of(area) for area in AREAS}
 

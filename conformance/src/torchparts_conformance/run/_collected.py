@@ -8,11 +8,8 @@ from pathlib import Path
 import pytest
 
 from torchparts_conformance._errors import RegistryError
-from torchparts_conformance.requirements import _manifest
-from torchparts_conformance.requirements._history import FrozenList
-from torchparts_conformance.requirements._manifest import Row
 from torchparts_conformance.requirements._needs import Needs, needs_of
-from torchparts_conformance.requirements._registry import Requirement
+from torchparts_conformance.requirements._requirement import Requirement
 from torchparts_conformance.run import _order
 from torchparts_conformance.run._case_result import (
     CaseResult,
@@ -30,17 +27,9 @@ class Collected:
         problems: files of cases that could not be imported, and why.
     """
 
-    def __init__(
-        self, registry: Mapping[str, Requirement], judges: FrozenList | None = None
-    ) -> None:
-        """Start without cases.
-
-        Args:
-            registry: the requirements that cases may name.
-            judges: an earlier list; where it is given only its rows are kept, as they were.
-        """
-        self._registry, self._judges = registry, judges
-        self._rows = None if judges is None else frozenset(judges.rows)
+    def __init__(self, registry: Mapping[str, Requirement]) -> None:
+        """Start without cases; `registry` has the requirements that cases may name."""
+        self._registry = registry
         self._results: dict[str, CaseResult] = {}
         self.problems: list[str] = []
 
@@ -62,7 +51,7 @@ class Collected:
         """
         for item in cases:
             device = device_of(item)
-            wanted = tuple(r for r in self._judged(item) if r.is_for(device))
+            wanted = tuple(r for r in self._requirements(item) if r.is_for(device))
             if wanted:
                 self._results[item.nodeid] = CaseResult(
                     case_name(item), device, wanted, needs=_needs(item)
@@ -80,20 +69,13 @@ class Collected:
         error = (errors or lines or ["no reason is known"])[-1]
         self.problems.append(f"{path.parent.name}/{path.name} cannot be imported: {error}")
 
-    def _judged(self, item: pytest.Item) -> list[Requirement]:
-        """Give what a case checks: as it is now, or as the earlier list has it."""
-        found, name = self._requirements(item), case_name(item)
-        if self._judges is None or self._rows is None:
-            return found
-        return [self._judges.requirements[r.id] for r in found if Row(r.id, name) in self._rows]
-
     def _requirements(self, item: pytest.Item) -> list[Requirement]:
         ids = [id for mark in item.iter_markers("requirement") for id in mark.args]
         unknown = [id for id in ids if id not in self._registry]
         if unknown or not ids:
             raise RegistryError(
-                f"case {case_name(item)} names {unknown or 'no requirement'}, but a case names "
-                "ids of its area's spec file. Add the entry, or correct the id."
+                f"case {case_name(item)} names {unknown or 'no requirement'}, but a case names ids "
+                "that a case of its area declares. Declare it, or correct the id."
             )
         return [self._registry[id] for id in dict.fromkeys(ids)]
 
@@ -118,11 +100,6 @@ class Collected:
     def _checks(self, item: pytest.Item, ids: Collection[str]) -> bool:
         entry = self.find(item)
         return entry is not None and any(r.id in ids for r in entry.requirements)
-
-    def freeze(self, path: Path) -> None:
-        """Write the list of these cases."""
-        rows = {Row(r.id, entry.case) for entry in self for r in entry.requirements}
-        _manifest.freeze(rows, path=path)
 
 
 def _needs(item: pytest.Item) -> Needs:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchparts_conformance.requirements._registry import AREAS
+from torchparts_conformance.requirements._areas import AREAS
 from torchparts_conformance.subject._adapters import VARIABLE
 
 CASE_LIMIT_S = 300.0
@@ -40,7 +40,6 @@ OPTIONS = (
     Option("profile", "profiles to claim; commas between; default: all", "all"),
     Option("known_failures", "TOML file of announced failures", type=Path),
     Option("order", "listed, reversed or seed:N; no outcome depends on it", "listed"),
-    Option("suite_version", "judge by the list of an earlier version of the suite"),
     Option("case_limit", "seconds until a case is ended", CASE_LIMIT_S, float),
 )
 OUT = Option("out", "folder for the report, badges and matrix", type=Path)

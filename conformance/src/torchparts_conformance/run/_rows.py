@@ -7,8 +7,8 @@ from typing import Any
 
 from torchparts_conformance.report import _known_failures, _report
 from torchparts_conformance.report._known_failures import KnownFailure
-from torchparts_conformance.requirements._manifest import Manifest
-from torchparts_conformance.requirements._registry import Requirement
+from torchparts_conformance.requirements._cases import Case, function_of
+from torchparts_conformance.requirements._requirement import Requirement
 from torchparts_conformance.run._case_result import CaseResult
 
 
@@ -39,22 +39,23 @@ def _row(requirement: Requirement, entry: CaseResult, lacks: str) -> dict[str, A
 
 def missing(
     entries: Iterable[CaseResult],
-    manifest: Manifest | None,
+    cases: Iterable[Case],
     registry: Mapping[str, Requirement],
     *,
     areas: Collection[str],
-    devices: Iterable[str],
+    devices: Collection[str],
 ) -> Iterator[CaseResult]:
-    """Give an entry for each frozen row that was asked for and that nobody collected.
-
-    Raises:
-        RegistryError: a frozen row is of a requirement that is not there any more.
-    """
-    there = {(r.id, entry.case, entry.device) for entry in entries for r in entry.requirements}
-    asked_for = manifest.asked_for(registry, areas=areas, devices=devices) if manifest else ()
-    for row, device in asked_for:
-        if (row.id, row.case, device) not in there:
-            yield CaseResult(row.case, device, (registry[row.id],), reason="was not collected")
+    """Give an entry for each case of the areas and devices that pytest did not collect."""
+    there = {
+        (r.id, function_of(entry.case), entry.device)
+        for entry in entries
+        for r in entry.requirements
+    }
+    for case in cases:
+        for id in case.ids if case.area in areas else ():
+            for device in devices:
+                if registry[id].is_for(device) and (id, case.name, device) not in there:
+                    yield CaseResult(case.name, device, (registry[id],), reason="was not collected")
 
 
 def announce(

@@ -16,11 +16,8 @@ import torchparts_conformance
 from torchparts_conformance import _console
 from torchparts_conformance.render import _render, _summary
 from torchparts_conformance.report import _known_failures, _report
-from torchparts_conformance.requirements import _history, _manifest
-from torchparts_conformance.requirements._cases import CASES
-from torchparts_conformance.requirements._history import FrozenList
-from torchparts_conformance.requirements._manifest import Row
-from torchparts_conformance.requirements._registry import Requirement, load_registry
+from torchparts_conformance.requirements._cases import find_cases, load_registry
+from torchparts_conformance.requirements._requirement import Requirement
 from torchparts_conformance.run import _case_outcome, _rows
 from torchparts_conformance.run._case_result import CaseResult
 from torchparts_conformance.run._collected import Collected
@@ -58,7 +55,6 @@ class Settings:
     case_limit_s: float = CASE_LIMIT_S
     progress: bool = False
     requirements: frozenset[str] = frozenset()
-    suite_version: str | None = None
 
 
 class Run:
@@ -72,14 +68,9 @@ class Run:
         """
         self.settings = settings
         self.subject = Subject(settings.spec, settings.mutant)
-        self.judges = _chosen(settings)
         self.registry: Mapping[str, Requirement] = load_registry()
-        self.cases = Collected(self.registry, self.judges)
-        self._written = self.registry
-        if self.judges is not None:
-            self.registry = self.judges.requirements
+        self.cases = Collected(self.registry)
         self.known = _known_failures.load(settings.known_failures)
-        self.manifest = _manifest.load_manifest()
         self.pool = shared_pool()
         self.report: dict[str, Any] | None = None
         self.tell: Callable[[Mapping[str, Any]], None] = _tell_nobody
@@ -109,7 +100,7 @@ class Run:
                 self.settings.profiles,
                 unfit_torch(self._implementation),
             )
-            refuse_unknown(self._claims, self._written)
+            refuse_unknown(self._claims, self.registry)
             self._adapter = _identity.adapter_file(self.settings.spec)
             if not self._claims.unfit:
                 self._find_parts()
@@ -198,14 +189,14 @@ class Run:
             return _console.NOT_CONFORMANT
         rows, problems = _rows.announce(self._rows(), self.known)
         self.report = _report.build(
-            suite=self._suite(rows),
+            suite={"name": _report.SUITE, "version": torchparts_conformance.__version__},
             implementation=_identity.describe_implementation(
                 self._implementation, self.settings.spec
             ),
             environment=_identity.describe_environment(),
             claims=self._claims.to_json(),
             rows=rows,
-            problems=[*problems, *self.cases.problems, *self._interference()],
+            problems=[*problems, *self.cases.problems, *self._faults(), *self._interference()],
         )
         if self.settings.out is not None:
             _render.write_all(self.report, self.settings.out)
@@ -217,24 +208,12 @@ class Run:
     def _rows(self) -> list[dict[str, Any]]:
         entries = list(self.cases)
         asked = {"areas": self.settings.areas, "devices": self.settings.devices}
-        frozen = self.manifest if self.judges is None else self.judges.manifest
-        lost = _rows.missing(entries, frozen, self.registry, **asked)
+        lost = _rows.missing(entries, find_cases(), self.registry, **asked)
         return _rows.rows([*entries, *lost], lacks=self._claims.lacks)
 
-    def _suite(self, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-        """Say which suite this is, and whether it is the one that was published."""
-        frozen, judges = self.manifest, self.judges
-        listed = {Row(row["id"], row["case"]) for row in rows}
-        return {
-            **({} if judges is None else {"list": judges.named()}),
-            "name": _report.SUITE,
-            "version": torchparts_conformance.__version__,
-            "manifest_sha256": frozen.sha256 if frozen else None,
-            "frozen": frozen is not None
-            and self.settings.mutant is None
-            and frozen.files == _manifest.file_fingerprints()
-            and listed <= set(frozen.rows if judges is None else judges.rows),
-        }
+    def _faults(self) -> list[str]:
+        mutant = self.settings.mutant
+        return [f"the implementation was broken by {mutant.rpartition('::')[2]}"] if mutant else []
 
     def _interference(self) -> list[str]:
         replaced = list(dict.fromkeys([*self._replaced, *self._look()]))
@@ -257,20 +236,6 @@ class Run:
     def _asked_for(self) -> list[dict[str, Any]]:
         rows = self.report["rows"] if self.report else []
         return [row for row in rows if row["id"] in self.settings.requirements]
-
-
-def _chosen(settings: Settings) -> FrozenList | None:
-    """Give the earlier list that is to judge; none where it is that of the installed suite.
-
-    Raises:
-        OptionError: it is unknown, or one of its cases is not what it was.
-    """
-    version = settings.suite_version
-    if version is None or version == torchparts_conformance.__version__:
-        return None
-    found = _history.read(version)
-    _history.refuse_changed(found, areas=settings.areas, cases=CASES)
-    return found
 
 
 def _take_in(

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchparts_conformance._errors import AdapterError
-from torchparts_conformance.requirements._registry import PARTS
+from torchparts_conformance.requirements._areas import PARTS
 from torchparts_conformance.subject._protocol import Implementation
 
 ENTRY_POINTS = "torchparts.conformance"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchparts_conformance._errors import AdapterError, OptionError
-from torchparts_conformance.requirements._registry import Requirement
+from torchparts_conformance.requirements._requirement import Requirement
 from torchparts_conformance.subject._protocol import Implementation
 
 

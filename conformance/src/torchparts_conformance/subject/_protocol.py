@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchparts_conformance._errors import AdapterError
-from torchparts_conformance.requirements._registry import AREAS, CLAIMED_BY_ALL, PARTS
+from torchparts_conformance.requirements._areas import AREAS, CLAIMED_BY_ALL, PARTS
 
 PROTOCOL = "1"
 MAX_NAME = 100

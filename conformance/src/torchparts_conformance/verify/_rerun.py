@@ -87,7 +87,6 @@ def rerun(
             report["claims"],
             adapter=adapter,
             out=home / "out",
-            list_version=report["suite"].get("list", {}).get("version"),
         )
         if second is None:
             return ["the second run gave no report"]
@@ -100,19 +99,15 @@ def run_in(
     *,
     adapter: str,
     out: Path,
-    list_version: str | None = None,
 ) -> dict[str, Any] | None:
     """Run the suite with an interpreter, away from the working directory; give its report.
 
-    With `list_version` the list of that version judges. A path of the interpreter is one from
-    where the command was given.
+    A relative path of the interpreter starts where the command was given.
     """
-    judged_by = ("--suite-version", list_version) if list_version else ()
     command = [
         *(_absolute(interpreter), "-m", "torchparts_conformance", "run", "--impl", adapter),
         *("--area", ",".join(claims["areas"]), "--device", ",".join(claims["devices"])),
         *(("--profile", ",".join(claims["profiles"])) if claims["profiles"] else ()),
-        *judged_by,
         *("--out", str(out)),
     ]
     out.mkdir(parents=True)
@@ -210,7 +205,7 @@ def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str
 
 
 def _comparable(report: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {k: v for k, v in report.items() if k not in ("digest", "seal", "rows")}
+    kept = {k: v for k, v in report.items() if k not in ("date", "digest", "seal", "rows")}
     dropped = ("adapter", "adapter_sha256", "distributions")
     kept["implementation"] = {k: v for k, v in report["implementation"].items() if k not in dropped}
     # The file's own hash is known only where the installer noted it; the content's is always.

@@ -7,45 +7,27 @@ run the suite can also write a report from nothing. For that there are `--rerun`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torchparts_conformance._errors import ReportError
 from torchparts_conformance.render import _badge
 from torchparts_conformance.report import _report
-from torchparts_conformance.requirements._history import FrozenList
-from torchparts_conformance.requirements._manifest import Manifest
-from torchparts_conformance.requirements._registry import CLAIMED_BY_ALL, Requirement
+from torchparts_conformance.requirements._areas import CLAIMED_BY_ALL
+from torchparts_conformance.requirements._cases import Case, function_of
+from torchparts_conformance.requirements._requirement import Requirement
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What the installed suite says a report must agree with.
-
-    `lists` are those of other versions, `judges` the one of them that judged.
-    """
+    """What the installed suite says a report must agree with."""
 
     version: str
-    manifest: Manifest | None
     registry: Mapping[str, Requirement]
+    cases: tuple[Case, ...]
     distribution: str | None = None
     wheel_sha256: str | None = None
     wheel_record_sha256: str | None = None
-    lists: Mapping[str, FrozenList] = field(default_factory=dict)
-    judges: FrozenList | None = None
-
-    @property
-    def asked(self) -> Manifest | None:
-        """The list whose rows a report has to have."""
-        return self.manifest if self.judges is None else self.judges.manifest
-
-    def of(self, report: Mapping[str, Any]) -> Expected:
-        """Give the same for a report that an earlier list judged; unknown ones stay as they are."""
-        named = report["suite"].get("list", {})
-        judges = self.lists.get(named.get("version"))
-        if judges is None:
-            return self
-        return replace(self, judges=judges, registry=judges.requirements)
 
 
 def problems(report: Mapping[str, Any], badge: str | None, expected: Expected) -> list[str]:
@@ -57,7 +39,6 @@ def problems(report: Mapping[str, Any], badge: str | None, expected: Expected) -
         expected: what the installed suite knows.
     Raises:
         ReportError: the report is of another version of the suite, so nothing can be said.
-        RegistryError: the installed suite has lost a requirement of its frozen list.
     """
     version = report["suite"]["version"]
     if version != expected.version:
@@ -65,18 +46,10 @@ def problems(report: Mapping[str, Any], badge: str | None, expected: Expected) -
             f"report is of suite {version!r:.60}, but {expected.version!r} is installed. "
             f"Verify it with torchparts-conformance=={version!s:.60}."
         )
-    expected = expected.of(report)
     found = [text for check in _CHECKS for text in check(report, expected)]
     if badge is not None and badge not in _drawn(report):
         found.append("the badge is not the one this report gives")
     return found
-
-
-def contradictions(report: Mapping[str, Any]) -> Iterator[str]:
-    """Say where a report of whatever suite contradicts itself."""
-    nobody = Expected(report["suite"]["version"], None, {})
-    for check in (_seals, _derivations):
-        yield from check(report, nobody)
 
 
 def _drawn(report: Mapping[str, Any]) -> set[str]:
@@ -96,40 +69,24 @@ def _derivations(report: Mapping[str, Any], _: Expected) -> Iterator[str]:
             yield f"{word} does not follow from the rows"
 
 
-def _suite(report: Mapping[str, Any], expected: Expected) -> Iterator[str]:
-    known = expected.manifest.sha256 if expected.manifest else None
-    if report["suite"]["manifest_sha256"] != known or known is None:
-        version = report["suite"]["version"]
-        yield (
-            "the manifest is not the one of this suite: install torchparts-conformance "
-            f"{version:.60}, which wrote the report, from where it was had, or run again with "
-            f"{expected.version}"
-        )
-    if not report["suite"]["frozen"]:
-        yield "the suite differed from its frozen list when it ran"
-    judged_by = expected.judges.named() if expected.judges else None
-    if report["suite"].get("list") != judged_by:
-        yield "the list that judged is not one of this suite"
-
-
 def _rows(report: Mapping[str, Any], expected: Expected) -> Iterator[str]:
     keys = [_report.row_key(row) for row in report["rows"]]
     if len(keys) != len(set(keys)):
         yield "a row is there twice"
+    there = {(id, function_of(case), device) for id, case, device in keys}
     wanted = set(_wanted(report, expected))
-    yield from (f"row {' '.join(key)} is missing" for key in sorted(wanted - set(keys))[:5])
-    yield from (f"row {' '.join(key)} is no case" for key in sorted(set(keys) - wanted)[:5])
+    yield from (f"row {' '.join(key)} is missing" for key in sorted(wanted - there)[:5])
+    yield from (f"row {' '.join(key)} is no case" for key in sorted(there - wanted)[:5])
 
 
 def _wanted(report: Mapping[str, Any], expected: Expected) -> Iterator[tuple[str, str, str]]:
-    if expected.asked is not None:
-        claims = report["claims"]
-        yield from (
-            (row.id, row.case, device)
-            for row, device in expected.asked.asked_for(
-                expected.registry, areas=claims["areas"], devices=claims["devices"]
-            )
-        )
+    """Give requirement, case and device of each row that must be there, without parameters."""
+    claims = report["claims"]
+    for case in expected.cases:
+        for id in case.ids if case.area in claims["areas"] else ():
+            for device in claims["devices"]:
+                if expected.registry[id].is_for(device):
+                    yield id, case.name, device
 
 
 def _levels(report: Mapping[str, Any], expected: Expected) -> Iterator[str]:
@@ -179,7 +136,6 @@ def _wheel(report: Mapping[str, Any], expected: Expected) -> Iterator[str]:
 _CHECKS: tuple[Callable[[Mapping[str, Any], Expected], Iterable[str]], ...] = (
     _seals,
     _derivations,
-    _suite,
     _rows,
     _levels,
     _claims,

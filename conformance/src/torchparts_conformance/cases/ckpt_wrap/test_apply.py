@@ -26,7 +26,21 @@ FORMS = (
 )
 
 
-@requirement("CW-033")
+@requirement(
+    "CW-033",
+    level="MUST",
+    text=(
+        "A shared module MUST get one wrapper that stands in all its places, whatever the form "
+        "of the policy."
+    ),
+    rationale=(
+        "reproduced on torch 2.13: only the first place, or two wrappers, by form of the policy"
+    ),
+    since="0.1.0",
+    profile="robust",
+    group="applying",
+    torch_deviation="torch 2.13: only the first place, or two wrappers, by form of the policy",
+)
 def test_a_shared_module_gets_one_wrapper_everywhere(part, device):
     """Twice in one parent, once in another."""
     for form in FORMS:
@@ -37,7 +51,16 @@ def test_a_shared_module_gets_one_wrapper_everywhere(part, device):
         assert model[0] is model[1] is model[2][0], form
 
 
-@requirement("CW-034")
+@requirement(
+    "CW-034",
+    level="MUST",
+    text="Applying twice, or meeting a shared container twice, MUST NOT wrap a module twice.",
+    rationale="reproduced on torch 2.13: wraps the inner module again",
+    since="0.1.0",
+    profile="robust",
+    group="applying",
+    torch_deviation="torch 2.13: wraps the inner module again",
+)
 def test_applying_twice_wraps_once(part, device):
     """The inner module is the layer itself."""
     for form in FORMS:
@@ -57,7 +80,16 @@ def test_a_shared_container_is_visited_once(part, device):
         assert type(getattr(container[0], PREFIX)) is nn.Linear, form
 
 
-@requirement("CW-035")
+@requirement(
+    "CW-035",
+    level="MUST",
+    text="`apply_activation_checkpointing` that selects nothing MUST raise or warn.",
+    rationale="reproduced on torch 2.13: silent",
+    since="0.1.0",
+    profile="robust",
+    group="applying",
+    torch_deviation="torch 2.13: silent",
+)
 def test_selecting_nothing_is_noticed(part, device):
     """An error or a warning, and no wrapper; where there is a match, neither."""
     matching = nn.Sequential(nn.Linear(2, 2))
@@ -70,7 +102,18 @@ def test_selecting_nothing_is_noticed(part, device):
     assert type(model[0]) is nn.ReLU
 
 
-@requirement("CW-031")
+@requirement(
+    "CW-031",
+    level="MUST",
+    text=(
+        "`checkpoint_wrapper` MUST refuse None, a function and an implementation given as a "
+        "string, when called."
+    ),
+    rationale="reproduced on torch 2.13: accepted silently; the string means NO_REENTRANT",
+    since="0.1.0",
+    profile="robust",
+    torch_deviation="torch 2.13: accepted silently; the string means NO_REENTRANT",
+)
 def test_what_is_no_module_or_implementation_is_refused(part, device):
     """When called, as a TypeError or ValueError."""
     for wrong in (None, lambda x: x, "linear"):
@@ -80,7 +123,18 @@ def test_what_is_no_module_or_implementation_is_refused(part, device):
         part.checkpoint_wrapper(nn.ReLU(), "REENTRANT")
 
 
-@requirement("CW-032")
+@requirement(
+    "CW-032",
+    level="MUST",
+    text=(
+        "An unknown, wrong or conflicting option MUST raise when the wrapper is made and name "
+        "the option."
+    ),
+    rationale="reproduced on torch 2.13: raises at the first forward, if at all",
+    since="0.1.0",
+    profile="robust",
+    torch_deviation="torch 2.13: raises at the first forward, if at all",
+)
 def test_wrong_options_are_refused_by_name(part, device):
     """Unknown, out of range, and in conflict."""
     reentrant = part.CheckpointImpl.REENTRANT

@@ -76,7 +76,14 @@ def gradients(module, x):
     return [p.grad.clone() for p in module.parameters()] + [x.grad.clone()]
 
 
-@requirement("CW-001")
+@requirement(
+    "CW-001",
+    level="MUST",
+    text="A state dict of a wrapped module MUST load into the plain module.",
+    source="test_load_activation_checkpointed_module",
+    since="0.1.0",
+    profile="core",
+)
 def test_state_dict_of_wrapped_loads_into_plain(part, device):
     """Keys are the plain module's, and values arrive."""
     wrapped = part.checkpoint_wrapper(nn.Linear(10, 10, device=device))
@@ -86,7 +93,14 @@ def test_state_dict_of_wrapped_loads_into_plain(part, device):
         assert torch.equal(one, other)
 
 
-@requirement("CW-002")
+@requirement(
+    "CW-002",
+    level="MUST",
+    text="A state dict of a plain module MUST load into the wrapped module.",
+    source="test_load_activation_checkpointed_module",
+    since="0.1.0",
+    profile="core",
+)
 def test_state_dict_of_plain_loads_into_wrapped(part, device):
     """Plain keys find their way, under a parent too."""
     wrapped = nn.Sequential(part.checkpoint_wrapper(nn.Linear(10, 10, device=device)))
@@ -96,7 +110,18 @@ def test_state_dict_of_plain_loads_into_wrapped(part, device):
         assert torch.equal(one, other)
 
 
-@requirement("CW-003")
+@requirement(
+    "CW-003",
+    level="MUST",
+    text=(
+        "Keyword arguments MUST reach the wrapped module of every wrapper and give the results "
+        "and `requires_grad` that positional ones give."
+    ),
+    source="test_checkpoint_wrapper_kwarg_support",
+    since="0.1.0",
+    profile="core",
+    group="together",
+)
 def test_keywords_act_like_positionals(part, device):
     """Same results, same requires_grad, for both implementations and offload."""
     for wrap in (
@@ -115,7 +140,15 @@ def test_keywords_act_like_positionals(part, device):
             assert one.requires_grad == other.requires_grad
 
 
-@requirement("CW-004")
+@requirement(
+    "CW-004",
+    level="MUST",
+    text="A module that takes keyword arguments only MUST run under REENTRANT.",
+    source="test_checkpoint_wrapper_kwarg_support",
+    since="0.1.0",
+    profile="core",
+    group="reentrant",
+)
 def test_keyword_only_module_under_reentrant(part, device):
     """Both results arrive."""
     model = part.checkpoint_wrapper(
@@ -125,7 +158,17 @@ def test_keyword_only_module_under_reentrant(part, device):
     assert len(model(a=x, b=x)) == 2
 
 
-@requirement("CW-005")
+@requirement(
+    "CW-005",
+    level="MUST",
+    text=(
+        "Both contexts of `context_fn` MUST be entered in a step, one in forward and one in "
+        "recomputation."
+    ),
+    source="test_checkpoint_wrapper_args_kwargs",
+    since="0.1.0",
+    profile="core",
+)
 def test_both_contexts_are_entered(part, device):
     """Forward and recomputation run under one context each, in that order."""
     entered = []
@@ -142,7 +185,17 @@ def test_both_contexts_are_entered(part, device):
     assert entered == ["forward", "recompute"]
 
 
-@requirement("CW-006")
+@requirement(
+    "CW-006",
+    level="MUST",
+    text=(
+        "A `checkpoint_fn` MUST be called with the wrapped module, its arguments and the "
+        "options given with it."
+    ),
+    source="test_checkpoint_wrapper_args_kwargs",
+    since="0.1.0",
+    profile="core",
+)
 def test_checkpoint_fn_is_called_with_its_options(part, device):
     """The function, the arguments and the bound options arrive."""
     seen = []
@@ -157,7 +210,18 @@ def test_checkpoint_fn_is_called_with_its_options(part, device):
     assert seen == [("mine", 2, ["c", "d"])]
 
 
-@requirement("CW-007")
+@requirement(
+    "CW-007",
+    level="MUST",
+    text=(
+        "A wrapped module MUST keep no more bytes for backward than "
+        "`torch.utils.checkpoint.checkpoint` over the same module."
+    ),
+    source="test_checkpoint_wrapper_parity",
+    since="0.1.0",
+    profile="core",
+    group="recomputing",
+)
 def test_no_more_is_kept_than_by_a_direct_checkpoint(part, device):
     """Bytes that saved-tensor hooks see, per implementation; parameters are there anyway."""
     block = nn.Sequential(*[nn.Linear(16, 16, device=device) for _ in range(3)])
@@ -181,14 +245,28 @@ def test_no_more_is_kept_than_by_a_direct_checkpoint(part, device):
         assert kept(part.checkpoint_wrapper(block, impl)) <= kept(direct)
 
 
-@requirement("CW-008")
+@requirement(
+    "CW-008",
+    level="MUST",
+    text="Indexing a wrapper MUST index the wrapped module.",
+    source="test_forward_missing_attributes",
+    since="0.1.0",
+    profile="core",
+)
 def test_indexing_reaches_the_module(part, device):
     """`wrapped[0]` is the first layer."""
     linear = nn.Linear(1, 1, device=device)
     assert part.checkpoint_wrapper(nn.Sequential(linear, linear))[0] is linear
 
 
-@requirement("CW-009")
+@requirement(
+    "CW-009",
+    level="MUST",
+    text="An attribute the wrapper lacks MUST be the wrapped module's.",
+    source="test_forward_missing_attributes",
+    since="0.1.0",
+    profile="core",
+)
 def test_missing_attributes_are_the_modules(part, device):
     """An attribute set on the module later is found."""
     module = nn.Sequential(nn.Linear(1, 1, device=device))
@@ -197,14 +275,32 @@ def test_missing_attributes_are_the_modules(part, device):
     assert wrapped.note == "bar"
 
 
-@requirement("CW-010")
+@requirement(
+    "CW-010",
+    level="MUST",
+    text="Names in `named_parameters()` of a wrapper MUST be keys of its state dict.",
+    source="test_fqn",
+    since="0.1.0",
+    profile="core",
+)
 def test_parameter_names_are_state_dict_keys(part, device):
     """Of the wrapper itself."""
     wrapped = part.checkpoint_wrapper(nn.Linear(10, 10, device=device))
     assert {name for name, _ in wrapped.named_parameters()} <= set(wrapped.state_dict())
 
 
-@requirement("CW-011")
+@requirement(
+    "CW-011",
+    level="MUST",
+    text=(
+        "A module under `offload_wrapper` MUST get the plain gradients and hold none of its "
+        "activations on an accelerator after forward."
+    ),
+    source="test_checkpoint_wrapper_cpu_offload",
+    since="0.1.0",
+    profile="core",
+    group="offloading",
+)
 def test_offload_gives_plain_gradients_and_frees_the_device(part, device):
     """On an accelerator, memory after forward is that of input and result."""
     plain = Counted().to(device)
@@ -223,7 +319,18 @@ def test_offload_gives_plain_gradients_and_frees_the_device(part, device):
         assert accelerator.memory_allocated() - before < 4 * y.nbytes
 
 
-@requirement("CW-012")
+@requirement(
+    "CW-012",
+    level="MUST",
+    text=(
+        "`checkpoint_wrapper` and `offload_wrapper` MUST return a CheckpointWrapper and an "
+        "OffloadWrapper that hold the module as `_checkpoint_wrapped_module`."
+    ),
+    source="test_checkpoint_wrapper_kwarg_support",
+    since="0.1.0",
+    profile="core",
+    group="together",
+)
 def test_wrapper_classes_and_the_name_of_the_inner_module(part, device):
     """The module is held as it is."""
     module = nn.Linear(1, 1, device=device)
@@ -237,7 +344,18 @@ def test_wrapper_classes_and_the_name_of_the_inner_module(part, device):
         assert wrapped._checkpoint_wrapped_module is module
 
 
-@requirement("CW-013")
+@requirement(
+    "CW-013",
+    level="MUST",
+    text=(
+        "`apply_activation_checkpointing` with a `check_fn` MUST wrap every selected module "
+        "below the root, and not the root."
+    ),
+    rationale="documented behaviour of the function the source's tests import",
+    since="0.1.0",
+    profile="core",
+    group="applying",
+)
 def test_apply_with_check_fn(part, device):
     """Every linear layer is wrapped, the root is not, and the model trains."""
     model = build().to(device)
@@ -257,7 +375,18 @@ def test_apply_never_wraps_the_root(part, device):
     assert all(isinstance(child, part.CheckpointWrapper) for child in model)
 
 
-@requirement("CW-014")
+@requirement(
+    "CW-014",
+    level="MUST",
+    text=(
+        "`apply_activation_checkpointing` MUST take a ModuleWrapPolicy and select what its "
+        "classes say."
+    ),
+    rationale="documented behaviour of the function the source's tests import",
+    since="0.1.0",
+    profile="core",
+    group="applying",
+)
 def test_apply_with_module_wrap_policy(part, device):
     """The classes of the policy decide."""
     model = build().to(device)
@@ -267,7 +396,15 @@ def test_apply_with_module_wrap_policy(part, device):
     assert sum(isinstance(m, part.CheckpointWrapper) for m in model.modules()) == 3
 
 
-@requirement("CW-015")
+@requirement(
+    "CW-015",
+    level="MUST",
+    text="Options a CustomPolicy gives MUST reach the wrapper of that module.",
+    rationale="documented behaviour of CustomPolicy",
+    since="0.1.0",
+    profile="core",
+    group="applying",
+)
 def test_apply_with_custom_policy_options(part, device):
     """A dict means options for that module, True means none."""
     model = build().to(device)
@@ -284,14 +421,33 @@ def test_apply_with_custom_policy_options(part, device):
     assert model[1][0].checkpoint_impl is part.CheckpointImpl.NO_REENTRANT
 
 
-@requirement("CW-016")
+@requirement(
+    "CW-016",
+    level="MUST",
+    text=(
+        "A policy that is neither callable nor torch's MUST raise a ValueError that says `to be"
+        " callable or be a pre-defined wrap policy`."
+    ),
+    rationale="the source's error contract",
+    since="0.1.0",
+    profile="core",
+    group="applying",
+)
 def test_apply_with_something_else(part, device):
     """The sentence is fixed."""
     with pytest.raises(ValueError, match="to be callable or be a pre-defined wrap policy"):
         part.apply_activation_checkpointing(build().to(device), auto_wrap_policy=3)
 
 
-@requirement("CW-017")
+@requirement(
+    "CW-017",
+    level="MUST",
+    text="A dropout inside a wrapped module MUST drop the same elements when it is recomputed.",
+    rationale="documented contract of preserve_rng_state",
+    since="0.1.0",
+    profile="core",
+    group="recomputing",
+)
 def test_dropout_is_replayed(part, device):
     """Gradients equal the plain module's, under both implementations."""
     plain = Counted().to(device)
@@ -303,7 +459,15 @@ def test_dropout_is_replayed(part, device):
             assert torch.equal(one, other), impl
 
 
-@requirement("CW-018")
+@requirement(
+    "CW-018",
+    level="MUST",
+    text="A wrapped module MUST run its forward once in forward and once more in backward.",
+    rationale="the purpose of checkpointing",
+    since="0.1.0",
+    profile="core",
+    group="recomputing",
+)
 def test_forward_runs_once_more_in_backward(part, device):
     """One run in forward, two after backward."""
     for impl in part.CheckpointImpl:
@@ -316,7 +480,14 @@ def test_forward_runs_once_more_in_backward(part, device):
         assert module.runs == 2, impl
 
 
-@requirement("CW-019")
+@requirement(
+    "CW-019",
+    level="MUST",
+    text="A wrapper MUST survive deepcopy and pickle, with weights of its own.",
+    rationale="the source's wrapper does; facebookresearch/fairscale#816",
+    since="0.1.0",
+    profile="core",
+)
 def test_copies_are_independent(part, device):
     """A deepcopy and a pickle train without touching the original."""
     wrapped = part.checkpoint_wrapper(nn.Linear(4, 4, device=device))

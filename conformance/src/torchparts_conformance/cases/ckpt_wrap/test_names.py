@@ -52,7 +52,21 @@ def zero_linear(device):
     return linear
 
 
-@requirement("CW-020")
+@requirement(
+    "CW-020",
+    level="MUST",
+    text=(
+        "Names of parameters and buffers of a model with a wrapped child MUST be those of the "
+        "plain model."
+    ),
+    rationale=(
+        "reproduced on torch 2.13: named_parameters() of the parent carries the wrapper's "
+        "prefix; hao-ai-lab/FastVideo#1192"
+    ),
+    since="0.1.0",
+    profile="robust",
+    torch_deviation="torch 2.13: named_parameters() of the parent carries the wrapper's prefix",
+)
 def test_parameter_and_buffer_names(part, device):
     """In the plain model's order."""
     plain, wrapped = models(part, device)
@@ -61,14 +75,35 @@ def test_parameter_and_buffer_names(part, device):
         assert [name for name, _ in getattr(wrapped, names)()] == expected
 
 
-@requirement("CW-021")
+@requirement(
+    "CW-021",
+    level="MUST",
+    text="Names in `named_modules()` MUST be those of the plain model.",
+    rationale="reproduced on torch 2.13: named_modules() carries the wrapper's prefix",
+    since="0.1.0",
+    profile="robust",
+    torch_deviation="torch 2.13: named_modules() carries the wrapper's prefix",
+)
 def test_module_names(part, device):
     """No name has the wrapper's part."""
     plain, wrapped = models(part, device)
     assert {n for n, _ in wrapped.named_modules()} == {n for n, _ in plain.named_modules()}
 
 
-@requirement("CW-022")
+@requirement(
+    "CW-022",
+    level="MUST",
+    text=(
+        "`load_state_dict(dict(model.named_parameters()))` and a state dict whose keys carry "
+        "the prefix MUST load."
+    ),
+    rationale=(
+        "reproduced on torch 2.13: the prefix is added a second time; facebookresearch/d2go#578"
+    ),
+    since="0.1.0",
+    profile="robust",
+    torch_deviation="torch 2.13: the prefix is added a second time",
+)
 def test_named_parameters_load(part, device):
     """What `named_parameters` gives, `load_state_dict` takes."""
     _, wrapped = models(part, device)
@@ -87,7 +122,15 @@ def test_keys_with_the_prefix_load(part, device):
     assert torch.equal(wrapped.state_dict()["a.count"], torch.ones(2, device=device))
 
 
-@requirement("CW-023")
+@requirement(
+    "CW-023",
+    level="MUST",
+    text="Missing, unexpected and mismatched keys MUST be reported under the user's names.",
+    rationale="reproduced on torch 2.13: messages show the wrapper's prefix",
+    since="0.1.0",
+    profile="robust",
+    torch_deviation="torch 2.13: messages show the wrapper's prefix",
+)
 def test_load_errors_name_the_users_keys(part, device):
     """Missing, unexpected and mismatched keys, raised and returned."""
     _, wrapped = models(part, device)
@@ -106,7 +149,17 @@ def test_load_errors_name_the_users_keys(part, device):
     assert result.unexpected_keys == ["a.extra"]
 
 
-@requirement("CW-024")
+@requirement(
+    "CW-024",
+    level="MUST",
+    text=(
+        "A module MUST see its own `_version` when its state dict moves between wrapped and plain."
+    ),
+    rationale="reproduced on torch 2.13: the version seen is the wrapper's, or None",
+    since="0.1.0",
+    profile="robust",
+    torch_deviation="torch 2.13: the version seen is the wrapper's, or None",
+)
 def test_versions_travel(part, device):
     """Wrapped to plain and plain to wrapped."""
     plain, wrapped = models(part, device)
@@ -116,14 +169,30 @@ def test_versions_travel(part, device):
     assert wrapped.a.versions == [2]
 
 
-@requirement("CW-025")
+@requirement(
+    "CW-025",
+    level="MUST",
+    text="`get_buffer` through a wrapper MUST find the wrapped module's buffer.",
+    rationale="reproduced on torch 2.13: AttributeError: not a buffer",
+    since="0.1.0",
+    profile="robust",
+    torch_deviation="torch 2.13: AttributeError: not a buffer",
+)
 def test_get_buffer(part, device):
     """By the plain name."""
     _, wrapped = models(part, device)
     assert wrapped.get_buffer("a.count").shape == (2,)
 
 
-@requirement("CW-026")
+@requirement(
+    "CW-026",
+    level="MUST",
+    text="A layer set through a wrapper MUST be the one that runs and the one that is saved.",
+    rationale="reproduced on torch 2.13: forward and state_dict keep the old layer",
+    since="0.1.0",
+    profile="robust",
+    torch_deviation="torch 2.13: forward and state_dict keep the old layer",
+)
 def test_a_layer_set_through_the_wrapper_counts(part, device):
     """Forward and state dict both see it."""
     _, wrapped = models(part, device)
@@ -132,7 +201,18 @@ def test_a_layer_set_through_the_wrapper_counts(part, device):
     assert not wrapped.state_dict()["a.linear.weight"].any()
 
 
-@requirement("CW-027")
+@requirement(
+    "CW-027",
+    level="MUST",
+    text=(
+        "Attributes, parameters and buffers set, registered or deleted through a wrapper MUST "
+        "be the wrapped module's."
+    ),
+    rationale="reproduced on torch 2.13: they land on the wrapper",
+    since="0.1.0",
+    profile="robust",
+    torch_deviation="torch 2.13: they land on the wrapper",
+)
 def test_attributes_are_set_and_deleted_inside(part, device):
     """A flag, a parameter, a buffer."""
     _, wrapped = models(part, device)
@@ -149,7 +229,18 @@ def test_attributes_are_set_and_deleted_inside(part, device):
     assert inner.count.all()
 
 
-@requirement("CW-028")
+@requirement(
+    "CW-028",
+    level="MUST",
+    text=(
+        "Length, iteration, membership, item assignment, item deletion and `dir` of a wrapper "
+        "MUST be the wrapped module's."
+    ),
+    rationale="reproduced on torch 2.13: TypeError, and KeyError from `in`",
+    since="0.1.0",
+    profile="robust",
+    torch_deviation="torch 2.13: TypeError, and KeyError from `in`",
+)
 def test_containers(part, device):
     """Sequential and ModuleDict."""
     first = nn.Linear(1, 1, device=device)
@@ -165,14 +256,30 @@ def test_containers(part, device):
     assert part.checkpoint_wrapper(first)
 
 
-@requirement("CW-029")
+@requirement(
+    "CW-029",
+    level="MUST",
+    text="A wrapper made by `__new__` alone MUST answer AttributeError for an unknown attribute.",
+    rationale="reproduced on torch 2.13: RecursionError",
+    since="0.1.0",
+    profile="robust",
+    torch_deviation="torch 2.13: RecursionError",
+)
 def test_an_empty_instance(part, device):
     """AttributeError, not RecursionError."""
     with pytest.raises(AttributeError):
         _ = part.CheckpointWrapper.__new__(part.CheckpointWrapper).anything
 
 
-@requirement("CW-030")
+@requirement(
+    "CW-030",
+    level="MUST",
+    text="`torch.nn.utils.prune` MUST work on a wrapped leaf.",
+    rationale="reproduced on torch 2.13: KeyError: 'weight'",
+    since="0.1.0",
+    profile="robust",
+    torch_deviation="torch 2.13: KeyError: 'weight'",
+)
 def test_prune(part, device):
     """Half of the weights are zero, and the wrapped layer trains."""
     wrapped = part.checkpoint_wrapper(nn.Linear(4, 4, device=device))
@@ -190,7 +297,15 @@ class Double(nn.Module):
         return tensor * 2
 
 
-@requirement("CW-050")
+@requirement(
+    "CW-050",
+    level="MUST",
+    text="`torch.nn.utils.parametrize` MUST work on a wrapped leaf, and come off again.",
+    rationale="reproduced on torch 2.13: ValueError: does not have a parameter",
+    since="0.1.0",
+    profile="robust",
+    torch_deviation="torch 2.13: ValueError: does not have a parameter",
+)
 def test_parametrize(part, device):
     """Twice the weight while it is on, by name the original, and the same layer after."""
     linear = nn.Linear(3, 3, bias=False, device=device)
@@ -208,7 +323,18 @@ def test_parametrize(part, device):
     assert "weight" not in vars(part.CheckpointWrapper)
 
 
-@requirement("CW-051")
+@requirement(
+    "CW-051",
+    level="MUST",
+    text=(
+        "A module below a wrapped one MUST see its own `_version` when a plain state dict is "
+        "loaded."
+    ),
+    rationale="reproduced on torch 2.13: the version seen is None",
+    since="0.1.0",
+    profile="robust",
+    torch_deviation="torch 2.13: the version seen is None",
+)
 def test_versions_travel_below_the_wrapped_module(part, device):
     """A block inside a wrapped container, under a parent."""
     plain, block = nn.Sequential(nn.Sequential(Block().to(device))), Block().to(device)
@@ -234,7 +360,18 @@ class CopiesItself(nn.Module):
         return twin
 
 
-@requirement("CW-053")
+@requirement(
+    "CW-053",
+    level="MUST",
+    text=(
+        "A deepcopy of a wrapper MUST be a wrapper, also where the wrapped module has a "
+        "`__deepcopy__`."
+    ),
+    rationale="reproduced on torch 2.13: the copy is one of the wrapped module",
+    since="0.1.0",
+    profile="robust",
+    torch_deviation="torch 2.13: the copy is one of the wrapped module",
+)
 def test_deepcopy_around_a_module_that_copies_itself(part, device):
     """A wrapper around a module of the same class."""
     twin = copy.deepcopy(part.checkpoint_wrapper(CopiesItself().to(device)))
@@ -262,7 +399,15 @@ class Counting(OrderedDict):
         return super().items()
 
 
-@requirement("CW-049")
+@requirement(
+    "CW-049",
+    level="MUST",
+    text="`state_dict()` of a model MUST NOT go through all its entries once per wrapper.",
+    rationale="reproduced on torch 2.13: every wrapper scans the whole dict",
+    since="0.1.0",
+    profile="robust",
+    torch_deviation="torch 2.13: every wrapper scans the whole dict",
+)
 def test_state_dict_does_not_scan_all_entries_per_wrapper(part, device):
     """Two hundred wrapped layers: entries visited stay near the number of entries."""
     model = nn.Sequential(

@@ -56,7 +56,19 @@ def gradients(device, model, x):
     return [t.grad.cpu() for t in (x, *model.parameters())]
 
 
-@requirement("CW-117")
+@requirement(
+    "CW-117",
+    level="MUST",
+    text=(
+        "With `max_bytes_away` the bytes that offload has elsewhere MUST NOT exceed it at any "
+        "time, over all modules with the same options and all threads; what would pass it MUST "
+        "stay where it is and be counted as `kept`, gradients MUST be those of the plain model,"
+        " bitwise, and there MUST be room again after backward."
+    ),
+    rationale="pinned memory that runs out ends the process, or the machine",
+    since="0.1.0",
+    profile="offload",
+)
 @pytest.mark.parametrize("room", [0, 1, 5, 8], ids=lambda room: f"{room}-results")
 def test_what_is_away_keeps_to_its_limit(part, device, tmp_path, room):
     """Room for some of the eight results of four blocks, in each of two steps."""
@@ -111,7 +123,21 @@ def test_threads_keep_to_one_limit(part, device, tmp_path):
         assert sum(part.offload_stats(model).bytes_away for model in models) == 0
 
 
-@requirement("CW-118")
+@requirement(
+    "CW-118",
+    level="MUST",
+    text=(
+        "`offload_stats(...).late` MUST count the storages that nobody had asked for before "
+        "backward read them, and no others: in a chain of modules those of the last call, and "
+        "none where that call is kept."
+    ),
+    rationale=(
+        "backward stands still for a copy that begins where its value is read, and nothing else"
+        " tells"
+    ),
+    since="0.1.0",
+    profile="offload",
+)
 @pytest.mark.parametrize("keep_last", [0, 1])
 def test_copies_that_backward_waits_for_are_counted(part, device, tmp_path, keep_last):
     """Of three blocks those of the last; where it keeps what it saves, none."""

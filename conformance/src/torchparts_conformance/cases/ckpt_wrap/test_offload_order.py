@@ -61,7 +61,21 @@ def gradients(kind, models, inputs):
     return [t.grad.cpu() for t in wanted]
 
 
-@requirement("CW-112")
+@requirement(
+    "CW-112",
+    level="MUST",
+    text=(
+        "Models offloaded to the host on several devices, in turn or in one backward with a "
+        "thread for each device, MUST have the plain gradients, and MUST bring no storage back "
+        "twice."
+    ),
+    rationale=(
+        "reproduced on a simulated accelerator: host memory went to another device while it was"
+        " still read, and backward threads disturbed each other"
+    ),
+    since="0.1.0",
+    profile="offload",
+)
 @pytest.mark.parametrize("turn", [1, -1], ids=["current-last", "current-first"])
 def test_two_devices_one_after_the_other(part, device, turn):
     """What one model fetches is still being copied when the other's forward takes host memory."""
@@ -112,7 +126,17 @@ def test_each_storage_comes_back_once(part, device):
         assert other.bytes_in - one.bytes_in <= one.bytes_away
 
 
-@requirement("CW-113")
+@requirement(
+    "CW-113",
+    level="MUST",
+    text=(
+        "A tensor that was changed in place after it was saved MUST be an error in backward, "
+        "however far its copy to the host is."
+    ),
+    rationale="without offload autograd always raises; whether a copy was done decided it",
+    since="0.1.0",
+    profile="offload",
+)
 @pytest.mark.parametrize("is_copied", [False, True], ids=["early", "late"])
 def test_a_change_after_saving_is_an_error(part, device, is_copied):
     """Whether the copy has not begun or has ended."""
@@ -132,7 +156,21 @@ def test_a_change_after_saving_is_an_error(part, device, is_copied):
         module_of(device).races()  # of the change with the copy: it is what the error is about
 
 
-@requirement("CW-114")
+@requirement(
+    "CW-114",
+    level="MUST",
+    text=(
+        "With parts of a model on streams of their own and copies that are slow, offload to the"
+        " host MUST give the plain gradients, also after graphs whose copies were under way "
+        "were dropped."
+    ),
+    rationale=(
+        "reproduced on a simulated accelerator: what was fetched ahead was used on a stream "
+        "that its memory was not recorded for, and gradients were wrong in one run of eight"
+    ),
+    since="0.1.0",
+    profile="offload",
+)
 @pytest.mark.parametrize("copy_us", [50, 5000], ids=["quick", "slow"])
 def test_a_later_part_on_another_stream(part, device, copy_us):
     """What is fetched ahead of its use belongs to the stream that will use it."""
@@ -198,7 +236,20 @@ def reserved(model, device):
     return most
 
 
-@requirement("CW-115")
+@requirement(
+    "CW-115",
+    level="MUST",
+    text=(
+        "Where the host is far ahead of an accelerator, offload to the host MUST still reserve "
+        "less than three quarters of the memory that the plain step's activations take."
+    ),
+    rationale=(
+        "`record_stream` holds memory until the host sees the work done: what is allocated "
+        "falls and what is reserved does not"
+    ),
+    since="0.1.0",
+    profile="offload",
+)
 def test_memory_with_the_host_far_ahead(part, device):
     """Twelve blocks; of their activations less than three quarters of the plain step's memory."""
     if device == "cpu":
@@ -207,7 +258,17 @@ def test_memory_with_the_host_far_ahead(part, device):
     assert reserved(offloaded(part, plain), device) < 0.75 * reserved(plain, device)
 
 
-@requirement("CW-116")
+@requirement(
+    "CW-116",
+    level="MUST",
+    text=(
+        "After backward, with the device at rest and without another call, no byte MUST count "
+        "as away and no source MUST be held."
+    ),
+    rationale="7 MB of sources were held until the next call",
+    since="0.1.0",
+    profile="offload",
+)
 def test_nothing_is_held_after_backward(part, device):
     """With the device at rest, and without another call."""
     model = offloaded(part, blocks(4, device))

@@ -80,7 +80,19 @@ def leaf(device, *shape):
     return torch.randn(*shape, device=device, requires_grad=True)
 
 
-@requirement("CW-036")
+@requirement(
+    "CW-036",
+    level="MUST",
+    text=(
+        "An input changed in place between forward and backward MUST raise, be it positional, "
+        "keyword or nested."
+    ),
+    rationale="reproduced on torch 2.13: keyword and nested inputs give wrong gradients silently",
+    since="0.1.0",
+    profile="robust",
+    group="recomputing",
+    torch_deviation="torch 2.13: keyword and nested inputs give wrong gradients silently",
+)
 def test_an_input_changed_in_place_raises(part, device):
     """Wherever it stands, under both implementations."""
     places = ("positional", "keyword", "nested")
@@ -98,7 +110,19 @@ def test_an_input_changed_in_place_raises(part, device):
             loss.backward()
 
 
-@requirement("CW-037")
+@requirement(
+    "CW-037",
+    level="MUST",
+    text=(
+        "Hooks on saved tensors around a wrapper MUST see every input tensor, be it positional,"
+        " keyword or nested."
+    ),
+    rationale="reproduced on torch 2.13: only positional ones",
+    since="0.1.0",
+    profile="robust",
+    group="recomputing",
+    torch_deviation="torch 2.13: only positional ones",
+)
 def test_outer_hooks_see_every_input(part, device):
     """Positional, keyword and nested tensors are packed."""
     module = part.checkpoint_wrapper(Scaled().to(device))
@@ -114,7 +138,18 @@ def test_outer_hooks_see_every_input(part, device):
     assert {tensor.data_ptr() for tensor in given} <= packed
 
 
-@requirement("CW-038")
+@requirement(
+    "CW-038",
+    level="MUST",
+    text="Random numbers MUST be replayed when all tensors are passed by keyword.",
+    rationale=(
+        "pytorch#190758 for compiled code; read in torch 2.13's source: device state is stashed"
+        " for positional tensors only"
+    ),
+    since="0.1.0",
+    profile="robust",
+    group="recomputing",
+)
 def test_dropout_is_replayed_for_keyword_tensors(part, device):
     """No tensor stands in a positional place."""
     plain = Scaled().to(device)
@@ -129,7 +164,21 @@ def test_dropout_is_replayed_for_keyword_tensors(part, device):
     assert torch.equal(*grads)
 
 
-@requirement("CW-039")
+@requirement(
+    "CW-039",
+    level="MUST",
+    text=(
+        "Checkpoint around offload and offload around checkpoint MUST both run forward twice "
+        "and give the plain gradients."
+    ),
+    rationale=(
+        "reproduced on torch 2.13: checkpoint around offload does not recompute; pytorch#84907"
+    ),
+    since="0.1.0",
+    profile="robust",
+    group="together",
+    torch_deviation="torch 2.13: checkpoint around offload does not recompute",
+)
 def test_checkpoint_and_offload_compose_both_ways(part, device):
     """Two runs and the plain gradients."""
     plain = Scaled().to(device)
@@ -152,7 +201,16 @@ def test_checkpoint_and_offload_compose_both_ways(part, device):
     assert torch.equal(grads[0], grads[2])
 
 
-@requirement("CW-040")
+@requirement(
+    "CW-040",
+    level="MUST",
+    text="Keyword arguments named like options MUST reach the module.",
+    rationale="reproduced on torch 2.13: debug, early_stop, context_fn and others are swallowed",
+    since="0.1.0",
+    profile="robust",
+    group="recomputing",
+    torch_deviation="torch 2.13: debug, early_stop, context_fn and others are swallowed",
+)
 def test_keywords_named_like_options_reach_the_module(part, device):
     """Every option of torch's checkpoint, and the name of its first parameter."""
     given = dict.fromkeys(
@@ -173,7 +231,16 @@ def test_keywords_named_like_options_reach_the_module(part, device):
         assert module.seen == given
 
 
-@requirement("CW-041")
+@requirement(
+    "CW-041",
+    level="MUST",
+    text="BatchNorm statistics MUST advance once per step, under both implementations.",
+    rationale="reproduced on torch 2.13: they advance twice (pytorch#96136)",
+    since="0.1.0",
+    profile="robust",
+    group="recomputing",
+    torch_deviation="torch 2.13: they advance twice (pytorch#96136)",
+)
 def test_batch_norm_advances_once(part, device):
     """Statistics equal the plain module's after two steps."""
     for impl in part.CheckpointImpl:
@@ -187,7 +254,16 @@ def test_batch_norm_advances_once(part, device):
             assert torch.equal(one, other), impl
 
 
-@requirement("CW-042")
+@requirement(
+    "CW-042",
+    level="MUST",
+    text="Under REENTRANT, tensors inside a dict result MUST carry gradients.",
+    rationale="reproduced on torch 2.13: requires_grad is False; pytorch#124725",
+    since="0.1.0",
+    profile="robust",
+    group="reentrant",
+    torch_deviation="torch 2.13: requires_grad is False",
+)
 def test_a_dict_result_carries_gradients_under_reentrant(part, device):
     """Parameters and input get the plain gradients."""
     plain = DictOut().to(device)
@@ -203,7 +279,16 @@ def test_a_dict_result_carries_gradients_under_reentrant(part, device):
     assert torch.equal(*grads)
 
 
-@requirement("CW-043")
+@requirement(
+    "CW-043",
+    level="MUST",
+    text="Under REENTRANT, parameters MUST get gradients where no input requires any.",
+    rationale="reproduced on torch 2.13: the output requires no grad; pytorch#7617",
+    since="0.1.0",
+    profile="robust",
+    group="reentrant",
+    torch_deviation="torch 2.13: the output requires no grad",
+)
 def test_parameters_get_gradients_without_an_input_that_requires_any(part, device):
     """The first layer of a network under REENTRANT."""
     plain = nn.Linear(4, 4, device=device)
@@ -216,7 +301,16 @@ def test_parameters_get_gradients_without_an_input_that_requires_any(part, devic
     assert torch.equal(plain.weight.grad, wrapped.weight.grad)
 
 
-@requirement("CW-044")
+@requirement(
+    "CW-044",
+    level="MUST",
+    text="Under REENTRANT, tensors inside a nested argument MUST get gradients.",
+    rationale="reproduced on torch 2.13: they get none",
+    since="0.1.0",
+    profile="robust",
+    group="reentrant",
+    torch_deviation="torch 2.13: they get none",
+)
 def test_nested_inputs_get_gradients_under_reentrant(part, device):
     """A tensor in a list argument."""
     plain = ListIn().to(device)
@@ -231,7 +325,15 @@ def test_nested_inputs_get_gradients_under_reentrant(part, device):
     assert torch.equal(*grads)
 
 
-@requirement("CW-045")
+@requirement(
+    "CW-045",
+    level="MUST",
+    text="Where gradients are off or nothing requires any, `context_fn` MUST NOT be called.",
+    rationale="reproduced on torch 2.13: checkpointing is set up and thrown away",
+    since="0.1.0",
+    profile="robust",
+    torch_deviation="torch 2.13: checkpointing is set up and thrown away",
+)
 def test_nothing_is_set_up_where_nothing_needs_gradients(part, device):
     """Gradients off, inference mode, and a frozen module with a plain input."""
     called = []
@@ -253,7 +355,16 @@ def test_nothing_is_set_up_where_nothing_needs_gradients(part, device):
     assert called
 
 
-@requirement("CW-046")
+@requirement(
+    "CW-046",
+    level="MUST",
+    text="`torch.func.grad` through a wrapped module MUST work.",
+    rationale="reproduced on torch 2.13: RuntimeError: saved tensor hooks are not supported",
+    since="0.1.0",
+    profile="robust",
+    group="recomputing",
+    torch_deviation="torch 2.13: RuntimeError: saved tensor hooks are not supported",
+)
 def test_func_grad(part, device):
     """The gradient torch.func takes is autograd's."""
     wrapped = part.checkpoint_wrapper(nn.Sequential(nn.Linear(3, 3), nn.Tanh()).to(device))
@@ -263,7 +374,19 @@ def test_func_grad(part, device):
     assert torch.equal(got, x.grad)
 
 
-@requirement("CW-047")
+@requirement(
+    "CW-047",
+    level="MUST",
+    text="Offload MUST NOT copy a tensor of the CPU.",
+    rationale=(
+        "reproduced on torch 2.13: copies it, to pinned memory where there is some; pytorch#86097"
+    ),
+    since="0.1.0",
+    profile="robust",
+    group="offloading",
+    devices=("cpu",),
+    torch_deviation="torch 2.13: copies it, to pinned memory where there is some",
+)
 def test_offload_copies_nothing_on_the_cpu(part, device):
     """Forward and backward of a small network, with the copying methods of tensors counted."""
     module = part.offload_wrapper(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)))
@@ -284,7 +407,18 @@ def test_offload_copies_nothing_on_the_cpu(part, device):
     assert not copies
 
 
-@requirement("CW-048")
+@requirement(
+    "CW-048",
+    level="MUST",
+    text=(
+        "A custom `checkpoint_fn` MUST get the module's keyword arguments even where REENTRANT "
+        "torch checkpointing takes none."
+    ),
+    rationale="reproduced on torch 2.13: ValueError: unexpected keyword arguments",
+    since="0.1.0",
+    profile="robust",
+    torch_deviation="torch 2.13: ValueError: unexpected keyword arguments",
+)
 def test_torchs_reentrant_checkpoint_takes_keywords_as_checkpoint_fn(part, device):
     """Given as `checkpoint_fn`, with keyword arguments to the module."""
     module = part.checkpoint_wrapper(
@@ -324,7 +458,21 @@ def products_of_backward(part, device, decision):
     return products.count
 
 
-@requirement("CW-052")
+@requirement(
+    "CW-052",
+    level="MUST",
+    text=(
+        "A result that the policy of a selective `context_fn` wants on the host MUST NOT be "
+        "computed again."
+    ),
+    rationale=(
+        "reproduced on torch 2.13: MUST_CPU_OFFLOAD runs the operator again, contrary to its "
+        "documentation"
+    ),
+    since="0.1.0",
+    profile="robust",
+    torch_deviation="torch 2.13: runs the operator again",
+)
 def test_selective_contexts_can_offload(part, device):
     """Backward runs its own four products; two more where the policy recomputes."""
     assert products_of_backward(part, device, CheckpointPolicy.MUST_RECOMPUTE) == 6
@@ -347,7 +495,15 @@ class Shrinks(nn.Module):
         return torch.tanh((x if self.runs == 1 else x[:1]) * self.weight)
 
 
-@requirement("CW-054")
+@requirement(
+    "CW-054",
+    level="MUST",
+    text="A recomputation whose saved tensors have other shapes than those of forward MUST raise.",
+    rationale="documented in torch.utils.checkpoint",
+    since="0.1.0",
+    profile="robust",
+    group="recomputing",
+)
 def test_a_recomputation_that_differs_raises(part, device):
     """Backward could go on with what it got, and would be wrong."""
     loss = part.checkpoint_wrapper(Shrinks().to(device))(leaf(device, 2, 3)).sum()

@@ -134,7 +134,24 @@ def _step(model, *args):
     return [p.grad.clone() for p in model.parameters()]
 
 
-@requirement("CW-094")
+@requirement(
+    "CW-094",
+    level="MUST",
+    text=(
+        "A hook that forward registers on an input or a parameter MUST act once a step, as it "
+        "does in the plain module."
+    ),
+    rationale=(
+        "reproduced on torch 2.13: recomputation registers the hook again, and a gradient is "
+        "scaled twice"
+    ),
+    since="0.1.0",
+    profile="robust",
+    group="recomputing",
+    torch_deviation=(
+        "torch 2.13: recomputation registers the hook again, and a gradient is scaled twice"
+    ),
+)
 def test_hooks_of_a_forward_act_once(part, device):
     """On an input that is no leaf, and on a parameter."""
     for of in ("input", "weight"):
@@ -150,7 +167,24 @@ def test_hooks_of_a_forward_act_once(part, device):
         assert all(map(torch.equal, *grads))
 
 
-@requirement("CW-095")
+@requirement(
+    "CW-095",
+    level="MUST",
+    text=(
+        "Where forward changes an argument, such as a cache it appends to, gradients MUST be "
+        "the plain ones and the argument MUST end as it does in the plain module."
+    ),
+    rationale=(
+        "reproduced on torch 2.13: recomputation appends to the cache again and reads what both"
+        " runs put there; shihao1895/MemoryVLA#18"
+    ),
+    since="0.1.0",
+    profile="robust",
+    group="recomputing",
+    torch_deviation=(
+        "torch 2.13: recomputation appends to the cache again and reads what both runs put there"
+    ),
+)
 def test_a_cache_grows_once_a_step(part, device):
     """Three layers share it; the second step goes on from the first."""
     plain = nn.ModuleList(Cached(i) for i in range(3)).to(device)
@@ -186,7 +220,22 @@ def test_what_comes_into_a_cache_before_backward_is_not_read(part, device):
     assert all(map(torch.equal, *grads))
 
 
-@requirement("CW-108")
+@requirement(
+    "CW-108",
+    level="MUST",
+    text=(
+        "Where forward changes attributes of a number or a word that it is given, gradients "
+        "MUST be the plain ones and the attributes MUST end as they do in the plain module."
+    ),
+    rationale=(
+        "an instance of a subclass of `float` or `str` looks like a plain value, and its "
+        "attributes are no part of it"
+    ),
+    since="0.1.0",
+    profile="robust",
+    group="recomputing",
+    torch_deviation="torch 2.13: recomputation reads the attributes as the first run left them",
+)
 def test_a_number_or_a_word_with_attributes_is_seen_as_it_was(part, device):
     """Attributes that forward changes, of subclasses of `float` and `str`; two steps."""
     for make in (lambda: Scale(0.5), lambda: Label("abc")):
@@ -202,7 +251,24 @@ def test_a_number_or_a_word_with_attributes_is_seen_as_it_was(part, device):
             assert all(map(torch.equal, *found))
 
 
-@requirement("CW-096")
+@requirement(
+    "CW-096",
+    level="MUST",
+    text=(
+        "Where forward changes a tensor in an argument in place, gradients MUST be the plain "
+        "ones, or an error MUST be raised before any is given."
+    ),
+    rationale=(
+        "pytorch#197039 for compiled code; reproduced on torch 2.13: recomputation reads the "
+        "changed tensor, and gradients are silently wrong"
+    ),
+    since="0.1.0",
+    profile="robust",
+    group="recomputing",
+    torch_deviation=(
+        "torch 2.13: recomputation reads the changed tensor, and gradients are silently wrong"
+    ),
+)
 def test_a_tensor_changed_in_place_is_never_silently_wrong(part, device):
     """Right, or refused before a gradient is given."""
     plain = Buffered().to(device)
@@ -221,7 +287,18 @@ def test_a_tensor_changed_in_place_is_never_silently_wrong(part, device):
     assert all(map(torch.equal, *grads))
 
 
-@requirement("CW-097")
+@requirement(
+    "CW-097",
+    level="MUST",
+    text=(
+        "A module whose weights are tensors but not parameters MUST be recomputed, its inputs "
+        "requiring gradients or not."
+    ),
+    rationale="weights that are views of one flat parameter are plain tensors",
+    since="0.1.0",
+    profile="robust",
+    group="recomputing",
+)
 def test_weights_that_are_plain_tensors_are_recomputed(part, device):
     """With an input that requires a gradient and one that does not."""
     for requires_grad in (False, True):
@@ -234,7 +311,24 @@ def test_weights_that_are_plain_tensors_are_recomputed(part, device):
         assert inner.runs == 2
 
 
-@requirement("CW-100")
+@requirement(
+    "CW-100",
+    level="MUST",
+    text=(
+        "Weights that `torch.func.functional_call` gives a module for one call MUST have the "
+        "plain gradients when backward runs after it has returned."
+    ),
+    rationale=(
+        "reproduced on torch 2.13: recomputation uses the module's own weights, and gradients "
+        "are silently wrong"
+    ),
+    since="0.1.0",
+    profile="robust",
+    group="recomputing",
+    torch_deviation=(
+        "torch 2.13: recomputation uses the module's own weights, and gradients are silently wrong"
+    ),
+)
 def test_weights_of_a_functional_call_are_recomputed_with(part, device):
     """Backward runs when the module has its own weights again."""
     plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).to(device)
@@ -271,7 +365,25 @@ class Centred(nn.Module):
         return torch.tanh(centred) * centred
 
 
-@requirement("CW-110")
+@requirement(
+    "CW-110",
+    level="MUST",
+    text=(
+        "A buffer that forward reads and writes MUST be read in recomputation as forward read "
+        "it, and MUST advance once per step, under both implementations."
+    ),
+    rationale=(
+        "pytorch#197039 for compiled code; reproduced on torch 2.13: recomputation reads the "
+        "buffer as forward left it, gradients are silently wrong, and it advances twice"
+    ),
+    since="0.1.0",
+    profile="robust",
+    group="recomputing",
+    torch_deviation=(
+        "torch 2.13: recomputation reads the buffer as forward left it, gradients are silently "
+        "wrong, and it advances twice"
+    ),
+)
 def test_a_buffer_that_forward_writes_is_read_as_it_was(part, device):
     """Gradients and the buffer equal the plain module's after each of three steps."""
     for impl in part.CheckpointImpl:
@@ -299,7 +411,26 @@ class Doubled(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-@requirement("CW-111")
+@requirement(
+    "CW-111",
+    level="MUST",
+    text=(
+        "Where a parameter was changed in place between forward and backward, backward MUST "
+        "raise an error that names the parameter, under both implementations; an optimizer that"
+        " steps after backward, or in it for parameters whose gradients are there, MUST NOT be "
+        "refused."
+    ),
+    rationale=(
+        "without checkpointing autograd raises; reproduced on torch 2.13: recomputation runs "
+        "with the new weights and gradients are silently wrong"
+    ),
+    since="0.1.0",
+    profile="robust",
+    group="recomputing",
+    torch_deviation=(
+        "torch 2.13: recomputation runs with the new weights, and gradients are silently wrong"
+    ),
+)
 def test_a_parameter_changed_in_place_since_forward_is_an_error(part, device):
     """Its name is in the error."""
     for impl in part.CheckpointImpl:

@@ -27,7 +27,17 @@ def _assert_plain(found, device):
         torch.testing.assert_close(found[name], value)
 
 
-@requirement("CB-040")
+@requirement(
+    "CB-040",
+    level="MUST",
+    text=(
+        "A compiled model checkpointed in place through a selective policy MUST give the "
+        "gradients of the plain model."
+    ),
+    rationale="compiled code takes another path through both packages",
+    since="0.1.0",
+    profile="compile",
+)
 def test_compiled_selective_gives_plain_gradients(parts, device):
     """Compiled in one graph, the gradients are those of the plain model."""
     model = checkpoint_blocks(parts, make_model(device), PRODUCTS)
@@ -35,7 +45,17 @@ def test_compiled_selective_gives_plain_gradients(parts, device):
     _assert_plain(_gradients(model, compiled, device), device)
 
 
-@requirement("CB-041")
+@requirement(
+    "CB-041",
+    level="MUST",
+    text=(
+        "A compiled flat model with checkpointed blocks MUST give the gradients of the plain "
+        "model in one graph."
+    ),
+    rationale="views of one buffer are inputs of the graph",
+    since="0.1.0",
+    profile="compile",
+)
 def test_compiled_flat_gives_plain_gradients(parts, device):
     """A flat, checkpointed model compiles in one graph to the plain gradients."""
     model = make_model(device)
@@ -45,7 +65,17 @@ def test_compiled_flat_gives_plain_gradients(parts, device):
     _assert_plain(_gradients(model, compiled, device), device)
 
 
-@requirement("CB-042")
+@requirement(
+    "CB-042",
+    level="MUST",
+    text=(
+        "All four parts on one compiled model MUST give the gradients and the names of the "
+        "plain model."
+    ),
+    rationale="the reason for one suite",
+    since="0.1.0",
+    profile="compile",
+)
 def test_all_four_compiled_give_plain_gradients(parts, device):
     """Flat, offloaded, selective, compiled and then tracked in eager: gradients and names hold."""
     model = make_model(device)

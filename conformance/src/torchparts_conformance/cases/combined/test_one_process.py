@@ -24,7 +24,17 @@ from torchparts_conformance.cases.combined._training import (
 IN_BLOCKS = [name for name in NAMES if name.startswith(("0.", "1."))]
 
 
-@requirement("CB-010")
+@requirement(
+    "CB-010",
+    level="MUST",
+    text=(
+        "A model checkpointed in place through a selective policy MUST train bit for bit as the"
+        " plain model, dropout included."
+    ),
+    rationale="the seam checkpoint_fn joins two packages that do not know each other",
+    since="0.1.0",
+    profile="in-place",
+)
 @pytest.mark.parametrize("policy", [None, PRODUCTS], ids=["all", "products"])
 def test_in_place_checkpointing_trains_as_plain(parts, device, policy):
     """Whatever the policy keeps, three steps with dropout are those of the plain model."""
@@ -32,7 +42,17 @@ def test_in_place_checkpointing_trains_as_plain(parts, device, policy):
     assert_same(train(model, device), train(make_model(device, 0.5), device))
 
 
-@requirement("CB-011")
+@requirement(
+    "CB-011",
+    level="MUST",
+    text=(
+        "The tracker MUST name the modules of a model checkpointed in place as those of the "
+        "plain model, in forward and in recompute."
+    ),
+    rationale="leaked prefixes break every tool that reads names (pytorch#117399)",
+    since="0.1.0",
+    profile="in-place",
+)
 def test_names_are_plain_in_forward_and_recompute(parts, device):
     """Every module is seen under its plain name, those in blocks a second time."""
     model = checkpoint_blocks(parts, make_model(device))
@@ -46,7 +66,17 @@ def test_names_are_plain_in_forward_and_recompute(parts, device):
     assert len(again) == len(set(again))
 
 
-@requirement("CB-012")
+@requirement(
+    "CB-012",
+    level="MUST",
+    text=(
+        "FLOPs MUST be exact by phase: all of a block again when it is recomputed, none of the "
+        "products a policy saved."
+    ),
+    rationale="counted work proves what is recomputed",
+    since="0.1.0",
+    profile="in-place",
+)
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "checkpointed"])
 def test_flops_are_exact_by_phase(parts, device, wrapped):
     """Full recompute costs the up product again; the last product of a block is never needed."""
@@ -67,7 +97,17 @@ def test_saved_products_are_not_recomputed(parts, device):
     assert flops_of_step(parts, model, device) == [(BLOCK_FLOPS, 0)] * BLOCKS
 
 
-@requirement("CB-013")
+@requirement(
+    "CB-013",
+    level="MUST",
+    text=(
+        "A model that is flat, offloaded and checkpointed in place MUST keep the state-dict "
+        "keys, and load the state, of the plain model."
+    ),
+    rationale="checkpoints outlive the way a model was trained",
+    since="0.1.0",
+    profile="in-place",
+)
 def test_state_dict_is_plain(parts, device):
     """Keys are those of the plain model, and states load both ways."""
     plain, model = make_model(device), make_model(device)
@@ -84,7 +124,17 @@ def test_state_dict_is_plain(parts, device):
         assert torch.equal(again.state_dict()[name], value)
 
 
-@requirement("CB-014")
+@requirement(
+    "CB-014",
+    level="MUST",
+    text=(
+        "A model made flat MUST train bit for bit as the plain model when its blocks are "
+        "checkpointed, whichever came first."
+    ),
+    rationale="views of one buffer are read again in recompute",
+    since="0.1.0",
+    profile="in-place",
+)
 @pytest.mark.parametrize("flat_first", [True, False], ids=["flat-first", "flat-last"])
 def test_flat_and_checkpointed_trains_as_plain(parts, device, flat_first):
     """Flattening before or after checkpointing changes no bit."""
@@ -97,7 +147,14 @@ def test_flat_and_checkpointed_trains_as_plain(parts, device, flat_first):
     assert_same(train(model, device), train(make_model(device, 0.5), device))
 
 
-@requirement("CB-015")
+@requirement(
+    "CB-015",
+    level="MUST",
+    text="A flat model MUST be named and trained as the plain model while it is tracked.",
+    rationale="flattening changes storage, not modules",
+    since="0.1.0",
+    profile="in-place",
+)
 def test_flat_and_tracked_is_named_and_trained_as_plain(parts, device):
     """The tracker names a flat model's modules, and changes nothing."""
     model = make_model(device, 0.5)
@@ -108,7 +165,17 @@ def test_flat_and_tracked_is_named_and_trained_as_plain(parts, device):
     assert_same(tracked, train(make_model(device, 0.5), device))
 
 
-@requirement("CB-020")
+@requirement(
+    "CB-020",
+    level="MUST",
+    text=(
+        "Offload and checkpointing with a policy on the same block MUST train bit for bit as "
+        "the plain model, in either order."
+    ),
+    rationale="saved values pass through the hooks of both",
+    since="0.1.0",
+    profile="offload",
+)
 @pytest.mark.parametrize("offload_first", [True, False], ids=["offload-first", "offload-last"])
 @pytest.mark.parametrize("policy", [None, PRODUCTS], ids=["all", "products"])
 def test_offload_and_checkpointing_train_as_plain(parts, device, offload_first, policy):
@@ -121,7 +188,17 @@ def test_offload_and_checkpointing_train_as_plain(parts, device, offload_first, 
     assert_same(train(model, device), train(make_model(device, 0.5), device))
 
 
-@requirement("CB-021")
+@requirement(
+    "CB-021",
+    level="MUST",
+    text=(
+        "An offloaded flat model MUST train bit for bit as the plain model, and MUST NOT copy "
+        "its parameters."
+    ),
+    rationale="parameters are views of a buffer and are not activations",
+    since="0.1.0",
+    profile="offload",
+)
 def test_offloaded_flat_model_copies_no_parameter(parts, device, tmp_path):
     """Less is written than one step's parameters would need, and training is plain."""
     model = make_model(device, 0.5)
@@ -136,7 +213,14 @@ def test_offloaded_flat_model_copies_no_parameter(parts, device, tmp_path):
     assert 0 < per_step <= largest
 
 
-@requirement("CB-022")
+@requirement(
+    "CB-022",
+    level="MUST",
+    text="An offloaded model MUST be named and trained as the plain model while it is tracked.",
+    rationale="an observer changes nothing",
+    since="0.1.0",
+    profile="offload",
+)
 def test_offloaded_and_tracked_is_named_and_trained_as_plain(parts, device):
     """The tracker names an offloaded model's modules, and changes nothing."""
     model = offload_blocks(parts, make_model(device, 0.5))
@@ -146,7 +230,17 @@ def test_offloaded_and_tracked_is_named_and_trained_as_plain(parts, device):
     assert_same(tracked, train(make_model(device, 0.5), device))
 
 
-@requirement("CB-023")
+@requirement(
+    "CB-023",
+    level="MUST",
+    text=(
+        "All four parts on one model in one process MUST train bit for bit as the plain model, "
+        "with plain names and exact FLOPs."
+    ),
+    rationale="the reason for one suite",
+    since="0.1.0",
+    profile="offload",
+)
 def test_all_four_train_as_plain(parts, device):
     """Flat, offloaded, selective and tracked: same bits, same names, no product twice."""
     model = make_model(device, 0.5)

@@ -80,14 +80,36 @@ def _assert_plain(results):
             torch.testing.assert_close(torch.tensor(params[name]), value, rtol=1e-5, atol=1e-6)
 
 
-@requirement("CB-030")
+@requirement(
+    "CB-030",
+    level="MUST",
+    text=(
+        "A model sharded over 2 and over 4 ranks whose blocks are checkpointed in place MUST "
+        "train as the plain model, up to rounding of sums."
+    ),
+    rationale="recompute needs parameters that were given back after forward",
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 @WORLDS
 def test_sharded_and_checkpointed_trains_as_plain(ranks, world_size):
     """Losses and parameters of three steps are those of one process."""
     _assert_plain(ranks(world_size, _trained, False, False))
 
 
-@requirement("CB-031")
+@requirement(
+    "CB-031",
+    level="MUST",
+    text=(
+        "A sharded model with a selective policy and offload on its blocks MUST train as the "
+        "plain model, up to rounding of sums."
+    ),
+    rationale="the reason for one suite",
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 @WORLDS
 def test_sharded_selective_and_offloaded_trains_as_plain(ranks, world_size):
     """A policy and offload on each block change neither losses nor parameters."""
@@ -112,7 +134,18 @@ def _all_four(parts, rank, world_size):
     }
 
 
-@requirement("CB-032")
+@requirement(
+    "CB-032",
+    level="MUST",
+    text=(
+        "All four parts on 2 and 4 ranks MUST train as the plain model, with plain names and "
+        "exact FLOPs by phase on each rank."
+    ),
+    rationale="the reason for one suite",
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 @WORLDS
 def test_all_four_over_ranks(ranks, world_size):
     """Training, names and FLOPs are the plain ones on every rank."""
@@ -142,7 +175,18 @@ def _load(parts, rank, world_size, folder):
     return _whole(parts, model)
 
 
-@requirement("CB-033")
+@requirement(
+    "CB-033",
+    level="MUST",
+    text=(
+        "A checkpoint of a sharded, checkpointed model written by 2 ranks MUST load on 1 and on"
+        " 4 ranks, under the plain model's keys."
+    ),
+    rationale="checkpoints outlive the world size",
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_checkpoint_loads_on_another_world_size(ranks, world_size, tmp_path):
     """What 2 ranks wrote is read by 1 and by 4, under the plain keys."""
@@ -182,7 +226,18 @@ def _nbytes(tensors):
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-@requirement("CB-034")
+@requirement(
+    "CB-034",
+    level="MUST",
+    text=(
+        "Bytes of parameters, gradients and optimizer state on each rank MUST be what the "
+        "planner said, whether or not blocks are checkpointed."
+    ),
+    rationale="a plan is only useful if it is true",
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 @WORLDS
 @pytest.mark.parametrize("checkpoint", [False, True], ids=["plain", "checkpointed"])
 def test_memory_is_as_planned(ranks, world_size, checkpoint):

@@ -31,14 +31,34 @@ def _clean(name):
     return name.replace(INFIX, "")
 
 
-@requirement("CB-001")
+@requirement(
+    "CB-001",
+    level="MUST",
+    text=(
+        "A model in checkpoint wrappers whose recompute follows a selective policy MUST train "
+        "bit for bit as the plain model."
+    ),
+    rationale="checkpointing may change when values are computed, never which",
+    since="0.1.0",
+    profile="core",
+)
 def test_wrapper_with_a_policy_trains_as_plain(parts, device):
     """Three steps with dropout give the same losses, gradients and parameters."""
     plain = train(make_model(device, 0.5), device)
     assert_same(train(_wrapped(parts, device, 0.5), device), plain, _clean)
 
 
-@requirement("CB-002")
+@requirement(
+    "CB-002",
+    level="MUST",
+    text=(
+        "Tracking a model in checkpoint wrappers with a selective policy MUST NOT change its "
+        "training by a bit."
+    ),
+    rationale="an observer changes nothing",
+    since="0.1.0",
+    profile="core",
+)
 def test_tracking_changes_nothing(parts, device):
     """The tracker around each step leaves losses, gradients and parameters as they were."""
     plain = train(make_model(device, 0.5), device)
@@ -47,7 +67,17 @@ def test_tracking_changes_nothing(parts, device):
     assert_same(tracked, plain, _clean)
 
 
-@requirement("CB-003")
+@requirement(
+    "CB-003",
+    level="MUST",
+    text=(
+        "The tracker MUST say that backward is running while a wrapped block is recomputed, and"
+        " not in its first forward."
+    ),
+    rationale="recomputation happens inside backward; tools tell the two apart by it",
+    since="0.1.0",
+    profile="core",
+)
 def test_tracker_tells_recompute_from_forward(parts, device):
     """A block's activation runs once in forward and once in backward, and the tracker says so."""
     model = _wrapped(parts, device)

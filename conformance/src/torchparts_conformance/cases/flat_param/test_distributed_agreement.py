@@ -42,7 +42,21 @@ def _different(part: Any, rank: int, world_size: int) -> list[Any]:
     return found
 
 
-@requirement("FP-113")
+@requirement(
+    "FP-113",
+    level="MUST",
+    text=(
+        "Ranks that shard different models MUST all raise an error that names the first "
+        "parameter that differs, and leave their modules as they were."
+    ),
+    rationale=(
+        "with FSDP1 and FSDP2 the ranks go on into collectives of different sizes, which hang "
+        "or give garbage"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_another_model_is_named_on_every_rank(part, ranks):
     """The first parameter that differs is named everywhere, and nothing was sharded."""
     for results in ranks(2, _different):

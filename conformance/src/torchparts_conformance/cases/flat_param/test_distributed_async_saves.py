@@ -50,7 +50,21 @@ def _trained_meanwhile(part: Any, rank: int, world_size: int, folder: str) -> li
     return [moved, done, distance(_whole(part, loaded, optimizers[1]), before)]
 
 
-@requirement("FP-230")
+@requirement(
+    "FP-230",
+    level="MUST",
+    text=(
+        "`async_save_sharded` MUST save the parameters and optimizer state of its call, "
+        "whatever training does before its future is done, and the future MUST end where "
+        "`save_sharded` would."
+    ),
+    rationale=(
+        "a copy that is taken late, or not at all, is a mixture of two steps that no checksum shows"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_async_save_is_of_its_call(part, ranks, tmp_path):
     """A step after the call, and before its end, is not in it."""
     assert ranks(2, _trained_meanwhile, str(tmp_path / "saved")) == [[True, True, 0.0]] * 2
@@ -85,7 +99,21 @@ def _saved_twice(part: Any, rank: int, world_size: int, folder: str) -> list[Any
     return [ended, [_values(part, f"{folder}/{step}") for step in range(4)]]
 
 
-@requirement("FP-231")
+@requirement(
+    "FP-231",
+    level="MUST",
+    text=(
+        "A save that is begun while another is under way MUST wait for it or raise an error, "
+        "and what it has saved MUST be of its own call."
+    ),
+    rationale=(
+        "two snapshots take twice the memory, and parts of two attempts at one path take each "
+        "other's place"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_async_saves_follow_each_other(part, ranks, tmp_path):
     """Four without a pause between them: each checkpoint has its own values."""
     wanted = [[True] * 4, [[0.0], [1.0], [2.0], [3.0]]]
@@ -129,7 +157,22 @@ def _failed(part: Any, rank: int, world_size: int, folder: str) -> list[Any]:
     return [told, future.exception() is not None, kept, again, _values(part, folder)]
 
 
-@requirement("FP-232")
+@requirement(
+    "FP-232",
+    level="MUST",
+    text=(
+        "An asynchronous save that fails on one rank MUST fail on every rank, and where nobody "
+        "has asked its future, the next save MUST raise the error; the checkpoint before MUST "
+        "stay whole."
+    ),
+    rationale=(
+        "an error in a thread that nobody joins is lost, and the run goes on for days without a"
+        " checkpoint"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_error_of_an_async_save_is_told_by_the_next(part, ranks, tmp_path):
     """One rank cannot write: both hear of it, once, and the next save but one is right."""
     wanted = [True, True, [1.0], True, [2.0]]

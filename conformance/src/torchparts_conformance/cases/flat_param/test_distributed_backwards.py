@@ -105,7 +105,22 @@ def _asked_for_some(part, rank, world_size, kind, way):
         return have, [*same, _are_same(model, plain)]
 
 
-@requirement("FP-245")
+@requirement(
+    "FP-245",
+    level="MUST",
+    text=(
+        "`backward(inputs=...)` MUST give the parameters of a sharded module that it names the "
+        "gradients that a plain module's have then, bitwise, in any unit and beside other "
+        "tensors, and MUST leave those of all others as they are."
+    ),
+    rationale=(
+        "the graph of a sharded module has whole parameters in the place of those that an "
+        "optimizer trains: asked for the latter, torch finds nothing and gives no gradient, "
+        "without a word"
+    ),
+    since="0.1.0",
+    profile="distributed",
+)
 @pytest.mark.parametrize("way", ["method", "function"])
 @pytest.mark.parametrize("count", [1, 2])
 def test_backward_of_some_parameters(part, device, ranks, count, way):
@@ -130,7 +145,22 @@ def _again(part, rank, world_size, kind, way):
     return same
 
 
-@requirement("FP-246")
+@requirement(
+    "FP-246",
+    level="MUST",
+    text=(
+        "Reentrant activation checkpoints (`use_reentrant=True`) inside of a unit, around it, "
+        "or both MUST give the gradients of a plain module that has none, bitwise, on one rank "
+        "and on two."
+    ),
+    rationale=(
+        "each has a backward inside the one that runs, and its gradients come after those for "
+        "which a unit of the outer one waits: summed too early, they are lost, or come into the"
+        " next step"
+    ),
+    since="0.1.0",
+    profile="distributed",
+)
 @pytest.mark.parametrize("way", ["inside", "around", "both"])
 @pytest.mark.parametrize("count", [1, 2])
 def test_reentrant_checkpoints(part, device, ranks, count, way):
@@ -165,7 +195,21 @@ def _late(part, rank, world_size, kind):
         return refused, _are_same(model, plain)
 
 
-@requirement("FP-247")
+@requirement(
+    "FP-247",
+    level="MUST",
+    text=(
+        "A backward inside another one through units whose backward is over in that one MUST "
+        "add its gradients to theirs, or one of the two MUST raise an error on every rank; "
+        "after it the next step MUST be that of a plain module."
+    ),
+    rationale=(
+        "what comes after a unit's gradients are summed is in memory that nobody sums again: "
+        "without an error a step is made with half of its gradients"
+    ),
+    since="0.1.0",
+    profile="distributed",
+)
 @pytest.mark.parametrize("count", [1, 2])
 def test_backward_inside_one_through_the_same_units(part, device, ranks, count):
     """All gradients of both, or an error on every rank, and a next step that is right."""

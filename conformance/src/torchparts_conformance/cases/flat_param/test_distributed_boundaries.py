@@ -34,7 +34,19 @@ def _in_blocks(part: Any, rank: int, world_size: int) -> list[Any]:
     return _trained(part, rank, world_size, part.Blocks(BLOCK))
 
 
-@requirement("FP-208")
+@requirement(
+    "FP-208",
+    level="MUST",
+    text=(
+        "With `boundary=Blocks(n)` every rank's piece of a parameter MUST begin and end between"
+        " blocks of n elements or at the parameter's end, and training MUST be that of one "
+        "process."
+    ),
+    rationale="a quantised block that two ranks share has two scales",
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_blocks_stay_whole(part, ranks):
     """Every rank's piece begins at a block, in three ranks that cannot have as many each."""
     found = ranks(3, _in_blocks)
@@ -50,7 +62,22 @@ def _in_tiles(part: Any, rank: int, world_size: int) -> list[Any]:
     return _trained(part, rank, world_size, part.Blocks(TILE))
 
 
-@requirement("FP-241")
+@requirement(
+    "FP-241",
+    level="MUST",
+    text=(
+        "With `boundary=Blocks((rows, columns))` every rank's piece of a matrix MUST begin and "
+        "end after a multiple of `rows` rows or at the matrix's end, and training MUST be that "
+        "of one process."
+    ),
+    rationale=(
+        "quantisers such as DeepSeek's fp8 have a scale for each tile of 128 x 128, of which no"
+        " rank can compute the half"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_rows_of_tiles_stay_whole(part, ranks):
     """Pieces of a matrix end after pairs of rows, or after the last one, which is alone."""
     found = ranks(3, _in_tiles)
@@ -91,7 +118,22 @@ def _sent_in_tiles(part: Any, rank: int, world_size: int) -> bool:
     return torch.equal(found, arrives) and torch.equal(kept, weight)
 
 
-@requirement("FP-242")
+@requirement(
+    "FP-242",
+    level="MUST",
+    text=(
+        "With `gather=Scaled(block=(rows, columns))` a matrix MUST be computed with as its "
+        "tiles are rounded in one process, bit by bit and on any number of ranks; smaller tiles"
+        " at its end have scales, too."
+    ),
+    rationale=(
+        "weights that depend on the number of ranks change with the machine, and a scale for "
+        "half of a tile is another one"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_tiles_have_a_scale_each(part, ranks):
     """On one, two and three ranks of a matrix with smaller tiles at both ends."""
     for world_size in (1, 2, 3):
@@ -120,7 +162,22 @@ def _with_codes(part: Any, rank: int, world_size: int, path: str, saves: bool) -
     return {name: values["codes"].tolist() for name, values in held.items()}
 
 
-@requirement("FP-243")
+@requirement(
+    "FP-243",
+    level="MUST",
+    text=(
+        "With `boundary=Blocks(n)` optimizer state with a row for each block of n elements that"
+        " a rank has MUST come back from a sharded checkpoint into any number of ranks, each "
+        "with the rows of its own blocks, bit by bit and in its own dtype."
+    ),
+    rationale=(
+        "codes and scales of an 8-bit optimizer are all of its state, and a job that cannot go "
+        "on with other machines loses it"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_state_of_blocks_comes_back_on_any_ranks(part, ranks, tmp_path):
     """Rows of two ranks, in order, on one and on three."""
     saved = ranks(2, _with_codes, str(tmp_path / "saved"), True)
@@ -143,7 +200,21 @@ def _by_class(part: Any, rank: int, world_size: int) -> list[Any]:
     return _trained(part, rank, world_size, rules)
 
 
-@requirement("FP-209")
+@requirement(
+    "FP-209",
+    level="MUST",
+    text=(
+        "With `boundary=by_name(...)` or `by_class(...)` each parameter MUST be cut as its own "
+        "rule says, training MUST be that of one process, and a rule that fits no parameter "
+        "MUST be an error that names it."
+    ),
+    rationale=(
+        "matrices of an optimizer such as Muon have to be whole; what is left is shared out evenly"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_each_parameter_has_its_own_boundary(part, ranks):
     """Weights are whole on one rank by their name, all of a layer by its class; nothing else is."""
     found, of_layers = ranks(3, _by_name), ranks(3, _by_class)

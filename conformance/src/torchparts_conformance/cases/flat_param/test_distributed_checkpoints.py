@@ -50,7 +50,18 @@ def _state_dict(part: Any, rank: int, world_size: int) -> list[Any]:
     return [same, max(distance(state, reference), distance(loaded.state_dict(), reference))]
 
 
-@requirement("FP-106")
+@requirement(
+    "FP-106",
+    level="MUST",
+    text=(
+        "state_dict() of a sharded module MUST have the plain module's keys, shapes, dtypes and"
+        " values on every rank, and load into one."
+    ),
+    rationale="pytorch#102667: LOCAL_STATE_DICT does not even load again on two ranks",
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_state_dict_is_the_plain_one(part, ranks):
     """Keys, shapes, dtypes and values, on both ranks, also once loaded."""
     assert ranks(2, _state_dict) == [[True, 0.0], [True, 0.0]]
@@ -67,7 +78,18 @@ def _round_trip(part: Any, rank: int, world_size: int, folder: str) -> list[Any]
     return [silent, _same(part, first, second)]
 
 
-@requirement("FP-107")
+@requirement(
+    "FP-107",
+    level="MUST",
+    text=(
+        "A sharded save MUST make no collective call, and loading it MUST bring back parameters"
+        " and optimizer state bit for bit."
+    ),
+    rationale="pytorch#138467: FSDP1's sharded state dict gathers everything first",
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_sharded_save_is_silent_and_comes_back(part, ranks, tmp_path):
     """No collective; the same parameters, moments and steps."""
     assert ranks(2, _round_trip, str(tmp_path / "saved")) == [[True, True], [True, True]]
@@ -85,7 +107,20 @@ def _resharded(part: Any, rank: int, world_size: int, folder: str) -> bool:
     return _same(part, first, second)
 
 
-@requirement("FP-108")
+@requirement(
+    "FP-108",
+    level="MUST",
+    text=(
+        "A checkpoint that was cut again offline for another number of ranks MUST load with the"
+        " same values."
+    ),
+    rationale=(
+        "checkpoints outlive the number of ranks; metaseq wrote its own scripts (metaseq#459)"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_checkpoint_cut_anew_holds_the_same(part, ranks, tmp_path):
     """From two ranks to three and back into two."""
     assert ranks(2, _resharded, str(tmp_path)) == [True, True]
@@ -116,7 +151,15 @@ def _hostile(part: Any, rank: int, world_size: int, folder: str) -> list[bool]:
     return [False, mark.exists()]
 
 
-@requirement("FP-109")
+@requirement(
+    "FP-109",
+    level="MUST",
+    text="A checkpoint whose metadata would run code MUST be refused without running it.",
+    rationale="torch.distributed.checkpoint unpickles its metadata",
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_hostile_checkpoint_is_an_error_not_an_execution(part, ranks, tmp_path):
     """Refused, and the file is not there."""
     assert ranks(2, _hostile, str(tmp_path)) == [[True, False], [True, False]]
@@ -153,7 +196,20 @@ def _saved_once_more(part: Any, rank: int, world_size: int, folder: str) -> list
     return _values(loaded)
 
 
-@requirement("FP-114")
+@requirement(
+    "FP-114",
+    level="MUST",
+    text=(
+        "A sharded save that one rank calls once more than the others MUST NOT be joined with "
+        "their next one: no checkpoint may hold two steps."
+    ),
+    rationale=(
+        "a retry, or a save on rank 0 only, shifts every later save where ranks count their calls"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_save_of_one_rank_is_not_joined_by_a_later_step(part, ranks, tmp_path):
     """Rank 0 saves step 1, both save step 2: no mixture of the two is loaded."""
     found = ranks(2, _saved_once_more, str(tmp_path / "saved"))
@@ -181,14 +237,35 @@ def _damaged(part: Any, rank: int, world_size: int, folder: str, which: str) -> 
     return [refused, distance(other.state_dict(), before) == 0]
 
 
-@requirement("FP-115")
+@requirement(
+    "FP-115",
+    level="MUST",
+    text="A changed byte in the data of a sharded checkpoint MUST be an error when it is loaded.",
+    rationale=(
+        "torch.distributed.checkpoint compares no checksum; damaged weights train on without a word"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_changed_byte_is_refused(part, ranks, tmp_path):
     """In the part of the first rank, which the first rank reads at least."""
     found = ranks(2, _damaged, str(tmp_path / "saved"), "first")
     assert any(refused for refused, _ in found)
 
 
-@requirement("FP-116")
+@requirement(
+    "FP-116",
+    level="MUST",
+    text=(
+        "A sharded load that fails on one rank MUST fail on all, and leave every rank's "
+        "parameters as they were."
+    ),
+    rationale="otherwise a caller who goes on after the error trains a model that is half another",
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_load_that_fails_on_one_rank_changes_none(part, ranks, tmp_path):
     """Damage in one rank's part: an error on both, and both keep their parameters."""
     found = ranks(2, _damaged, str(tmp_path / "saved"), "last")
@@ -205,7 +282,21 @@ def _saved_again_and_again(part: Any, rank: int, world_size: int, folder: str) -
     return _values(loaded)
 
 
-@requirement("FP-185")
+@requirement(
+    "FP-185",
+    level="MUST",
+    text=(
+        "Sharded saves to one path that follow each other, with no collective between them, "
+        "MUST all succeed, and the last MUST be what is loaded."
+    ),
+    rationale=(
+        "of 300, 11 said they had succeeded: a rank that was ahead removed the parts of one "
+        "that was behind"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_saves_to_one_path_follow_each_other(part, ranks, tmp_path):
     """Twenty, with nothing between them that the ranks wait in."""
     assert ranks(2, _saved_again_and_again, str(tmp_path / "saved")) == [[19.0], [19.0]]
@@ -256,7 +347,18 @@ def _no_room(part: Any, rank: int, world_size: int, folder: str) -> list[Any]:
     return [refused, nothing_left, earlier, _values(loaded)]
 
 
-@requirement("FP-186")
+@requirement(
+    "FP-186",
+    level="MUST",
+    text=(
+        "A sharded save that cannot be written on one rank MUST be an error on all, MUST leave "
+        "every file and the checkpoint before it as they were, and the next save MUST succeed."
+    ),
+    rationale="each failure left its draft, until the disk was full for good",
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_save_without_room_leaves_what_was_there(part, ranks, tmp_path):
     """Two fail as one rank cannot write; then there is room again."""
     wanted = [[True, True], True, [1.0], [2.0]]
@@ -295,7 +397,21 @@ def _read_while_saved(part: Any, rank: int, world_size: int, folder: str) -> lis
     return wrong[:3]
 
 
-@requirement("FP-187")
+@requirement(
+    "FP-187",
+    level="MUST",
+    text=(
+        "A load while saves to its path are under way MUST give one of them whole, or an error "
+        "that speaks of the save."
+    ),
+    rationale=(
+        "an evaluation that reads while training saves; 32 of 256 loads ended in an error that "
+        "blamed damage"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_load_during_saves_gives_one_of_them(part, ranks, tmp_path):
     """Never a mixture; the last once nobody saves any more."""
     assert ranks(2, _read_while_saved, str(tmp_path)) == [[], []]
@@ -319,7 +435,22 @@ def _scales_by_rank(part: Any, rank: int, world_size: int, folder: str) -> list[
     return [len(found) == len(held) and all(as_saved), False]
 
 
-@requirement("FP-237")
+@requirement(
+    "FP-237",
+    level="MUST",
+    text=(
+        "Optimizer state that is not of its parameter's shape, such as a scale for each block "
+        "that a rank holds, MUST come back from a sharded checkpoint as each rank had it, or "
+        "the save MUST be refused on every rank by the parameter's name."
+    ),
+    rationale=(
+        "state of one rank alone looks like a checkpoint, and the other ranks train on with its"
+        " numbers"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_state_of_another_shape_is_kept_or_refused(part, ranks, tmp_path):
     """Each rank has its own scales again, or hears why not, and nothing was written."""
     assert ranks(2, _scales_by_rank, str(tmp_path)) == [[True, False], [True, False]]

@@ -51,14 +51,39 @@ def _interrupted(part: Any, rank: int, world_size: int, place: str) -> float:
     return pair_distance(part, rank, world_size, backward)
 
 
-@requirement("FP-178")
+@requirement(
+    "FP-178",
+    level="MUST",
+    text=(
+        "After an exception in the forward pass on every rank, the next training step MUST be "
+        "right."
+    ),
+    rationale="an out-of-memory error that is caught and answered with a smaller batch",
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_step_after_an_exception_in_forward_is_right(part, ranks):
     """On every rank a layer raises; the next step is that of a module to which nothing happened."""
     errors = ranks(2, _interrupted, "forward")
     assert max(errors) < LIMIT, errors
 
 
-@requirement("FP-179")
+@requirement(
+    "FP-179",
+    level="MUST",
+    text=(
+        "After an exception in the backward pass on every rank and zero_grad, the next training"
+        " step MUST be right."
+    ),
+    rationale=(
+        "Ctrl-C in a notebook; gradients of the pass that was interrupted are in the next step "
+        "without a word"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_step_after_an_exception_in_backward_is_right(part, ranks):
     """What the interrupted pass left, whole gradients or pending sums, is in no later gradient."""
     errors = ranks(2, _interrupted, "backward")
@@ -115,7 +140,20 @@ def _sharding_is_stopped(part: Any, rank: int, world_size: int) -> list[Any]:
     return found
 
 
-@requirement("FP-183")
+@requirement(
+    "FP-183",
+    level="MUST",
+    text=(
+        "After `fully_shard` was interrupted, another call MUST shard the module right or MUST "
+        "be refused, and then its forward and its state MUST be right or MUST be refused."
+    ),
+    rationale=(
+        "in a notebook the cell is run again; pieces in the place of weights would be trained"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_a_sharding_that_was_stopped_is_made_again_or_refuses(part, ranks):
     """Ctrl-C at every fourth operator, on one rank: others are at other places then."""
     for results in ranks(1, _sharding_is_stopped):

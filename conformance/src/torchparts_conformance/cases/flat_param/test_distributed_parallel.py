@@ -69,7 +69,22 @@ def _whole(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in pairs}
 
 
-@requirement("FP-197")
+@requirement(
+    "FP-197",
+    level="MUST",
+    text=(
+        "A module whose parameters are DTensors over one axis of a mesh, sharded over the other"
+        " axis, MUST train to the state of one process, in optimizer steps and in its state "
+        "dict."
+    ),
+    rationale=(
+        "models too wide for one rank are cut by tensor parallel first and sharded over the "
+        "other axis"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_parameters_cut_by_tensor_parallel_train_as_in_one_process(part, ranks):
     """Two rows of ranks hold parts, two columns cut the layers of the blocks in halves."""
     numel = sum(param.numel() for param in _even().parameters())
@@ -114,7 +129,22 @@ def _checkpoint_of_two_axes(part: Any, rank: int, world_size: int, folder: str) 
     return errors
 
 
-@requirement("FP-238")
+@requirement(
+    "FP-238",
+    level="MUST",
+    text=(
+        "A sharded checkpoint of a module whose parameters are DTensors over one axis of a "
+        "mesh, sharded over the other axis, MUST come back bit by bit, weights and optimizer "
+        "state, into the same module and into one that no tensor parallel has cut."
+    ),
+    rationale=(
+        "what one column of ranks has alone is not in another's part: a checkpoint of the first"
+        " column loads without an error, and the rest of each layer is what it was"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_checkpoint_of_two_axes_comes_back_over_any(part, ranks, tmp_path):
     """Weights and moments, over the same mesh and over four ranks without tensor parallel."""
     for errors in ranks(4, _checkpoint_of_two_axes, str(tmp_path / "saved")):
@@ -149,7 +179,22 @@ def _kept_by_two(part: Any, rank: int, world_size: int) -> list[Any]:
     return found
 
 
-@requirement("FP-198")
+@requirement(
+    "FP-198",
+    level="MUST",
+    text=(
+        "A unit inside that is sharded with `reshard_after_forward=n`, a number of ranks, MUST "
+        "be gathered in backward from the parts of n ranks, and gradients MUST be those of one "
+        "process."
+    ),
+    rationale=(
+        "ranks of one machine gather from each other much faster than all ranks do; a number "
+        "taken for True shows in no gradient"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_backward_gathers_inside_of_smaller_groups(part, ranks):
     """The two inner units are gathered from two ranks each, where it was four."""
     for usual, error, fewer, other_error in ranks(4, _kept_by_two):
@@ -182,7 +227,21 @@ def _past_its_unit(part: Any, rank: int, world_size: int) -> list[Any]:
     return ["", distance(stepped(model), stepped(reference))]
 
 
-@requirement("FP-199")
+@requirement(
+    "FP-199",
+    level="MUST",
+    text=(
+        "A module that is called by another path than its unit's call MUST compute with whole "
+        "parameters, or end in an error that names the module or its parameter."
+    ),
+    rationale=(
+        "models call parts of their blocks, as diffusers' DiT does; a size that does not fit "
+        "says nothing of sharding; pytorch#109385"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_module_that_is_called_past_its_unit_is_right_or_named(part, ranks):
     """The model calls `inner.0.0`, whose parameters are the unit's around it."""
     for text, error in ranks(2, _past_its_unit):
@@ -203,7 +262,18 @@ def _outer_first(part: Any, rank: int, world_size: int) -> list[Any]:
     return ["", distance(stepped(model), stepped(reference))]
 
 
-@requirement("FP-200")
+@requirement(
+    "FP-200",
+    level="MUST",
+    text=(
+        "Sharding a module inside one that is sharded already MUST train as one process does, "
+        "or raise an error that names a parameter."
+    ),
+    rationale="reproduced: the order of the calls was taken for another rank's mistake",
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_outer_modules_first_are_right_or_named(part, ranks):
     """The whole model is sharded, and then its blocks."""
     for text, error in ranks(2, _outer_first):
@@ -239,7 +309,18 @@ def _two_roots(part: Any, rank: int, world_size: int) -> list[float]:
     return found
 
 
-@requirement("FP-201")
+@requirement(
+    "FP-201",
+    level="MUST",
+    text=(
+        "Sharded trees beside each other MUST have the gradients of one process, where one's "
+        "output is the other's input and where it is detached between them."
+    ),
+    rationale="an encoder and a decoder, or a teacher and a student, are trees of their own",
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_two_trees_train_in_one_loss(part, ranks):
     """One tree's output is the other's input, once cut off from it: a partial backward."""
     for errors in ranks(2, _two_roots):
@@ -284,7 +365,18 @@ def _compiled(part: Any, rank: int, world_size: int) -> list[float]:
     return found
 
 
-@requirement("FP-202")
+@requirement(
+    "FP-202",
+    level="MUST",
+    text=(
+        "A module that is compiled as one graph MUST stay one as a unit, compiled before or "
+        "after it was sharded, with the gradients of one process."
+    ),
+    rationale="each break of a graph costs what compiling had gained, and nobody is told",
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_compiled_units_are_one_graph(part, ranks):
     """Compiled before or after sharding, and told that a break is an error."""
     for errors in ranks(2, _compiled):

@@ -42,7 +42,21 @@ def _counted_and_planned(part: Any, rank: int, world_size: int) -> list[Any]:
     return [{kind: [c.calls, c.wire_bytes] for kind, c in each.items()} for each in found]
 
 
-@requirement("FP-233")
+@requirement(
+    "FP-233",
+    level="MUST",
+    text=(
+        "`plan_training` MUST say the calls and bytes sent of a step as they are counted, also "
+        "for copies of shards and for several microbatches of which the last one sums."
+    ),
+    rationale=(
+        "a run of thousands of ranks is planned before there are any; a plan that differs from "
+        "what is counted on four is worth nothing on 16,384"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_plan_of_copies_and_microbatches_is_what_is_counted(part, ranks):
     """Two copies of two parts, three passes of which the last one sums."""
     for counted, planned in ranks(4, _counted_and_planned):

@@ -45,7 +45,21 @@ def _frozen_beside_trained(part: Any, rank: int, world_size: int) -> list[Any]:
     return found
 
 
-@requirement("FP-170")
+@requirement(
+    "FP-170",
+    level="MUST",
+    text=(
+        "Frozen parameters MUST stay as they are, in units of their own and beside trained "
+        "ones, and the others MUST train as in one process."
+    ),
+    rationale=(
+        "adapters train a few layers of a frozen model; a unit whose parameters need no "
+        "gradient has no backward of its own to wait for"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_frozen_parameters_stay_and_the_others_train(part, ranks):
     """Frozen layers in a trained unit, a frozen unit, and all units but the outer one."""
     for results in ranks(2, _frozen_beside_trained):
@@ -73,7 +87,18 @@ def _shared_inside_a_unit(part: Any, rank: int, world_size: int) -> list[Any]:
     return [same, error, len(list(model.parameters())) == len(list(reference.parameters()))]
 
 
-@requirement("FP-171")
+@requirement(
+    "FP-171",
+    level="MUST",
+    text=(
+        "A parameter shared by modules of one unit MUST stay one parameter, and MUST train on "
+        "the sum of the gradients of its uses."
+    ),
+    rationale="tied embeddings; a copy for each name drifts apart after the first step",
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_weight_shared_inside_a_unit_trains_as_one(part, ranks):
     """One parameter, with the sum of the gradients of its uses, under both names."""
     for same, error, is_one in ranks(2, _shared_inside_a_unit):
@@ -90,7 +115,18 @@ def _twice(part: Any, rank: int, world_size: int) -> float:
     return pair_distance(part, rank, world_size, backward)
 
 
-@requirement("FP-172")
+@requirement(
+    "FP-172",
+    level="MUST",
+    text="A backward pass MUST add the mean over ranks to gradients that are there.",
+    rationale=(
+        "accumulation that pays for each sum; a second sum of what was summed already is off by"
+        " a factor"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_backward_adds_to_the_gradients_that_are_there(part, ranks):
     """Two whole steps of communication without zeroing in between."""
     errors = ranks(2, _twice)
@@ -106,7 +142,21 @@ def _two_forwards(part: Any, rank: int, world_size: int) -> list[float]:
     return [pair_distance(part, rank, world_size, backward, strategy=name) for name in strategies]
 
 
-@requirement("FP-173")
+@requirement(
+    "FP-173",
+    level="MUST",
+    text=(
+        "Several forward passes before one backward pass MUST give the gradients of the sum of "
+        "their losses."
+    ),
+    rationale=(
+        "contrastive losses and two views of a batch; parameters freed after the first use are "
+        "needed by the second"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_forward_twice_before_one_backward(part, ranks):
     """The gradient is that of the sum of both losses."""
     for errors in ranks(2, _two_forwards):
@@ -121,7 +171,21 @@ def _unit_by_itself(part: Any, rank: int, world_size: int) -> float:
     return pair_distance(part, rank, world_size, backward)
 
 
-@requirement("FP-174")
+@requirement(
+    "FP-174",
+    level="MUST",
+    text=(
+        "A unit that is called by itself before the module around it MUST train as in one "
+        "process, and so MUST the whole afterwards."
+    ),
+    rationale=(
+        "an encoder that is warmed up alone; FSDP2 takes the first unit that is called for the "
+        "root and raises in the next: reproduced on 2.13"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_unit_called_by_itself_before_the_whole(part, ranks):
     """An inner unit trains alone, and then as a part of the whole module."""
     errors = ranks(2, _unit_by_itself)
@@ -142,7 +206,22 @@ def _hooked(part: Any, rank: int, world_size: int) -> list[Any]:
     return counts
 
 
-@requirement("FP-175")
+@requirement(
+    "FP-175",
+    level="MUST",
+    text=(
+        "A hook registered with register_post_accumulate_grad_hook MUST be called once for each"
+        " backward pass that gives its parameter a gradient, with the gradient in place, and "
+        "not otherwise."
+    ),
+    rationale=(
+        "optimizers that step in backward are made of these hooks, and without a call they "
+        "never step"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_hook_after_accumulation_is_called_once_for_each_backward(part, ranks):
     """With the gradient in place, and not for a parameter that nothing used."""
     for counts in ranks(2, _hooked):
@@ -171,7 +250,21 @@ def _total(part: Any, rank: int, world_size: int) -> list[float]:
     return found
 
 
-@requirement("FP-176")
+@requirement(
+    "FP-176",
+    level="MUST",
+    text=(
+        "torch.nn.utils.get_total_norm of sharded gradients MUST give the norm over all ranks "
+        "or raise an error."
+    ),
+    rationale=(
+        "the norm of one rank's pieces is a plausible number, and clipping by it differs from "
+        "rank to rank"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_total_norm_is_over_all_ranks(part, ranks):
     """The 2-norm, the 1-norm and the largest of the gradients, or an error."""
     for errors in ranks(2, _total):
@@ -191,7 +284,20 @@ def _low_precision(part: Any, rank: int, world_size: int) -> list[Any]:
     return [output.dtype == torch.bfloat16, whole, distance(state, stepped(reference))]
 
 
-@requirement("FP-177")
+@requirement(
+    "FP-177",
+    level="MUST",
+    text=(
+        "With a parameter dtype of bfloat16 and a reduction dtype of float32, the module MUST "
+        "compute in bfloat16 and MUST keep gradients, parameters and state dict in float32."
+    ),
+    rationale=(
+        "updates smaller than bfloat16 can hold are lost where the stored parameters are low too"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_mixed_precision_computes_low_and_keeps_high(part, ranks):
     """Outputs in bfloat16, gradients and state in float32, close to the plain model's."""
     for is_low, is_whole, error in ranks(2, _low_precision):
@@ -228,7 +334,20 @@ def _cast_dicts(part: Any, rank: int, world_size: int) -> list[Any]:
     return found
 
 
-@requirement("FP-184")
+@requirement(
+    "FP-184",
+    level="MUST",
+    text=(
+        "Inputs that are cast to the dtype of the parameters MUST keep the class, the keys and "
+        "the default of the dicts they lie in, and dicts of numbers MUST stay as they are."
+    ),
+    rationale=(
+        "reproduced: a defaultdict ended the forward pass, and a Counter counted something else"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_cast_inputs_keep_their_dicts(part, ranks):
     """A defaultdict, an OrderedDict and a Counter arrive as what they are."""
     counts = ["Counter", {"twice": 2}]
@@ -258,7 +377,21 @@ def _looking(part: Any, rank: int, world_size: int) -> list[Any]:
     return [no_grads, max(map(float, errors))]
 
 
-@requirement("FP-180")
+@requirement(
+    "FP-180",
+    level="MUST",
+    text=(
+        "Forward passes in no_grad and inference_mode MUST give the plain outputs, MUST set no "
+        "gradients, and MUST leave the next training step right."
+    ),
+    rationale=(
+        "validation between training steps; tensors made in inference_mode cannot be used in "
+        "autograd later"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_evaluation_leaves_no_trace(part, ranks):
     """Outputs without gradients are the plain ones, and the training step after them is right."""
     for no_grads, error in ranks(2, _looking):
@@ -280,7 +413,18 @@ def _in_parts(part: Any, rank: int, world_size: int) -> float:
     return pair_distance(part, rank, world_size, backward)
 
 
-@requirement("FP-181")
+@requirement(
+    "FP-181",
+    level="MUST",
+    text=(
+        "A backward pass from a part of the outputs, or of what the forward pass computed, MUST"
+        " give the gradients of one process."
+    ),
+    rationale="auxiliary losses of inner layers",
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_backward_through_a_part_of_the_outputs(part, ranks):
     """Losses of an inner output and of one column; nothing of one pass is left for the next."""
     errors = ranks(2, _in_parts)
@@ -298,7 +442,18 @@ def _three(part: Any, rank: int, world_size: int) -> list[float]:
     return found
 
 
-@requirement("FP-182")
+@requirement(
+    "FP-182",
+    level="MUST",
+    text=(
+        "Training on three ranks MUST give the parameters of one process, for sizes that three "
+        "does not divide."
+    ),
+    rationale="padding to a power of two hides what an odd number of ranks shows",
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_three_ranks_follow_one_process(part, ranks):
     """A number of ranks that divides no size of the model."""
     for errors in ranks(3, _three):

@@ -53,7 +53,18 @@ def _stopped(part: Any, rank: int, world_size: int) -> list[float]:
     return errors
 
 
-@requirement("FP-130")
+@requirement(
+    "FP-130",
+    level="MUST",
+    text=(
+        "A backward that an exception has stopped MUST leave nothing of its gradients: after "
+        "zero_grad() the next step's MUST be those of a model that was never stopped."
+    ),
+    rationale="Ctrl-C in a notebook, or an error in a user's hook, is an ordinary end of a step",
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_a_stopped_backward_leaves_nothing(part, ranks):
     """The next step is that of a model that was never stopped."""
     for errors in ranks(2, _stopped):
@@ -77,7 +88,20 @@ def _frozen_head(part: Any, rank: int, world_size: int) -> float:
     return distance(model.state_dict(), reference.state_dict())
 
 
-@requirement("FP-131")
+@requirement(
+    "FP-131",
+    level="MUST",
+    text=(
+        "Frozen weights MUST stay readable in backward until every gradient that leads through "
+        "them is there."
+    ),
+    rationale=(
+        "a frozen head behind a trained unit has no gradient of its own that says when it is done"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_a_frozen_head_stays_for_the_unit_before_it(part, ranks):
     """A trained unit, and a frozen layer of the outermost one behind it."""
     errors = ranks(2, _frozen_head)
@@ -105,7 +129,18 @@ def _in_backward(part: Any, rank: int, world_size: int) -> list[Any]:
     return [told == [True] * (2 * len(used)), distance(model.state_dict(), reference.state_dict())]
 
 
-@requirement("FP-132")
+@requirement(
+    "FP-132",
+    level="MUST",
+    text=(
+        "A hook of register_post_accumulate_grad_hook MUST be called once per sum over ranks "
+        "with .grad set, so that an optimizer in backward trains as one after it."
+    ),
+    rationale="a hook that is never called trains nothing, without a word",
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_an_optimizer_in_backward_trains(part, ranks):
     """Each used parameter's hook is called once per step, and trains it."""
     for told, error in ranks(2, _in_backward):
@@ -126,7 +161,20 @@ def _total_norm(part: Any, rank: int, world_size: int) -> float:
         return 0.0
 
 
-@requirement("FP-133")
+@requirement(
+    "FP-133",
+    level="MUST",
+    text=(
+        "torch.nn.utils.get_total_norm of sharded gradients MUST be the norm over all ranks, or"
+        " raise an error."
+    ),
+    rationale=(
+        "the norm of one rank's pieces differs from rank to rank, and clips each by another factor"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_total_norm_is_of_all_ranks(part, ranks):
     """As of one process, or an error."""
     errors = ranks(2, _total_norm)
@@ -149,7 +197,20 @@ def _out_of_order(part: Any, rank: int, world_size: int) -> list[Any]:
     return ["", False]
 
 
-@requirement("FP-134")
+@requirement(
+    "FP-134",
+    level="MUST",
+    text=(
+        "Ranks that run units of one shape in another order MUST all raise an error that names "
+        "a unit, before any gradient is set."
+    ),
+    rationale=(
+        "they would otherwise compute with each other's parameters and finish without an error"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_another_order_of_units_is_an_error(part, ranks):
     """Both ranks name a block, and set nothing."""
     for message, clean in ranks(2, _out_of_order):
@@ -176,7 +237,21 @@ def _left_out(part: Any, rank: int, world_size: int) -> str:
     return "no error"
 
 
-@requirement("FP-193")
+@requirement(
+    "FP-193",
+    level="MUST",
+    text=(
+        "A unit that only some ranks call MUST end in an error on every rank that names the "
+        "unit, within 20 seconds, whatever the process group's timeout is."
+    ),
+    rationale=(
+        "reproduced: the ranks waited for the process group's whole timeout, half an hour "
+        "unless told otherwise, and no message named the unit; lightseekorg/TorchSpec#126"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_unit_left_out_by_one_rank_is_named_soon(part, ranks):
     """Both ranks name the block that only one of them has called."""
     for message in ranks(2, _left_out, timeout_s=_SOON_S):
@@ -197,7 +272,22 @@ def _stepped(part: Any, rank: int, world_size: int) -> list[float]:
     return errors
 
 
-@requirement("FP-194")
+@requirement(
+    "FP-194",
+    level="MUST",
+    text=(
+        "A forward after an optimizer's step MUST compute with the stepped parameters, also "
+        "where the step is fused and another forward had gathered them between backward and "
+        "step."
+    ),
+    rationale=(
+        "reproduced: torch's fused optimizers count no version, and a look at the loss before "
+        "the step left the outermost unit's old weights in place, without a word"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_forward_computes_with_what_the_step_made(part, ranks):
     """Of a fused optimizer, too."""
     for errors in ranks(2, _stepped):
@@ -224,7 +314,21 @@ def _assigned(part: Any, rank: int, world_size: int) -> list[float]:
     return errors
 
 
-@requirement("FP-195")
+@requirement(
+    "FP-195",
+    level="MUST",
+    text=(
+        "A parameter that is put in place of a sharded one MUST be what the next state dict and"
+        " the next forward have, or raise an error."
+    ),
+    rationale=(
+        "reproduced: `state_dict()` gave the old values and dropped the new ones, and so did a "
+        "forward where another one had gathered the unit"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_parameter_that_is_put_in_place_of_another_is_taken(part, ranks):
     """By the state dict, and by a forward whose unit was whole already."""
     for errors in ranks(2, _assigned):

@@ -120,7 +120,21 @@ def _elsewhere(part, rank, world_size, kind, way):
         return _distance(model, _expected(where, world_size, 1))
 
 
-@requirement("FP-234")
+@requirement(
+    "FP-234",
+    level="MUST",
+    text=(
+        "Training MUST be that of one process where forward and backward run in another thread "
+        "than the one that sharded the module, on another stream of the device, or on another "
+        "one in each step."
+    ),
+    rationale=(
+        "memory belongs to the stream it was made on: used on another, without a wait and with "
+        "a host far ahead, gradients are silently wrong"
+    ),
+    since="0.1.0",
+    profile="distributed",
+)
 @pytest.mark.parametrize("way", ["thread", "stream", "streams"])
 def test_steps_elsewhere_than_the_module_was_sharded(part, device, ranks, way):
     """A thread for each step; a stream beside; one of two in turn."""
@@ -150,7 +164,21 @@ def _far_ahead(part, rank, world_size, kind, way):
         return _distance(model, _expected(where, world_size, micro_batches))
 
 
-@requirement("FP-235")
+@requirement(
+    "FP-235",
+    level="MUST",
+    text=(
+        "However far the host is ahead of the device, training MUST be that of one process with"
+        " units that are gathered ahead of their use, in forward and in backward, with parts "
+        "that stay whole after forward, and over microbatches of which the last one sums."
+    ),
+    rationale=(
+        "gathers and sums run beside the step, and each of their waits that is missing is a "
+        "race that shows on a slow day only"
+    ),
+    since="0.1.0",
+    profile="distributed",
+)
 @pytest.mark.parametrize("way", ["freed", "kept", "microbatches"])
 def test_steps_with_the_host_far_ahead(part, device, ranks, way):
     """Parts that are freed after forward or kept, and two microbatches."""
@@ -203,7 +231,21 @@ def _host_waits(part, rank, world_size, kind):
     return waited
 
 
-@requirement("FP-236")
+@requirement(
+    "FP-236",
+    level="SHOULD",
+    text=(
+        "Forward and backward of a steady step SHOULD NOT make the host wait for the device: "
+        "neither to gather and sum, nor to hand out gradients, nor to compare ranks."
+    ),
+    rationale=(
+        "a host that waits once a step cannot hide its own time behind the device, however "
+        "short the wait"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("accelerator",),
+)
 def test_host_does_not_wait_in_a_step(part, device, ranks):
     """Work that the device had before the step is still to be done after it."""
     assert not any(ranks(most_ranks(device), _host_waits, device))
@@ -308,7 +350,22 @@ def _after_a_stop(part, rank, world_size, kind):
     return wrong
 
 
-@requirement("FP-244")
+@requirement(
+    "FP-244",
+    level="MUST",
+    text=(
+        "A backward that an exception has stopped MUST be over when `backward()` has raised, "
+        "also inside another backward that goes on, and where torch's engine lets go of its "
+        "work later: however gradients are cleared then, another backward of the same loss, or "
+        "another step, MUST give the gradients of a module that was never stopped, bitwise."
+    ),
+    rationale=(
+        "a thread of a device holds the work for a while: zero_grad() cleared gradients of "
+        "memory that was about to go, and the next backward added to those of before"
+    ),
+    since="0.1.0",
+    profile="distributed",
+)
 def test_step_after_a_backward_that_was_stopped_and_is_held(part, device, ranks):
     """The same loss again, or another forward; what was held is let go in the next backward."""
     assert ranks(most_ranks(device), _after_a_stop, device) == [[]] * most_ranks(device)

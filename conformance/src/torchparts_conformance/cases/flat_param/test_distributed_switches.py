@@ -52,7 +52,22 @@ def _coded(part: Any, rank: int, world_size: int) -> float:
     return distance(_stepped(model), _stepped(reference))
 
 
-@requirement("FP-188")
+@requirement(
+    "FP-188",
+    level="MUST",
+    text=(
+        "A method that is registered to run as the forward does MUST compute with whole "
+        "parameters and MUST have the gradients of one process, also where the module itself is"
+        " never called."
+    ),
+    rationale=(
+        "autoencoders are called by `encode` and `decode`; FSDP2 has "
+        "`register_fsdp_forward_method`; pytorch#109385"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_methods_compute_with_whole_parameters(part, ranks):
     """`decode(encode(x))` of a module that is one unit and is never called itself."""
     assert all(error < 1e-5 for error in ranks(2, _coded))
@@ -69,7 +84,20 @@ def _switched(part: Any, rank: int, world_size: int) -> list[Any]:
     return [silent, distance(_stepped(model), _stepped(reference))]
 
 
-@requirement("FP-189")
+@requirement(
+    "FP-189",
+    level="MUST",
+    text=(
+        "After `set_requires_gradient_sync(False)` backward passes MUST leave gradients unset, "
+        "and the first one after it was set back MUST give the mean of the sum of all."
+    ),
+    rationale=(
+        "accumulation loops of FSDP2's users switch once a step, and have no block to put around it"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_sums_are_switched_off_and_on(part, ranks):
     """Two passes that sum nothing, and one that sums all three."""
     for silent, error in ranks(2, _switched):
@@ -100,7 +128,21 @@ def _freed(part: Any, rank: int, world_size: int) -> list[Any]:
     return found
 
 
-@requirement("FP-190")
+@requirement(
+    "FP-190",
+    level="MUST",
+    text=(
+        "After `set_reshard_after_forward(False)` a unit inside MUST NOT be gathered again in "
+        "backward, and gradients MUST be those of one process."
+    ),
+    rationale=(
+        "memory is traded for traffic once a model is built; a switch that does nothing shows "
+        "in no gradient"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_freeing_is_switched_off(part, ranks):
     """The two inner units are not gathered again in backward; gradients are the plain ones."""
     for gathers, error, fewer, other_error in ranks(2, _freed):
@@ -128,7 +170,19 @@ def _gathered_by_hand(part: Any, rank: int, world_size: int) -> list[Any]:
     return found
 
 
-@requirement("FP-191")
+@requirement(
+    "FP-191",
+    level="MUST",
+    text=(
+        "`unshard()` MUST gather the parameters of its unit and show them whole, a forward "
+        "after it MUST NOT gather them again, one after `reshard()` MUST, and gradients MUST be"
+        " those of one process."
+    ),
+    rationale="FSDP2's users gather ahead of a forward by hand, and read or use weights beside one",
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_units_are_gathered_by_hand(part, ranks):
     """A step gathers as often as without, but for the unit that is whole already."""
     for usual, error, *others in ranks(2, _gathered_by_hand):
@@ -162,7 +216,22 @@ def _listed(part: Any, rank: int, world_size: int) -> list[list[float]]:
     return found
 
 
-@requirement("FP-192")
+@requirement(
+    "FP-192",
+    level="MUST",
+    text=(
+        "Units listed by `set_modules_to_forward_prefetch` and "
+        "`set_modules_to_backward_prefetch` MUST be gathered when the unit that lists them "
+        "begins, MUST NOT be gathered twice, and gradients MUST be those of one process."
+    ),
+    rationale=(
+        "slow networks need more than one unit ahead; a list that does nothing, or costs "
+        "traffic, shows in no gradient"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_lists_say_what_is_gathered_ahead(part, ranks):
     """One unit more is on its way as the first block begins, and as backward leaves the head."""
     for usual, listed in ranks(2, _listed):

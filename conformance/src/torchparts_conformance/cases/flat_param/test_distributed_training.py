@@ -33,7 +33,21 @@ def _every_strategy(part: Any, rank: int, world_size: int) -> list[float]:
     return [_error(part, rank, world_size, {"strategy": name}) for name in strategies]
 
 
-@requirement("FP-100")
+@requirement(
+    "FP-100",
+    level="MUST",
+    text=(
+        "Training with NO_SHARD, SHARD_GRAD_OP and FULL_SHARD MUST give the losses and "
+        "parameters of one process, for sizes that no number of ranks divides."
+    ),
+    rationale=(
+        "ZeRO (arXiv 1910.02054) divides memory, not mathematics; FlatParamHandle pads with 42,"
+        " which leaks into norms"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_every_strategy_follows_one_process(part, ranks):
     """Parameters after three steps equal those of one process."""
     for errors in ranks(2, _every_strategy):
@@ -45,7 +59,18 @@ def _hybrid(part: Any, rank: int, world_size: int) -> float:
     return _error(part, rank, world_size, {"strategy": "HYBRID_SHARD", "mesh": mesh})
 
 
-@requirement("FP-101")
+@requirement(
+    "FP-101",
+    level="MUST",
+    text="HYBRID_SHARD over a 2 x 2 mesh MUST give the losses and parameters of one process.",
+    rationale=(
+        "FSDP1 and FSDP2 both offer it; a sum over one axis only goes unnoticed in the loss of "
+        "one step"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_hybrid_follows_one_process(part, ranks):
     """Two copies of two shards train as one process does."""
     errors = ranks(4, _hybrid)
@@ -74,7 +99,21 @@ def _used_by_first_only(part: Any, rank: int, world_size: int) -> list[Any]:
     return [all(idle), all(has), held, expected.tolist()]
 
 
-@requirement("FP-102")
+@requirement(
+    "FP-102",
+    level="MUST",
+    text=(
+        "A parameter that no rank used MUST have no gradient on any rank, and one that some "
+        "rank used MUST have the mean on all that hold a part of it."
+    ),
+    rationale=(
+        "pytorch#87308; FSDP1 gives zeros, and weight decay then moves the parameter: "
+        "reproduced on 2.13"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_gradients_are_unset_only_where_no_rank_used_the_parameter(part, ranks):
     """The ranks' pieces, one after the other, are the mean gradient; unused ones are None."""
     results = ranks(2, _used_by_first_only)
@@ -98,7 +137,18 @@ def _clipped(part: Any, rank: int, world_size: int) -> list[float]:
     return [abs(float(got) - float(expected))]
 
 
-@requirement("FP-103")
+@requirement(
+    "FP-103",
+    level="MUST",
+    text=(
+        "torch.nn.utils.clip_grad_norm_ on sharded parameters MUST use the norm over all ranks "
+        "or raise an error."
+    ),
+    rationale="FSDP1 clips each rank by its own norm without a word: reproduced on 2.13",
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_clipping_uses_the_norm_over_all_ranks(part, ranks):
     """The norm is that of one process, or there is an error."""
     assert all(error < 1e-5 for (error,) in ranks(2, _clipped))
@@ -117,7 +167,18 @@ def _accumulated(part: Any, rank: int, world_size: int) -> list[Any]:
     return [silent, distance(model.state_dict(), reference.state_dict())]
 
 
-@requirement("FP-104")
+@requirement(
+    "FP-104",
+    level="MUST",
+    text=(
+        "Backward passes inside no_sync MUST leave gradients unset, and the next one MUST give "
+        "the mean of the sum of all."
+    ),
+    rationale="gradient accumulation; each backward's sum over ranks would otherwise be paid for",
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_no_sync_accumulates(part, ranks):
     """Nothing is set inside; everything is there after the next backward."""
     for silent, error in ranks(2, _accumulated):
@@ -136,7 +197,17 @@ def _tied(part: Any, rank: int, world_size: int) -> str:
     return ""
 
 
-@requirement("FP-105")
+@requirement(
+    "FP-105",
+    level="MUST",
+    text="A weight tied across units MUST be refused with an error that names both places.",
+    rationale=(
+        "pytorch#77724; FSDP1 fails with 'size mismatch' in the forward pass: reproduced on 2.13"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_weights_tied_across_units_are_refused_by_name(part, ranks):
     """The message has both names."""
     for message in ranks(2, _tied):
@@ -170,7 +241,21 @@ def _siblings(part: Any, rank: int, world_size: int) -> list[Any]:
     return ["", [a - b for a, b in zip(*losses, strict=True)]]
 
 
-@requirement("FP-135")
+@requirement(
+    "FP-135",
+    level="MUST",
+    text=(
+        "Units beside each other that share a weight MUST train as one process does, or be "
+        "refused with an error that names the weight, at the latest in the first forward."
+    ),
+    rationale=(
+        "reproduced: the second unit sharded the first one's piece, and the two copies drifted "
+        "apart without a word"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_siblings_with_one_weight_train_or_are_refused(part, ranks):
     """Nothing was trained by then, or every loss is that of one process."""
     for message, numbers in ranks(2, _siblings):
@@ -192,7 +277,15 @@ def _frozen(part: Any, rank: int, world_size: int) -> list[str]:
     return [str(first)]
 
 
-@requirement("FP-110")
+@requirement(
+    "FP-110",
+    level="MUST",
+    text="A frozen unit MUST cause no traffic for gradients.",
+    rationale="pytorch#104690: FSDP1 uses gradient memory as if nothing were frozen",
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_frozen_units_cause_no_gradient_traffic(part, ranks):
     """Of three units only the trained one is summed."""
     assert ranks(2, _frozen) == [["1"], ["1"]]
@@ -212,7 +305,21 @@ def _adafactor(part: Any, rank: int, world_size: int) -> list[Any]:
     return [False, distance(tensors.state_dict(), reference.state_dict())]
 
 
-@requirement("FP-111")
+@requirement(
+    "FP-111",
+    level="MUST",
+    text=(
+        "An optimizer that looks at whole tensors MUST match one process where shards end at "
+        "tensors, and MUST refuse to step where they do not."
+    ),
+    rationale=(
+        "Adafactor on FSDP1 differs from one process by 1.6e-2 after a step, without a word: "
+        "reproduced on 2.13"
+    ),
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_whole_tensor_optimizers_match_or_refuse(part, ranks):
     """Adafactor matches on whole tensors and raises on pieces."""
     for refuses, error in ranks(2, _adafactor):
@@ -229,7 +336,18 @@ def _planned(part: Any, rank: int, world_size: int) -> list[Any]:
     return [counted, {kind: [c.calls, c.wire_bytes] for kind, c in plan.items()}]
 
 
-@requirement("FP-112")
+@requirement(
+    "FP-112",
+    level="MUST",
+    text=(
+        "The planner MUST say the number of collectives and the bytes of a step as they are "
+        "counted."
+    ),
+    rationale="a plan that is not checked against a run is a guess",
+    since="0.1.0",
+    profile="distributed",
+    devices=("cpu",),
+)
 def test_plan_is_what_is_counted(part, ranks):
     """Calls and bytes of one step."""
     for counted, planned in ranks(2, _planned):

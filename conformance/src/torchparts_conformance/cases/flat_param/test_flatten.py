@@ -22,7 +22,14 @@ def _aliased(model, flat):
     return _homes(model.parameters()) == _homes(vectors)
 
 
-@requirement("FP-050")
+@requirement(
+    "FP-050",
+    level="MUST",
+    text="Parameters MUST keep identity and values and be views of one vector.",
+    rationale="one process, one vector: pytorch#2794, pytorch#49723, pytorch#38655",
+    since="0.1.0",
+    profile="flatten",
+)
 def test_parameters_are_views_of_one_vector(part, device):
     """Same objects, same values, one storage; writing to the vector writes to them."""
     model, _ = blocks(device, torch.float32)
@@ -36,7 +43,14 @@ def test_parameters_are_views_of_one_vector(part, device):
     assert not any(param.any() for param in model.parameters())
 
 
-@requirement("FP-051")
+@requirement(
+    "FP-051",
+    level="MUST",
+    text="Gradients MUST be views of one vector, however they were cleared.",
+    rationale="one process, one vector: pytorch#2794, pytorch#49723, pytorch#38655",
+    since="0.1.0",
+    profile="flatten",
+)
 @pytest.mark.parametrize("clear", ["none", "zero", "flat"])
 def test_gradients_are_views_of_one_vector(part, device, clear):
     """However gradients were cleared, they end in the flat gradient, bitwise right."""
@@ -56,7 +70,14 @@ def test_gradients_are_views_of_one_vector(part, device, clear):
         assert torch.equal(ours.grad, theirs.grad)
 
 
-@requirement("FP-052")
+@requirement(
+    "FP-052",
+    level="MUST",
+    text="An optimizer built before flattening MUST train.",
+    rationale="silently never trains with FSDP1 on 2.13",
+    since="0.1.0",
+    profile="flatten",
+)
 def test_an_optimizer_built_before_trains(part, device):
     """Parameters keep their identity, so it steps the flattened module."""
     model, x = blocks(device, torch.float32)
@@ -68,7 +89,14 @@ def test_an_optimizer_built_before_trains(part, device):
     assert not torch.equal(flat.as_vector(), before)
 
 
-@requirement("FP-053")
+@requirement(
+    "FP-053",
+    level="MUST",
+    text="A parameter that no backward reached MUST keep None as its gradient.",
+    rationale="FSDP1 gives zeros on 2.13, and weight decay moves it",
+    since="0.1.0",
+    profile="flatten",
+)
 def test_an_unused_parameter_keeps_no_gradient(part, device):
     """Weight decay does not move what no backward reached."""
     model, x = blocks(device, torch.float32)
@@ -82,7 +110,14 @@ def test_an_unused_parameter_keeps_no_gradient(part, device):
     assert _aliased(model, flat)
 
 
-@requirement("FP-054")
+@requirement(
+    "FP-054",
+    level="MUST",
+    text="Chunks MUST train the module as its parameters do.",
+    rationale="one large tensor streams memory fourteen times per unfused AdamW step",
+    since="0.1.0",
+    profile="flatten",
+)
 @pytest.mark.parametrize("numel", [17, 1 << 18])
 def test_chunks_train_the_module(part, device, numel):
     """A fused optimizer over chunks does what it does over parameters."""
@@ -100,7 +135,14 @@ def test_chunks_train_the_module(part, device, numel):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-@requirement("FP-055")
+@requirement(
+    "FP-055",
+    level="MUST",
+    text="Clipping MUST be torch's, padding left out.",
+    rationale="padding of 42 pollutes every reduction on 2.13",
+    since="0.1.0",
+    profile="flatten",
+)
 @pytest.mark.parametrize("max_norm", [0.1, 1e9])
 def test_clipping_is_torchs(part, device, max_norm):
     """Same norm and same gradients as `clip_grad_norm_`, of sizes that leave padding."""
@@ -116,7 +158,14 @@ def test_clipping_is_torchs(part, device, max_norm):
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-@requirement("FP-056")
+@requirement(
+    "FP-056",
+    level="MUST",
+    text="A batch of vectors MUST run under vmap.",
+    rationale="evolution strategies and federated averaging",
+    since="0.1.0",
+    profile="flatten",
+)
 def test_a_batch_of_vectors_runs_under_vmap(part, device):
     """What it gives is what the module gives with each vector loaded."""
     model, x = blocks(device, torch.float32)
@@ -135,7 +184,14 @@ def _saved(model):
     return torch.load(file, weights_only=False)
 
 
-@requirement("FP-057")
+@requirement(
+    "FP-057",
+    level="MUST",
+    text="A copied or loaded module MUST be flat in a storage of its own.",
+    rationale="neither works on 2.13",
+    since="0.1.0",
+    profile="flatten",
+)
 @pytest.mark.parametrize("copied", [copy.deepcopy, _saved])
 def test_a_copy_is_flat_and_apart(part, device, copied):
     """A copied or loaded module has one storage, its own."""
@@ -147,7 +203,14 @@ def test_a_copy_is_flat_and_apart(part, device, copied):
     assert torch.equal(twin(x), model(x))
 
 
-@requirement("FP-058")
+@requirement(
+    "FP-058",
+    level="MUST",
+    text="Aliasing MUST survive casts, loads and assignments, before the next forward.",
+    rationale="pytorch#151223",
+    since="0.1.0",
+    profile="flatten",
+)
 @pytest.mark.parametrize("change", ["to", "load", "assign", "parameter"])
 def test_aliasing_survives_what_modules_go_through(part, device, change):
     """Cast, loaded, loaded by assignment, or given a new parameter: still one storage."""
@@ -165,7 +228,14 @@ def test_aliasing_survives_what_modules_go_through(part, device, change):
     assert _aliased(model, flat)
 
 
-@requirement("FP-059")
+@requirement(
+    "FP-059",
+    level="MUST",
+    text="A parameter of another shape MUST be refused by name.",
+    rationale="a hang of the other ranks on 2.13",
+    since="0.1.0",
+    profile="flatten",
+)
 def test_another_shape_is_refused_by_name(part, device):
     """The assignment fails and the module keeps what it had."""
     model, _ = blocks(device, torch.float32)
@@ -176,7 +246,14 @@ def test_another_shape_is_refused_by_name(part, device):
     assert model.embed.weight is kept
 
 
-@requirement("FP-060")
+@requirement(
+    "FP-060",
+    level="MUST",
+    text="Each dtype and trainability MUST have a vector of its own.",
+    rationale="pytorch#104690; the most frequent complaint of FSDP1's users",
+    since="0.1.0",
+    profile="flatten",
+)
 def test_dtypes_and_frozen_parts_have_segments_of_their_own(part, device):
     """One vector per (dtype, trainable); values survive in each."""
     frozen = nn.Parameter(torch.full((5,), 3.0), requires_grad=False)
@@ -187,7 +264,14 @@ def test_dtypes_and_frozen_parts_have_segments_of_their_own(part, device):
     assert [param.tolist() for param in model.parameters()] == [[1.0] * 3, [2.0] * 4, [3.0] * 5]
 
 
-@requirement("FP-061")
+@requirement(
+    "FP-061",
+    level="MUST",
+    text="Any stride and dtype MUST survive.",
+    rationale="silent corruption on 2.13",
+    since="0.1.0",
+    profile="flatten",
+)
 def test_any_stride_and_dtype_survives(part, device):
     """Slices, transposes, scalars, empty and complex tensors keep values and dense strides."""
     tensors = [
@@ -205,7 +289,14 @@ def test_any_stride_and_dtype_survives(part, device):
         assert param.stride() == tensor.clone().stride()
 
 
-@requirement("FP-062")
+@requirement(
+    "FP-062",
+    level="MUST",
+    text="Padding MUST stay zero under training.",
+    rationale="padding is no parameter",
+    since="0.1.0",
+    profile="flatten",
+)
 def test_padding_stays_zero_under_training(part, device):
     """Neither weight decay nor momentum nor loading a vector moves it."""
     model = nn.Linear(5, 7).to(device)
@@ -220,7 +311,14 @@ def test_padding_stays_zero_under_training(part, device):
     assert all(not flat.as_vector()[start:stop].any() for start, stop in layout.gaps)
 
 
-@requirement("FP-063")
+@requirement(
+    "FP-063",
+    level="MUST",
+    text="Shards MUST be equal and start at 16 bytes.",
+    rationale="byte 40 for Linear(5, 3) on two ranks on 2.13",
+    since="0.1.0",
+    profile="flatten",
+)
 def test_shards_start_aligned(part, device):
     """Every rank's range starts at 16 bytes and all are equal."""
     specs, _ = part.collect_params(nn.Linear(5, 3))
@@ -230,7 +328,14 @@ def test_shards_start_aligned(part, device):
         assert all(start * 4 % 16 == 0 for start, _ in plan.ranges)
 
 
-@requirement("FP-064")
+@requirement(
+    "FP-064",
+    level="MUST",
+    text="A compiled forward MUST keep gradients in the flat vector, without a graph break.",
+    rationale="hooks that Dynamo cannot trace break the graph",
+    since="0.1.0",
+    profile="flatten",
+)
 def test_a_compiled_forward_keeps_gradients_flat(part, device):
     """No graph break, and gradients arrive in the flat gradient."""
     model, x = blocks(device, torch.float32)
@@ -249,7 +354,20 @@ def _storages(state):
     }
 
 
-@requirement("FP-150")
+@requirement(
+    "FP-150",
+    level="MUST",
+    text=(
+        "Each tensor of a state dict MUST have a storage of its own over its parameter's "
+        "memory, and tied names MUST share one."
+    ),
+    rationale=(
+        "whoever saves takes names of one storage for ties: a saver that keeps one of them "
+        "keeps one weight of a model"
+    ),
+    since="0.1.0",
+    profile="flatten",
+)
 @pytest.mark.parametrize("which", ["whole", "part", "copy"])
 def test_a_state_dict_looks_apart(part, device, which):
     """A storage for each parameter, as large as it is and at its address; writing reaches it."""
@@ -266,7 +384,14 @@ def test_a_state_dict_looks_apart(part, device, which):
         assert bool((param == 3.0).all())
 
 
-@requirement("FP-151")
+@requirement(
+    "FP-151",
+    level="MUST",
+    text="What a state dict gave MUST stay readable when the model moves to shared memory.",
+    rationale="sharing moves a storage in place and frees the memory it had",
+    since="0.1.0",
+    profile="flatten",
+)
 def test_a_state_dict_outlives_a_move_to_shared_memory(part, device):
     """Its values are there after the model, and memory of the same size, came elsewhere."""
     model = nn.Linear(64, 64, device=device)
@@ -291,7 +416,17 @@ class _Slicing(nn.Module):
         return x
 
 
-@requirement("FP-152")
+@requirement(
+    "FP-152",
+    level="MUST",
+    text="Flattening one module MUST leave the compilation of others as it was.",
+    rationale=(
+        "torch's registration hooks are the whole process's, and a compiled forward that builds"
+        " a module stops at them"
+    ),
+    since="0.1.0",
+    profile="flatten",
+)
 @pytest.mark.parametrize("flat", [True, False])
 def test_flattening_leaves_the_compilation_of_others(part, device, flat):
     """A forward that builds a module compiles into one graph, flattened or not."""
@@ -310,7 +445,17 @@ def _carried(module):
     ]
 
 
-@requirement("FP-153")
+@requirement(
+    "FP-153",
+    level="MUST",
+    text=(
+        "Unflattening MUST give back the module that was: the same parameters and gradients "
+        "with their values, each in a storage of its own, and nothing placed on the module."
+    ),
+    rationale="a module that cannot be made plain again cannot be changed by code that expects one",
+    since="0.1.0",
+    profile="flatten",
+)
 def test_unflatten_gives_back_the_module_that_was(part, device):
     """The objects, values, gradients and attributes of before; it can be flattened again."""
     model, x = blocks(device, torch.float32, tied=True)
@@ -333,7 +478,17 @@ def test_unflatten_gives_back_the_module_that_was(part, device):
     assert _aliased(model, part.flatten(model))
 
 
-@requirement("FP-154")
+@requirement(
+    "FP-154",
+    level="MUST",
+    text=(
+        "A parameter whose data was replaced by data of another shape MUST train with the "
+        "gradients of a plain module's, in the vector."
+    ),
+    rationale="libraries resize embeddings in place; transformers does so for every model",
+    since="0.1.0",
+    profile="flatten",
+)
 def test_data_of_another_shape_trains(part, device):
     """The input of the first layer gets wider between two steps."""
     model, x = blocks(device, torch.float32)
@@ -351,7 +506,17 @@ def test_data_of_another_shape_trains(part, device):
     assert _homes(param.grad for param in model.parameters()) == _homes([flat.grad_vector()])
 
 
-@requirement("FP-155")
+@requirement(
+    "FP-155",
+    level="MUST",
+    text=(
+        "A parameter registered after flattening, under any name, MUST be in the vector at the "
+        "next use, and one swapped in for a functional call MUST NOT."
+    ),
+    rationale="an optimizer over the vector would not train it, without a word",
+    since="0.1.0",
+    profile="flatten",
+)
 @pytest.mark.parametrize("where", ["known", "bare", "inside"])
 def test_a_parameter_registered_later_is_in_the_vector(part, device, where):
     """In a module that has parameters, in one that has none, and in a module put in later."""
@@ -382,7 +547,21 @@ def test_parameters_of_a_functional_call_stay_out(part, device):
     assert not _homes(others.values()) & _homes([flat.as_vector()])
 
 
-@requirement("FP-196")
+@requirement(
+    "FP-196",
+    level="MUST",
+    text=(
+        "A parameter that two flattened modules beside each other have in common MUST be "
+        "trained by a step of either's vector, or one of them be refused by an error that names"
+        " it."
+    ),
+    rationale=(
+        "reproduced: the step of the module that was flattened first wrote to memory that the "
+        "parameter had left, and trained nothing"
+    ),
+    since="0.1.0",
+    profile="flatten",
+)
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_weight_of_two_flattened_modules(part, device, first):
     """Either is stepped; the loss goes through both."""

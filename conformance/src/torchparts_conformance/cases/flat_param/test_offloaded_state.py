@@ -34,7 +34,18 @@ def _same(one, other):
     return one == other
 
 
-@requirement("FP-210")
+@requirement(
+    "FP-210",
+    level="MUST",
+    text=(
+        "Steps of an optimizer whose state is offloaded, to CPU memory or to a folder, MUST be "
+        "those that it makes with its state at hand, bitwise, and so MUST the state that it "
+        "gives and the steps after that state was loaded."
+    ),
+    rationale="where state lies is a matter of memory, and not of results",
+    since="0.1.0",
+    profile="flatten",
+)
 @pytest.mark.parametrize("in_files", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_offloaded_training_is_training(part, device, name, in_files, tmp_path):
@@ -70,7 +81,18 @@ def _interrupted():
     return Interrupted
 
 
-@requirement("FP-211")
+@requirement(
+    "FP-211",
+    level="MUST",
+    text=(
+        "A step of an offloaded optimizer that was stopped among its parameters MUST be told: "
+        "its state and its next step MUST be refused until state is loaded, and training from "
+        "there MUST be as if nothing had been stopped."
+    ),
+    rationale="a state of which half is a step older than the other trains on and is never found",
+    since="0.1.0",
+    profile="flatten",
+)
 def test_step_that_was_stopped_is_told(part, device):
     """After two of its buckets; what was saved before loads, and the step is made again."""
     model, x = blocks(device, torch.float32)

@@ -37,7 +37,20 @@ def _same(one, other):
     return all(map(torch.equal, one.parameters(), other.parameters()))
 
 
-@requirement("FP-203")
+@requirement(
+    "FP-203",
+    level="MUST",
+    text=(
+        "The state of an optimizer over separate parameters MUST load into one over chunks and "
+        "convert back, with the steps that separate parameters would have made, bitwise; a "
+        "state of other parameters MUST be refused before anything is loaded."
+    ),
+    rationale=(
+        "a run that began with separate parameters goes on over chunks without losing its moments"
+    ),
+    since="0.1.0",
+    profile="flatten",
+)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_goes_on_over_chunks_and_back(part, device, name):
     """Three steps apart, three over chunks, three apart again: those of nine apart, bit by bit."""

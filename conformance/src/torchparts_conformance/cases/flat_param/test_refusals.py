@@ -10,7 +10,14 @@ from torchparts_conformance import requirement
 from torchparts_conformance.cases.flat_param._builds import holder, make_handle
 
 
-@requirement("FP-015")
+@requirement(
+    "FP-015",
+    level="MUST",
+    text="Integer parameters MUST be refused.",
+    rationale="_flat_param.py fixes the sentence",
+    since="0.1.0",
+    profile="core",
+)
 def test_integer_parameters_are_refused(part, device):
     """A gradient of integers has no meaning."""
     module = holder(torch.ones(2, dtype=torch.int64, device=device))
@@ -18,7 +25,14 @@ def test_integer_parameters_are_refused(part, device):
         make_handle(part, module, device)
 
 
-@requirement("FP-016")
+@requirement(
+    "FP-016",
+    level="MUST",
+    text="A handle MUST refuse parameters of different dtypes and name both.",
+    rationale="_flat_param.py fixes the sentence",
+    since="0.1.0",
+    profile="core",
+)
 def test_mixed_dtypes_are_refused(part, device):
     """Both dtypes are named."""
     half = torch.ones(2, dtype=torch.float16, device=device)
@@ -28,7 +42,14 @@ def test_mixed_dtypes_are_refused(part, device):
         make_handle(part, module, device)
 
 
-@requirement("FP-017")
+@requirement(
+    "FP-017",
+    level="MUST",
+    text="A handle without original parameters MUST refuse to mix frozen and trainable ones.",
+    rationale="_flat_param.py fixes the sentence",
+    since="0.1.0",
+    profile="core",
+)
 def test_mixed_trainability_is_refused_without_original_parameters(part, device):
     """One flat parameter is trained or is not."""
     frozen = nn.Parameter(torch.ones(2, device=device), requires_grad=False)
@@ -37,7 +58,16 @@ def test_mixed_trainability_is_refused_without_original_parameters(part, device)
         make_handle(part, module, device)
 
 
-@requirement("FP-018")
+@requirement(
+    "FP-018",
+    level="MUST",
+    text=(
+        "A flat parameter MUST be known by its type, and MUST be refused as a parameter to flatten."
+    ),
+    rationale="_flat_param.py fixes the sentence",
+    since="0.1.0",
+    profile="core",
+)
 def test_a_flat_parameter_is_not_flattened_again(part, device):
     """Nesting would lose the names."""
     flat = make_handle(part, holder(torch.ones(2, device=device)), device).flat_param

@@ -14,7 +14,17 @@ from torchparts_conformance.cases.flat_param._builds import Group, blocks, linea
 DTYPES = [torch.float32, torch.float16]
 
 
-@requirement("FP-001")
+@requirement(
+    "FP-001",
+    level="MUST",
+    text=(
+        "Flattening parts of a model MUST leave each part one flat parameter with all its "
+        "elements, and the other parts as they were."
+    ),
+    source="test_partial_flattening",
+    since="0.1.0",
+    profile="core",
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_parts_of_a_model_are_flattened(part, device, dtype):
     """A flattened block has one parameter with all elements; the others keep theirs."""
@@ -29,7 +39,14 @@ def test_parts_of_a_model_are_flattened(part, device, dtype):
     assert len(list(model.blocks[0].parameters())) == 6
 
 
-@requirement("FP-002")
+@requirement(
+    "FP-002",
+    level="MUST",
+    text="Casting the model MUST cast its flat parameters.",
+    source="test_partial_flattening",
+    since="0.1.0",
+    profile="core",
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_cast_of_the_model_reaches_flat_parameters(part, device, dtype):
     """`module.to(dtype)` casts a registered flat parameter like any other."""
@@ -42,7 +59,14 @@ def test_a_cast_of_the_model_reaches_flat_parameters(part, device, dtype):
     assert model.blocks[1]._flat_param.dtype == other
 
 
-@requirement("FP-003")
+@requirement(
+    "FP-003",
+    level="MUST",
+    text="An empty list of parameters MUST be refused with a ValueError that says so.",
+    source="test_flatten_nothing",
+    since="0.1.0",
+    profile="core",
+)
 def test_an_empty_list_is_refused(part, device):
     """No parameters, no handle."""
     model, _ = blocks(device, torch.float32)
@@ -71,7 +95,18 @@ def _wrap_empty(part: Any, rank: int, world_size: int) -> dict[str, Any]:
     }
 
 
-@requirement("FP-004")
+@requirement(
+    "FP-004",
+    level="MUST",
+    text=(
+        "A module without parameters MUST be wrapped without a flat parameter and compute what "
+        "it did."
+    ),
+    source="test_empty_module",
+    since="0.1.0",
+    profile="core",
+    group="sharding",
+)
 def test_a_module_without_parameters_is_wrapped(part, device, ranks):
     """It has no flat parameter and computes what it did."""
     (result,) = ranks(1, _wrap_empty)
@@ -82,8 +117,28 @@ def test_a_module_without_parameters_is_wrapped(part, device, ranks):
 @pytest.mark.parametrize(
     "tied",
     [
-        pytest.param(False, marks=requirement("FP-005")),
-        pytest.param(True, marks=requirement("FP-006")),
+        pytest.param(
+            False,
+            marks=requirement(
+                "FP-005",
+                level="MUST",
+                text="A flat parameter MUST have as many elements as its parameters.",
+                source="test_numel_without_shared_params",
+                since="0.1.0",
+                profile="core",
+            ),
+        ),
+        pytest.param(
+            True,
+            marks=requirement(
+                "FP-006",
+                level="MUST",
+                text="A tied parameter MUST be stored once.",
+                source="test_numel_with_shared_params",
+                since="0.1.0",
+                profile="core",
+            ),
+        ),
     ],
 )
 def test_numel_is_kept(part, device, dtype, tied):
@@ -97,8 +152,28 @@ def test_numel_is_kept(part, device, dtype, tied):
 @pytest.mark.parametrize(
     "tied",
     [
-        pytest.param(False, marks=requirement("FP-007")),
-        pytest.param(True, marks=requirement("FP-008")),
+        pytest.param(
+            False,
+            marks=requirement(
+                "FP-007",
+                level="MUST",
+                text="A flattened module MUST give the output it gave before.",
+                source="test_output_without_shared_params",
+                since="0.1.0",
+                profile="core",
+            ),
+        ),
+        pytest.param(
+            True,
+            marks=requirement(
+                "FP-008",
+                level="MUST",
+                text="A flattened module with tied parameters MUST give the output it gave before.",
+                source="test_output_with_shared_params",
+                since="0.1.0",
+                profile="core",
+            ),
+        ),
     ],
 )
 def test_the_output_is_kept(part, device, dtype, tied):
@@ -109,7 +184,17 @@ def test_the_output_is_kept(part, device, dtype, tied):
     assert torch.equal(model(x), expected)
 
 
-@requirement("FP-009")
+@requirement(
+    "FP-009",
+    level="MUST",
+    text=(
+        "A step of an optimizer on the flat parameter MUST move tied parameters as it moves the"
+        " plain module's."
+    ),
+    source="test_pnorm_after_step_with_shared_params",
+    since="0.1.0",
+    profile="core",
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_step_moves_tied_parameters_as_it_should(part, device, dtype):
     """The norm after a step of SGD is that of the plain model."""
@@ -134,7 +219,18 @@ def _check_metadata(handle, start, end, names, shapes, offsets):
     assert [tuple(pair) for pair in found.param_offsets] == offsets
 
 
-@requirement("FP-010")
+@requirement(
+    "FP-010",
+    level="MUST",
+    text=(
+        "With original parameters kept, each parameter MUST start at 16 bytes, and shard "
+        "metadata MUST count the padding for positions only."
+    ),
+    source="test_flat_param_shard_metadata_aligned_full_precision",
+    since="0.1.0",
+    profile="core",
+    group="sharding",
+)
 def test_metadata_with_alignment_in_full_precision(part, device):
     """21 + (3) + 35 + (1) + 25 = 85 elements; 16 bytes are four of float32."""
     module = linears(3, 7, 5, 5).to(device)
@@ -146,7 +242,15 @@ def test_metadata_with_alignment_in_full_precision(part, device):
     _check_metadata(handle, 43, 85, names[1:], shapes[1:], [(19, 34), (0, 24)])
 
 
-@requirement("FP-011")
+@requirement(
+    "FP-011",
+    level="MUST",
+    text="Alignment MUST follow the dtype that parameters have in forward.",
+    source="test_flat_param_shard_metadata_aligned_mixed_precision",
+    since="0.1.0",
+    profile="core",
+    group="sharding",
+)
 def test_metadata_with_alignment_in_mixed_precision(part, device):
     """10 + (6) + 25 + (7) + 15 = 63 elements; 16 bytes are eight of float16."""
     module = linears(2, 5, 5, 3).to(device)
@@ -158,7 +262,15 @@ def test_metadata_with_alignment_in_mixed_precision(part, device):
     _check_metadata(handle, 32, 63, names[1:], shapes[1:], [(16, 24), (0, 14)])
 
 
-@requirement("FP-012")
+@requirement(
+    "FP-012",
+    level="MUST",
+    text="Shard metadata MUST be right for any range, beyond the end too.",
+    rationale="torch's own later test test_flat_param_shard_metadata_unaligned",
+    since="0.1.0",
+    profile="core",
+    group="sharding",
+)
 def test_metadata_without_alignment(part, device):
     """Ranges may start anywhere and reach beyond the end."""
     handle = make_handle(part, linears(10, 10, 10, 10).to(device), device)
@@ -168,7 +280,14 @@ def test_metadata_without_alignment(part, device):
     _check_metadata(handle, 100, 1000, names[1:], [square] * 2, [(0, 99), (0, 99)])
 
 
-@requirement("FP-013")
+@requirement(
+    "FP-013",
+    level="MUST",
+    text="Gradients MUST reach the flat parameter, in the order of the parameters.",
+    rationale="an optimizer on the flat parameter has nothing else to go by",
+    since="0.1.0",
+    profile="core",
+)
 def test_gradients_reach_the_flat_parameter(part, device):
     """Bit for bit those of the plain model, one after another."""
     plain, x = blocks(device, torch.float32)
@@ -180,7 +299,15 @@ def test_gradients_reach_the_flat_parameter(part, device):
     assert torch.equal(handle.flat_param.grad, expected)
 
 
-@requirement("FP-014")
+@requirement(
+    "FP-014",
+    level="MUST",
+    text="The shards of all ranks MUST be of equal size and make the whole in rank order.",
+    rationale="one all-gather restores the flat parameter only then",
+    since="0.1.0",
+    profile="core",
+    group="sharding",
+)
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_shards_make_the_whole(part, device, world_size):
     """Every rank keeps an equal part, and the parts in order are the parameters."""
@@ -214,7 +341,18 @@ def _cycle(part: Any, rank: int, world_size: int) -> list[bool]:
     return found
 
 
-@requirement("FP-019")
+@requirement(
+    "FP-019",
+    level="MUST",
+    text=(
+        "Ranks MUST get the whole flat parameter from an unshard, and their own shard back from"
+        " a reshard."
+    ),
+    rationale="the cycle that every user of a handle runs, without the wrapper around it",
+    since="0.1.0",
+    profile="core",
+    group="sharding",
+)
 def test_two_ranks_gather_and_let_go(part, device, ranks):
     """Whole, the flat parameter is all parameters; sharded again, each rank has its own part."""
     assert ranks(2, _cycle) == [[True] * 5] * 2

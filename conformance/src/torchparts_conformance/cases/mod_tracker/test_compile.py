@@ -19,7 +19,14 @@ def _fresh_compiler():
     torch.compiler.reset()
 
 
-@requirement("MT-401")
+@requirement(
+    "MT-401",
+    level="MUST",
+    text="Entering and leaving a tracker MUST NOT recompile a compiled model.",
+    rationale="pytorch#152740",
+    since="0.1.0",
+    profile="compile",
+)
 def test_no_recompilation(part, device):
     """One graph before, inside and after."""
     graphs, x = [], leaf(device)
@@ -48,7 +55,14 @@ class Outer(nn.Module):
         return self.o(self.m(x))
 
 
-@requirement("MT-402")
+@requirement(
+    "MT-402",
+    level="MUST",
+    text="A compiled part MUST be one module under the user's name, however it was compiled.",
+    rationale="reproduced on torch 2.13; pytorch#124196",
+    since="0.1.0",
+    profile="compile",
+)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_compiled_part(part, device, in_place):
     """Opaque, under its name."""
@@ -68,7 +82,17 @@ def test_compiled_part(part, device, in_place):
     ]
 
 
-@requirement("MT-403")
+@requirement(
+    "MT-403",
+    level="MUST",
+    text=(
+        "Compile-safe hooks MUST be called in forward and backward, in the same order compiled "
+        "and not, and change no bit."
+    ),
+    rationale="pytorch#175583",
+    since="0.1.0",
+    profile="compile",
+)
 def test_compile_safe_hooks(part, device):
     """Eager and compiled: the same events and the same bits."""
     model, x, logs = nn.Sequential(linear(device), nn.ReLU()), leaf(device), []
@@ -109,7 +133,19 @@ class _Two(nn.Module):
         return self.container({"other": made, "first": made * 2})
 
 
-@requirement("MT-406")
+@requirement(
+    "MT-406",
+    level="MUST",
+    text=(
+        "Compile-safe hooks MUST leave every tensor of an output in its place, in mappings and "
+        "lists of any class too."
+    ),
+    rationale=(
+        "reproduced: tensors of a class derived from dict got each other's values, without a word"
+    ),
+    since="0.1.0",
+    profile="compile",
+)
 @pytest.mark.parametrize("container", [dict, OrderedDict, _Named, _Pair])
 def test_compile_safe_hooks_leave_outputs_in_place(part, device, container):
     """Each key has its tensor, in the order and class of the plain output; gradients are right."""
@@ -127,7 +163,17 @@ def test_compile_safe_hooks_leave_outputs_in_place(part, device, container):
     assert called
 
 
-@requirement("MT-411")
+@requirement(
+    "MT-411",
+    level="MUST",
+    text=(
+        "A report MUST name the modules that ran compiled, whose parts it could not tell apart,"
+        " and no others."
+    ),
+    rationale="a compiled model is one row, which looks like a model without parts",
+    since="0.1.0",
+    profile="compile",
+)
 @pytest.mark.parametrize("name", ["profile_flops", "profile_time", "profile_memory", "trace"])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_reports_name_what_ran_compiled(part, device, name, in_place):
@@ -148,7 +194,17 @@ def test_reports_name_what_ran_compiled(part, device, name, in_place):
     assert note in report.table()
 
 
-@requirement("MT-415")
+@requirement(
+    "MT-415",
+    level="MUST",
+    text=(
+        "FLOPs of the modules inside a compiled one MUST be those of the model that is not "
+        "compiled, in forward and in backward, where its backend keeps the modules."
+    ),
+    rationale="the compiler's graphs name the modules of every operator",
+    since="0.1.0",
+    profile="compile",
+)
 def test_flops_inside_compiled_code(part, device):
     """Of every module, compiled and not."""
     model, x = MLP(device), leaf(device)

@@ -34,7 +34,14 @@ class Asked(nn.Module):
         return y
 
 
-@requirement("MT-201")
+@requirement(
+    "MT-201",
+    level="MUST",
+    text="`stack` MUST give the running modules in order, and `current` the innermost one.",
+    rationale="a question of the better interface",
+    since="0.1.0",
+    profile="queries",
+)
 def test_stack_and_current(part, device):
     """Ordered from the root; the innermost is the last."""
     tracker = part.ModTracker()
@@ -46,7 +53,14 @@ def test_stack_and_current(part, device):
     assert (tracker.stack, tracker.current) == ((), None)
 
 
-@requirement("MT-202")
+@requirement(
+    "MT-202",
+    level="MUST",
+    text="`phase` MUST be outside, forward, recompute or backward, as it is.",
+    rationale="a question of the better interface",
+    since="0.1.0",
+    profile="queries",
+)
 def test_phase(part, device):
     """All four, with non-reentrant checkpointing."""
     tracker, model, phases = part.ModTracker(), Checkpointed(device, use_reentrant=False), []
@@ -59,7 +73,17 @@ def test_phase(part, device):
     assert phases == ["outside", "forward", "backward", "recompute"]
 
 
-@requirement("MT-203")
+@requirement(
+    "MT-203",
+    level="MUST",
+    text=(
+        "`call_index` and `iteration` MUST count earlier calls of the path and of its root, and"
+        " in backward be those of the forward."
+    ),
+    rationale="a question of the better interface",
+    since="0.1.0",
+    profile="queries",
+)
 def test_call_index_and_iteration(part, device):
     """Two iterations of a module that is called twice in each."""
     tracker = part.ModTracker()
@@ -81,7 +105,17 @@ def test_call_index_and_iteration(part, device):
     assert asked.answers == [*forward[:2], *forward[1::-1], *forward[2:], *forward[:1:-1]]
 
 
-@requirement("MT-204")
+@requirement(
+    "MT-204",
+    level="MUST",
+    text=(
+        "Several subscriptions MUST be independent, and each end with `remove()` or its `with` "
+        "block."
+    ),
+    rationale="a question of the better interface",
+    since="0.1.0",
+    profile="queries",
+)
 def test_subscriptions(part, device):
     """Two listeners, ended one by one."""
     tracker, heard, model = part.ModTracker(), [], linear(device)
@@ -95,7 +129,14 @@ def test_subscriptions(part, device):
     assert heard == ["first", "second", "first"]
 
 
-@requirement("MT-205")
+@requirement(
+    "MT-205",
+    level="MUST",
+    text="A subscription MUST be limited by include, exclude, max_depth and types.",
+    rationale="a question of the better interface",
+    since="0.1.0",
+    profile="queries",
+)
 def test_filters(part, device):
     """Each filter lets through what it says."""
     model = nn.Sequential(nn.Sequential(linear(device), nn.ReLU()), linear(device))
@@ -115,7 +156,14 @@ def test_filters(part, device):
     assert heard == {name: names for name, (_, names) in expected.items()}
 
 
-@requirement("MT-206")
+@requirement(
+    "MT-206",
+    level="MUST",
+    text="`in_module` MUST match names and state_dict prefixes.",
+    rationale="a question of the better interface",
+    since="0.1.0",
+    profile="queries",
+)
 def test_in_module(part, device):
     """Patterns for names and for prefixes."""
     tracker = part.ModTracker()
@@ -125,7 +173,14 @@ def test_in_module(part, device):
     assert asked.answers == [[True, True, False, False]]
 
 
-@requirement("MT-207")
+@requirement(
+    "MT-207",
+    level="MUST",
+    text="`module` MUST give the module with a name, and None after it is gone.",
+    rationale="a question of the better interface",
+    since="0.1.0",
+    profile="queries",
+)
 def test_module_of_a_name(part, device):
     """There and back, and None when it is gone."""
     tracker, model = part.ModTracker(), MLP(device)
@@ -137,7 +192,14 @@ def test_module_of_a_name(part, device):
     assert tracker.module("MLP.a") is None
 
 
-@requirement("MT-208")
+@requirement(
+    "MT-208",
+    level="MUST",
+    text="`called_as` MUST give the path by which a shared module was reached.",
+    rationale="a question of the better interface",
+    since="0.1.0",
+    profile="queries",
+)
 def test_called_path(part, device):
     """A shared module: one name, two ways."""
     tracker = part.ModTracker()
@@ -157,7 +219,17 @@ def test_called_path(part, device):
     assert asked.answers == [("Shared.a", "Shared.a"), ("Shared.a", "Shared.seq.0")]
 
 
-@requirement("MT-209")
+@requirement(
+    "MT-209",
+    level="MUST",
+    text=(
+        "The nodes that a first backward creates MUST be attributed in a second one to the "
+        "module that made them."
+    ),
+    rationale="reproduced by FLOPs of a double backward",
+    since="0.1.0",
+    profile="queries",
+)
 def test_double_backward(part, device):
     """FLOPs of a gradient penalty: nothing is left outside of the modules."""
     model, x = nn.Sequential(linear(device), nn.Tanh(), linear(device)), leaf(device)
@@ -170,7 +242,18 @@ def test_double_backward(part, device):
     assert (report["Sequential.0"].backward, report["Sequential.2"].backward) == (5 * 64, 2 * 64)
 
 
-@requirement("MT-250")
+@requirement(
+    "MT-250",
+    level="MUST",
+    text=(
+        "The nodes that a first backward creates in another thread, as the backward thread of a"
+        " device is, MUST be attributed in a second one to the module that made them, whatever "
+        "numbers both threads used."
+    ),
+    rationale="reproduced on a simulated accelerator: they were charged outside of modules",
+    since="0.1.0",
+    profile="queries",
+)
 @pytest.mark.parametrize("used", [0, 3, 50])
 def test_double_backward_of_another_thread(part, device, used):
     """The first backward runs in a thread that made some nodes itself before."""
@@ -192,7 +275,14 @@ def test_double_backward_of_another_thread(part, device, used):
     assert (report["Sequential.0"].backward, report["Sequential.2"].backward) == (5 * 64, 2 * 64)
 
 
-@requirement("MT-210")
+@requirement(
+    "MT-210",
+    level="MUST",
+    text="A call given to a subscriber MUST keep its name after the module is gone.",
+    rationale="a question of the better interface",
+    since="0.1.0",
+    profile="queries",
+)
 def test_name_of_a_module_that_is_gone(part, device):
     """The name outlives the module."""
     tracker, heard = part.ModTracker(), []

@@ -20,7 +20,18 @@ from torchparts_conformance import requirement
 from torchparts_conformance.cases.mod_tracker._models import MLP, Checkpointed, leaf, linear, step
 
 
-@requirement("MT-301")
+@requirement(
+    "MT-301",
+    level="MUST",
+    text=(
+        "FLOPs of modules themselves and outside MUST add up to the total, which MUST be that "
+        "of torch's counter."
+    ),
+    rationale="a report that does not add up is wrong somewhere",
+    since="0.1.0",
+    profile="reports",
+    group="splitting",
+)
 def test_flops_add_up(part, device):
     """Rows, total and torch's counter agree."""
     model, x = Checkpointed(device, use_reentrant=False), leaf(device)
@@ -33,7 +44,18 @@ def test_flops_add_up(part, device):
     assert report.total == report.sum("self_total") == counter.get_total_flops() + 32
 
 
-@requirement("MT-422")
+@requirement(
+    "MT-422",
+    level="MUST",
+    text=(
+        "FLOPs of a step MUST be those of its products in forward and backward, and of those "
+        "that a checkpoint carries out again."
+    ),
+    rationale="what a count is for; whoever has no rows still has a total",
+    since="0.1.0",
+    profile="reports",
+    group="counting",
+)
 @pytest.mark.parametrize("use_reentrant", [None, False, True])
 def test_flops_of_a_step(part, device, use_reentrant):
     """A product is 64: one forward and two in backward, and some once more in a checkpoint."""
@@ -47,7 +69,18 @@ def test_flops_of_a_step(part, device, use_reentrant):
     assert report.total == (3 * layers + again) * 64
 
 
-@requirement("MT-302")
+@requirement(
+    "MT-302",
+    level="MUST",
+    text=(
+        "FLOPs MUST be split into forward, recompute and backward exactly, with both kinds of "
+        "checkpointing."
+    ),
+    rationale="a report that does not add up is wrong somewhere",
+    since="0.1.0",
+    profile="reports",
+    group="splitting",
+)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_flops_are_split_by_phase(part, device, use_reentrant):
     """A product is 64: one forward, at most one again, two in backward."""
@@ -59,7 +92,20 @@ def test_flops_are_split_by_phase(part, device, use_reentrant):
     assert split == {"m.a": (64, 64, 128), "m.b": (64, again, 128), "out": (64, 0, 128)}
 
 
-@requirement("MT-412")
+@requirement(
+    "MT-412",
+    level="MUST",
+    text=(
+        "What a checkpoint runs again between the modules in it MUST be recompute, of the "
+        "module that ran it."
+    ),
+    rationale=(
+        "reproduced on a UNet of others: attention that ran again was backward of another module"
+    ),
+    since="0.1.0",
+    profile="reports",
+    group="splitting",
+)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_flops_between_modules_of_a_checkpoint(part, device, use_reentrant):
     """A product of the region's own, between two layers."""
@@ -82,7 +128,15 @@ def test_flops_between_modules_of_a_checkpoint(part, device, use_reentrant):
     assert split == {"Between": (64, 128), "Between.a": (64, 128), "Between.b": (again, 128)}
 
 
-@requirement("MT-303")
+@requirement(
+    "MT-303",
+    level="MUST",
+    text="Operators without a formula MUST be listed, and counted once the caller gives one.",
+    rationale="never silently zero",
+    since="0.1.0",
+    profile="reports",
+    group="splitting",
+)
 def test_operators_without_a_formula(part, device):
     """Listed, unless the caller has one."""
 
@@ -96,7 +150,15 @@ def test_operators_without_a_formula(part, device):
     assert (report["Sequential.0"].forward, report.uncounted) == (30, {})
 
 
-@requirement("MT-423")
+@requirement(
+    "MT-423",
+    level="MUST",
+    text="A formula that the caller gives MUST be used for an operator that has none.",
+    rationale="kernels of one's own have no formula, and a total that leaves them out is wrong",
+    since="0.1.0",
+    profile="reports",
+    group="counting",
+)
 def test_formula_of_the_caller(part, device):
     """Ten for each number; without it, nothing."""
     model, x = nn.Sequential(nn.Tanh()), torch.ones(3, device=device)
@@ -107,7 +169,15 @@ def test_formula_of_the_caller(part, device):
         assert report.total == count
 
 
-@requirement("MT-304")
+@requirement(
+    "MT-304",
+    level="MUST",
+    text="Times of modules themselves and outside MUST add up to the total.",
+    rationale="a report that does not add up is wrong somewhere",
+    since="0.1.0",
+    profile="reports",
+    group="time",
+)
 def test_times_add_up(part, device):
     """To the nanosecond."""
     with part.profile_time() as report:
@@ -117,7 +187,18 @@ def test_times_add_up(part, device):
     assert report["MLP.b"].backward > 0
 
 
-@requirement("MT-305")
+@requirement(
+    "MT-305",
+    level="MUST",
+    text=(
+        "Bytes allocated, freed and saved by modules themselves and outside MUST add up to "
+        "their totals."
+    ),
+    rationale="a report that does not add up is wrong somewhere",
+    since="0.1.0",
+    profile="reports",
+    group="memory",
+)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_bytes_add_up(part, device, use_reentrant):
     """Allocated, freed and saved."""
@@ -130,7 +211,15 @@ def test_bytes_add_up(part, device, use_reentrant):
     assert report.totals["saved"] > 0
 
 
-@requirement("MT-306")
+@requirement(
+    "MT-306",
+    level="MUST",
+    text="A model that fits nowhere MUST be measured under FakeTensorMode.",
+    rationale="planning before there is a machine",
+    since="0.1.0",
+    profile="reports",
+    group="memory",
+)
 def test_model_that_fits_nowhere(part, device):
     """Four terabytes of parameters."""
     with FakeTensorMode(), part.profile_memory() as report:
@@ -143,7 +232,18 @@ def test_model_that_fits_nowhere(part, device):
     assert report.peak >= 8 * size**2
 
 
-@requirement("MT-307")
+@requirement(
+    "MT-307",
+    level="MUST",
+    text=(
+        "A trace MUST be balanced and nested, its times never decreasing, with a forward and a "
+        "backward slice of the same call."
+    ),
+    rationale="the trace-event format",
+    since="0.1.0",
+    profile="reports",
+    group="trace",
+)
 def test_trace_is_well_formed(part, device):
     """Balanced, nested, in order, with both directions of the same calls."""
     with part.trace(memory=True) as report:
@@ -164,7 +264,17 @@ def test_trace_is_well_formed(part, device):
     assert len(calls["forward"] & calls["backward"]) >= 3
 
 
-@requirement("MT-308")
+@requirement(
+    "MT-308",
+    level="MUST",
+    text=(
+        "Every report MUST write a table, JSON and CSV, and the difference to itself MUST be zero."
+    ),
+    rationale="what people do with reports",
+    since="0.1.0",
+    profile="reports",
+    group="writing",
+)
 @pytest.mark.parametrize("name", ["profile_flops", "profile_time", "profile_memory", "trace"])
 def test_ways_to_write_a_report(part, device, name):
     """Table, JSON, CSV, difference."""
@@ -186,7 +296,18 @@ def _gradients(measure, kind, device):
     return x.grad
 
 
-@requirement("MT-404")
+@requirement(
+    "MT-404",
+    level="MUST",
+    text=(
+        "Counting operations MUST NOT change a bit of the gradients, also of operators that "
+        "have both parts and a kernel of their own."
+    ),
+    rationale="reproduced: counting took the backward of SiLU apart",
+    since="0.1.0",
+    profile="reports",
+    group="counting",
+)
 @pytest.mark.parametrize("kind", [nn.SiLU, nn.Mish])
 def test_counting_changes_no_bit(part, device, kind):
     """Operators with a kernel of their own are left to it."""
@@ -194,7 +315,18 @@ def test_counting_changes_no_bit(part, device, kind):
     assert torch.equal(counted, _gradients(nullcontext, kind, device))
 
 
-@requirement("MT-420")
+@requirement(
+    "MT-420",
+    level="MUST",
+    text=(
+        "Measuring memory MUST NOT change a bit of the gradients, also of operators that have "
+        "both parts and a kernel of their own."
+    ),
+    rationale="reproduced: a report that took the backward of SiLU apart changed it",
+    since="0.1.0",
+    profile="reports",
+    group="watching",
+)
 @pytest.mark.parametrize("kind", [nn.SiLU, nn.Mish])
 def test_measuring_memory_changes_no_bit(part, device, kind):
     """As without anybody looking."""
@@ -202,7 +334,18 @@ def test_measuring_memory_changes_no_bit(part, device, kind):
     assert torch.equal(measured, _gradients(nullcontext, kind, device))
 
 
-@requirement("MT-405")
+@requirement(
+    "MT-405",
+    level="MUST",
+    text=(
+        "FLOPs of jagged nested tensors and of `torch.cond` MUST be those of the products that "
+        "are carried out."
+    ),
+    rationale="reproduced: the process was aborted, and torch.compile refused",
+    since="0.1.0",
+    profile="reports",
+    group="counting",
+)
 def test_flops_of_a_branch(part, device):
     """The one that runs."""
     x = torch.ones(4, 4, device=device)
@@ -225,7 +368,21 @@ def test_flops_of_jagged_tensors(part, device):
     assert report.total == 2 * (2 * 7 * 5 * 6)
 
 
-@requirement("MT-407")
+@requirement(
+    "MT-407",
+    level="MUST",
+    text=(
+        "FLOPs of products of groups, as in a mixture of experts, MUST be those of the "
+        "products, on every device."
+    ),
+    rationale=(
+        "seen on models of others: torch's counter has no formula for them, so that experts "
+        "count as nothing"
+    ),
+    since="0.1.0",
+    profile="reports",
+    group="counting",
+)
 def test_flops_of_products_of_groups(part, device):
     """Two experts with eight rows in all: forward and both gradients; before torch 2.10 as rows."""
     x, w = (torch.ones(*s, device=device, requires_grad=True) for s in ((8, 16), (2, 16, 32)))
@@ -240,7 +397,21 @@ def test_flops_of_products_of_groups(part, device):
     assert report.total == 3 * (2 * 8 * 16 * 32)
 
 
-@requirement("MT-408")
+@requirement(
+    "MT-408",
+    level="MUST",
+    text=(
+        "FLOPs of attention MUST be those of its products in every kernel that torch has for "
+        "it, with heads that share keys, too."
+    ),
+    rationale=(
+        "seen on models of others: torch's counter has no formula for the CPU's kernel, so that"
+        " attention counts as nothing there"
+    ),
+    since="0.1.0",
+    profile="reports",
+    group="splitting",
+)
 @pytest.mark.parametrize("heads", [4, 2], ids=["own keys", "shared keys"])
 def test_flops_of_attention(part, device, heads):
     """In each kernel that the device has: forward two products, in backward four or, where the
@@ -270,7 +441,20 @@ def test_flops_of_attention(part, device, heads):
     assert {backward for _, backward in counted} <= {4 * product, 5 * product}
 
 
-@requirement("MT-409")
+@requirement(
+    "MT-409",
+    level="MUST",
+    text=(
+        "A formula that raises MUST NOT stop the model that is measured, and the report MUST "
+        "name its operator as uncounted."
+    ),
+    rationale=(
+        "reproduced: a formula runs inside the model's own call, so that its error was the model's"
+    ),
+    since="0.1.0",
+    profile="reports",
+    group="counting",
+)
 def test_formula_that_raises(part, device):
     """The model's result is there, the operator among the uncounted, everything else counted."""
     x = torch.ones(4, 4, device=device)
@@ -305,7 +489,18 @@ class _Page(HTMLParser):
         self.words.append(data)
 
 
-@requirement("MT-410")
+@requirement(
+    "MT-410",
+    level="MUST",
+    text=(
+        "A report MUST be drawn as one page that loads nothing from elsewhere, with every "
+        "module and its amount, and names MUST NOT be taken for markup."
+    ),
+    rationale="a page is mailed, kept with a run, and opened where there is no network",
+    since="0.1.0",
+    profile="reports",
+    group="writing",
+)
 @pytest.mark.parametrize("name", ["profile_flops", "profile_time", "profile_memory", "trace"])
 def test_page_of_a_report(part, device, name):
     """Read as a browser would: names as text, nothing loaded, each module there."""

@@ -59,7 +59,18 @@ def _beside_reports(part, rank, world_size, name, device):
     return beside.other, beside.errors[:1]
 
 
-@requirement("MT-430")
+@requirement(
+    "MT-430",
+    level="MUST",
+    text=(
+        "A thread that computes while reports of memory begin and end MUST get what it gets "
+        "without them: the same values and gradients, and no error."
+    ),
+    rationale="a loader or an evaluation beside training is nobody's to stop for a measurement",
+    since="0.1.0",
+    profile="reports",
+    group="watching",
+)
 @pytest.mark.parametrize("name", ["profile_memory", "watch_memory"])
 def test_thread_that_computes_beside_reports_of_memory(part, device, ranks, name):
     """In a process of its own, which may crash."""
@@ -67,7 +78,21 @@ def test_thread_that_computes_beside_reports_of_memory(part, device, ranks, name
     assert ranks(1, _beside_reports, name, device) == [[0, []]]
 
 
-@requirement("MT-432")
+@requirement(
+    "MT-432",
+    level="MUST",
+    text=(
+        "A thread that computes while reports of FLOPs begin and end MUST get what it gets "
+        "without them: the same values and gradients, and no error."
+    ),
+    rationale=(
+        "reproduced: an operator that another thread was about to call lay in memory that the "
+        "end of a report had freed"
+    ),
+    since="0.1.0",
+    profile="reports",
+    group="counting",
+)
 def test_thread_that_computes_beside_reports_of_flops(part, device, ranks):
     """In a process of its own, which may crash."""
     assert part.profile_flops
@@ -88,7 +113,21 @@ def _last_of(part, rank, world_size, names, device):
     return reports[-1].total
 
 
-@requirement("MT-433")
+@requirement(
+    "MT-433",
+    level="MUST",
+    text=(
+        "Reports may begin and end in any order: one that ends before another that began later "
+        "MUST leave what that one tells as it is without it."
+    ),
+    rationale=(
+        "reproduced: the first of two reports took the second's contexts with it, and the "
+        "second told half of the operations"
+    ),
+    since="0.1.0",
+    profile="reports",
+    group="splitting",
+)
 @pytest.mark.parametrize("first", ["profile_flops", "profile_memory", "watch_memory"])
 @pytest.mark.parametrize("second", ["profile_flops", "profile_memory"])
 def test_report_goes_on_after_one_that_began_before(part, device, ranks, first, second):
@@ -103,7 +142,22 @@ def _layers(where, width):
     return nn.Sequential(*[nn.Linear(width, width) for _ in range(10)]).to(where)
 
 
-@requirement("MT-431")
+@requirement(
+    "MT-431",
+    level="MUST",
+    text=(
+        'With `clock="device"` the time of a module MUST be what its device takes for it, by '
+        "the clock of that device whichever is current, however far the host is ahead; where "
+        "there is no such device it MUST be an error."
+    ),
+    rationale=(
+        "the host's clock tells how long it takes to ask for work; reproduced on two devices: "
+        "the current one's time was told of both"
+    ),
+    since="0.1.0",
+    profile="reports",
+    group="time",
+)
 def test_time_of_a_module_is_its_devices(part, device):
     """Of the second device too, which is not the current one; events around the calls tell it."""
     with pytest.raises(ValueError, match="abacus"), part.profile_time(clock="abacus"):

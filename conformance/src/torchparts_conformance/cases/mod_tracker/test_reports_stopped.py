@@ -38,7 +38,21 @@ def _stopped(device, again):
         loss.backward()
 
 
-@requirement("MT-434")
+@requirement(
+    "MT-434",
+    level="MUST",
+    text=(
+        "Time that passes after a backward which failed, or after a second backward of the same"
+        " graph, MUST be outside of modules until the next forward."
+    ),
+    rationale=(
+        "a loop that catches an error in backward, and loads another batch: the time was "
+        "charged to the module whose backward had run last"
+    ),
+    since="0.1.0",
+    profile="reports",
+    group="time",
+)
 @pytest.mark.parametrize("again", [False, True])
 def test_time_after_a_backward_that_was_stopped(part, device, again):
     """A quarter of a second in which nothing runs is outside."""
@@ -50,7 +64,21 @@ def test_time_after_a_backward_that_was_stopped(part, device, again):
     assert report.outside.self_total > 0.9e9 * REST_S
 
 
-@requirement("MT-435")
+@requirement(
+    "MT-435",
+    level="MUST",
+    text=(
+        "The slices of a backward that failed, and those of a second backward of the same "
+        "graph, MUST end with it: memory that is taken afterwards lies in no slice."
+    ),
+    rationale=(
+        "the slice of the module whose backward had run last went on until the next forward, "
+        "with all the memory that a loop took after it had caught the error"
+    ),
+    since="0.1.0",
+    profile="reports",
+    group="trace",
+)
 @pytest.mark.parametrize("again", [False, True])
 def test_trace_after_a_backward_that_was_stopped(part, device, again):
     """A megabyte is taken while no slice is open."""

@@ -29,7 +29,17 @@ from torchparts_conformance.cases.mod_tracker._models import (
 INNER = ("Checkpointed", "Checkpointed.m")
 
 
-@requirement("MT-101")
+@requirement(
+    "MT-101",
+    level="MUST",
+    text="A recompute MUST run inside the modules of the first forward and no others.",
+    rationale=(
+        "reproduced on torch 2.13: the module whose backward asked for it is in `parents`, too;"
+        " FlopCounterMode reports 256 for 192"
+    ),
+    since="0.1.0",
+    profile="robust",
+)
 def test_recompute_has_the_parents_of_the_forward(part, device):
     """The layer that runs again does so inside the same modules."""
     model, seen = Checkpointed(device, use_reentrant=False), []
@@ -47,7 +57,17 @@ def test_recompute_has_the_parents_of_the_forward(part, device):
     assert (False, a) in products and (True, a) in products
 
 
-@requirement("MT-102")
+@requirement(
+    "MT-102",
+    level="MUST",
+    text=(
+        "The backward of a graph that reentrant checkpointing built MUST be attributed to the "
+        "modules that built it."
+    ),
+    rationale="reproduced on torch 2.13: inner modules are never entered in backward",
+    since="0.1.0",
+    profile="robust",
+)
 def test_reentrant_backward_is_attributed(part, device):
     """Two products for each inner layer in backward, and one in its recompute."""
     model = Checkpointed(device, use_reentrant=True)
@@ -57,7 +77,18 @@ def test_reentrant_backward_is_attributed(part, device):
     assert counts[names_of(*INNER, "Checkpointed.m.b")] == 3
 
 
-@requirement("MT-103")
+@requirement(
+    "MT-103",
+    level="MUST",
+    text=(
+        "With reentrant checkpointing every module MUST be entered before it is left in "
+        "backward, and as often."
+    ),
+    rationale="reproduced on torch 2.13: leaves without entries",
+    since="0.1.0",
+    profile="robust",
+    group="telling",
+)
 def test_reentrant_events_are_paired(part, device):
     """What is left was entered before."""
     events = events_in(part, lambda: step(Checkpointed(device, use_reentrant=True), leaf(device)))
@@ -91,7 +122,14 @@ class FailsInBackward(nn.Module):
         return _Fails.apply(x)
 
 
-@requirement("MT-113")
+@requirement(
+    "MT-113",
+    level="MUST",
+    text='An exception in backward MUST leave `parents` as {"Global"}.',
+    rationale="reproduced on torch 2.13: the names stay for ever",
+    since="0.1.0",
+    profile="robust",
+)
 def test_exception_in_backward(part, device):
     """Nothing runs afterwards."""
     model = nn.Sequential(linear(device), FailsInBackward(), linear(device))
@@ -101,7 +139,18 @@ def test_exception_in_backward(part, device):
         assert tracker.parents == {"Global"}
 
 
-@requirement("MT-117")
+@requirement(
+    "MT-117",
+    level="MUST",
+    text=(
+        "`torch.autograd.grad` for a leaf that is a module's input MUST work while hooks are "
+        "registered."
+    ),
+    rationale="pytorch#131753",
+    since="0.1.0",
+    profile="robust",
+    group="telling",
+)
 def test_grad_of_a_leaf_input(part, device):
     """torch.autograd.grad for the input gives what it gives without a tracker."""
     model, x = MLP(device), leaf(device)
@@ -113,7 +162,15 @@ def test_grad_of_a_leaf_input(part, device):
     assert torch.equal(found[0], expected)
 
 
-@requirement("MT-118")
+@requirement(
+    "MT-118",
+    level="MUST",
+    text="A second backward through a retained graph MUST have the same events as the first.",
+    rationale="reproduced on torch 2.13: modules without grad inputs are left only the first time",
+    since="0.1.0",
+    profile="robust",
+    group="telling",
+)
 def test_second_backward(part, device):
     """The same events again."""
     tracker, model = part.ModTracker(), nn.Sequential(linear(device))
@@ -128,7 +185,18 @@ def test_second_backward(part, device):
     assert events == first * 2
 
 
-@requirement("MT-119")
+@requirement(
+    "MT-119",
+    level="MUST",
+    text=(
+        "Every module entered in a backward that computes one parameter's gradient MUST be left"
+        " in it."
+    ),
+    rationale="reproduced on torch 2.13: entered without being left",
+    since="0.1.0",
+    profile="robust",
+    group="telling",
+)
 def test_gradient_of_one_parameter(part, device):
     """Entered means left."""
     model = MLP(device)
@@ -138,7 +206,15 @@ def test_gradient_of_one_parameter(part, device):
     _assert_paired(backward_of(events))
 
 
-@requirement("MT-120")
+@requirement(
+    "MT-120",
+    level="MUST",
+    text="Forwards without gradients MUST NOT lead to backward events later.",
+    rationale="reproduced on torch 2.13: 1,000 forwards of 10 layers fire 11,000 bogus events",
+    since="0.1.0",
+    profile="robust",
+    group="telling",
+)
 def test_inference_leaves_no_events(part, device):
     """A hundred forwards without gradients add nothing to the next backward."""
     model, x = MLP(device), torch.randn(2, 4, device=device)
@@ -153,7 +229,15 @@ def test_inference_leaves_no_events(part, device):
     assert set(counts.values()) == {1}
 
 
-@requirement("MT-121")
+@requirement(
+    "MT-121",
+    level="MUST",
+    text="No hook MUST stay on a tensor that outlives the graph.",
+    rationale="reproduced on torch 2.13: 2,000 hooks on an input used in 1,000 forwards",
+    since="0.1.0",
+    profile="robust",
+    group="telling",
+)
 def test_no_hook_stays_on_tensors(part, device):
     """The input carries no hook after the graphs are gone."""
     model, x = MLP(device), leaf(device)
@@ -166,7 +250,15 @@ def test_no_hook_stays_on_tensors(part, device):
     assert not x._backward_hooks
 
 
-@requirement("MT-130")
+@requirement(
+    "MT-130",
+    level="MUST",
+    text="A user hook that raises in backward MUST leave the tracker clean.",
+    rationale="reproduced on torch 2.13: parents are never reset again",
+    since="0.1.0",
+    profile="robust",
+    group="telling",
+)
 def test_hook_that_raises_in_backward(part, device):
     """Whatever becomes of the exception, the tracker is clean afterwards."""
     tracker, model = part.ModTracker(), MLP(device)
@@ -181,7 +273,14 @@ def test_hook_that_raises_in_backward(part, device):
         assert tracker.parents == {"Global"}
 
 
-@requirement("MT-133")
+@requirement(
+    "MT-133",
+    level="MUST",
+    text="A backward after the tracker was left MUST still be attributed.",
+    rationale="the graph outlives the block",
+    since="0.1.0",
+    profile="robust",
+)
 def test_backward_after_the_block(part, device):
     """The graph outlives the block, and so does its attribution."""
     tracker, note = part.ModTracker(), Note()
@@ -192,7 +291,14 @@ def test_backward_after_the_block(part, device):
     assert note.backwards == [(names_of("Sequential", "Sequential.0"), True)]
 
 
-@requirement("MT-134")
+@requirement(
+    "MT-134",
+    level="MUST",
+    text="A graph built before the tracker was entered MUST be attributed to no module.",
+    rationale="what was not seen is not guessed",
+    since="0.1.0",
+    profile="robust",
+)
 def test_graph_from_before_the_block(part, device):
     """What was not seen is not guessed."""
     loss = MLP(device)(leaf(device)).sum()
@@ -200,7 +306,15 @@ def test_graph_from_before_the_block(part, device):
     assert set(products) == {(True, names_of())}
 
 
-@requirement("MT-131")
+@requirement(
+    "MT-131",
+    level="MUST",
+    text="Results and gradients MUST be the same bits with and without the tracker.",
+    rationale="a tracker is an observer",
+    since="0.1.0",
+    profile="robust",
+    group="telling",
+)
 def test_gradients_are_bitwise_equal(part, device):
     """With four hooks or without a tracker: the same bits."""
     model, x = Checkpointed(device, use_reentrant=False), leaf(device)
@@ -221,7 +335,21 @@ def test_gradients_are_bitwise_equal(part, device):
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
-@requirement("MT-138")
+@requirement(
+    "MT-138",
+    level="MUST",
+    text=(
+        "`torch.autograd.grad` for a tensor between two modules MUST leave the module that used"
+        " it, with that gradient."
+    ),
+    rationale=(
+        "stages of a pipeline ask for their input's gradient alone; a hook that waits for the "
+        "node behind it is never called"
+    ),
+    since="0.1.0",
+    profile="robust",
+    group="telling",
+)
 def test_gradient_between_two_modules(part, device):
     """The hook gets the gradient that the caller gets."""
     first, second = linear(device), nn.Tanh()
@@ -233,7 +361,18 @@ def test_gradient_between_two_modules(part, device):
     assert torch.equal(given["Tanh"][0], grad)
 
 
-@requirement("MT-141")
+@requirement(
+    "MT-141",
+    level="MUST",
+    text=(
+        "The backward of a graph that was made before modules ran in a second thread MUST be "
+        "attributed to the modules that made it, in that second thread too, if it made no nodes"
+        " itself."
+    ),
+    rationale="reproduced: the newest thread was asked, and had nothing to say",
+    since="0.1.0",
+    profile="robust",
+)
 def test_backward_in_a_thread_that_appeared_later(part, device):
     """It ran a module before, which made no node."""
     note, without_gradients, ended = Note(), torch.no_grad()(linear(device)), []

@@ -36,7 +36,20 @@ class Recursive(nn.Module):
         return self.inner(x) if n == 0 else self(x, n - 1)
 
 
-@requirement("MT-104")
+@requirement(
+    "MT-104",
+    level="MUST",
+    text=(
+        "A recursive module MUST be tracked without a warning and without a change of "
+        "`warnings.formatwarning`."
+    ),
+    rationale=(
+        "reproduced on torch 2.13: UserWarning, and a process-wide replacement of "
+        "formatwarning; pytorch#134242"
+    ),
+    since="0.1.0",
+    profile="robust",
+)
 def test_recursion(part, device):
     """No warning, and the formatting of warnings is left alone."""
     formatter = warnings.formatwarning
@@ -52,7 +65,15 @@ def test_recursion(part, device):
     assert tracker.parents == {"Global"}
 
 
-@requirement("MT-105")
+@requirement(
+    "MT-105",
+    level="MUST",
+    text="Two roots of the same class MUST have different names.",
+    rationale="reproduced on torch 2.13: both are named by their class",
+    since="0.1.0",
+    profile="robust",
+    group="telling",
+)
 def test_roots_of_one_class(part, device):
     """Two roots, two names."""
     first, second = linear(device), linear(device)
@@ -61,7 +82,15 @@ def test_roots_of_one_class(part, device):
     assert tracker.get_known_fqn(first) != tracker.get_known_fqn(second)
 
 
-@requirement("MT-106")
+@requirement(
+    "MT-106",
+    level="MUST",
+    text="A module added after its parent was first called MUST be named by its path.",
+    rationale="reproduced on torch 2.13: it is named by its class",
+    since="0.1.0",
+    profile="robust",
+    group="telling",
+)
 def test_late_module(part, device):
     """Named by its place."""
     model, x = nn.Sequential(linear(device)), leaf(device)
@@ -87,7 +116,18 @@ class Fails(nn.Module):
         return y
 
 
-@requirement("MT-111")
+@requirement(
+    "MT-111",
+    level="MUST",
+    text=(
+        'An exception in forward MUST leave `parents` as {"Global"}, and the next forward and '
+        "backward MUST have each event once."
+    ),
+    rationale="reproduced on torch 2.13: hooks of the failed forward fire as extra leaves",
+    since="0.1.0",
+    profile="robust",
+    group="telling",
+)
 def test_exception_in_forward(part, device):
     """After a failed forward, one more step has each event once."""
     model, x = nn.Sequential(Fails(device, ValueError("once"))), leaf(device)
@@ -101,7 +141,14 @@ def test_exception_in_forward(part, device):
     assert set(Counter(backward_of(events)).values()) == {1}
 
 
-@requirement("MT-112")
+@requirement(
+    "MT-112",
+    level="MUST",
+    text='A KeyboardInterrupt in forward MUST leave `parents` as {"Global"}.',
+    rationale="reproduced on torch 2.13: the names stay for ever",
+    since="0.1.0",
+    profile="robust",
+)
 def test_keyboard_interrupt(part, device):
     """An exception that is not an Exception."""
     model = nn.Sequential(Fails(device, KeyboardInterrupt()))
@@ -111,7 +158,14 @@ def test_keyboard_interrupt(part, device):
         assert tracker.parents == {"Global"}
 
 
-@requirement("MT-114")
+@requirement(
+    "MT-114",
+    level="MUST",
+    text="What a module's own hooks compute MUST be attributed to the module.",
+    rationale="pytorch#130995; reproduced on torch 2.13: charged to the parent",
+    since="0.1.0",
+    profile="robust",
+)
 def test_own_hooks_of_a_module(part, device):
     """A forward hook of the module runs inside it."""
     model, seen = nn.Sequential(linear(device)), []
@@ -121,7 +175,14 @@ def test_own_hooks_of_a_module(part, device):
     assert seen == [names_of("Sequential", "Sequential.0")]
 
 
-@requirement("MT-115")
+@requirement(
+    "MT-115",
+    level="MUST",
+    text="Two threads MUST NOT see each other's modules.",
+    rationale="reproduced on torch 2.13: one shared set, and RuntimeErrors raised into user code",
+    since="0.1.0",
+    profile="robust",
+)
 def test_threads(part, device):
     """Two models at the same time."""
     meet, seen = threading.Barrier(2, timeout=20), {}
@@ -164,7 +225,17 @@ class AllEqual(nn.Linear):
     __hash__ = None
 
 
-@requirement("MT-122")
+@requirement(
+    "MT-122",
+    level="MUST",
+    text=(
+        "Modules MUST be told apart by identity: `__eq__` that is always true, or no hash, MUST"
+        " NOT matter."
+    ),
+    rationale="reproduced on torch 2.13: one is reported as the other; TypeError in user code",
+    since="0.1.0",
+    profile="robust",
+)
 def test_identity_of_modules(part, device):
     """Two modules, two names, no error."""
     model, seen = nn.Sequential(*(AllEqual(4, 4, device=device) for _ in "ab")), []
@@ -175,7 +246,18 @@ def test_identity_of_modules(part, device):
     assert seen == [names_of("Sequential", f"Sequential.{index}") for index in range(2)]
 
 
-@requirement("MT-124")
+@requirement(
+    "MT-124",
+    level="MUST",
+    text=(
+        "A compiled model MUST be one module under the user's name, with its forward and "
+        "backward events."
+    ),
+    rationale="reproduced on torch 2.13: no events at all",
+    since="0.1.0",
+    profile="robust",
+    group="telling",
+)
 def test_compiled_model(part, device):
     """One module, named as the user knows it."""
     torch.compiler.reset()
@@ -190,7 +272,14 @@ def test_compiled_model(part, device):
     assert events == ["+fw MLP", "-fw MLP", "+bw MLP", "-bw MLP"]
 
 
-@requirement("MT-125")
+@requirement(
+    "MT-125",
+    level="MUST",
+    text="A tracker MUST be picklable.",
+    rationale="reproduced on torch 2.13: TypeError",
+    since="0.1.0",
+    profile="robust",
+)
 def test_pickle(part, device):
     """A copy of a tracker that was used can be used."""
     tracker, model, seen = part.ModTracker(), MLP(device), []
@@ -213,7 +302,15 @@ def _names_of_calls(tracker, module):
     return names
 
 
-@requirement("MT-127")
+@requirement(
+    "MT-127",
+    level="MUST",
+    text="A module MUST keep its name when it is called first by itself and then inside its root.",
+    rationale="reproduced on torch 2.13: the name changes during the run",
+    since="0.1.0",
+    profile="robust",
+    group="telling",
+)
 def test_part_called_before_its_root(part, device):
     """Its name does not change."""
     tracker, model = part.ModTracker(), MLP(device)
@@ -224,7 +321,15 @@ def test_part_called_before_its_root(part, device):
     assert len(set(names)) == 1
 
 
-@requirement("MT-128")
+@requirement(
+    "MT-128",
+    level="MUST",
+    text="A module moved to another root MUST keep its name.",
+    rationale="reproduced on torch 2.13: renamed, history is inconsistent",
+    since="0.1.0",
+    profile="robust",
+    group="telling",
+)
 def test_moved_module(part, device):
     """Its name does not change."""
     tracker, old = part.ModTracker(), nn.Sequential(linear(device))
@@ -235,7 +340,15 @@ def test_moved_module(part, device):
     assert names == ["Sequential.0"] * 2
 
 
-@requirement("MT-129")
+@requirement(
+    "MT-129",
+    level="MUST",
+    text="Modules that are in no tree, in a plain list for example, MUST have different names.",
+    rationale="reproduced on torch 2.13: all are named by their class",
+    since="0.1.0",
+    profile="robust",
+    group="telling",
+)
 def test_modules_in_a_plain_list(part, device):
     """Told apart by name."""
 
@@ -253,7 +366,15 @@ def test_modules_in_a_plain_list(part, device):
     assert len({tracker.get_known_fqn(module) for module in model.parts}) == 2
 
 
-@requirement("MT-132")
+@requirement(
+    "MT-132",
+    level="MUST",
+    text="A model MUST be tracked the same under FakeTensorMode.",
+    rationale="memory and cost models run there",
+    since="0.1.0",
+    profile="robust",
+    group="telling",
+)
 def test_fake_tensors(part, device):
     """The same events with and without data."""
 
@@ -283,7 +404,15 @@ class Shared(nn.Module):
         return self.seq(self.a(x))
 
 
-@requirement("MT-136")
+@requirement(
+    "MT-136",
+    level="MUST",
+    text="A shared module MUST have one name, whichever way it is called: its first one.",
+    rationale="reproduced on torch 2.13: the last path wins",
+    since="0.1.0",
+    profile="robust",
+    group="telling",
+)
 def test_shared_module(part, device):
     """The first name, both times."""
     tracker, model = part.ModTracker(), Shared(device)

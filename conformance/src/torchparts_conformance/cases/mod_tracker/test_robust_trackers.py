@@ -28,7 +28,15 @@ def _restore(call):
     nn.modules.module._global_forward_pre_hooks.clear()
 
 
-@requirement("MT-116")
+@requirement(
+    "MT-116",
+    level="MUST",
+    text="A tracker entered twice MUST call each hook once, and leave no global hook behind.",
+    rationale="reproduced on torch 2.13: hooks fire twice and one pair leaks",
+    since="0.1.0",
+    profile="robust",
+    group="telling",
+)
 def test_tracker_entered_twice(part, device):
     """Each hook once, and nothing is left."""
     call, formatter = nn.Module.__call__, warnings.formatwarning
@@ -47,7 +55,15 @@ def test_tracker_entered_twice(part, device):
     assert left == (True, (0, 0))
 
 
-@requirement("MT-137")
+@requirement(
+    "MT-137",
+    level="MUST",
+    text="Trackers that overlap MUST be independent, and MUST leave in any order without a trace.",
+    rationale="tools are combined",
+    since="0.1.0",
+    profile="robust",
+    group="telling",
+)
 def test_overlapping_trackers(part, device):
     """The first may leave first."""
     call = nn.Module.__call__
@@ -71,7 +87,15 @@ def test_overlapping_trackers(part, device):
     assert left == (True, (0, 0))
 
 
-@requirement("MT-123")
+@requirement(
+    "MT-123",
+    level="MUST",
+    text="Hooks of different kinds registered one after the other MUST all be called.",
+    rationale="reproduced on torch 2.13: the second registration drops the first hook",
+    since="0.1.0",
+    profile="robust",
+    group="telling",
+)
 def test_hooks_registered_one_by_one(part, device):
     """Both are called."""
     tracker, kinds = part.ModTracker(), []
@@ -82,7 +106,15 @@ def test_hooks_registered_one_by_one(part, device):
     assert kinds == ["pre", "post"]
 
 
-@requirement("MT-126")
+@requirement(
+    "MT-126",
+    level="MUST",
+    text="A registration that is refused MUST register nothing.",
+    rationale="reproduced on torch 2.13: kinds before the refused one are kept",
+    since="0.1.0",
+    profile="robust",
+    group="telling",
+)
 def test_refused_registration_registers_nothing(part, device):
     """All or nothing."""
     tracker, kinds = part.ModTracker(), []
@@ -96,7 +128,15 @@ def test_refused_registration_registers_nothing(part, device):
     assert kinds == ["old"]
 
 
-@requirement("MT-135")
+@requirement(
+    "MT-135",
+    level="MUST",
+    text="`clear_user_hooks` MUST end all calls, and allow a new registration.",
+    rationale="SACEstimator forgets to clear, and fails when used twice",
+    since="0.1.0",
+    profile="robust",
+    group="telling",
+)
 def test_cleared_hooks(part, device):
     """Cleared hooks are silent, and their places are free."""
     tracker, kinds = part.ModTracker(), []
@@ -108,7 +148,19 @@ def test_cleared_hooks(part, device):
     assert kinds == ["new"]
 
 
-@requirement("MT-140")
+@requirement(
+    "MT-140",
+    level="MUST",
+    text=(
+        "Several trackers MUST each see every call once while they are entered, in whatever "
+        "order they are entered, left and entered again, and the class MUST be as before in the"
+        " end."
+    ),
+    rationale="reproduced: a tracker entered again below another one went round in a ring",
+    since="0.1.0",
+    profile="robust",
+    group="telling",
+)
 def test_trackers_in_any_order(part, device):
     """The first is entered again while the second is around its old place."""
     original, module, x = nn.Module.__call__, nn.ReLU(), torch.ones(1, device=device)

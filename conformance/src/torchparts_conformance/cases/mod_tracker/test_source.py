@@ -46,19 +46,46 @@ def _seen(model, name):
 PLACES = [[names_of("Nested", place)] for place in ("Nested.c.0", "Nested.a", "Nested.b.nest")]
 
 
-@requirement("MT-001")
+@requirement(
+    "MT-001",
+    level="MUST",
+    text=(
+        '`parents` MUST hold "Global" and the names of the running modules in forward, '
+        "containers by their state_dict path."
+    ),
+    source="test_module_hierarchy",
+    since="0.1.0",
+    profile="core",
+)
 def test_parents_in_forward(part, device):
     """Attribute, dict and list: each is named by its state_dict path."""
     assert _seen(_run(part, device, 1), "forwards") == PLACES
 
 
-@requirement("MT-002")
+@requirement(
+    "MT-002",
+    level="MUST",
+    text=(
+        "`parents` MUST hold the same names in a gradient hook while the backward of these "
+        "modules runs."
+    ),
+    source="test_module_hierarchy",
+    since="0.1.0",
+    profile="core",
+)
 def test_parents_in_backward(part, device):
     """The same names in the gradient hooks."""
     assert _seen(_run(part, device, 1), "backwards") == PLACES
 
 
-@requirement("MT-003")
+@requirement(
+    "MT-003",
+    level="MUST",
+    text="A second forward and backward MUST be seen like the first.",
+    source="test_module_hierarchy",
+    since="0.1.0",
+    profile="core",
+)
 def test_second_iteration(part, device):
     """Two steps are seen alike."""
     model = _run(part, device, 2)
@@ -66,7 +93,14 @@ def test_second_iteration(part, device):
         assert [entries[:1] == entries[1:] for entries in _seen(model, kind)] == [True] * 3
 
 
-@requirement("MT-004")
+@requirement(
+    "MT-004",
+    level="MUST",
+    text="`is_bw` MUST be true in backward, and false in forward.",
+    source="test_module_hierarchy",
+    since="0.1.0",
+    profile="core",
+)
 def test_is_bw_in_both_directions(part, device):
     """False in the forward, true in the gradient hook."""
     model = _run(part, device, 1)
@@ -74,7 +108,14 @@ def test_is_bw_in_both_directions(part, device):
     assert [flag for _, flag in model.a.backwards] == [True]
 
 
-@requirement("MT-005")
+@requirement(
+    "MT-005",
+    level="MUST",
+    text='After a backward `is_bw` MUST be false and `parents` only {"Global"}.',
+    source="test_bw_detection",
+    since="0.1.0",
+    profile="core",
+)
 def test_outside_after_backward(part, device):
     """Nothing runs after a backward."""
     with part.ModTracker() as tracker:
@@ -101,7 +142,19 @@ ORDER = [
 ]
 
 
-@requirement("MT-006")
+@requirement(
+    "MT-006",
+    level="MUST",
+    text=(
+        "The four user hooks MUST be called in torch's order: modules entered outside in and "
+        "left inside out in forward; in backward entered as their outputs' gradients arrive, "
+        "and left as their inputs' do, the caller first where the input is the same."
+    ),
+    source="test_user_hooks",
+    since="0.1.0",
+    profile="core",
+    group="telling",
+)
 def test_order_of_user_hooks(part, device):
     """Eight events in torch's order."""
     tracker = part.ModTracker()
@@ -111,7 +164,18 @@ def test_order_of_user_hooks(part, device):
     assert events == ORDER
 
 
-@requirement("MT-007")
+@requirement(
+    "MT-007",
+    level="MUST",
+    text=(
+        "While a user hook runs, its module's name MUST be in `parents`, and `is_bw` MUST tell "
+        "whether it is a backward hook."
+    ),
+    source="test_user_hooks",
+    since="0.1.0",
+    profile="core",
+    group="telling",
+)
 def test_state_while_user_hooks_run(part, device):
     """Each hook finds its module among the parents, and the right direction."""
     tracker, seen = part.ModTracker(), []
@@ -126,7 +190,15 @@ def test_state_while_user_hooks_run(part, device):
     assert seen == [(True, False)] * 4 + [(True, True)] * 4
 
 
-@requirement("MT-008")
+@requirement(
+    "MT-008",
+    level="MUST",
+    text="Registering a hook of a kind that is taken MUST raise an AssertionError.",
+    source="test_user_hooks",
+    since="0.1.0",
+    profile="core",
+    group="telling",
+)
 def test_taken_hook_is_refused(part, device):
     """One hook of a kind."""
     tracker = part.ModTracker()
@@ -135,7 +207,15 @@ def test_taken_hook_is_refused(part, device):
         tracker.register_user_hooks(lambda module, args: None, None, None, None)
 
 
-@requirement("MT-009")
+@requirement(
+    "MT-009",
+    level="MUST",
+    text="The backward hooks of a module that no longer exists MUST be called with None.",
+    source="test_user_hooks",
+    since="0.1.0",
+    profile="core",
+    group="telling",
+)
 def test_deleted_module(part, device):
     """Backward hooks get None for a module that is gone."""
     tracker, seen = part.ModTracker(), []
@@ -182,7 +262,18 @@ def _checkpointed_events(part, device):
     return events, seen
 
 
-@requirement("MT-010")
+@requirement(
+    "MT-010",
+    level="MUST",
+    text=(
+        "With non-reentrant checkpointing the forward hooks MUST be called again in backward, "
+        "with `is_bw` true, between the backward hooks of the checkpointed module."
+    ),
+    source="test_ac",
+    since="0.1.0",
+    profile="core",
+    group="telling",
+)
 def test_hooks_in_recompute(part, device):
     """The checkpointed layer's forward hooks fire again between its backward hooks."""
     events, backward = _checkpointed_events(part, device)
@@ -197,14 +288,36 @@ def test_hooks_in_recompute(part, device):
     assert backward[:12] == [False] * 6 + [True] * 6
 
 
-@requirement("MT-011")
+@requirement(
+    "MT-011",
+    level="MUST",
+    text=(
+        "A module whose inputs require no gradient MUST be left at the end of the backward, the"
+        " later called first."
+    ),
+    rationale="test_ac lists the events up to there; torch 2.13 emits the two closing ones",
+    since="0.1.0",
+    profile="core",
+    group="telling",
+)
 def test_closing_events(part, device):
     """What gets no gradient at its inputs is left at the end, inside out."""
     events, _ = _checkpointed_events(part, device)
     assert events[12:] == ["-bw Foo.linears.0", "-bw Foo"]
 
 
-@requirement("MT-012")
+@requirement(
+    "MT-012",
+    level="MUST",
+    text=(
+        "`get_known_fqn` MUST give the name of a module that ran, and None for one that was not"
+        " seen."
+    ),
+    source="test_user_hooks",
+    since="0.1.0",
+    profile="core",
+    group="telling",
+)
 def test_known_names(part, device):
     """A name for what ran, None for what did not."""
     model, stranger = Bar(device), nn.Linear(1, 1)

@@ -14,7 +14,18 @@ from torchparts_conformance import requirement
 from torchparts_conformance.cases.mod_tracker._models import MLP, leaf, step
 
 
-@requirement("MT-251")
+@requirement(
+    "MT-251",
+    level="MUST",
+    text=(
+        "FLOPs of steps that are alike MUST be the same for each, however many there are and "
+        "whatever fused kernels do inside."
+    ),
+    rationale="a report that looks at some steps only must not count some steps only",
+    since="0.1.0",
+    profile="reports",
+    group="counting",
+)
 @pytest.mark.parametrize("fused", [False, True])
 def test_flops_of_steps_alike(part, device, fused):
     """As many times those of one."""
@@ -41,7 +52,18 @@ def test_flops_of_steps_alike(part, device, fused):
     assert totals[1] == 7 * totals[0]
 
 
-@requirement("MT-252")
+@requirement(
+    "MT-252",
+    level="MUST",
+    text=(
+        "Memory that is alive MUST be told by module and by what it is held as, each storage "
+        "once, and MUST be found when memory runs out."
+    ),
+    rationale="reproduced: nobody says who holds what when memory runs out",
+    since="0.1.0",
+    profile="reports",
+    group="holding",
+)
 def test_who_holds_the_memory(part, device):
     """By kind and module, and once more when memory runs out."""
     model, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).to(device), leaf(device)
@@ -61,7 +83,18 @@ def test_who_holds_the_memory(part, device):
     assert output.requires_grad
 
 
-@requirement("MT-253")
+@requirement(
+    "MT-253",
+    level="MUST",
+    text=(
+        "A step that leaves more memory behind each time MUST be found, with the module that "
+        "made it, and one that does not MUST pass."
+    ),
+    rationale="a leak ends a run after days",
+    since="0.1.0",
+    profile="reports",
+    group="holding",
+)
 @pytest.mark.parametrize("leaks", [False, True])
 def test_growth_is_found(part, device, leaks):
     """A loss that is kept keeps its graph."""
@@ -89,19 +122,55 @@ def _changes_what_was_saved(measure, device):
         y.sum().backward()
 
 
-@requirement("MT-254")
+@requirement(
+    "MT-254",
+    level="MUST",
+    text=(
+        "Measuring memory MUST NOT hide that a tensor was changed in place after it was saved "
+        "for backward."
+    ),
+    rationale="hooks for saved tensors turn torch's own check off",
+    since="0.1.0",
+    profile="reports",
+    group="watching",
+)
 def test_measured_change_after_saving_is_an_error(part, device):
     """As without anybody measuring."""
     _changes_what_was_saved(part.profile_memory, device)
 
 
-@requirement("MT-421")
+@requirement(
+    "MT-421",
+    level="MUST",
+    text=(
+        "Looking who holds memory MUST NOT hide that a tensor was changed in place after it was"
+        " saved for backward."
+    ),
+    rationale="hooks for saved tensors turn torch's own check off",
+    since="0.1.0",
+    profile="reports",
+    group="holding",
+)
 def test_watched_change_after_saving_is_an_error(part, device):
     """As without anybody watching."""
     _changes_what_was_saved(part.watch_memory, device)
 
 
-@requirement("MT-413")
+@requirement(
+    "MT-413",
+    level="MUST",
+    text=(
+        "What a forward made that nobody goes back through MUST be let go of as without a "
+        "measurement, at once."
+    ),
+    rationale=(
+        "reproduced: a node and its own result, which it saves, held each other under hooks, so"
+        " that a batch which failed kept its memory"
+    ),
+    since="0.1.0",
+    profile="reports",
+    group="holding",
+)
 @pytest.mark.parametrize("name", ["profile_memory", "watch_memory"])
 def test_what_nobody_goes_back_through_is_let_go_of(part, device, name):
     """Without a collection of garbage."""
@@ -118,7 +187,18 @@ def test_what_nobody_goes_back_through_is_let_go_of(part, device, name):
         gc.enable()
 
 
-@requirement("MT-414")
+@requirement(
+    "MT-414",
+    level="MUST",
+    text=(
+        "Where memory runs out in a model and the caller goes on, there MUST be one page of "
+        "what was held then."
+    ),
+    rationale="loops that leave out a batch which is too large are where the question comes up",
+    since="0.1.0",
+    profile="reports",
+    group="holding",
+)
 def test_error_that_is_caught_has_a_page(part, device):
     """One for each time that memory ran out."""
     model, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Identity()).to(device), leaf(device)
@@ -150,7 +230,21 @@ class _Blocks(nn.Module):
         return self.call(self.block, self.first(x))
 
 
-@requirement("MT-424")
+@requirement(
+    "MT-424",
+    level="MUST",
+    text=(
+        "What a checkpoint keeps in the place of saved tensors, its inputs and what a policy "
+        "has it keep, MUST be told apart from what autograd keeps and from what nothing keeps."
+    ),
+    rationale=(
+        "reproduced: values kept by torch's selective checkpointing were temporaries, which "
+        "looks like a leak"
+    ),
+    since="0.1.0",
+    profile="reports",
+    group="holding",
+)
 @pytest.mark.parametrize("kind", ["none", "reentrant", "non-reentrant", "selective"])
 def test_what_a_checkpoint_keeps(part, device, kind):
     """Its input, and the products where a policy says so."""

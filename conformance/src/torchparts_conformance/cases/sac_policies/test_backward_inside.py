@@ -22,7 +22,22 @@ def _or_refusal(call):
         return str(error)
 
 
-@requirement("SP-209")
+@requirement(
+    "SP-209",
+    level="MUST",
+    text=(
+        "Where a backward runs inside another, what a region of either reads again and was "
+        "changed past its version counter MUST lead to the gradients of no checkpointing, or to"
+        " an error of that backward, which names an operator of the region; the other one MUST "
+        "have the gradients of no checkpointing, bitwise."
+    ),
+    rationale=(
+        "where comparisons are looked at when a backward ends, one inside another ended them "
+        "for both: gradients were those of the changed value, without a word"
+    ),
+    since="0.1.0",
+    profile="recipe",
+)
 @pytest.mark.parametrize("engine", ["recipe", "contexts"])
 @pytest.mark.parametrize("size", [4, 96])
 @pytest.mark.parametrize("changed", [None, "read before", "read after", "read inside"])

@@ -114,7 +114,14 @@ def _changes(step):
     return [event["args"]["Bytes"] for event in memory]
 
 
-@requirement("SP-120")
+@requirement(
+    "SP-120",
+    level="MUST",
+    text="Profiling fake tensors MUST give the bytes of real ones.",
+    rationale="a dry run is how a plan is made for a machine that is not there",
+    since="0.1.0",
+    profile="budget",
+)
 def test_dry_run_gives_the_bytes_of_a_real_one(part, device):
     """Every operator and every saved tensor, without memory."""
     _, _, real = profiled(part, device)
@@ -124,7 +131,14 @@ def test_dry_run_gives_the_bytes_of_a_real_one(part, device):
     assert [pack.storage_bytes for pack in fake.packs] == [p.storage_bytes for p in real.packs]
 
 
-@requirement("SP-121")
+@requirement(
+    "SP-121",
+    level="MUST",
+    text="A plan MUST NOT keep more bytes than its budget.",
+    rationale="pytorch#197871: torch's solvers overshoot by up to 5.6%",
+    since="0.1.0",
+    profile="budget",
+)
 @pytest.mark.parametrize("engine", ["recipe", "contexts"])
 def test_plan_is_within_its_budget(part, device, engine):
     """A hundred budgets over one trace."""
@@ -136,7 +150,14 @@ def test_plan_is_within_its_budget(part, device, engine):
         assert not plan or plan.kept_bytes <= budget
 
 
-@requirement("SP-122")
+@requirement(
+    "SP-122",
+    level="MUST",
+    text="The bytes a region hands to the hooks around it under a plan MUST be exactly the plan's.",
+    rationale="an estimate cannot be a promise",
+    since="0.1.0",
+    profile="budget",
+)
 def test_region_keeps_the_bytes_of_its_plan(part, device):
     """What the hooks receive is what the plan says, at nine budgets."""
     model, x, trace = profiled(part, device)
@@ -145,7 +166,14 @@ def test_region_keeps_the_bytes_of_its_plan(part, device):
         assert kept_bytes(part, model, x, plan) == plan.kept_bytes
 
 
-@requirement("SP-123")
+@requirement(
+    "SP-123",
+    level="MUST",
+    text="A budget without a plan MUST give a false value that says the smallest budget with one.",
+    rationale="an infeasible plan is a value",
+    since="0.1.0",
+    profile="budget",
+)
 def test_budget_without_plan_is_a_false_value(part, device):
     """It says the smallest budget with a plan: that has one, a byte less has none."""
     _, _, trace = profiled(part, device)
@@ -155,7 +183,14 @@ def test_budget_without_plan_is_a_false_value(part, device):
     assert not part.solve(trace, nothing.smallest_bytes - 1)
 
 
-@requirement("SP-124")
+@requirement(
+    "SP-124",
+    level="MUST",
+    text="A larger budget MUST NOT repeat more work.",
+    rationale="pytorch#197838: the peak at 0.05 was 4.17 times that at 0.15",
+    since="0.1.0",
+    profile="budget",
+)
 def test_larger_budget_repeats_no_more(part, device):
     """Work repeated falls to nothing."""
     _, _, trace = profiled(part, device)
@@ -164,7 +199,17 @@ def test_larger_budget_repeats_no_more(part, device):
     assert costs[0] > costs[-1] == 0
 
 
-@requirement("SP-125")
+@requirement(
+    "SP-125",
+    level="MUST",
+    text=(
+        "On a small trace the work repeated MUST be the least that any choice within the budget"
+        " repeats."
+    ),
+    rationale="exactness at small sizes is cheap to demand",
+    since="0.1.0",
+    profile="budget",
+)
 def test_small_trace_is_solved_exactly(part, device):
     """All subsets of the choices are tried."""
     w = torch.randn(16, 16, device=device, requires_grad=True)
@@ -182,7 +227,14 @@ def test_small_trace_is_solved_exactly(part, device):
         assert part.solve(trace, budget).recompute_cost == min(fitting)
 
 
-@requirement("SP-126")
+@requirement(
+    "SP-126",
+    level="MUST",
+    text="A budget that does not parse MUST raise a ValueError that quotes it.",
+    rationale="a size without unit is the commonest slip",
+    since="0.1.0",
+    profile="budget",
+)
 @pytest.mark.parametrize("budget", ["6 gigs", "lots", "101%", -1, 1.5])
 def test_unreadable_budget_is_quoted(part, device, budget):
     """In a ValueError."""
@@ -191,7 +243,14 @@ def test_unreadable_budget_is_quoted(part, device, budget):
         part.solve(trace, budget)
 
 
-@requirement("SP-127")
+@requirement(
+    "SP-127",
+    level="MUST",
+    text="A Pareto front MUST list no plan that another beats, and survive JSON.",
+    rationale="torch offers a picture only",
+    since="0.1.0",
+    profile="budget",
+)
 def test_front_lists_what_nothing_beats(part, device):
     """Bytes rise while work falls, strictly; JSON gives the same list."""
     _, _, trace = profiled(part, device)
@@ -203,7 +262,17 @@ def test_front_lists_what_nothing_beats(part, device):
     assert part.pareto_from_json(part.pareto_to_json(front)) == front
 
 
-@requirement("SP-128")
+@requirement(
+    "SP-128",
+    level="MUST",
+    text=(
+        "A step under the plan of `fit` MUST NOT take more memory than the budget, by the "
+        "allocator's own count."
+    ),
+    rationale="no other implementation closes the loop on a measurement",
+    since="0.1.0",
+    profile="budget",
+)
 @pytest.mark.parametrize("share", [0.95, 0.85, 0.75])
 def test_step_takes_no_more_than_its_budget(part, device, share):
     """The allocator is asked, for the step that the fitted plan is for."""
@@ -218,7 +287,17 @@ def test_step_takes_no_more_than_its_budget(part, device, share):
     assert held + grown(step, device) <= found.budget_bytes
 
 
-@requirement("SP-129")
+@requirement(
+    "SP-129",
+    level="MUST",
+    text=(
+        "A plan that was made with `strict=True` MUST be refused in the forward of a function "
+        "that saves other tensors than were profiled."
+    ),
+    rationale="a plan that misaligns is how selective checkpointing went wrong silently",
+    since="0.1.0",
+    profile="budget",
+)
 def test_plan_for_another_function_is_refused(part, device):
     """The forward notices, where the plan is strict."""
     x = torch.ones(4, 4, device=device, requires_grad=True)
@@ -240,7 +319,18 @@ class Chain(nn.Module):
         return (x.tanh() if self.more else x).cos()
 
 
-@requirement("SP-180")
+@requirement(
+    "SP-180",
+    level="MUST",
+    text=(
+        "A forward that saves tensors which its plan does not know MUST keep them, follow the "
+        "plan for the others, warn once for the plan, and give the gradients of no "
+        "checkpointing, bitwise."
+    ),
+    rationale="a plan made with one loss or batch must not end the training with another",
+    since="0.1.0",
+    profile="budget",
+)
 def test_tensor_that_the_plan_does_not_know_is_kept(part, device):
     """One more than was profiled, and only that one; it is told of once."""
     x = torch.linspace(-2, 2, 64 * 64, device=device).view(64, 64).requires_grad_()
@@ -258,7 +348,14 @@ def test_tensor_that_the_plan_does_not_know_is_kept(part, device):
     assert more == x.untyped_storage().nbytes()
 
 
-@requirement("SP-130")
+@requirement(
+    "SP-130",
+    level="MUST",
+    text="`fit` MUST leave gradients, buffers and random state as they were.",
+    rationale="measuring is not training",
+    since="0.1.0",
+    profile="budget",
+)
 def test_fitting_is_not_training(part, device):
     """Gradients are the same tensors with the same values; so is all other state."""
     model, x = stack(device)
@@ -271,7 +368,14 @@ def test_fitting_is_not_training(part, device):
     assert all(map(torch.equal, before, after))
 
 
-@requirement("SP-131")
+@requirement(
+    "SP-131",
+    level="MUST",
+    text="A plan MUST survive JSON with an equal digest.",
+    rationale="ranks compare plans by digest",
+    since="0.1.0",
+    profile="budget",
+)
 def test_plan_survives_json(part, device):
     """Equal plan, equal digest; another budget, another digest."""
     _, _, trace = profiled(part, device)
@@ -281,7 +385,17 @@ def test_plan_survives_json(part, device):
     assert again.digest == few.digest != many.digest
 
 
-@requirement("SP-150")
+@requirement(
+    "SP-150",
+    level="MUST",
+    text=(
+        "`checkpoint` MUST follow a plan by the engine it was solved for, whether or not the "
+        "blocks it is used on have inputs that need gradients."
+    ),
+    rationale="a plan made for the first block of a stack is used for all of them",
+    since="0.1.0",
+    profile="budget",
+)
 @pytest.mark.parametrize("engine", ["recipe", "contexts"])
 def test_plan_of_one_block_is_followed_by_all(part, device, engine):
     """The first block's input needs no gradient, the others' do; all gradients are plain ones."""
@@ -299,7 +413,14 @@ def test_plan_of_one_block_is_followed_by_all(part, device, engine):
     assert all(map(torch.equal, *found))
 
 
-@requirement("SP-151")
+@requirement(
+    "SP-151",
+    level="MUST",
+    text="Damaged text MUST be refused by the reader of policies, with a ValueError.",
+    rationale="a plan file that was cut or edited is found when it is read, not in training",
+    since="0.1.0",
+    profile="budget",
+)
 @pytest.mark.parametrize(
     ("old", "new"),
     [('"save"', "NaN"), ('["aten.mm"]', '"aten.mm"'), ('"answer"', '"colour"'), ("{", "[" * 9999)],
@@ -313,7 +434,17 @@ def test_damaged_policy_is_refused(part, device, old, new):
         part.from_json(text.replace(old, new))
 
 
-@requirement("SP-152")
+@requirement(
+    "SP-152",
+    level="MUST",
+    text=(
+        "An operator entry that matches nothing MUST be warned of for each model, not once for "
+        "each policy value."
+    ),
+    rationale="whoever trains a second model is not to rely on the warning of the first",
+    since="0.1.0",
+    profile="budget",
+)
 @pytest.mark.parametrize("engine", ["recipe", "contexts"])
 def test_second_model_is_warned_of(part, device, engine):
     """Both lack the operator; each is told of it."""
@@ -336,7 +467,18 @@ def _held_bytes(part, model, x, policy, engine):
     return sum(_changes(step))
 
 
-@requirement("SP-156")
+@requirement(
+    "SP-156",
+    level="MUST",
+    text=(
+        "`report` MUST name the engine that `checkpoint` takes for the same call, and its "
+        "`held_bytes` and `guard_bytes` MUST add up to what that call holds until backward."
+    ),
+    rationale="a report counted 221,184 bytes of one engine where the other ran and held 782,912",
+    since="0.1.0",
+    profile="budget",
+    devices=("cpu",),
+)
 @pytest.mark.parametrize("engine", ["auto", "recipe", "contexts"])
 @pytest.mark.parametrize("kind", ["products", "nothing", "plan"])
 def test_report_counts_what_is_held(part, engine, kind):
@@ -353,7 +495,21 @@ def test_report_counts_what_is_held(part, engine, kind):
     assert held_bytes == _held_bytes(part, model, x, policy, said.engine)
 
 
-@requirement("SP-177")
+@requirement(
+    "SP-177",
+    level="MUST",
+    text=(
+        "A plan that may offload MUST keep no more than its budget on the device, and MUST cost"
+        " no more than one that keeps the same and offloads a value exactly where copying it to"
+        " the host and back takes less time than making it again."
+    ),
+    rationale=(
+        "with two choices a budget below what products take is paid with products that run "
+        "twice, while the host's memory is empty"
+    ),
+    since="0.1.0",
+    profile="budget",
+)
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_offloading_costs_no_more_than_where_copies_are_faster(part, device, share):
     """At a rate at which half of the values are copied faster than they are made again."""

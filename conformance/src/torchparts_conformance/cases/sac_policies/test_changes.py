@@ -57,7 +57,21 @@ def is_seen_or_harmless(checkpoint, device, make, change):
         assert all(map(torch.equal, *found))
 
 
-@requirement("SP-132")
+@requirement(
+    "SP-132",
+    level="MUST",
+    text=(
+        "A parameter or input that is changed between forward and backward past its version "
+        "counter, through `.data` or by other data, MUST lead to the gradients of no "
+        "checkpointing or to an error."
+    ),
+    rationale=(
+        "a replay reads a bias that the plain backward never does; other gradients for eight "
+        "kinds of modules"
+    ),
+    since="0.1.0",
+    profile="recipe",
+)
 @pytest.mark.parametrize("change", [add_unseen, replace_data])
 @pytest.mark.parametrize(
     "make",
@@ -78,7 +92,17 @@ def test_leaf_is_changed_past_its_version_counter(part, device, make, change):
     is_seen_or_harmless(checkpoint, device, make, change)
 
 
-@requirement("SP-133")
+@requirement(
+    "SP-133",
+    level="MUST",
+    text=(
+        "A hook that a region registers on a tensor from outside of it MUST run once in "
+        "backward, and be registered once."
+    ),
+    rationale="the recomputation registers it again: 1.880 became 2.820 on 2.13",
+    since="0.1.0",
+    profile="robust",
+)
 def test_hook_on_an_input_runs_once(part, device):
     """A hook on an activation and one on a parameter, registered by the region."""
     results = []
@@ -123,7 +147,21 @@ def write(t, w, cache):
     return cache.buffer.sin().exp()
 
 
-@requirement("SP-134")
+@requirement(
+    "SP-134",
+    level="MUST",
+    text=(
+        "A container or object among a region's arguments that the region changes, by growing "
+        "or by writing to its tensors, MUST NOT be seen changed by the recomputation, nor be "
+        "changed by it."
+    ),
+    rationale=(
+        "key and value caches: other operators in the recomputation, or silently wrong "
+        "gradients; shihao1895/MemoryVLA#18"
+    ),
+    since="0.1.0",
+    profile="robust",
+)
 @pytest.mark.parametrize("function", [grow, write])
 def test_cache_among_the_arguments(part, device, function):
     """Gradients are those of no checkpointing, and the cache is as the forward left it."""
@@ -141,7 +179,20 @@ def test_cache_among_the_arguments(part, device, function):
     assert all(map(torch.equal, *results))
 
 
-@requirement("SP-137")
+@requirement(
+    "SP-137",
+    level="MUST",
+    text=(
+        "A container that a region is given inside a region that holds it itself MUST be as it "
+        "was in the forward whenever the region around is recomputed."
+    ),
+    rationale=(
+        "the recomputation found a cache grown by the forward: another value was saved, and the"
+        " gradient of one weight was silently wrong"
+    ),
+    since="0.1.0",
+    profile="robust",
+)
 @pytest.mark.parametrize("function", [grow, write])
 def test_cache_that_the_region_around_holds(part, device, function):
     """The region inside is given the cache, the one around closes over it."""
@@ -164,7 +215,17 @@ def test_cache_that_the_region_around_holds(part, device, function):
     assert all(map(torch.equal, *results))
 
 
-@requirement("SP-135")
+@requirement(
+    "SP-135",
+    level="MUST",
+    text=(
+        "In-place operators that change sizes or strides (`unsqueeze_`, `t_`, `as_strided_`) "
+        "MUST give the gradients of no checkpointing, saved or not."
+    ),
+    rationale="handing out a kept value by copying raised 'output with shape ... does not match'",
+    since="0.1.0",
+    profile="robust",
+)
 @pytest.mark.parametrize("saves", [True, False])
 @pytest.mark.parametrize(
     "change",
@@ -202,7 +263,17 @@ def _torch_debugs(x):
     return False
 
 
-@requirement("SP-136")
+@requirement(
+    "SP-136",
+    level="MUST",
+    text=(
+        "torch's `set_checkpoint_debug_enabled(True)` around a region with a policy MUST work "
+        "as `debug=True` does."
+    ),
+    rationale="2.13 refuses every context_fn while it is set",
+    since="0.1.0",
+    profile="robust",
+)
 def test_debugging_is_set_for_all_of_torch(part, device):
     """The setting is as it was afterwards, and gradients are those without it."""
     x, w = leaf(device, 4, 4), leaf(device, 4, 4)
@@ -223,7 +294,18 @@ def nothing(ctx, op, *args, **kwargs):
     return False
 
 
-@requirement("SP-140")
+@requirement(
+    "SP-140",
+    level="MUST",
+    text=(
+        "A parameter or input that is changed past its version counter before its region runs "
+        "again in backward MUST lead to the gradients of no checkpointing or to an error."
+    ),
+    rationale="the recomputation reads the changed tensor",
+    since="0.1.0",
+    profile="robust",
+    torch_deviation="torch 2.13: gives other gradients without a word",
+)
 @pytest.mark.parametrize("change", [add_unseen, replace_data])
 @pytest.mark.parametrize("size", [6, 96])
 def test_leaf_is_changed_before_its_region_runs_again(part, device, change, size):
@@ -244,7 +326,23 @@ def write_in_place(tensor):
         tensor.mul_(2)
 
 
-@requirement("SP-159")
+@requirement(
+    "SP-159",
+    level="MUST",
+    text=(
+        "A weight or a value that a region was given or found, changed in place, past its "
+        "version counter, or by other data, after the region ran, MUST lead to the gradients of"
+        " no checkpointing, with the change or without it, or to an error: where the operators "
+        "that read it are kept, too."
+    ),
+    rationale=(
+        "a kept product saves its weight again as a view, of whatever data the weight has by "
+        "then: gradients were off by 0.6 without a word"
+    ),
+    since="0.1.0",
+    profile="robust",
+    torch_deviation="torch 2.13: gives other gradients without a word",
+)
 @pytest.mark.parametrize("change", [add_unseen, replace_data, write_in_place])
 @pytest.mark.parametrize("at", range(3), ids=["weight", "given", "found"])
 @pytest.mark.parametrize("policy", [nothing, PRODUCTS], ids=["nothing", "products"])
@@ -301,7 +399,19 @@ class EverySecond(nn.Module):
         return x @ self.weight
 
 
-@requirement("SP-143")
+@requirement(
+    "SP-143",
+    level="MUST",
+    text=(
+        "A region whose weight does not lie in one piece of memory, as every second column of a"
+        " larger one, MUST have the gradients of no checkpointing; if the weight is changed "
+        "past its version counter, those or an error."
+    ),
+    rationale="what notices a changed weight may take its bytes for one piece",
+    since="0.1.0",
+    profile="robust",
+    torch_deviation="torch 2.13: a changed weight gives other gradients without a word",
+)
 @pytest.mark.parametrize("change", [None, add_unseen, replace_data])
 def test_leaf_does_not_lie_in_one_piece(part, device, change):
     """The weight, and the input, are read by a recomputation; changed or not."""
@@ -312,7 +422,20 @@ def test_leaf_does_not_lie_in_one_piece(part, device, change):
     is_seen_or_harmless(checkpoint, device, lambda: (EverySecond(), (3, 4)), change)
 
 
-@requirement("SP-141")
+@requirement(
+    "SP-141",
+    level="MUST",
+    text=(
+        "A gradient taken inside a region MUST leave what comes after it in the region as it "
+        "would be without checkpointing, with early stop or without."
+    ),
+    rationale="the region runs for the gradient, further than its forward is",
+    since="0.1.0",
+    profile="robust",
+    torch_deviation=(
+        "torch 2.13: a cache has grown before the forward reads it, and the loss is another one"
+    ),
+)
 @pytest.mark.parametrize("function", [grow, write])
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_gradient_inside_a_region(part, device, function, early_stop):
@@ -343,7 +466,20 @@ def test_gradient_inside_a_region(part, device, function, early_stop):
     assert all(map(torch.equal, *results))
 
 
-@requirement("SP-142")
+@requirement(
+    "SP-142",
+    level="MUST",
+    text=(
+        "A region whose values are rebuilt operator by operator, inside one that is run again, "
+        "MUST be given containers as they were in the forward."
+    ),
+    rationale=(
+        "the region around is recomputed, whatever the one inside does; gradients were silently"
+        " wrong"
+    ),
+    since="0.1.0",
+    profile="recipe",
+)
 @pytest.mark.parametrize("function", [grow, write])
 def test_cache_of_a_replayed_region_inside_one_that_runs_again(part, device, function):
     """The region inside is given the cache, the one around closes over it."""
@@ -364,7 +500,21 @@ def test_cache_of_a_replayed_region_inside_one_that_runs_again(part, device, fun
     assert all(map(torch.equal, *results))
 
 
-@requirement("SP-211")
+@requirement(
+    "SP-211",
+    level="MUST",
+    text=(
+        '`determinism_check` MUST be refused where it is neither "default" nor "none", by every'
+        " engine and before the function runs; with either the gradients MUST be those of no "
+        "checkpointing, bitwise."
+    ),
+    rationale=(
+        "an engine without a second forward took the option and any word for it, and did "
+        "nothing with them"
+    ),
+    since="0.1.0",
+    profile="recipe",
+)
 @pytest.mark.parametrize("engine", ["recipe", "contexts"])
 @pytest.mark.parametrize("check", ["default", "none", "banana", None])
 def test_check_is_one_of_torchs(part, device, check, engine):

@@ -7,7 +7,22 @@ import torch.nn.functional as F
 from torchparts_conformance import requirement
 
 
-@requirement("SP-163")
+@requirement(
+    "SP-163",
+    level="MUST",
+    text=(
+        "Compiled code inside a region MUST run as the graph it was compiled to, in each "
+        "forward and where backward runs the region again, with the gradients of no "
+        "checkpointing."
+    ),
+    rationale=(
+        "pytorch/pytorch#161889: selective checkpointing of a compiled function ran it "
+        "uncompiled, without a word"
+    ),
+    since="0.1.0",
+    profile="recipe",
+    devices=("cpu",),
+)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's
 @pytest.mark.parametrize("engine", ["recipe", "contexts"])
 @pytest.mark.parametrize("keeps", [False, True])
@@ -37,7 +52,22 @@ def test_compiled_part_runs_as_its_graph(part, device, engine, keeps):
     assert len({len(graph.graph.nodes) for graph in graphs}) == 1
 
 
-@requirement("SP-164")
+@requirement(
+    "SP-164",
+    level="MUST",
+    text=(
+        "In a compiled region, whatever its policy or plan keeps, backward MUST use the random "
+        "numbers of the forward, and the generator MUST be left where compiled code without the"
+        " region leaves it."
+    ),
+    rationale=(
+        "pytorch/pytorch#190758: a memory budget with dropout corrupted random state under the "
+        "compiler"
+    ),
+    since="0.1.0",
+    profile="recipe",
+    devices=("cpu",),
+)
 @pytest.mark.parametrize("keeps", ["nothing", "products", "plan"])
 def test_compiled_region_draws_once(part, device, keeps):
     """Dropout in a compiled region: one mask for both passes, and the generator as without it."""

@@ -78,7 +78,17 @@ def fitted(part, model, batch, budget="60%"):
     return found
 
 
-@requirement("SP-170")
+@requirement(
+    "SP-170",
+    level="MUST",
+    text=(
+        "A step of a model that `fit_` has changed MUST NOT take more memory than the budget, "
+        "by the allocator's own count."
+    ),
+    rationale="a policy that was found has to hold on the model as it trains, not on a copy",
+    since="0.1.0",
+    profile="budget",
+)
 @pytest.mark.parametrize("share", [0.9, 0.75, 0.6])
 def test_step_of_a_fitted_model_is_within_its_budget(part, device, share):
     """The allocator is asked, before and after; the share is of what was before."""
@@ -91,7 +101,17 @@ def test_step_of_a_fitted_model_is_within_its_budget(part, device, share):
     )  # what a step takes can vary so much
 
 
-@requirement("SP-171")
+@requirement(
+    "SP-171",
+    level="MUST",
+    text=(
+        "`undo()` of what `fit_` returns MUST leave the model as if it had never been fitted: "
+        "its modules' attributes, and what a step takes; calling it twice MUST be no error."
+    ),
+    rationale="a change that cannot be taken back has to be paid for at evaluation and export",
+    since="0.1.0",
+    profile="budget",
+)
 def test_undo_leaves_nothing(part, device):
     """Attributes, state and memory are those of a model that was never fitted; twice, too."""
     model, batch = seeded(device)
@@ -107,7 +127,21 @@ def test_undo_leaves_nothing(part, device):
         assert taken(model, batch, device) >= 0.999 * plain
 
 
-@requirement("SP-216")
+@requirement(
+    "SP-216",
+    level="MUST",
+    text=(
+        "`undo()` of what `fit_` returned MUST also undo blocks whose `forward` something else "
+        "was put around since: that MUST stay and be called, and a step MUST take, and give, "
+        "what it does without checkpointing."
+    ),
+    rationale=(
+        "profilers and adapters put themselves around a block's forward: under one the "
+        "checkpointing went on, and a later `fit_` took its steps for those without"
+    ),
+    since="0.1.0",
+    profile="budget",
+)
 def test_undo_reaches_blocks_that_something_was_put_around(part, device):
     """What was put there is called in either step, and the second one is plain's."""
     model, batch = seeded(device)
@@ -138,7 +172,20 @@ OTHERS = {
 }
 
 
-@requirement("SP-172")
+@requirement(
+    "SP-172",
+    level="MUST",
+    text=(
+        "A model that was fitted with one batch and loss MUST train with another length, a "
+        "mask, another loss and autocast, with the gradients of no checkpointing, bitwise."
+    ),
+    rationale=(
+        "Trainer computes another loss than the one a plan was made with, and a padded batch "
+        "brings a mask: a plan for one call raised"
+    ),
+    since="0.1.0",
+    profile="budget",
+)
 @pytest.mark.parametrize("other", OTHERS)
 def test_fitted_model_trains_on_what_it_was_not_fitted_with(part, device, other):
     """No error; loss and gradients are those of the model without checkpointing, bitwise."""
@@ -153,7 +200,17 @@ def test_fitted_model_trains_on_what_it_was_not_fitted_with(part, device, other)
     assert all(map(torch.equal, expected, found))
 
 
-@requirement("SP-173")
+@requirement(
+    "SP-173",
+    level="MUST",
+    text=(
+        "A fitted model MUST have the gradients of the model without checkpointing, bitwise, "
+        "random numbers included, and leave the generator where that one leaves it."
+    ),
+    rationale="each block is divided in its own way, and the sum has to be the plain step",
+    since="0.1.0",
+    profile="budget",
+)
 @pytest.mark.parametrize("budget", ["90%", "75%", "60%"])
 def test_gradients_of_a_fitted_model_are_the_plain_ones(part, device, budget):
     """Bitwise, with dropout, in two steps in a row; the generator ends where it did."""
@@ -166,7 +223,17 @@ def test_gradients_of_a_fitted_model_are_the_plain_ones(part, device, budget):
         assert torch.equal(state, torch.get_rng_state())
 
 
-@requirement("SP-174")
+@requirement(
+    "SP-174",
+    level="MUST",
+    text=(
+        "`fit_` MUST change the model in place: modules, classes, parameters, names and the "
+        "state dict MUST stay those it had."
+    ),
+    rationale="optimizers, adapters and checkpoints hold on to names and objects",
+    since="0.1.0",
+    profile="budget",
+)
 def test_fitted_model_is_the_object_it_was(part, device):
     """Modules, classes, parameters, names and the state dict, on both sides of `undo`."""
     model, batch = seeded(device)
@@ -184,7 +251,17 @@ def test_fitted_model_is_the_object_it_was(part, device):
     assert identity() == before
 
 
-@requirement("SP-175")
+@requirement(
+    "SP-175",
+    level="MUST",
+    text=(
+        "A budget that no change of the blocks fits MUST give a false value with the smallest "
+        "memory of a step that was measured, and leave the model as it was."
+    ),
+    rationale="whoever asks for too little has to learn what can be had",
+    since="0.1.0",
+    profile="budget",
+)
 def test_budget_that_nothing_fits_changes_nothing(part, device):
     """A false value with the smallest peak that was measured, which is then found."""
     model, batch = seeded(device)
@@ -197,7 +274,17 @@ def test_budget_that_nothing_fits_changes_nothing(part, device):
     assert part.fit_(model, batch, found.smallest_bytes + 4096)
 
 
-@requirement("SP-176")
+@requirement(
+    "SP-176",
+    level="MUST",
+    text=(
+        "`fit_` MUST leave parameters, gradients, buffers, the batch, the mode and random state"
+        " as they were."
+    ),
+    rationale="measuring is not training",
+    since="0.1.0",
+    profile="budget",
+)
 def test_fitting_a_model_is_not_training_it(part, device):
     """Values, gradients, buffers, mode and random state are those from before."""
     model, batch = seeded(device)
@@ -213,7 +300,21 @@ def test_fitting_a_model_is_not_training_it(part, device):
     assert all(module.training for module in model.modules())
 
 
-@requirement("SP-182")
+@requirement(
+    "SP-182",
+    level="MUST",
+    text=(
+        "A forward of a model that `fit_` has changed for a budget of kept bytes MUST NOT leave"
+        " more bytes in use than the budget, by the allocator's own count, and its gradients "
+        "MUST be those of no checkpointing, bitwise."
+    ),
+    rationale=(
+        "a budget of the peak is a promise for one step; what is kept is what grows with "
+        "micro-batches in flight"
+    ),
+    since="0.1.0",
+    profile="budget",
+)
 @pytest.mark.parametrize("share", [0.8, 0.5, 0.3])
 def test_forward_of_a_fitted_model_leaves_no_more_than_its_budget(part, device, share):
     """The allocator is asked, before and after; the share is of what was left before."""
@@ -245,7 +346,17 @@ class Normed(nn.Module):
         return x + F.dropout(y / self.size, 0.1)
 
 
-@requirement("SP-183")
+@requirement(
+    "SP-183",
+    level="MUST",
+    text=(
+        "After each step a fitted model MUST have the buffers of the model without "
+        "checkpointing, bitwise, whichever of its blocks run a second time."
+    ),
+    rationale="a second forward counts running statistics twice",
+    since="0.1.0",
+    profile="budget",
+)
 @pytest.mark.parametrize("share", [0.8, 0.5, 0.3])
 def test_buffers_of_a_fitted_model_count_a_batch_once(part, device, share):
     """Each block averages, and computes with an average; in two steps in a row."""

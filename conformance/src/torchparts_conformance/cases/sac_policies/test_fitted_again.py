@@ -101,7 +101,24 @@ def doubled(value):
     return value.clone()
 
 
-@requirement("SP-217")
+@requirement(
+    "SP-217",
+    level="MUST",
+    text=(
+        "A model that `fit_` has changed to keep the least MUST have the gradients of no "
+        "checkpointing, bitwise, in a second backward of one graph, in a gradient of gradients,"
+        " where half of the gradients are asked for first, where a block takes a gradient "
+        "itself or has a checkpoint inside, and under saved-tensor hooks; an input or a "
+        "parameter of a block that was written to after its forward MUST NOT be read as it then"
+        " is."
+    ),
+    rationale=(
+        "a second forward is made for one backward of all gradients, and training does more "
+        "than that"
+    ),
+    since="0.1.0",
+    profile="budget",
+)
 @pytest.mark.parametrize("name", STEPS)
 def test_whatever_a_step_does_has_plain_gradients(part, device, name):
     """Bitwise, dropout included, in two steps in a row."""

@@ -32,7 +32,24 @@ def compiled_blocks(model, how, runs):
             model.blocks[number] = torch.compile(block, backend=backend)
 
 
-@requirement("SP-218")
+@requirement(
+    "SP-218",
+    level="MUST",
+    text=(
+        "A model whose blocks torch.compile has compiled, in place or as modules put in theirs,"
+        " MUST stay compiled when `fit_` changes it: each run of a block, a second one for "
+        "backward included, MUST be one of its compiled code, gradients MUST be those of "
+        "before, bitwise, and after `undo()` a step MUST run each block once. A model that is "
+        "compiled as a whole MUST be refused or keep its gradients."
+    ),
+    rationale=(
+        "blocks are compiled one by one where a model is too large to compile as a whole: "
+        "regions within compiled code broke its graphs, and ran without it what had been "
+        "compiled"
+    ),
+    since="0.1.0",
+    profile="budget",
+)
 @pytest.mark.parametrize("how", ["in place", "instead"])
 def test_compiled_blocks_stay_compiled(part, device, how):
     """Their code runs once in a step, or twice where they are checkpointed, and nothing else."""

@@ -24,7 +24,17 @@ def _product(x, y):
     return torch.sigmoid(torch.matmul(x, y))
 
 
-@requirement("SP-001")
+@requirement(
+    "SP-001",
+    level="MUST",
+    text=(
+        "A checkpointed function MUST be recomputed in the compiled backward: each of its "
+        "products once more."
+    ),
+    source="test_tags_function",
+    since="0.1.0",
+    profile="core",
+)
 def test_product_is_recomputed(part, device):
     """One product forward; its recomputation and two gradients in backward."""
 
@@ -36,7 +46,17 @@ def test_product_is_recomputed(part, device):
     assert count(graphs.backward, aten.mm.default) == 3
 
 
-@requirement("SP-002")
+@requirement(
+    "SP-002",
+    level="MUST",
+    text=(
+        "`checkpoint` MUST be traced alike when it is reached through a variable of an "
+        "enclosing scope."
+    ),
+    source="test_tags_function_via_global_checkpoint",
+    since="0.1.0",
+    profile="core",
+)
 def test_checkpoint_is_found_through_a_global(part, device):
     """A checkpoint function held in a variable of the enclosing scope is traced alike."""
     held = part.checkpoint
@@ -49,7 +69,17 @@ def test_checkpoint_is_found_through_a_global(part, device):
     assert count(graphs.backward, aten.mm.default) == 3
 
 
-@requirement("SP-003")
+@requirement(
+    "SP-003",
+    level="MUST",
+    text=(
+        "Options of `checkpoint`, such as `preserve_rng_state`, MUST NOT reach the checkpointed"
+        " function."
+    ),
+    source="test_tags_function_with_kwargs",
+    since="0.1.0",
+    profile="core",
+)
 def test_options_of_checkpoint_are_not_the_functions(part, device):
     """`preserve_rng_state` belongs to checkpoint and does not reach the function."""
 
@@ -63,7 +93,17 @@ def test_options_of_checkpoint_are_not_the_functions(part, device):
     assert count(graphs.backward, aten.mm.default) == 3
 
 
-@requirement("SP-004")
+@requirement(
+    "SP-004",
+    level="MUST",
+    text=(
+        "Two regions in sequence MUST both be recomputed: 6 products forward, 18 backward for "
+        "twice three."
+    ),
+    source="test_tags_sequential_layers",
+    since="0.1.0",
+    profile="core",
+)
 def test_two_regions_in_sequence(part, device):
     """Two regions of three products each: 6 forward, 6 recomputed and 12 gradients."""
 
@@ -82,7 +122,14 @@ def test_two_regions_in_sequence(part, device):
     assert count(graphs.backward, aten.mm.default) == 18
 
 
-@requirement("SP-005")
+@requirement(
+    "SP-005",
+    level="MUST",
+    text="Two regions with other work between them MUST both be recomputed.",
+    source="test_tags_multiple_checkpoints",
+    since="0.1.0",
+    profile="core",
+)
 def test_two_regions_with_work_between(part, device):
     """Regions separated by other work are each recomputed."""
 
@@ -107,7 +154,14 @@ class _Linear(nn.Module):
         return self.after(self.linear(x))
 
 
-@requirement("SP-006")
+@requirement(
+    "SP-006",
+    level="MUST",
+    text="A module MUST be accepted as a region; its activation is recomputed in backward.",
+    source="test_tags_module",
+    since="0.1.0",
+    profile="core",
+)
 def test_module_is_a_region(part, device):
     """A module is checkpointed like a function; its activation is recomputed."""
     module = _Linear(torch.sigmoid).to(device)
@@ -120,7 +174,14 @@ def test_module_is_a_region(part, device):
     assert count(graphs.backward, aten.sigmoid.default) == 1
 
 
-@requirement("SP-007")
+@requirement(
+    "SP-007",
+    level="MUST",
+    text="Operators that decompositions make MUST be recomputed as the operator they come from.",
+    source="test_tags_decomps",
+    since="0.1.0",
+    profile="core",
+)
 def test_tags_survive_decomposition(part, device):
     """Operators that a decomposition makes are recomputed as the one they came from."""
     module = _Linear(lambda h: torch.sigmoid(nn.functional.gelu(h))).to(device)
@@ -136,7 +197,14 @@ def test_tags_survive_decomposition(part, device):
     assert count(graphs.backward, aten.erf.default) == 1
 
 
-@requirement("SP-008")
+@requirement(
+    "SP-008",
+    level="MUST",
+    text="A random operator inside a region MUST give its recomputation the same numbers.",
+    source="test_tags_recomputed_rand",
+    since="0.1.0",
+    profile="core",
+)
 def test_random_operator_is_replayed(part, device):
     """Random numbers drawn inside a region are the same in its recomputation."""
 
@@ -150,7 +218,14 @@ def test_random_operator_is_replayed(part, device):
     run_compiled(fn, square(device), square(device))
 
 
-@requirement("SP-009")
+@requirement(
+    "SP-009",
+    level="MUST",
+    text="A compiled region of deterministic operators MUST give eager's values and gradients.",
+    source="test_tags_rand",
+    since="0.1.0",
+    profile="core",
+)
 def test_deterministic_region_after_random_setup(part, device):
     """A region of two products gives eager's values and gradients."""
 
@@ -163,7 +238,14 @@ def test_deterministic_region_after_random_setup(part, device):
     run_compiled(fn, square(device), square(device))
 
 
-@requirement("SP-010")
+@requirement(
+    "SP-010",
+    level="MUST",
+    text="A module that ends in dropout MUST compile and differentiate as a region.",
+    source="test_tags_dropout",
+    since="0.1.0",
+    profile="core",
+)
 def test_dropout_is_compiled(part, device):
     """A region that ends in dropout compiles and differentiates."""
     module = _Linear(nn.Dropout(0.2)).to(device)
@@ -179,7 +261,14 @@ def _opaque(x):
     return x
 
 
-@requirement("SP-011")
+@requirement(
+    "SP-011",
+    level="MUST",
+    text="A region with a graph break MUST run eagerly while the code around it is compiled.",
+    source="test_fallback",
+    since="0.1.0",
+    profile="core",
+)
 def test_graph_break_in_a_region_leaves_it_eager(part, device):
     """With a graph break inside, the region runs eagerly and what is around it compiled."""
 
@@ -197,7 +286,14 @@ def _region_nodes(graph):
     return [node for node in graph.graph.nodes if "checkpoint" in str(node.target)]
 
 
-@requirement("SP-012")
+@requirement(
+    "SP-012",
+    level="MUST",
+    text="Keyword arguments of the function MUST be inputs of the compiled region, in one graph.",
+    source="test_kwargs",
+    since="0.1.0",
+    profile="core",
+)
 def test_keyword_arguments_reach_the_function(part, device):
     """Keyword arguments that are not checkpoint's are inputs of the region."""
 
@@ -216,7 +312,14 @@ def test_keyword_arguments_reach_the_function(part, device):
     assert sum("call" in node.op for node in calls) == 2
 
 
-@requirement("SP-013")
+@requirement(
+    "SP-013",
+    level="MUST",
+    text="A second input shape MUST compile once more and give a result of the right shape.",
+    source="test_symints_location",
+    since="0.1.0",
+    profile="core",
+)
 def test_symbolic_shapes_are_inputs_of_the_region(part, device):
     """A second shape compiles again, with the size as an input, and gives the right shape."""
     torch.compiler.reset()
@@ -241,7 +344,17 @@ def test_symbolic_shapes_are_inputs_of_the_region(part, device):
     assert len(_region_nodes(seen[0])[0].args) == 1 + 2
 
 
-@requirement("SP-024")
+@requirement(
+    "SP-024",
+    level="MUST",
+    text=(
+        "A graph break in a region under fullgraph MUST end in an Unsupported error that names "
+        "the graph break."
+    ),
+    source="test_error_msg",
+    since="0.1.0",
+    profile="core",
+)
 def test_graph_break_under_fullgraph_is_named(part, device):
     """fullgraph=True refuses a region with a graph break, and the error says that."""
 
@@ -256,7 +369,14 @@ def test_graph_break_under_fullgraph_is_named(part, device):
     assert type(caught.value).__name__ == "Unsupported"
 
 
-@requirement("SP-025")
+@requirement(
+    "SP-025",
+    level="MUST",
+    text="A list of tensors MUST be accepted as an input and inside an output of a region.",
+    source="test_list_inputs",
+    since="0.1.0",
+    profile="core",
+)
 def test_list_inputs(part, device):
     """A list of tensors is an input, and a tuple with a list an output."""
 
@@ -271,7 +391,14 @@ def test_list_inputs(part, device):
     torch.testing.assert_close(compiled(x, [y, z]), fn(x, [y, z]))
 
 
-@requirement("SP-026")
+@requirement(
+    "SP-026",
+    level="MUST",
+    text="What was made before a region MUST NOT be made again by its recomputation.",
+    source="test_pattern_matcher",
+    since="0.1.0",
+    profile="core",
+)
 def test_tag_is_passed_on_by_replacement(part, device):
     """What was made before the region is kept for backward, not made again there."""
 
@@ -288,7 +415,14 @@ def test_tag_is_passed_on_by_replacement(part, device):
     assert count(graphs.backward, aten._softmax.default) == 1
 
 
-@requirement("SP-023")
+@requirement(
+    "SP-023",
+    level="MUST",
+    text="Attention in a region under autocast MUST give the same compiled as eager.",
+    source="test_autocast_flash_attention",
+    since="0.1.0",
+    profile="core",
+)
 def test_attention_under_autocast(part, device):
     """Attention called under autocast gives the same compiled as eager."""
 

@@ -42,7 +42,17 @@ def _products(x, y):
     return torch.sigmoid(torch.matmul(torch.matmul(x, y), y)) * y
 
 
-@requirement("SP-014")
+@requirement(
+    "SP-014",
+    level="MUST",
+    text=(
+        "A policy function given to `context_fn` MUST decide: a product it recomputes is in "
+        "backward once more than one it saves."
+    ),
+    source="test_compile_selective_checkpoint_must_recompute",
+    since="0.1.0",
+    profile="core",
+)
 @pytest.mark.parametrize(
     ("lists", "products"), [({"recompute": PRODUCTS}, 3), ({"save": PRODUCTS}, 2)]
 )
@@ -63,7 +73,14 @@ def test_function_decides_what_is_recomputed(part, device, lists, products):
     assert count(graphs.backward, aten.mm.default) == products
 
 
-@requirement("SP-015")
+@requirement(
+    "SP-015",
+    level="MUST",
+    text="Products that a policy function saves MUST NOT be in the compiled backward again.",
+    source="test_compile_selective_checkpoint_must_not_recompute_gemm",
+    since="0.1.0",
+    profile="core",
+)
 def test_function_saves_products(part, device):
     """Saved products are not in backward: two forward, four gradients."""
     policy = _save_products()
@@ -76,7 +93,14 @@ def test_function_saves_products(part, device):
     assert count(graphs.backward, aten.mm.default) == 4
 
 
-@requirement("SP-029")
+@requirement(
+    "SP-029",
+    level="MUST",
+    text="A list of operators MUST be accepted as a policy that saves these operators.",
+    rationale="documented form of torch.utils.checkpoint.create_selective_checkpoint_contexts",
+    since="0.1.0",
+    profile="core",
+)
 def test_list_saves_products(part, device):
     """A list of operators saves these operators."""
     policy = list(PRODUCTS)
@@ -120,7 +144,14 @@ class _Pair(torch.Tensor):
         return cls(left, right) if isinstance(left, torch.Tensor) else left
 
 
-@requirement("SP-016")
+@requirement(
+    "SP-016",
+    level="MUST",
+    text="A tensor subclass of two tensors MUST have the operators of both saved.",
+    source="test_compile_selective_checkpoint_tensor_subclass",
+    since="0.1.0",
+    profile="core",
+)
 def test_tensor_subclass(part, device):
     """A subclass of two tensors runs and saves every product twice."""
     policy = _save_products()
@@ -134,7 +165,14 @@ def test_tensor_subclass(part, device):
     assert count(graphs.backward, aten.mm.default) == 8
 
 
-@requirement("SP-017")
+@requirement(
+    "SP-017",
+    level="MUST",
+    text="A policy function with state MUST be asked once for each operator, in order.",
+    source="test_compile_selective_checkpoint_custom_rule",
+    since="0.1.0",
+    profile="core",
+)
 def test_rule_with_state(part, device):
     """A function that counts products saves all but the second, in forward and recompute alike."""
 
@@ -168,7 +206,14 @@ def _make_contexts(context_fn, ops):
     return context_fn(_policy(save=tuple(ops)))()
 
 
-@requirement("SP-018")
+@requirement(
+    "SP-018",
+    level="MUST",
+    text="A `functools.partial` MUST be accepted where contexts are made.",
+    source="test_compile_selective_checkpoint_partial_ctx_fn",
+    since="0.1.0",
+    profile="core",
+)
 def test_partial_context_fn(part, device):
     """A partial of a function that makes the contexts is traced."""
     context_fn = functools.partial(_make_contexts, part.context_fn, list(PRODUCTS))
@@ -183,7 +228,14 @@ def test_partial_context_fn(part, device):
     assert count(graphs.backward, aten.mm.default) == 4
 
 
-@requirement("SP-019")
+@requirement(
+    "SP-019",
+    level="MUST",
+    text="Operators between saved ones MUST be recomputed and the saved ones not.",
+    source="test_compile_selective_checkpoint_outplace_op",
+    since="0.1.0",
+    profile="core",
+)
 def test_out_of_place_operators(part, device):
     """Saved products and a saved sigmoid are not in backward; what is between them is."""
     policy = _policy(save=(aten.mm.default, aten.sigmoid.default))
@@ -201,7 +253,14 @@ def test_out_of_place_operators(part, device):
     assert count(graphs.backward, aten.sigmoid.default) == 0
 
 
-@requirement("SP-020")
+@requirement(
+    "SP-020",
+    level="MUST",
+    text="In-place operators between saved ones MUST NOT change gradients.",
+    source="test_compile_selective_checkpoint_inplace_op",
+    since="0.1.0",
+    profile="core",
+)
 def test_in_place_operators(part, device):
     """In-place operators between saved ones change nothing."""
     policy = _policy(save=(aten.mm.default, aten.sigmoid.default))
@@ -219,7 +278,17 @@ def test_in_place_operators(part, device):
     torch.testing.assert_close(torch.autograd.grad(compiled(x, y).sum(), (x, y)), plain)
 
 
-@requirement("SP-021")
+@requirement(
+    "SP-021",
+    level="MUST",
+    text=(
+        "A random operator between saved ones MUST keep its numbers, with `preserve_rng_state` "
+        "or without."
+    ),
+    source="test_compile_selective_checkpoint_random_op",
+    since="0.1.0",
+    profile="core",
+)
 @pytest.mark.parametrize("preserve_rng_state", [True, False])
 def test_random_operator_between_saved_ones(part, device, preserve_rng_state):
     """Saved sigmoids around a dropout: backward has no sigmoid, and the same mask."""
@@ -248,7 +317,17 @@ def _not_modes():
     return _NoMode(), _NoMode()
 
 
-@requirement("SP-022")
+@requirement(
+    "SP-022",
+    level="MUST",
+    text=(
+        "Contexts that are no dispatch modes MUST be refused under compilation, with torch's "
+        "sentence."
+    ),
+    source="test_compile_selective_checkpoint_invalid_context",
+    since="0.1.0",
+    profile="core",
+)
 def test_contexts_that_are_no_modes_are_refused(part, device):
     """Under compilation, contexts have to be dispatch modes; the error says so."""
 
@@ -286,7 +365,14 @@ class _Inner(nn.Module):
         return torch.cos(self.linear(torch.sin(x))) * self.c
 
 
-@requirement("SP-027")
+@requirement(
+    "SP-027",
+    level="MUST",
+    text="A checkpointed module MUST compile as one graph with eager's result.",
+    source="test_distributed_utils_checkpoint_wrapper",
+    since="0.1.0",
+    profile="core",
+)
 def test_wrapped_module_under_compile(part, device):
     """A module wrapped in a checkpoint compiles as one graph with eager's result."""
     torch.compiler.reset()
@@ -296,7 +382,14 @@ def test_wrapped_module_under_compile(part, device):
     torch.testing.assert_close(compiled(x), module(x))
 
 
-@requirement("SP-028")
+@requirement(
+    "SP-028",
+    level="MUST",
+    text="Attributes reached through a wrapper of a checkpointed module MUST NOT break the graph.",
+    source="test_dynamo_does_not_trace_getattr_as_top_frame",
+    since="0.1.0",
+    profile="core",
+)
 def test_attribute_of_a_wrapped_module_is_no_frame_of_its_own(part, device):
     """Attributes found through a wrapper do not break the graph."""
     torch.compiler.reset()

@@ -35,7 +35,22 @@ def _waited(part, trace, plan):
     return moved, plan.recompute_cost - repeated
 
 
-@requirement("SP-212")
+@requirement(
+    "SP-212",
+    level="MUST",
+    text=(
+        "Of copies to the host and back, a plan that offloads MUST count what they take longer "
+        "than the forward, in each direction and each of the `regions` in a row that it is for,"
+        " and for one region all copies back; it MUST NOT count copies out that later operators"
+        " of the region hide, nor copies back to the other regions that a forward's time hides."
+    ),
+    rationale=(
+        "counted in full, copies are hardly ever worth it: a block's backward hides those of "
+        "the block before; not counted at all, they stop the device"
+    ),
+    since="0.1.0",
+    profile="budget",
+)
 @pytest.mark.parametrize("regions", [1, 8])
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5])
 def test_copies_that_cannot_be_hidden_are_counted(part, device, regions, share):

@@ -47,7 +47,21 @@ def _on_another_stream(part, model, x):
     return out
 
 
-@requirement("SP-178")
+@requirement(
+    "SP-178",
+    level="MUST",
+    text=(
+        "Offloaded values MUST have arrived whenever they are read: under saved-tensor hooks "
+        "around the region, on another stream than the current one, and with copies that take "
+        "long, gradients MUST be those of no checkpointing, bitwise."
+    ),
+    rationale=(
+        "reproduced on a simulated accelerator: hooks around the region were handed bytes that "
+        "had not arrived, and gradients were NaN"
+    ),
+    since="0.1.0",
+    profile="budget",
+)
 @pytest.mark.parametrize(
     "call",
     [_checkpointed, _under_hooks, _on_another_stream],
@@ -79,7 +93,21 @@ def _chain(part, device, policy):
     return h.square().sum(), [x, *(p for model in models for p in model.parameters())]
 
 
-@requirement("SP-200")
+@requirement(
+    "SP-200",
+    level="MUST",
+    text=(
+        "In a step of a chain of regions, values that a policy offloads MUST be asked for "
+        "before they are read, in every region but that which backward reads first, "
+        "`offload_stats` MUST count those that were not, and gradients MUST be those of no "
+        "checkpointing, bitwise."
+    ),
+    rationale=(
+        "a copy that begins where backward reads its value is time in which the device stands still"
+    ),
+    since="0.1.0",
+    profile="budget",
+)
 def test_offloaded_values_are_asked_for_before_they_are_read(part, device):
     """The first step of a policy shows what its regions read; the second is asked."""
     policy = part.offload(*POLICY)
@@ -98,7 +126,18 @@ def test_offloaded_values_are_asked_for_before_they_are_read(part, device):
         assert after.copies_in > before.copies_in
 
 
-@requirement("SP-201")
+@requirement(
+    "SP-201",
+    level="MUST",
+    text=(
+        "Under `limit_offload` offloaded values MUST NOT take more host memory than the limit "
+        "at any time; those beyond it MUST stay on the device, be counted, and give the "
+        "gradients of no checkpointing, bitwise."
+    ),
+    rationale="pinned memory that runs out ends the process, or the machine",
+    since="0.1.0",
+    profile="budget",
+)
 def test_offloaded_values_keep_to_the_limit(part, device):
     """Room for a third of the values."""
     plain, leaves = _chain(part, device, None)

@@ -77,7 +77,18 @@ def _two_streams(part, networks, x, policy, swapped):
     return z.square().sum()
 
 
-@requirement("SP-206")
+@requirement(
+    "SP-206",
+    level="MUST",
+    text=(
+        "With regions of one model on streams of their own and copies that are slow, offloaded "
+        "values MUST give the gradients of no checkpointing, bitwise, also after graphs whose "
+        "copies were under way were dropped."
+    ),
+    rationale="what is asked for ahead of its use has to belong to the stream that will use it",
+    since="0.1.0",
+    profile="budget",
+)
 @pytest.mark.parametrize("copy_us", [50, 5000], ids=["quick", "slow"])
 @pytest.mark.parametrize("swapped", [False, True], ids=["later-part", "earlier-part"])
 def test_offloaded_values_on_streams_of_their_own(part, device, copy_us, swapped):
@@ -111,7 +122,18 @@ def test_graphs_that_are_dropped_with_their_values(part, device):
     assert all(map(torch.equal, *found))
 
 
-@requirement("SP-207")
+@requirement(
+    "SP-207",
+    level="MUST",
+    text=(
+        "Regions with offloaded values on several devices in one backward, which has a thread "
+        "for each, MUST have the gradients of no checkpointing, bitwise, and MUST bring no "
+        "value back twice."
+    ),
+    rationale="backward threads of two devices share what counts and orders the copies",
+    since="0.1.0",
+    profile="budget",
+)
 @pytest.mark.parametrize("virtual", [False, True], ids=["as-it-comes", "far-ahead"])
 def test_offloaded_values_of_two_devices_in_one_backward(part, device, virtual):
     """Each device has a thread that runs backward."""
@@ -161,7 +183,22 @@ def _reserved(part, networks, device, policy):
     return most, module.memory_allocated() - held
 
 
-@requirement("SP-208")
+@requirement(
+    "SP-208",
+    level="MUST",
+    text=(
+        "Where the host is far ahead of an accelerator, regions whose values are offloaded MUST"
+        " reserve less than three quarters of the memory that the plain step's activations "
+        "take, and MUST hold nothing after backward."
+    ),
+    rationale=(
+        "`record_stream` holds memory until the host sees the work done: what is allocated "
+        "falls and what is reserved does not"
+    ),
+    since="0.1.0",
+    profile="budget",
+    devices=("accelerator",),
+)
 def test_memory_of_offloaded_values_with_the_host_far_ahead(part, device):
     """Twelve regions; less than three quarters of the plain step's memory, and nothing is left."""
     policy = part.offload(*POLICY)

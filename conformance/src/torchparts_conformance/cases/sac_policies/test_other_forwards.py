@@ -76,7 +76,22 @@ def _gradients(out, model, x):
     return torch.autograd.grad(out.square().sum(), [x, model.scale, *model.weights[: model.layers]])
 
 
-@requirement("SP-210")
+@requirement(
+    "SP-210",
+    level="MUST",
+    text=(
+        "A forward that does something else than those before it, by another branch or with "
+        "another number of layers, MUST keep no more than 1.05 times what the first forward of "
+        "a function keeps that does the same, and its gradients MUST be those of no "
+        "checkpointing, bitwise."
+    ),
+    rationale=(
+        "an engine that decides once for forwards that are alike kept up to four times as much "
+        "from where one of them was not"
+    ),
+    since="0.1.0",
+    profile="recipe",
+)
 @pytest.mark.parametrize("keeps", ["nothing", "products"])
 @pytest.mark.parametrize(
     "settings",

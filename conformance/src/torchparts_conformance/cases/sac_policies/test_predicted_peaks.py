@@ -22,7 +22,22 @@ def planned(part, trace, share):
     return part.solve(trace, low + int(share * (high - low)))
 
 
-@requirement("SP-213")
+@requirement(
+    "SP-213",
+    level="MUST",
+    text=(
+        "What is predicted for the peak of a step, without checkpointing and under plans that "
+        "keep any share of what they may, MUST be within 3 % of what the allocator counts in "
+        "such a step; where everything is kept, a prediction from fake tensors, which have no "
+        "data, MUST be within 3 % of one from others."
+    ),
+    rationale=(
+        "a plan is searched for by running out of memory where nothing tells a step's peak "
+        "before it runs"
+    ),
+    since="0.1.0",
+    profile="budget",
+)
 @pytest.mark.parametrize("share", [None, 1.0, 0.7, 0.4, 0.0])
 def test_peak_is_told_before_the_step_runs(part, device, share):
     """The allocator is asked, once engines have learned from two steps."""

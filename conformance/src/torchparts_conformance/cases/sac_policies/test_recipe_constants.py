@@ -35,7 +35,22 @@ def _gelu(t):
     return t * (1.0 + torch.tanh(t.sin() + torch.pow(t, 3.0)))
 
 
-@requirement("SP-161")
+@requirement(
+    "SP-161",
+    level="MUST",
+    text=(
+        "Where nothing is to be kept, a region whose values are rebuilt operator by operator "
+        "MUST keep no large value for want of a number, a constant, a frozen bias or a mask's "
+        "value that its operator was given and autograd did not save, nor a tensor of zeros as "
+        "more than a number, from its second forward on."
+    ),
+    rationale=(
+        "`1.0 + tanh(u)`, masks that are added to scores, and first states of recurrences: a "
+        "sixth of what GPT-2 saves, nearly half of Mamba 2"
+    ),
+    since="0.1.0",
+    profile="recipe",
+)
 @pytest.mark.parametrize("kind", ["gelu", "row", "less", "filled", "bias", "zeros"])
 def test_value_is_rebuilt_from_what_was_given(part, device, kind):
     """Two large values and more in each: only the output is there, in later forwards as well."""
@@ -64,7 +79,23 @@ def test_value_is_rebuilt_from_what_was_given(part, device, kind):
         assert torch.equal(torch.autograd.grad(out.sum(), x)[0], expected)
 
 
-@requirement("SP-162")
+@requirement(
+    "SP-162",
+    level="MUST",
+    text=(
+        "Watching a region's first forward, reporting on it or profiling it MUST leave compiled"
+        " code inside it to the compiler: what is called later runs as the graph it would have "
+        "been."
+    ),
+    rationale=(
+        "torch.compile passes by code that it first meets inside a dispatch mode, for the rest "
+        "of the process: a block that was profiled once ran without its kernels, without a "
+        "word; pytorch#190286"
+    ),
+    since="0.1.0",
+    profile="recipe",
+    devices=("cpu",),
+)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's
 @pytest.mark.parametrize("look", ["checkpoint", "report", "profile"])
 def test_code_first_met_while_watched_is_compiled(part, device, look):

@@ -49,7 +49,21 @@ def _rotated(t, cos, sin):
     return t * cos + torch.cat([-right, left], -1) * sin
 
 
-@requirement("SP-153")
+@requirement(
+    "SP-153",
+    level="MUST",
+    text=(
+        "Where nothing is to be kept, a region whose values are rebuilt operator by operator "
+        "MUST keep no sum, concatenation or product with a constant, and no result that a node "
+        "saves for its own backward, of operands it can have again."
+    ),
+    rationale=(
+        "the residual sums, rotated queries and activations of a transformer are a quarter of "
+        "what it saves; none of their nodes saves the operands"
+    ),
+    since="0.1.0",
+    profile="recipe",
+)
 @pytest.mark.parametrize("kind", ["residual", "rotary", "tanh", "softmax"])
 def test_nothing_is_kept_of_what_can_be_rebuilt(part, device, kind):
     """A residual sum, a rotation, and results that nodes save: only the output is there."""
@@ -74,7 +88,21 @@ def test_nothing_is_kept_of_what_can_be_rebuilt(part, device, kind):
     assert all(map(torch.equal, torch.autograd.grad(out.sum(), [x, w]), expected))
 
 
-@requirement("SP-154")
+@requirement(
+    "SP-154",
+    level="MUST",
+    text=(
+        "A value rebuilt from operands that autograd did not save MUST be the one of the "
+        "forward, or its reader MUST be refused: gradients are bitwise those of no "
+        "checkpointing, or an error."
+    ),
+    rationale=(
+        "what becomes of such an operand after the forward, past its version counter, is seen "
+        "by nobody else"
+    ),
+    since="0.1.0",
+    profile="recipe",
+)
 @pytest.mark.parametrize("size", [4, 96])
 def test_value_is_rebuilt_as_it_was_or_refused(part, device, size):
     """A parameter that a sum read has other data before backward: no gradient of that."""
@@ -93,7 +121,17 @@ def test_value_is_rebuilt_as_it_was_or_refused(part, device, size):
     assert torch.equal(found[0], expected[0])
 
 
-@requirement("SP-108")
+@requirement(
+    "SP-108",
+    level="MUST",
+    text=(
+        "The function MUST be called once, and an operator that the policy saves MUST NOT run "
+        "again in backward."
+    ),
+    rationale="no second forward is the purpose of the engine",
+    since="0.1.0",
+    profile="recipe",
+)
 def test_saved_product_behind_a_sum_runs_once(part, device):
     """The sum is kept in its place, or the product is: it does not run again."""
     x, w = leaf(device, 5, 4), leaf(device, 4, 4)
@@ -122,7 +160,21 @@ def _differentiated(t):
     return made * inner.detach()
 
 
-@requirement("SP-155")
+@requirement(
+    "SP-155",
+    level="MUST",
+    text=(
+        "A region inside a checkpoint, which runs it again, MUST give the gradients of no "
+        "checkpointing, bit by bit: where nodes in it save their results, and where a gradient "
+        "is taken in it."
+    ),
+    rationale=(
+        "reproduced: torch's checkpoint gives back each tensor once, and what the first run "
+        "kept is not for the second"
+    ),
+    since="0.1.0",
+    profile="recipe",
+)
 @pytest.mark.parametrize("function", [_attended, _differentiated])
 @pytest.mark.parametrize("thread", ["one thread", "a thread for backward"])
 def test_region_inside_a_checkpoint(part, device, function, thread):

@@ -59,7 +59,17 @@ def block(device):
     return function, list(layers.parameters())
 
 
-@requirement("SP-100")
+@requirement(
+    "SP-100",
+    level="MUST",
+    text=(
+        "Gradients, and the state of the random generators after the step, MUST be bitwise "
+        "those of no checkpointing."
+    ),
+    rationale="section 4.3: the aim of replaying single operators",
+    since="0.1.0",
+    profile="recipe",
+)
 def test_gradients_and_random_state_are_those_of_no_checkpointing(part, device):
     """A block with attention and dropout, under two policies."""
     function, parameters = block(device)
@@ -75,7 +85,17 @@ def test_gradients_and_random_state_are_those_of_no_checkpointing(part, device):
         assert torch.equal(torch.rand(3, device=device), draw)
 
 
-@requirement("SP-101")
+@requirement(
+    "SP-101",
+    level="MUST",
+    text=(
+        "A graph MUST be freed without the garbage collector when its output goes, before and "
+        "after backward."
+    ),
+    rationale="an own output saved as it is makes a cycle through the node; reproduced on 2.13",
+    since="0.1.0",
+    profile="recipe",
+)
 @pytest.mark.parametrize("with_backward", [False, True])
 def test_graph_goes_with_its_output(part, device, with_backward):
     """exp saves its own output, the classical cycle."""
@@ -101,7 +121,16 @@ def test_graph_goes_with_its_output(part, device, with_backward):
         gc.enable()
 
 
-@requirement("SP-102")
+@requirement(
+    "SP-102",
+    level="MUST",
+    text="Changing a kept tensor in place between forward and backward MUST raise.",
+    rationale=(
+        "autograd skips its version check where saved-tensor hooks are set; reproduced on 2.13"
+    ),
+    since="0.1.0",
+    profile="recipe",
+)
 @pytest.mark.parametrize("which", ["output", "input"])
 def test_changed_tensor_is_noticed(part, device, which):
     """An own output and a region's input, each changed before backward."""
@@ -114,7 +143,17 @@ def test_changed_tensor_is_noticed(part, device, which):
         out.sum().backward()
 
 
-@requirement("SP-103")
+@requirement(
+    "SP-103",
+    level="MUST",
+    text=(
+        "A second backward over a retained graph, and a double backward, MUST give the "
+        "gradients of no checkpointing."
+    ),
+    rationale="torch's selective checkpointing raises for both",
+    since="0.1.0",
+    profile="recipe",
+)
 def test_graph_can_be_used_twice(part, device):
     """retain_graph and create_graph."""
     x, w = leaf(device, 5, 4), leaf(device, 4, 4)
@@ -149,7 +188,14 @@ def test_shared_value_is_replayed_once_and_dropped(part, device):
     assert whole.counts[aten.silu.default] == 1
 
 
-@requirement("SP-105")
+@requirement(
+    "SP-105",
+    level="MUST",
+    text="A layer norm MUST be replayed bitwise for any eps.",
+    rationale="eps is not among what the autograd node saves",
+    since="0.1.0",
+    profile="recipe",
+)
 @pytest.mark.parametrize("eps", [1e-12, 1e-5, 0.3])
 def test_layer_norm_is_replayed_for_any_eps(part, device, eps):
     """Small rows, so that eps matters."""
@@ -163,7 +209,17 @@ def test_layer_norm_is_replayed_for_any_eps(part, device, eps):
     assert all(map(torch.equal, found, expected))
 
 
-@requirement("SP-106")
+@requirement(
+    "SP-106",
+    level="MUST",
+    text=(
+        "An operand that autograd did not save, because the other needs no gradient, MUST NOT "
+        "be replayed from."
+    ),
+    rationale="MulBackward saves one side only",
+    since="0.1.0",
+    profile="recipe",
+)
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_frozen_operand_is_no_obstacle(part, device, frozen):
     """A product of which one side needs no gradient, read by something that saves it."""
@@ -179,7 +235,17 @@ def test_frozen_operand_is_no_obstacle(part, device, frozen):
     assert torch.equal(torch.autograd.grad(replay(part, function, x).sum(), x)[0], expected)
 
 
-@requirement("SP-107")
+@requirement(
+    "SP-107",
+    level="MUST",
+    text=(
+        "Tensors that are kept MUST pass through the saved-tensor hooks around the region, and "
+        "tensors saved under hooks inside it through these alone."
+    ),
+    rationale="pytorch#190581, pytorch#191205",
+    since="0.1.0",
+    profile="recipe",
+)
 def test_hooks_of_the_user_are_respected(part, device):
     """Hooks around the region receive what it keeps; hooks inside keep what they pack."""
     x = leaf(device, 3, 4)
@@ -217,7 +283,17 @@ def test_saved_product_runs_once(part, device):
     assert backward.counts[aten.silu.default] == 2
 
 
-@requirement("SP-109")
+@requirement(
+    "SP-109",
+    level="MUST",
+    text=(
+        "A policy that the engine cannot follow MUST be refused with an error that names an "
+        "operator or the reason, not be followed in part."
+    ),
+    rationale="a decision that is dropped silently is the fault B1",
+    since="0.1.0",
+    profile="recipe",
+)
 def test_policy_that_counts_calls_is_refused(part, device):
     """Saved-tensor hooks cannot know the order of calls."""
     x = leaf(device, 4, 4)
@@ -226,7 +302,17 @@ def test_policy_that_counts_calls_is_refused(part, device):
         part.checkpoint(torch.mm, x, x, policy=policy, engine="recipe")
 
 
-@requirement("SP-110")
+@requirement(
+    "SP-110",
+    level="MUST",
+    text=(
+        "A value that an inner region saves MUST NOT be replayed because an outer region saves "
+        "nothing."
+    ),
+    rationale="pytorch#136433",
+    since="0.1.0",
+    profile="recipe",
+)
 def test_inner_region_decides(part, device):
     """The inner product is not run again, whatever the outer region saves."""
     x, w = leaf(device, 5, 4), leaf(device, 4, 4)
@@ -244,7 +330,20 @@ def test_inner_region_decides(part, device):
     assert backward.counts[aten.mm.default] == 2
 
 
-@requirement("SP-111")
+@requirement(
+    "SP-111",
+    level="MUST",
+    text=(
+        "A normalization of a channels-last input MUST be replayed in that memory format: the "
+        "gradients have the bits of no checkpointing."
+    ),
+    rationale=(
+        "reproduced: kernels sum in another order for channels-last, and a replay of a "
+        "contiguous copy gave other last bits"
+    ),
+    since="0.1.0",
+    profile="recipe",
+)
 @pytest.mark.parametrize("kind", [nn.GroupNorm, nn.BatchNorm2d])
 def test_channels_last_is_replayed_as_it_was(part, device, kind):
     """A normalization whose result the next operator saves."""
@@ -294,7 +393,18 @@ def _held_and_again(part, function, x, policy):
     return sum(sizes.values()), ran.counts[aten.addmm.default], grads
 
 
-@requirement("SP-181")
+@requirement(
+    "SP-181",
+    level="MUST",
+    text=(
+        "The recipe engine MUST follow policies that read names of tensors and paths of "
+        "modules: what they keep MUST NOT be made again, what they do not keep MUST NOT be "
+        "held, and gradients MUST be those of no checkpointing, bitwise."
+    ),
+    rationale="whoever names a value should not pay for a second forward because of it",
+    since="0.1.0",
+    profile="recipe",
+)
 @pytest.mark.parametrize("kind", ["name", "module", "operators of a module"])
 def test_names_and_modules_are_followed(part, device, kind):
     """One product more is held than under a policy that keeps nothing, and one less is made."""
@@ -345,7 +455,21 @@ WRITES = {
 }
 
 
-@requirement("SP-214")
+@requirement(
+    "SP-214",
+    level="MUST",
+    text=(
+        "A rule given to `replay_rule` MUST NOT write to what its function saved: it MUST be "
+        "refused when it is given or, where it writes in autograd's sight and only later, by "
+        "the backward that used it; the error MUST name the function."
+    ),
+    rationale=(
+        "such a rule returns the right output, so a trial of that lets it pass, and the "
+        "function's own backward reads what was left there: other gradients, without a word"
+    ),
+    since="0.1.0",
+    profile="recipe",
+)
 @pytest.mark.parametrize("write", WRITES)
 def test_rule_that_writes_to_what_its_function_saved_is_refused(part, device, write):
     """What it returns is right."""

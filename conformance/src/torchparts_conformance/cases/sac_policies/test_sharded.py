@@ -56,7 +56,20 @@ def _trains_alike(part: Any, rank: int, world_size: int) -> bool:
     return all(map(torch.equal, plain, saved))
 
 
-@requirement("SP-045")
+@requirement(
+    "SP-045",
+    level="MUST",
+    text=(
+        "A region around a module that FSDP shards MUST give the gradients of no checkpointing,"
+        " whatever its policy saves."
+    ),
+    rationale=(
+        "pytorch#185178, pytorch#196862; operators of the gather shift the saved values on 2.13"
+    ),
+    since="0.1.0",
+    profile="robust",
+    devices=("cpu",),
+)
 def test_sharded_blocks_with_everything_saved(part, ranks):
     """What FSDP does to gather parameters, in the forward only, shifts no saved value."""
     assert ranks(2, _trains_alike) == [True, True]

@@ -72,7 +72,21 @@ class Block(nn.Module):
         return self.down(self.span(F.gelu, "act")(self.up(x)))
 
 
-@requirement("SP-190")
+@requirement(
+    "SP-190",
+    level="MUST",
+    text=(
+        "Policies that read paths of modules MUST find spans by their label, with the modules "
+        "called in them: the recipe and the contexts engine MUST keep and run again the same "
+        "operators, and a span outside of a region MUST be a plain call."
+    ),
+    rationale=(
+        "a part of a model is not always a module, and whoever marks one must not have to "
+        "choose the engine first"
+    ),
+    since="0.1.0",
+    profile="recipe",
+)
 @pytest.mark.parametrize("engine", ["recipe", "contexts"])
 @pytest.mark.parametrize("named", ["act", "ffn", "products", "nothing"])
 def test_policies_name_spans(part, device, engine, named):
@@ -96,7 +110,19 @@ def test_policies_name_spans(part, device, engine, named):
         assert ran == again
 
 
-@requirement("SP-191")
+@requirement(
+    "SP-191",
+    level="MUST",
+    text=(
+        "What the recipe engine recomputes in a span and no rule rebuilds MUST be made by "
+        "running the span's code again from its inputs: it MUST NOT be held, the code MUST run "
+        "again at most once in a backward and draw the random numbers of the forward, and "
+        "gradients and what is drawn afterwards MUST be those of no checkpointing, bitwise."
+    ),
+    rationale="operators of one's own have no rule",
+    since="0.1.0",
+    profile="recipe",
+)
 @pytest.mark.parametrize("kind", ["alone", "twice", "dropout", "several", "edges"])
 def test_code_of_a_span_makes_its_values_again(part, device, kind):
     """Nothing of it is alive between forward and backward but the output."""
@@ -143,7 +169,18 @@ def test_code_of_a_span_makes_its_values_again(part, device, kind):
     del out
 
 
-@requirement("SP-192")
+@requirement(
+    "SP-192",
+    level="MUST",
+    text=(
+        "The code of a span that runs again MUST leave what it writes to as one run of it does,"
+        " and where what it reads has changed since the forward, gradients MUST be those of no "
+        "checkpointing or MutationError MUST be raised."
+    ),
+    rationale="running statistics that are counted twice make another model",
+    since="0.1.0",
+    profile="recipe",
+)
 def test_code_of_a_span_writes_once(part, device):
     """Running statistics after a step are those of no checkpointing."""
     x = torch.randn(SIZE, SIZE, device=device, requires_grad=True)

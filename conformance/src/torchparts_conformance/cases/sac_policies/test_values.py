@@ -56,7 +56,14 @@ def _assert_equal(got, wanted):
         )
 
 
-@requirement("SP-030")
+@requirement(
+    "SP-030",
+    level="MUST",
+    text="In eager code, a product that a policy saves MUST NOT be run again in backward.",
+    rationale="documented behaviour of torch.utils.checkpoint.create_selective_checkpoint_contexts",
+    since="0.1.0",
+    profile="core",
+)
 def test_saved_products_are_not_run_again(part, device):
     """A saved product leaves two products for backward."""
     a, b = _leaves(device)
@@ -64,7 +71,14 @@ def test_saved_products_are_not_run_again(part, device):
     assert _products_in_backward(out) == 2
 
 
-@requirement("SP-031")
+@requirement(
+    "SP-031",
+    level="MUST",
+    text="A decision to offload a value MUST NOT be carried out as recomputing it.",
+    rationale="pytorch#158657; MUST_CPU_OFFLOAD runs the operator again in eager on 2.13",
+    since="0.1.0",
+    profile="robust",
+)
 def test_offload_is_not_recomputing(part, device):
     """An offloaded product is brought back, not run again."""
     a, b = _leaves(device)
@@ -79,7 +93,17 @@ def test_offload_is_not_recomputing(part, device):
     assert _products_in_backward(out) == 2
 
 
-@requirement("SP-032")
+@requirement(
+    "SP-032",
+    level="MUST",
+    text=(
+        "A policy that compares operators with packets, and so saves nothing, MUST be answered "
+        "by a warning or an error."
+    ),
+    rationale="pytorch#176065; reproduced on 2.13",
+    since="0.1.0",
+    profile="robust",
+)
 def test_packets_are_not_silently_ignored(part, device):
     """A policy that compares operators with a packet warns, raises or saves."""
     a, b = _leaves(device)
@@ -98,7 +122,20 @@ def test_packets_are_not_silently_ignored(part, device):
     )
 
 
-@requirement("SP-033")
+@requirement(
+    "SP-033",
+    level="MUST",
+    text=(
+        "A saved value that a later operator of the region overwrites MUST still give the "
+        "gradients of no checkpointing."
+    ),
+    rationale=(
+        "pytorch#113737, pytorch#119590; refused on 2.13, and wrong by 1.04 with "
+        "allow_cache_entry_mutation"
+    ),
+    since="0.1.0",
+    profile="robust",
+)
 def test_saved_value_overwritten_in_the_region(part, device):
     """A saved product that selu_ overwrites gives the gradients of no checkpointing."""
     a, b = _leaves(device)
@@ -112,7 +149,17 @@ def test_saved_value_overwritten_in_the_region(part, device):
     )
 
 
-@requirement("SP-034")
+@requirement(
+    "SP-034",
+    level="MUST",
+    text=(
+        "Random operators that are recomputed MUST draw the numbers of the forward when other "
+        "random operators are saved."
+    ),
+    rationale="pytorch#121212; gradient wrong by 0.68 on 2.13",
+    since="0.1.0",
+    profile="robust",
+)
 @pytest.mark.parametrize("saved", [0, 1])
 def test_random_operators_partly_saved(part, device, saved):
     """Saving one of two random tensors leaves the other as it was."""
@@ -139,7 +186,14 @@ def test_random_operators_partly_saved(part, device, saved):
     )
 
 
-@requirement("SP-035")
+@requirement(
+    "SP-035",
+    level="MUST",
+    text="A second backward over a retained graph MUST give the same gradients.",
+    rationale="raises on 2.13: trying to backward an extra time",
+    since="0.1.0",
+    profile="robust",
+)
 def test_second_backward_over_a_retained_graph(part, device):
     """The same gradients come out of a second backward."""
     a, b = _leaves(device)
@@ -148,7 +202,14 @@ def test_second_backward_over_a_retained_graph(part, device):
     _assert_equal(torch.autograd.grad(out, (a, b)), first)
 
 
-@requirement("SP-036")
+@requirement(
+    "SP-036",
+    level="MUST",
+    text="A double backward through a region with saved values MUST give exact second derivatives.",
+    rationale="raises on 2.13: trying to backward an extra time",
+    since="0.1.0",
+    profile="robust",
+)
 def test_double_backward(part, device):
     """Second derivatives are those of the plain function."""
     (a,) = _leaves(device, 1)
@@ -161,7 +222,14 @@ def test_double_backward(part, device):
     _assert_equal(kept, second(lambda p: (p @ p).sin()))
 
 
-@requirement("SP-037")
+@requirement(
+    "SP-037",
+    level="MUST",
+    text="`debug=True` MUST be accepted together with a policy.",
+    rationale="raises on 2.13: incompatible with non-default context_fn",
+    since="0.1.0",
+    profile="robust",
+)
 def test_debug_with_a_policy(part, device):
     """debug=True is accepted, and gradients are right."""
     a, b = _leaves(device)
@@ -179,7 +247,14 @@ def _alive(shape):
     return sum(isinstance(x, torch.Tensor) and x.shape == shape for x in gc.get_objects())
 
 
-@requirement("SP-038")
+@requirement(
+    "SP-038",
+    level="MUST",
+    text="The saved tensors of a region MUST be freed once its backward has ended, read or not.",
+    rationale="the last product of a region stays in the contexts on 2.13",
+    since="0.1.0",
+    profile="robust",
+)
 def test_nothing_stays_cached_after_backward(part, device):
     """A saved value that backward never reads is freed when backward ends."""
     a, b = _leaves(device)
@@ -195,7 +270,14 @@ def test_nothing_stays_cached_after_backward(part, device):
     assert _alive((8, 5)) == 1, "only the output itself may be alive"
 
 
-@requirement("SP-039")
+@requirement(
+    "SP-039",
+    level="MUST",
+    text="Values that a policy saves MUST pass through the saved-tensor hooks around the region.",
+    rationale="pytorch#190581, pytorch#191205; hooks see only region inputs on 2.13",
+    since="0.1.0",
+    profile="robust",
+)
 def test_saved_values_pass_through_hooks(part, device):
     """Hooks around the region see the saved product, not only the inputs."""
     a, b = _leaves(device)
@@ -211,7 +293,14 @@ def test_saved_values_pass_through_hooks(part, device):
     assert (8, 3) in shapes
 
 
-@requirement("SP-041")
+@requirement(
+    "SP-041",
+    level="MUST",
+    text="Recomputing an outer region MUST NOT run again what an inner region saved.",
+    rationale="pytorch#136433; 5 products instead of 4 on 2.13",
+    since="0.1.0",
+    profile="robust",
+)
 def test_inner_region_keeps_its_value_for_the_outer_one(part, device):
     """Four products in backward: two gradients for each, the inner one not run again."""
     a, b = _leaves(device)
@@ -271,7 +360,17 @@ class _Custom(nn.Module):
         return F.dropout(_Tanh.apply(self.linear(x)), 0.4)
 
 
-@requirement("SP-042")
+@requirement(
+    "SP-042",
+    level="MUST",
+    text=(
+        "Gradients of a region with any part of its operators saved MUST be bitwise those of no"
+        " checkpointing in eager."
+    ),
+    rationale="the promise of checkpointing; checked over models",
+    since="0.1.0",
+    profile="robust",
+)
 @pytest.mark.parametrize("make", [_Mixture, _Convolution, _Custom])
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_any_part_of_the_operators_saved(part, device, make, every):
@@ -298,7 +397,17 @@ def test_any_part_of_the_operators_saved(part, device, make, every):
     _assert_equal(kept, wanted)
 
 
-@requirement("SP-043")
+@requirement(
+    "SP-043",
+    level="MUST",
+    text=(
+        "A policy function that answers with neither a CheckpointPolicy nor a bool MUST be "
+        "refused by an error that names the operator."
+    ),
+    rationale="None is silently taken as recompute on 2.13",
+    since="0.1.0",
+    profile="robust",
+)
 def test_answer_that_is_no_decision(part, device):
     """A policy that returns None is refused, and the error names the operator."""
     a, b = _leaves(device)
@@ -306,7 +415,19 @@ def test_answer_that_is_no_decision(part, device):
         part.checkpoint(torch.mm, a, b, policy=lambda ctx, op, *args, **kwargs: None)
 
 
-@requirement("SP-046")
+@requirement(
+    "SP-046",
+    level="MUST",
+    text=(
+        "A value that is written to through a view MUST give the gradients of no checkpointing "
+        "where both are saved."
+    ),
+    rationale=(
+        "pytorch#113737, pytorch#119590; raises on 2.13, and a saved view parts from its base"
+    ),
+    since="0.1.0",
+    profile="robust",
+)
 @pytest.mark.parametrize("through", [True, False])
 def test_saved_view_of_what_is_written_to(part, device, through):
     """Written through the view and read at the base, and the other way round."""
@@ -324,7 +445,14 @@ def test_saved_view_of_what_is_written_to(part, device, through):
     )
 
 
-@requirement("SP-044")
+@requirement(
+    "SP-044",
+    level="MUST",
+    text="Two backwards over disjoint outputs of a region MUST both work.",
+    rationale="raises on 2.13; works without a policy",
+    since="0.1.0",
+    profile="robust",
+)
 def test_backwards_over_disjoint_outputs(part, device):
     """Each of two outputs can be differentiated on its own."""
     a, b = _leaves(device)

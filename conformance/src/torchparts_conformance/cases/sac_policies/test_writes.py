@@ -42,7 +42,22 @@ def nothing(ctx, op, *args, **kwargs):
     return False
 
 
-@requirement("SP-157")
+@requirement(
+    "SP-157",
+    level="MUST",
+    text=(
+        "What a region writes to and did not make, as running averages and buffers, MUST be "
+        "read in backward as its forward read it, and MUST advance once: gradients and buffers "
+        "are those of no checkpointing, bit by bit."
+    ),
+    rationale=(
+        "a codebook, a centre or a spectral norm that moves in forward gives a recomputation "
+        "other values: reproduced with torch's checkpoint, gradients off by their own size "
+        "without a word"
+    ),
+    since="0.1.0",
+    profile="robust",
+)
 @pytest.mark.parametrize("policy", [nothing, [aten.mm.default]], ids=["nothing", "products"])
 @pytest.mark.parametrize("make", [Average, batch_norm])
 def test_state_that_a_region_reads_and_writes(part, device, make, policy):
@@ -77,7 +92,22 @@ def norms(ctx, op, *args, **kwargs):
     return "batch_norm" in op.name()
 
 
-@requirement("SP-215")
+@requirement(
+    "SP-215",
+    level="MUST",
+    text=(
+        "A region that reads the running statistics of a batch norm after it MUST read them in "
+        "backward as in its forward, also where a policy keeps the norm's output and another "
+        "forward has moved them since: gradients and statistics MUST be those of no "
+        "checkpointing, bitwise."
+    ),
+    rationale=(
+        "a kept norm does not run again, and nothing but it says what it wrote beside its "
+        "output: with the statistics from before it gradients were others, without a word"
+    ),
+    since="0.1.0",
+    profile="robust",
+)
 @pytest.mark.parametrize("forwards", [1, 2])
 @pytest.mark.parametrize("policy", [nothing, norms])
 def test_statistics_that_are_read_after_their_batch_norm(part, device, policy, forwards):
@@ -116,7 +146,21 @@ def clamped_between_two_readers(t, write):
     return y + h.cos()
 
 
-@requirement("SP-158")
+@requirement(
+    "SP-158",
+    level="MUST",
+    text=(
+        "What a region writes past the version counter of a value of its own MUST reach the "
+        "backward of each operator that saves the value after that, as without checkpointing, "
+        "or be an error: from its first forward on, and in a later one only."
+    ),
+    rationale=(
+        "a value that is rebuilt knows nothing of `h.data.clamp_()`: gradients were off by 0.6 "
+        "without a word"
+    ),
+    since="0.1.0",
+    profile="recipe",
+)
 @pytest.mark.parametrize("size", [6, 96])
 @pytest.mark.parametrize("writes", [(True, True), (False, True)], ids=["always", "later"])
 @pytest.mark.parametrize("function", [clamped_before_two_readers, clamped_between_two_readers])
@@ -143,7 +187,21 @@ def written_under_no_grad(t, write):
     return (y + y.tanh()).sin() * y
 
 
-@requirement("SP-160")
+@requirement(
+    "SP-160",
+    level="MUST",
+    text=(
+        "A region inside another checkpoint MUST have the gradients of no checkpointing from "
+        "the first step of its function on: what it learns in a forward MUST NOT change what it"
+        " saves when that forward is run again."
+    ),
+    rationale=(
+        "a checkpoint knows saved tensors by their order: one that was saved beside others was "
+        "handed out for another, and the gradient had another sign, without a word"
+    ),
+    since="0.1.0",
+    profile="recipe",
+)
 @pytest.mark.parametrize("early_stop", [True, False])
 @pytest.mark.parametrize(
     "function",
