@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 from torch import nn
 
 from ckpt_wrap._errors import ModuleError
-from ckpt_wrap._torch_compat import edges, is_sharded
+from ckpt_wrap._torch_compat import edges, is_sharded, never_compiled
 from ckpt_wrap._where import describe
 from ckpt_wrap.checkpointing._checkpoint import Checkpoint
 from ckpt_wrap.checkpointing._checkpoint_fn import CheckpointFn, checkpoint_fn_from
@@ -48,6 +48,7 @@ class Behaviour:
     checkpoint: CheckpointFn | None = None
     offload: Offload | None = None
 
+    @never_compiled
     def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """The forward by way of them, see Rule 2."""
         if self.offload is None:
