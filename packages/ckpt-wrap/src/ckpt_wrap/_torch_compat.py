@@ -335,6 +335,17 @@ def remove_module_hooks(module: nn.Module, numbers: range) -> None:
                     del hooks[number]
 
 
+def counter_owner(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor whose version counter `tensor` uses: its base if it is a view, else itself.
+
+    Tensors of one storage may have different counters: the parts that `unsafe_chunk` and
+    `unsafe_split` return, and `tensor.data`. A detached tensor shares its source's counter, but
+    counts as an owner here, because torch does not tell.
+    """
+    base = getattr(tensor, "_base", None)
+    return tensor if base is None else base
+
+
 def is_parameter_view(tensor: torch.Tensor) -> bool:
     """Whether the tensor is a parameter or was made from one by taking views."""
     base = getattr(tensor, "_base", None)
