@@ -21,7 +21,6 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
