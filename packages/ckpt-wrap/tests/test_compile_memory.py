@@ -71,7 +71,10 @@ HOW = {
     "dynamic": partial(_model_compiled, dynamic=True),
 }
 QUICK, SLOW = "aot_eager_decomp_partition", "inductor"
-CASES = [(QUICK, how) for how in HOW] + [(SLOW, "block.compile()"), (SLOW, "model.compile()")]
+CASES = [(QUICK, how, way) for how in HOW for way in WAYS]
+CASES += [(SLOW, "block.compile()", way) for way in WAYS] + [
+    (SLOW, "model.compile()", "checkpoint_")
+]
 
 
 @pytest.fixture(autouse=True)
@@ -102,8 +105,7 @@ def _require_compiler(backend):
         pytest.skip("inductor compiles C++ here, and there is no compiler")
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("backend", "how"), CASES)
+@pytest.mark.parametrize(("backend", "how", "way"), CASES)
 def test_checkpoint_saves_memory_compiled(backend, how, way):
     """No hidden activation is kept, or only those that `context_fn` names; plain gradients."""
     _require_compiler(backend)
@@ -151,6 +153,13 @@ class Broken(nn.Module):
         return torch.relu(y).sin()
 
 
+MAKERS = {
+    "checkpoint_": checkpoint_,
+    "checkpoint_wrapper": checkpoint_wrapper,
+    "reentrant": partial(checkpoint_, checkpoint_impl=CheckpointImpl.REENTRANT),
+}
+
+
 def _step_compiled(model):
     def step(x):
         model(x).square().sum().backward()
@@ -166,15 +175,14 @@ def _compiled(model, how):
     return lambda x: model(x).square().sum().backward()
 
 
-@pytest.mark.parametrize("impl", CheckpointImpl)
-@pytest.mark.parametrize("make", [checkpoint_, checkpoint_wrapper])
+@pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("how", ["block.compile()", "model.compile()", "step"])
 @pytest.mark.parametrize("kind", ["item", "buffer replaced and read"])
-def test_graph_break_does_not_act_twice(kind, how, make, impl):
+def test_graph_break_does_not_act_twice(kind, how, make):
     """Buffers advance once for each forward, and gradients are the plain model's."""
     torch.manual_seed(0)
     plain = nn.Sequential(Broken(kind), Broken(kind))
-    model = nn.Sequential(*[make(b, checkpoint_impl=impl) for b in copy.deepcopy(plain)])
+    model = nn.Sequential(*[MAKERS[make](b) for b in copy.deepcopy(plain)])
     step = _compiled(model, how)
     for _ in range(2):
         x = torch.randn(16, 8)
