@@ -57,13 +57,13 @@ def never_compiled(function: F) -> F:
     Without it, dynamo compiles the function's frame on its own, with `is_compiling()` True.
     A trace may still inline the function, and what it calls may still be compiled.
     """
-    _skip_frames(function.__code__, False)  # type: ignore[attr-defined]
+    _skip_frames(function.__code__, False)
     return function
 
 
 def never_compiled_inside(function: F) -> F:
     """Decorator: as `never_compiled`, also for everything that the function calls."""
-    _skip_frames(function.__code__, True)  # type: ignore[attr-defined]
+    _skip_frames(function.__code__, True)
     return function
 
 

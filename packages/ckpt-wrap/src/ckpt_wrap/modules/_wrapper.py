@@ -198,8 +198,8 @@ class CheckpointWrapper(ActivationWrapper):
             checkpoint_impl, checkpoint_fn, checkpoint_fn_kwargs, "checkpoint_wrapper"
         )
         # Straight into the instance: by Rule 2 a new name would go to the inner module.
-        own = isinstance(made, Checkpoint)
-        self.__dict__["checkpoint_impl"] = made.options.impl if own else checkpoint_impl
+        impl = made.options.impl if isinstance(made, Checkpoint) else checkpoint_impl
+        self.__dict__["checkpoint_impl"] = impl
         self.__dict__["checkpoint_fn"] = made
 
     def _callers(self) -> list[Callable[..., Any]]:
