@@ -67,14 +67,28 @@ CASES = {
         lambda: checkpoint_(nn.ReLU(), preserve_rng=True),
         OptionError,
         "ckpt_wrap.checkpoint_: option 'preserve_rng' is unknown, but options must be among "
-        "preserve_rng_state, context_fn, determinism_check, debug, early_stop. "
+        "preserve_rng_state, context_fn, determinism_check, debug, early_stop, use_reentrant. "
         "Did you mean 'preserve_rng_state'?",
     ),
     "use_reentrant": (
-        lambda: checkpoint_(nn.ReLU(), use_reentrant=False),
+        lambda: checkpoint_(nn.ReLU(), use_reentrant=None),
         OptionError,
-        "ckpt_wrap.checkpoint_: option 'use_reentrant' is unknown, but the implementation is "
-        "chosen by 'checkpoint_impl'. Pass CheckpointImpl.REENTRANT or leave both out.",
+        "ckpt_wrap.checkpoint_: option 'use_reentrant' is None, but it must be a bool. "
+        "Pass True or False.",
+    ),
+    "use_reentrant and impl": (
+        lambda: checkpoint_wrapper(
+            nn.ReLU(), checkpoint_impl=CheckpointImpl.REENTRANT, use_reentrant=False
+        ),
+        OptionError,
+        "ckpt_wrap.checkpoint_wrapper: option 'use_reentrant' is False, but "
+        "checkpoint_impl=CheckpointImpl.REENTRANT asks for the opposite. Pass only one of them.",
+    ),
+    "container": (
+        lambda: checkpoint_(nn.ModuleList([nn.ReLU()])),
+        ModuleError,
+        "ckpt_wrap.checkpoint_: module ModuleList has no forward, but only a module that is "
+        "called can be checkpointed or offloaded. Wrap its items instead, one by one.",
     ),
     "offload to nothing": (
         lambda: offload_(nn.ReLU(), to=""),
@@ -176,7 +190,8 @@ CASES = {
         lambda: checkpoint_(nn.ReLU(), zzz=1),
         OptionError,
         "ckpt_wrap.checkpoint_: option 'zzz' is unknown, but options must be among "
-        "preserve_rng_state, context_fn, determinism_check, debug, early_stop. Leave it out.",
+        "preserve_rng_state, context_fn, determinism_check, debug, early_stop, use_reentrant. "
+        "Leave it out.",
     ),
     "determinism_check": (
         lambda: checkpoint_(nn.ReLU(), determinism_check="nope"),

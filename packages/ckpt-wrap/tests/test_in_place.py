@@ -15,8 +15,13 @@ from torch.nn.utils import parametrize, prune
 
 from ckpt_wrap import (
     CheckpointImpl,
+    ModuleError,
+    apply_activation_checkpointing,
+    by_name,
+    by_size,
     checkpoint_,
     checkpoint_wrapper,
+    make_plan,
     offload_,
     offload_wrapper,
     unwrap,
@@ -36,10 +41,19 @@ class Scaled(nn.Module):
         return torch.tanh(self.inner(x) * self.factor * scale)
 
 
+class OnlyHolds(nn.Module):
+    """A container of the user's own: no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+
 CONTAINERS = {
-    "sequential": lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU()),
     "list": lambda: nn.ModuleList([nn.Linear(2, 2), nn.ReLU()]),
     "dict": lambda: nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.ReLU()}),
+    "parameters": lambda: nn.ParameterList([torch.zeros(2)]),
+    "own": OnlyHolds,
 }
 
 
@@ -61,19 +75,56 @@ def test_names_types_and_signature_stay(change):
     assert changed[0].forward.__doc__ == "Scale."
 
 
-@pytest.mark.parametrize("kind", CONTAINERS)
-def test_containers_stay_containers(kind):
+def test_sequential_stays_a_container():
     """Length, iteration, membership, indexing and deletion work as before."""
-    plain, changed = CONTAINERS[kind](), checkpoint_(CONTAINERS[kind]())
-    key = "a" if kind == "dict" else 0
+    plain = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    changed = checkpoint_(copy.deepcopy(plain))
     assert len(changed) == len(plain)
     assert [str(item) for item in changed] == [str(item) for item in plain]
-    assert isinstance(changed[key], nn.Linear)
-    assert changed[key] in changed.values() if kind == "dict" else changed[key] in changed
-    changed[key] = nn.Tanh()
-    assert isinstance(changed[key], nn.Tanh)
-    del changed[key]
+    assert isinstance(changed[0], nn.Linear)
+    assert changed[0] in changed
+    changed[0] = nn.Tanh()
+    assert isinstance(changed[0], nn.Tanh)
+    del changed[0]
     assert len(changed) == 1
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+@pytest.mark.parametrize("change", [checkpoint_, offload_])
+def test_container_without_forward_is_refused(change, kind):
+    """Its forward never runs, so nothing would be saved; it stays as it is."""
+    container = CONTAINERS[kind]()
+    before = type(container)
+    with pytest.raises(ModuleError, match=r"has no forward.*Wrap its items instead, one by one"):
+        change(container)
+    assert type(container) is before
+
+
+@pytest.mark.parametrize("action", ["checkpoint", "offload"])
+def test_plan_of_a_container_is_refused(action):
+    """When the plan is made, and when it is applied to a model with a container in the place."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.ModuleList([nn.Linear(2, 2)]))
+    with pytest.raises(ModuleError, match=r"make_plan: module '1' \(ModuleList\) has no forward"):
+        make_plan(model, by_name("1"), action=action)
+    plan = make_plan(model, by_name("0"), action=action)
+    model[0] = nn.ModuleList([nn.Linear(2, 2)])
+    with pytest.raises(ModuleError, match=r"Plan.apply: module '0' \(ModuleList\) has no forward"):
+        plan.apply(model)
+
+
+def test_applying_to_a_container_changes_nothing():
+    """The error names the container; modules before it stay as they are."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2)]))
+    with pytest.raises(ModuleError, match=r"has no forward.*module '1' \(ModuleList\)"):
+        apply_activation_checkpointing(model, checkpoint_wrapper_fn=checkpoint_)
+    assert type(model[0]) is nn.Linear
+
+
+def test_sweeping_policies_leave_containers_out():
+    """Sizes and complements select no `ModuleList`, whatever it holds."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2)]))
+    assert make_plan(model, by_size(at_least=1)).names == ("0", "1.0")
+    assert make_plan(model, ~by_name("0")).names == ("1.0",)
 
 
 def test_swapping_a_layer_changes_forward_and_state_dict():

@@ -5,9 +5,16 @@ from __future__ import annotations
 import contextlib
 
 import pytest
+import torch
 from torch import nn
 
-from ckpt_wrap import CheckpointImpl, ModuleError, OptionError, checkpoint_
+from ckpt_wrap import (
+    CheckpointImpl,
+    ModuleError,
+    OptionError,
+    checkpoint_,
+    checkpoint_wrapper,
+)
 from ckpt_wrap.checkpointing._options import CheckpointOptions, checkpoint_options, require_module
 
 NO_REENTRANT, REENTRANT = CheckpointImpl.NO_REENTRANT, CheckpointImpl.REENTRANT
@@ -51,12 +58,19 @@ def test_a_switch_is_a_bool(name, value):
     [
         ({"determinism_check": "all"}, "it must be one of ('default', 'none'). Pass one of them."),
         ({"context_fn": 3}, "it must be a function that returns two context managers. Pass such"),
-        ({"use_reentrant": True}, "the implementation is chosen by 'checkpoint_impl'. Pass Check"),
+        ({"use_reentrant": None}, "it must be a bool. Pass True or False."),
         ({"earlystop": True}, "Did you mean 'early_stop'?"),
         ({"impl": REENTRANT}, "option 'impl' is unknown"),
         ({"debug": True, "context_fn": contexts}, "debug brings a context of its own. Pass only"),
     ],
-    ids=["check", "no function", "torch's name", "mistyped", "given otherwise", "two contexts"],
+    ids=[
+        "check",
+        "no function",
+        "neither True nor False",
+        "mistyped",
+        "given otherwise",
+        "two contexts",
+    ],
 )
 def test_a_value_that_cannot_work_is_refused(options, message):
     """The message has the function, the rule and what to do."""
@@ -68,11 +82,30 @@ def test_a_value_that_cannot_work_is_refused(options, message):
 
 @pytest.mark.parametrize("impl", [True, None, "REENTRANT"], ids=repr)
 def test_an_implementation_is_one_of_two(impl):
-    """A bool, as `use_reentrant` was, is none."""
+    """A bool, which `use_reentrant` takes, is none."""
     with pytest.raises(
         OptionError, match=r"option 'checkpoint_impl' is .* must be a CheckpointImpl"
     ):
         checkpoint_options(impl, {}, "checkpoint_")
+
+
+@pytest.mark.parametrize(("value", "impl"), [(False, NO_REENTRANT), (True, REENTRANT)])
+def test_use_reentrant_chooses_the_implementation(value, impl):
+    """For both layers, and the conflicts of the implementation are checked."""
+    assert checkpoint_options(NO_REENTRANT, {"use_reentrant": value}, "checkpoint_").impl is impl
+    assert checkpoint_wrapper(nn.ReLU(), use_reentrant=value).checkpoint_impl is impl
+    x = torch.ones(1, 2, requires_grad=True)
+    node = checkpoint_(nn.Linear(2, 2), use_reentrant=value)(x).grad_fn
+    assert ("ReentrantCheckpoint" in node.name()) is value
+
+
+def test_use_reentrant_against_checkpoint_impl_is_refused():
+    """Also an option that the chosen implementation does not have."""
+    with pytest.raises(OptionError, match="'use_reentrant' is False, but checkpoint_impl="):
+        checkpoint_(nn.ReLU(), checkpoint_impl=REENTRANT, use_reentrant=False)
+    with pytest.raises(OptionError, match="'debug' is set with"):
+        checkpoint_(nn.ReLU(), use_reentrant=True, debug=True)
+    checkpoint_(nn.ReLU(), checkpoint_impl=REENTRANT, use_reentrant=True)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ FORMS = {
     "size": (by_size(at_least=40, at_most=80) & ~by_name("1.*.*"), ["1.0", "1.1", "1.2", "1.3"]),
     "or": (by_name("2") | by_name("0"), ["0", "2"]),
     "and": (by_class(nn.Linear) & by_name("1.3*"), ["1.3.0", "1.3.2"]),
-    "not": (~by_class(nn.Linear, nn.ReLU, Block), ["0", "1"]),
+    "not": (~by_class(nn.Linear, nn.ReLU, Block), ["0"]),
     "function": (lambda info: info.depth == 1 and info.index == 2, ["2"]),
     "torch class": (ModuleWrapPolicy({nn.Embedding}), ["0"]),
     "torch custom": (

@@ -29,6 +29,10 @@ class Leaf(nn.Module):
         self.weight = nn.Parameter(torch.zeros(2))
         self.seen = []
 
+    def forward(self, x):
+        """Add the weight."""
+        return x + self.weight
+
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
         self.seen.append(local_metadata.get("version"))
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
@@ -89,7 +93,7 @@ def test_a_module_with_two_names_sees_its_version_under_both(into):
     """torch loads it once for each of its names."""
     shared = Leaf()
     state = nn.ModuleDict({"a": nn.ModuleList([shared, shared])}).state_dict()
-    model = nn.ModuleDict({"a": LAYERS[into](nn.ModuleList([shared, shared]))})
+    model = nn.ModuleDict({"a": LAYERS[into](nn.Sequential(shared, shared))})
     model.load_state_dict(state)
     assert shared.seen == [3, 3]
 

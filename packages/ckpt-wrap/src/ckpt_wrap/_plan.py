@@ -30,7 +30,7 @@ from ckpt_wrap.modules._in_place import (
     tell_name,
 )
 from ckpt_wrap.modules._inner_state import innermost
-from ckpt_wrap.modules._subclass import require_changeable
+from ckpt_wrap.modules._subclass import require_changeable, require_forward
 from ckpt_wrap.modules._wrapper import ActivationWrapper
 from ckpt_wrap.offload._offload_options import offload_options
 
@@ -125,7 +125,8 @@ def make_plan(
         **options: options for every selected module; options from the policy are added to them.
 
     Raises:
-        ModuleError: `model` is not an `nn.Module`.
+        ModuleError: `model` is not an `nn.Module`, or the policy selects a module without a
+            forward, such as `nn.ModuleList`.
         OptionError: an unknown action, or an option that cannot work.
         PolicyError: not a policy, or one that selects nothing; lists close matches.
 
@@ -225,6 +226,7 @@ def _require_action(action: str) -> None:
 
 
 def _step(info: ModuleInfo, options: dict[str, Any], action: Action) -> Step:
+    require_forward(info.module, "make_plan", info.name)
     with about(f"module {describe(info.module, info.name)}"):
         _check_options(options, action)
     return Step(info.name, info.aliases, type(info.module).__name__, info.numel, options)

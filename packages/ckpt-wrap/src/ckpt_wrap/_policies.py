@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from ckpt_wrap._errors import PolicyError
+from ckpt_wrap._where import has_forward
 
 Selection = dict[int, dict[str, Any]]  # options by position in the sequence of modules
 Decision = bool | Mapping[str, Any] | None
@@ -44,7 +45,10 @@ class ModuleInfo:
 
 
 class Policy(ABC):
-    """A rule that selects modules; combine with `|`, `&` and `~`."""
+    """A rule that selects modules; combine with `|`, `&` and `~`.
+
+    `~` leaves out containers without a forward, such as `nn.ModuleList`.
+    """
 
     @abstractmethod
     def select(self, modules: Sequence[ModuleInfo]) -> Selection:
@@ -109,7 +113,8 @@ class _Not(Policy):
 
     def select(self, modules: Sequence[ModuleInfo]) -> Selection:
         selected = self.inner.select(modules)
-        return {i: {} for i in range(len(modules)) if i not in selected}
+        rest = (i for i in range(len(modules)) if i not in selected)
+        return {i: {} for i in rest if has_forward(modules[i].module)}
 
 
 @dataclass(frozen=True)
@@ -173,6 +178,8 @@ def by_name(*patterns: str) -> Policy:
 def by_size(*, at_least: int = 0, at_most: int | None = None) -> Policy:
     """Modules with this many parameter elements, including those of submodules.
 
+    Containers without a forward, such as `nn.ModuleList`, are left out.
+
     Raises:
         PolicyError: `at_least` is negative or above `at_most`.
 
@@ -189,7 +196,12 @@ def by_size(*, at_least: int = 0, at_most: int | None = None) -> Policy:
             f"ckpt_wrap.by_size: range {at_least} to {at_most}, but it must start at 0 or above "
             "and not end before it starts. Swap or drop a bound."
         )
-    return _Where(lambda m: at_least <= m.numel and (at_most is None or m.numel <= at_most))
+
+    def matches(info: ModuleInfo) -> bool:
+        fits = at_least <= info.numel and (at_most is None or info.numel <= at_most)
+        return fits and has_forward(info.module)
+
+    return _Where(matches)
 
 
 def every_nth(n: int, of: Policy, *, start: int = 0) -> Policy:

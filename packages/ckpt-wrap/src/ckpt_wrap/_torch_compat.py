@@ -14,12 +14,57 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.utils.checkpoint
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _find_is_exporting() -> Callable[[], bool]:
+    if not hasattr(torch.compiler, "_is_exporting_flag"):
+        return torch.compiler.is_exporting
+    # Dynamo before torch 2.13 traces torch.compiler.is_exporting() as True under torch.compile,
+    # too. It reads the flag itself correctly, and guards on it.
+    return lambda: torch.compiler._is_exporting_flag
+
+
+# Whether torch.export is tracing; right inside of what torch.compile traces, too.
+is_exporting = _find_is_exporting()
+
+
+def _find_skip_frames() -> Callable[[Any, bool], None]:
+    dynamo: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    try:
+        set_strategy, strategy = dynamo.set_code_exec_strategy, dynamo._FrameExecStrategy
+        skip, default = dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT
+    except AttributeError:
+        return lambda code, recursive: None
+    return lambda code, recursive: set_strategy(
+        code, strategy(skip, skip if recursive else default)
+    )
+
+
+_skip_frames = _find_skip_frames()
+
+
+def never_compiled(function: F) -> F:
+    """Decorator: after a graph break, calls of the function run as Python.
+
+    Without it, dynamo compiles the function's frame on its own, with `is_compiling()` True.
+    A trace may still inline the function, and what it calls may still be compiled.
+    """
+    _skip_frames(function.__code__, False)
+    return function
+
+
+def never_compiled_inside(function: F) -> F:
+    """Decorator: as `never_compiled`, also for everything that the function calls."""
+    _skip_frames(function.__code__, True)
+    return function
 
 
 class Saved(Protocol):
@@ -287,6 +332,17 @@ def remove_module_hooks(module: nn.Module, numbers: range) -> None:
             if "hooks" in name and isinstance(hooks, dict):
                 for number in [n for n in hooks if isinstance(n, int) and n in numbers]:
                     del hooks[number]
+
+
+def counter_owner(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor whose version counter `tensor` uses: its base if it is a view, else itself.
+
+    Tensors of one storage may have different counters: the parts that `unsafe_chunk` and
+    `unsafe_split` return, and `tensor.data`. A detached tensor shares its source's counter, but
+    counts as an owner here, because torch does not tell.
+    """
+    base = getattr(tensor, "_base", None)
+    return tensor if base is None else base
 
 
 def is_parameter_view(tensor: torch.Tensor) -> bool:

@@ -14,6 +14,11 @@ def owner(function: Callable[..., Any]) -> nn.Module | None:
     return candidate if isinstance(candidate, nn.Module) else None
 
 
+def has_forward(module: nn.Module) -> bool:
+    """Whether the module defines forward; containers such as `nn.ModuleList` do not."""
+    return type(module).forward is not nn.Module.forward
+
+
 def describe(function: Callable[..., Any], name: str) -> str:
     """The qualified name and the class of a function's module, or as much of it as is known.
 

@@ -19,7 +19,13 @@ from torch import nn
 
 from ckpt_wrap._errors import RecomputeError, changed_input_message, is_in_place_error
 from ckpt_wrap._phase import SecondRun
-from ckpt_wrap._torch_compat import Saved, next_hook_number, save_tensor, version_of
+from ckpt_wrap._torch_compat import (
+    Saved,
+    never_compiled_inside,
+    next_hook_number,
+    save_tensor,
+    version_of,
+)
 from ckpt_wrap._where import Where
 from ckpt_wrap.checkpointing._ambient_state import AmbientState, replay
 from ckpt_wrap.checkpointing._functional_call import replaced_weights
@@ -98,6 +104,7 @@ class Call:
             self._saved.append(once[id(tensor)])
         warn_of_grown(self._explained(self.arguments.objects.settle), self.where)
 
+    @never_compiled_inside
     def again(self) -> Any:
         """Make the call, in the ambient state it had."""
         tensors = self._inputs()

@@ -5,7 +5,8 @@
 | situation | what runs |
 |---|---|
 | gradients are off, or `torch.export` traces | the function, as it is |
-| `torch.compile` traces | `torch.utils.checkpoint`, which the compiler knows |
+| `torch.compile` traces | `torch.utils.checkpoint`, which the compiler knows; after a graph \
+break inside the function the call runs in eager mode, the function with it |
 | `torch.func` transforms the call | the function, as it is |
 | neither an input nor a tensor of the module requires grad | a region of `_recompute` without \
 options: it keeps nothing unless the function finds a tensor elsewhere that requires grad |
@@ -31,6 +32,9 @@ from ckpt_wrap._torch_compat import (
     active_transform,
     debug_override,
     early_stop_override,
+    is_exporting,
+    never_compiled,
+    never_compiled_inside,
 )
 from ckpt_wrap._where import Where, owner
 from ckpt_wrap.checkpointing._ambient_state import capture
@@ -60,14 +64,22 @@ class Checkpoint:
         self.made_by = made_by  # the function the user called; for messages
         self.name = name  # of the module, where it is known; for messages
 
+    @never_compiled
     def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """`function(*args, **kwargs)`, checkpointed."""
-        if not torch.is_grad_enabled() or torch.compiler.is_exporting():
+        if not torch.is_grad_enabled() or is_exporting():
             return function(*args, **kwargs)
         if torch.compiler.is_compiling():
             return _under_compile(self.options, function, args, kwargs)
         if active_transform() is not None:
             return function(*args, **kwargs)
+        return self._in_eager_mode(function, args, kwargs)
+
+    # Forward must save the same tensors as recomputation, which backward runs in eager mode.
+    @never_compiled_inside
+    def _in_eager_mode(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         module, options = owner(function), self.options
         arguments = Arguments(args, kwargs, module)
         where = Where(function, self.name, self.made_by)

@@ -93,7 +93,25 @@ def _only_no_reentrant(name: str) -> str:
     )
 
 
-_OPTION_NAMES = tuple(field.name for field in fields(CheckpointOptions) if field.name != "impl")
+def _impl_for(use_reentrant: object, impl: CheckpointImpl) -> CheckpointImpl:
+    """The implementation that torch's own option asks for."""
+    if not isinstance(use_reentrant, bool):
+        raise OptionError(
+            f"option 'use_reentrant' is {use_reentrant!r}, but it must be a bool. "
+            "Pass True or False."
+        )
+    if impl is CheckpointImpl.REENTRANT and not use_reentrant:
+        raise OptionError(
+            "option 'use_reentrant' is False, but checkpoint_impl=CheckpointImpl.REENTRANT asks "
+            "for the opposite. Pass only one of them."
+        )
+    return CheckpointImpl.REENTRANT if use_reentrant else impl
+
+
+_OPTION_NAMES = (
+    *(field.name for field in fields(CheckpointOptions) if field.name != "impl"),
+    "use_reentrant",
+)
 
 
 def checkpoint_options(
@@ -104,14 +122,12 @@ def checkpoint_options(
     Raises:
         OptionError: an unknown option, naming the closest known one, or a value that cannot work.
     """
-    if "use_reentrant" in given:
-        raise OptionError(
-            f"ckpt_wrap.{made_by}: option 'use_reentrant' is unknown, but the implementation is "
-            "chosen by 'checkpoint_impl'. Pass CheckpointImpl.REENTRANT or leave both out."
-        )
     require_known_options(made_by, given, _OPTION_NAMES)
+    rest = dict(given)
     try:
-        return CheckpointOptions(impl=impl, **given)
+        if "use_reentrant" in rest:
+            impl = _impl_for(rest.pop("use_reentrant"), impl)
+        return CheckpointOptions(impl=impl, **rest)
     except OptionError as error:
         raise OptionError(f"ckpt_wrap.{made_by}: {error}") from None
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ckpt_wrap._errors import RecomputeError, changed_input_message, is_in_place_error
 from ckpt_wrap._phase import FirstRun, SecondRun
+from ckpt_wrap._torch_compat import never_compiled_inside
 from ckpt_wrap._where import Where
 from ckpt_wrap.checkpointing._call import Arguments, refused_error
 from ckpt_wrap.checkpointing._module_state import ModuleState
@@ -100,6 +101,7 @@ class ReentrantCheckpoint(CheckpointFunction):
         return CheckpointFunction.forward(ctx, call, preserve_rng_state, *tensors)
 
     @staticmethod
+    @never_compiled_inside
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         ctx.call.ran_again = False
         try:

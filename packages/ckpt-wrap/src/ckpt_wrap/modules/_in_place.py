@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 from torch import nn
 
 from ckpt_wrap._errors import ModuleError
-from ckpt_wrap._torch_compat import edges, is_sharded
+from ckpt_wrap._torch_compat import edges, is_sharded, never_compiled
 from ckpt_wrap._where import describe
 from ckpt_wrap.checkpointing._checkpoint import Checkpoint
 from ckpt_wrap.checkpointing._checkpoint_fn import CheckpointFn, checkpoint_fn_from
@@ -48,6 +48,7 @@ class Behaviour:
     checkpoint: CheckpointFn | None = None
     offload: Offload | None = None
 
+    @never_compiled
     def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """The forward by way of them, see Rule 2."""
         if self.offload is None:
@@ -75,14 +76,16 @@ def checkpoint_(
         checkpoint_fn: a checkpoint function, called as `checkpoint_fn(function, *args, **kwargs)`;
             None for this package's own.
         **options: options of that function. This package's own has `preserve_rng_state`,
-            `context_fn`, `determinism_check`, `debug` and `early_stop`, with the meaning they
-            have in `torch.utils.checkpoint.checkpoint`.
+            `context_fn`, `determinism_check`, `debug`, `early_stop` and `use_reentrant`, with
+            the meaning they have in `torch.utils.checkpoint.checkpoint`. `use_reentrant=True`
+            is the same as `checkpoint_impl=CheckpointImpl.REENTRANT`.
 
     Returns:
         The module.
 
     Raises:
-        ModuleError: not an `nn.Module`, or one whose class cannot be changed.
+        ModuleError: not an `nn.Module`, one without a forward, such as `nn.ModuleList`, or one
+            whose class cannot be changed.
         OptionError: an option this package's own function does not have or cannot follow.
 
     Example:
@@ -113,7 +116,8 @@ def offload_(module: M, **options: Any) -> M:
         The module.
 
     Raises:
-        ModuleError: not an `nn.Module`, or one whose class cannot be changed.
+        ModuleError: not an `nn.Module`, one without a forward, such as `nn.ModuleList`, or one
+            whose class cannot be changed.
         OptionError: an unknown option, or a value that cannot work.
 
     Example:

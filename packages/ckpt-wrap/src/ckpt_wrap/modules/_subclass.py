@@ -20,7 +20,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from ckpt_wrap._errors import ModuleError
-from ckpt_wrap._where import describe
+from ckpt_wrap._where import describe, has_forward
 from ckpt_wrap.checkpointing._options import require_module
 from ckpt_wrap.modules._names import clean_in_place
 from ckpt_wrap.modules._versions import hand_down, own_entry
@@ -112,11 +112,22 @@ def rebuild(make: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Module:
 
 
 def require_changeable(module: nn.Module, function: str, name: str = "") -> None:
-    """Raise `ModuleError` unless `module` is one whose class can be changed."""
+    """Raise `ModuleError` unless `module` has a forward and a class that can be changed."""
     require_module(module, function)
     reason = _why_not(module)
     if reason:
         raise ModuleError(f"ckpt_wrap.{function}: module {describe(module, name)} {reason}")
+    require_forward(module, function, name)
+
+
+def require_forward(module: nn.Module, function: str, name: str = "") -> None:
+    """Raise `ModuleError` if `module` has no forward, as `nn.ModuleList` has none."""
+    if not has_forward(module):
+        raise ModuleError(
+            f"ckpt_wrap.{function}: module {describe(module, name)} has no forward, but only a "
+            "module that is called can be checkpointed or offloaded. Wrap its items instead, one "
+            "by one."
+        )
 
 
 def _why_not(module: nn.Module) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckpt_wrap.checkpointing._checkpoint import Checkpoint
 from ckpt_wrap.checkpointing._checkpoint_fn import CheckpointFn, make_checkpoint_fn
 from ckpt_wrap.checkpointing._options import CheckpointImpl, require_module
 from ckpt_wrap.modules._inner_state import (
@@ -193,11 +194,13 @@ class CheckpointWrapper(ActivationWrapper):
         **checkpoint_fn_kwargs: Any,
     ) -> None:
         super().__init__(mod)
-        # Straight into the instance: by Rule 2 a new name would go to the inner module.
-        self.__dict__["checkpoint_impl"] = checkpoint_impl
-        self.__dict__["checkpoint_fn"] = make_checkpoint_fn(
+        made = make_checkpoint_fn(
             checkpoint_impl, checkpoint_fn, checkpoint_fn_kwargs, "checkpoint_wrapper"
         )
+        # Straight into the instance: by Rule 2 a new name would go to the inner module.
+        impl = made.options.impl if isinstance(made, Checkpoint) else checkpoint_impl
+        self.__dict__["checkpoint_impl"] = impl
+        self.__dict__["checkpoint_fn"] = made
 
     def _callers(self) -> list[Callable[..., Any]]:
         """What calls its forward, or what it wraps."""
@@ -250,8 +253,9 @@ def checkpoint_wrapper(
         checkpoint_fn: a checkpoint function, called as `checkpoint_fn(function, *args, **kwargs)`;
             None for this package's own.
         **checkpoint_fn_kwargs: options of that function. This package's own has
-            `preserve_rng_state`, `context_fn`, `determinism_check`, `debug` and `early_stop`,
-            with the meaning they have in `torch.utils.checkpoint.checkpoint`.
+            `preserve_rng_state`, `context_fn`, `determinism_check`, `debug`, `early_stop` and
+            `use_reentrant`, with the meaning they have in `torch.utils.checkpoint.checkpoint`.
+            `use_reentrant=True` is the same as `checkpoint_impl=CheckpointImpl.REENTRANT`.
 
     Raises:
         ModuleError: `module` is not an `nn.Module`.

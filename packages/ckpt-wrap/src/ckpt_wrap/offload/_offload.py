@@ -2,7 +2,8 @@
 
 Rule 1. Parameters, buffers, storages below `min_bytes` and tensors the tier does not take stay
         where they are.
-Rule 2. What leaves are storages, each once, however many saved tensors share it.
+Rule 2. What leaves are storages, each once, however many saved tensors share it. Where tensors
+        of one storage have different version counters, it leaves once for each counter.
 Rule 3. Reading a tensor that was changed in place since it was saved is an error, as it is
         without offload, however far its copy is by then; but not once its bytes are in a folder,
         where they are from the moment it is saved.
@@ -22,7 +23,13 @@ from torch.nn.parameter import is_lazy
 
 from ckpt_wrap._errors import OffloadError
 from ckpt_wrap._phase import is_checkpointing
-from ckpt_wrap._torch_compat import active_transform, is_parameter_view, storage_key, version_of
+from ckpt_wrap._torch_compat import (
+    active_transform,
+    counter_owner,
+    is_parameter_view,
+    storage_key,
+    version_of,
+)
 from ckpt_wrap._where import describe, owner
 from ckpt_wrap.offload._offload_options import OffloadOptions
 from ckpt_wrap.offload._offload_scheduler import CallStorages, OffloadScheduler, scheduler_for
@@ -139,7 +146,7 @@ class OffloadCall:
         call = self._by_device.get(tensor.device)
         if call is None:
             call = self._by_device[tensor.device] = self._scheduler.begin(tensor.device)
-        key = storage_key(tensor)
+        key = storage_key(tensor), id(counter_owner(tensor))
         storage = self._scheduler.storages.get(key)
         if storage is not None and storage.shares(tensor, call.capture):
             self._counters.shared += 1

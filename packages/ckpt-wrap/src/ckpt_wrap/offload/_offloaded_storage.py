@@ -17,13 +17,14 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import weakref
 from functools import partial
 from typing import Protocol
 
 import torch
 
 from ckpt_wrap._errors import OffloadError, about
-from ckpt_wrap._torch_compat import version_of
+from ckpt_wrap._torch_compat import counter_owner, version_of
 from ckpt_wrap.offload._offload_stats import Counters
 from ckpt_wrap.offload._storage import flat_bytes, forget_bytes
 from ckpt_wrap.offload._when_gone import do_due, when_gone
@@ -95,6 +96,7 @@ class OffloadedStorage:
         "_fetched",
         "_guard",
         "_lock",
+        "_owner",
         "capture",
         "counters",
         "device",
@@ -110,6 +112,7 @@ class OffloadedStorage:
         self._lock = threading.RLock()
         # Shares the tensor's version, also when its bytes are gone.
         self._guard: torch.Tensor | None = tensor.detach()
+        self._owner = weakref.ref(counter_owner(tensor))
         self.source: torch.Tensor | None = flat_bytes(tensor)
         self.version = version_of(tensor)
         self.device = tensor.device
@@ -157,12 +160,15 @@ class OffloadedStorage:
                 self.stored.release_source()
 
     def shares(self, tensor: torch.Tensor, capture: object = None) -> bool:
-        """Whether it is a place for this tensor of its storage too: unchanged, and made here.
+        """Whether this tensor of the same storage can use this copy, too.
 
-        A forked child makes its own: what its parent stored goes when the parent is done with it.
+        Its bytes must not have changed since the copy was made. The version says so only for
+        tensors with the same version counter. A forked child makes a copy of its own, because
+        the parent removes what it stored.
         """
         is_here = self.process == os.getpid() and self.capture is capture
-        return is_here and self.version == version_of(tensor)
+        same_counter = self._owner() is counter_owner(tensor)
+        return is_here and same_counter and self.version == version_of(tensor)
 
     def start_fetch(self, late: bool = False) -> None:
         """Start bringing the bytes back, where they are away; late if they are read now.

@@ -1,0 +1,195 @@
+"""What a checkpointed block keeps for backward under torch.compile, and graph breaks inside one."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from ckpt_wrap import CheckpointImpl, checkpoint_, checkpoint_wrapper
+
+# Dynamo hides these warnings in a way that has no effect where warnings are errors.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+
+ROWS, WIDTH, HIDDEN, BLOCKS = 64, 16, 256, 2
+INPUT_BYTES = ROWS * WIDTH * 4  # of one block
+HIDDEN_BYTES = ROWS * HIDDEN * 4  # of one hidden activation; a block has three, the plain keeps two
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)).sin())
+
+
+save_matmuls = partial(
+    create_selective_checkpoint_contexts,
+    [torch.ops.aten.mm.default, torch.ops.aten.addmm.default],
+)
+WAYS = {
+    "checkpoint_": checkpoint_,
+    "checkpoint_wrapper": checkpoint_wrapper,
+    "context_fn": partial(checkpoint_, context_fn=save_matmuls),
+}
+
+
+def _blocks_compiled(way, backend):
+    model = nn.Sequential(*[way(Block()) for _ in range(BLOCKS)])
+    for block in model:
+        block.compile(backend=backend)
+    return model
+
+
+def _blocks_compiled_before(way, backend):
+    blocks = [Block() for _ in range(BLOCKS)]
+    for block in blocks:
+        block.compile(backend=backend)
+    return nn.Sequential(*map(way, blocks))
+
+
+def _model_compiled(way, backend, **options):
+    model = nn.Sequential(*[way(Block()) for _ in range(BLOCKS)])
+    model.compile(backend=backend, **options)
+    return model
+
+
+HOW = {
+    "eager": lambda way, _: nn.Sequential(*[way(Block()) for _ in range(BLOCKS)]),
+    "block.compile()": _blocks_compiled,
+    "compiled, then wrapped": _blocks_compiled_before,
+    "model.compile()": _model_compiled,
+    "fullgraph": partial(_model_compiled, fullgraph=True),
+    "dynamic": partial(_model_compiled, dynamic=True),
+}
+QUICK, SLOW = "aot_eager_decomp_partition", "inductor"
+CASES = [(QUICK, how, way) for how in HOW for way in WAYS]
+CASES += [(SLOW, "block.compile()", way) for way in WAYS] + [
+    (SLOW, "model.compile()", "checkpoint_")
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """Nothing compiled before counts."""
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def _kept_bytes(model, x):
+    """Bytes that forward keeps for backward, parameters left out, and the result."""
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage._cdata] = tensor  # held, so that no address is used twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = model(x)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()), out
+
+
+def _require_compiler(backend):
+    if backend == SLOW and not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        pytest.skip("inductor compiles C++ here, and there is no compiler")
+
+
+@pytest.mark.parametrize(("backend", "how", "way"), CASES)
+def test_checkpoint_saves_memory_compiled(backend, how, way):
+    """No hidden activation is kept, or only those that `context_fn` names; plain gradients."""
+    _require_compiler(backend)
+    torch.manual_seed(0)
+    model = HOW[how](WAYS[way], backend)
+    plain = nn.Sequential(*[Block() for _ in range(BLOCKS)])
+    plain.load_state_dict(model.state_dict())
+    x = torch.randn(ROWS, WIDTH)
+    model(x).square().sum().backward()
+    model.zero_grad()
+    kept, out = _kept_bytes(model, x)
+    # In eager mode torch's contexts keep the matmuls where no hook sees them.
+    named = BLOCKS * HIDDEN_BYTES if way == "context_fn" and how != "eager" else 0
+    assert named <= kept <= named + 3 * BLOCKS * INPUT_BYTES
+    assert not counters["graph_break"]
+    out.square().sum().backward()
+    plain(x).square().sum().backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("how", ["block.compile()", "model.compile()"])
+def test_plain_blocks_keep_more_compiled(how):
+    """The bound above is one that blocks without a checkpoint do not meet."""
+    kept, _ = _kept_bytes(HOW[how](lambda m: m, QUICK), torch.randn(ROWS, WIDTH))
+    assert kept >= BLOCKS * 2 * HIDDEN_BYTES
+
+
+class Broken(nn.Module):
+    """Breaks the graph in its forward, and has buffers that forward advances."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.linear, self.norm = kind, nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.register_buffer("count", torch.zeros(8))
+
+    def forward(self, x):
+        y = self.norm(self.linear(x))
+        if self.kind == "item":
+            y = y * 2 if y.mean().item() > -100 else y
+        else:
+            self.count = self.count + 1
+            torch._dynamo.graph_break()
+            y = y * self.count
+        return torch.relu(y).sin()
+
+
+MAKERS = {
+    "checkpoint_": checkpoint_,
+    "checkpoint_wrapper": checkpoint_wrapper,
+    "reentrant": partial(checkpoint_, checkpoint_impl=CheckpointImpl.REENTRANT),
+}
+
+
+def _step_compiled(model):
+    def step(x):
+        model(x).square().sum().backward()
+
+    return torch.compile(step, backend="eager")
+
+
+def _compiled(model, how):
+    if how == "step":
+        return _step_compiled(model)
+    for module in model if how == "block.compile()" else [model]:
+        module.compile(backend="eager")
+    return lambda x: model(x).square().sum().backward()
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("how", ["block.compile()", "model.compile()", "step"])
+@pytest.mark.parametrize("kind", ["item", "buffer replaced and read"])
+def test_graph_break_does_not_act_twice(kind, how, make):
+    """Buffers advance once for each forward, and gradients are the plain model's."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(Broken(kind), Broken(kind))
+    model = nn.Sequential(*[MAKERS[make](b) for b in copy.deepcopy(plain)])
+    step = _compiled(model, how)
+    for _ in range(2):
+        x = torch.randn(16, 8)
+        plain(x).square().sum().backward()
+        step(x)
+    assert counters["graph_break"]
+    for one, other in zip(model.buffers(), plain.buffers(), strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
