@@ -170,3 +170,20 @@ def test_optimizer_that_is_not_of_all_chunks_is_refused():
     for some in (flat.chunks(8)[1:], flat.chunks(8)[:-1], [*flat.chunks(8), *flat.chunks(16)]):
         with pytest.raises(StateError, match="do not cover segment 'float32' once"):
             flat.optimizer_state(OPTIMIZERS["SGD"](some))
+
+
+def test_positions_are_looked_up_in_saved_names():
+    """An optimizer whose order is not the module's: shapes would fit the wrong parameter, too."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    named = list(model.named_parameters())[::-1]
+    optimizer = torch.optim.SGD(named, lr=0.1, momentum=0.9)
+    model(torch.randn(2, 3)).square().sum().backward()
+    optimizer.step()
+    flat = flatten(model)
+    chunked = torch.optim.SGD(flat.chunks(), lr=0.1, momentum=0.9)
+    flat.load_optimizer_state(chunked, optimizer.state_dict())
+    found = flat.optimizer_state(chunked)["state"]
+    for name, param in named:
+        assert torch.equal(
+            found[name]["momentum_buffer"], optimizer.state[param]["momentum_buffer"]
+        )

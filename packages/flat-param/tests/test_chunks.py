@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from flat_param import flatten
+from flat_param.in_process._chunks import default_numel
 
 
 def train(module, optimizer, steps=3, clear=None):
@@ -144,3 +145,42 @@ def test_gradient_of_a_chunk_is_one_object(mlp):
     assert first.grad is not second.grad
     first.grad.fill_(3.0)
     assert flat.grad_vector()[:16].tolist() == [3.0] * 16
+
+
+@pytest.mark.parametrize("total", [0, 5, 1 << 18, (1 << 18) + 1, 1 << 30])
+def test_default_size_of_a_chunk_depends_on_the_device(total):
+    """A cache's worth on a CPU; a whole segment elsewhere. No device is needed to choose."""
+    assert default_numel(torch.device("cpu"), total) == 1 << 18
+    for kind in ("cuda", "xpu", "mps", "meta"):
+        assert default_numel(torch.device(kind), total) == max(total, 1)
+
+
+@pytest.mark.parametrize(
+    ("device", "sizes"), [("cpu", [1 << 18, 1024]), ("meta", [(1 << 18) + 1024])]
+)
+def test_chunks_have_their_devices_default_size(device, sizes):
+    """Of one segment that is larger than a cache, and one that is not."""
+    model = torch.nn.ParameterList([torch.ones((1 << 18) + 1024, device=device)])
+    assert [chunk.numel() for chunk in flatten(model).chunks()] == sizes
+    model = torch.nn.ParameterList([torch.ones(8, device=device)])
+    assert [chunk.numel() for chunk in flatten(model).chunks()] == [8]
+
+
+@pytest.mark.accelerator
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+def test_chunks_on_an_accelerator_are_whole_segments():
+    """One leaf for each trainable segment, which trains as the parameters do."""
+    device = torch.accelerator.current_accelerator()
+    model = torch.nn.Sequential(torch.nn.Linear(600, 600), torch.nn.Linear(600, 4)).to(device)
+    plain = copy.deepcopy(model)
+    flat = flatten(model)
+    chunks = flat.chunks()
+    assert [chunk.numel() for chunk in chunks] == [flat.numel]
+    for module, params in ((model, chunks), (plain, list(plain.parameters()))):
+        optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+        for _ in range(2):
+            optimizer.zero_grad()
+            module(torch.ones(2, 600, device=device)).sum().backward()
+            optimizer.step()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, theirs)

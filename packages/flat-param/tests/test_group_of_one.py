@@ -54,6 +54,7 @@ NOT_HERE = {
     "reader_during_saves_sees_one_of_them": "takes seconds",
     "refusal_on_one_rank_is_one_on_all": "there is one rank",
     "sharded_state_comes_back": "takes seconds",
+    "state_of_another_rank_is_refused": "there is no other rank",
     "wrong_types_are_refused_cleanly": "takes seconds",
 }
 """Claims that are not tried in a group of one, and why."""

@@ -4,9 +4,10 @@ import gc
 import weakref
 
 import pytest
+import torch
 from torch import nn
 
-from flat_param import ParameterError
+from flat_param import FlatParamHandle, ParameterError, flatten, fully_shard, unflatten
 from flat_param.memory._owners import FLATTENED, UNIT, Owner, _owners, check_owners
 
 
@@ -116,3 +117,90 @@ def test_a_check_looks_at_every_parameter(pair):
     with pytest.raises(ParameterError, match="parameter 'bias' is tied to 'bias' in a unit"):
         check_owners("fully_shard", second, second.named_parameters(), (UNIT,))
     del owner
+
+
+SHARDED = "'0.weight' is sharded by fully_shard, .* only whole parameters can be flattened"
+FLAT = "weight' lies in the buffer of a flattened module, .* Call flat_param.unflatten"
+
+
+def two_layers():
+    """A module with two modules inside, and its parameters' values."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    return model, [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("unit", ["module", "inside"])
+def test_flatten_refuses_a_sharded_module(group_of_one, unit):
+    """Nothing changes, and the module trains."""
+    model, before = two_layers()
+    fully_shard(model if unit == "module" else model[0])
+    with pytest.raises(ParameterError, match=rf"flat_param.flatten: parameter {SHARDED}"):
+        flatten(model)
+    assert all(map(torch.equal, model.parameters(), before))
+    model(torch.ones(1, 4)).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+def test_flatten_refuses_a_module_inside_a_unit(group_of_one):
+    """Its parameters are the unit's."""
+    model, _ = two_layers()
+    fully_shard(model)
+    with pytest.raises(ParameterError, match="'weight' is sharded by fully_shard"):
+        flatten(model[0])
+
+
+def test_flatten_refuses_unsharded_parameters(group_of_one):
+    """What `unshard` shows is no leaf; nothing is moved."""
+    model, before = two_layers()
+    fully_shard(model).unshard()
+    with pytest.raises(ParameterError, match=r"'0.weight' is computed from another tensor"):
+        flatten(model)
+    model.reshard()
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_flatten_takes_what_a_unit_ignores(group_of_one):
+    """These parameters are left to their user."""
+    model, _ = two_layers()
+    fully_shard(model, ignored_params=list(model[0].parameters()))
+    assert flatten(model[0]).numel == 20
+
+
+def test_sharded_module_put_into_a_flattened_one_is_refused(group_of_one):
+    """At the next forward, which would have made its pieces views of the buffer."""
+    model, _ = two_layers()
+    flatten(model)
+    model[0] = fully_shard(nn.Linear(4, 4))
+    with pytest.raises(ParameterError, match=f"FlatParams: parameter {SHARDED}"):
+        model(torch.ones(1, 4))
+
+
+def test_sharded_parameter_assigned_to_a_flattened_module_is_refused(group_of_one):
+    """Also if the unit that it belongs to is around the flattened module."""
+    model, _ = two_layers()
+    fully_shard(model, ignored_params=list(model[1].parameters()))
+    flatten(model[1])
+    with pytest.raises(ParameterError, match="'weight' is sharded by fully_shard"):
+        model[1].weight = model[0].weight
+
+
+@pytest.mark.parametrize("flat", ["module", "inside", "around"])
+def test_fully_shard_refuses_a_flattened_module(group_of_one, flat):
+    """`unflatten` first, and it is sharded."""
+    model, _ = two_layers()
+    flattened = model[0] if flat == "inside" else model
+    flatten(flattened)
+    target = model[0] if flat == "around" else model
+    with pytest.raises(ParameterError, match=rf"fully_shard: parameter '.*{FLAT}"):
+        fully_shard(target)
+    unflatten(flattened)
+    fully_shard(target)
+
+
+def test_flat_param_handle_refuses_parameters_of_others(group_of_one):
+    """Of a unit and of a flattened module."""
+    for make, said in ((fully_shard, SHARDED), (flatten, FLAT)):
+        model, _ = two_layers()
+        make(model)
+        with pytest.raises(ParameterError, match=said):
+            FlatParamHandle(list(model.parameters()), model)

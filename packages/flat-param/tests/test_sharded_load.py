@@ -14,8 +14,10 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 CLAIMS = (
     "extra_state_comes_back",
     "failing_optimizer_takes_the_model_back",
+    "groups_are_matched_by_name",
     "reader_during_saves_sees_one_of_them",
     "refusal_on_one_rank_is_one_on_all",
+    "state_of_another_rank_is_refused",
     "training_goes_on_as_if_nothing_had_been",
 )
 

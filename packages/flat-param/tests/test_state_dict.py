@@ -62,6 +62,82 @@ def test_optimizer_without_a_state_is_refused_and_nothing_changes(nested: bool) 
     assert torch.equal(module.weight, before)
 
 
+def _grouped(
+    module: nn.Module, groups: list[dict[str, Any]], *, named: bool = False
+) -> torch.optim.Optimizer:
+    """AdamW whose groups are given by names of parameters."""
+    found = []
+    for group in groups:
+        pairs = [(name, module.get_parameter(name)) for name in group["params"]]
+        found.append({**group, "params": pairs if named else [param for _, param in pairs]})
+    return torch.optim.AdamW(found)
+
+
+WEIGHT = {"params": ["weight"], "lr": 0.1, "weight_decay": 0.1}
+BIAS = {"params": ["bias"], "lr": 0.01, "weight_decay": 0.0}
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_groups_in_another_order_are_matched_by_name(whole: bool) -> None:
+    """With names of `full_state_dict`, and with those that torch saves beside positions."""
+    module = nn.Linear(3, 2)
+    optimizer = _grouped(module, [WEIGHT, BIAS], named=True)
+    module(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state = flat_param.full_state_dict(module, optimizer=optimizer)
+    if not whole:
+        state["optim"] = optimizer.state_dict()
+    other = _grouped(module, [{"params": ["bias"]}, {"params": ["weight"]}], named=True)
+    flat_param.load_full_state_dict(module, state, optimizer=other)
+    assert [(g["lr"], g["weight_decay"]) for g in other.param_groups] == [(0.01, 0), (0.1, 0.1)]
+    assert [g["param_names"] for g in other.param_groups] == [["bias"], ["weight"]]
+    for param in module.parameters():
+        assert torch.equal(other.state[param]["exp_avg"], optimizer.state[param]["exp_avg"])
+
+
+def test_positions_without_names_are_matched_in_order() -> None:
+    """All that there is to go by."""
+    module = nn.Linear(3, 2)
+    state = {
+        "model": module.state_dict(),
+        "optim": _grouped(module, [WEIGHT, BIAS]).state_dict(),
+    }
+    other = _grouped(module, [{"params": ["weight"]}, {"params": ["bias"]}])
+    flat_param.load_full_state_dict(module, state, optimizer=other)
+    assert [g["lr"] for g in other.param_groups] == [0.1, 0.01]
+
+
+def test_groups_with_equal_options_can_be_joined() -> None:
+    """And a group without parameters keeps its own."""
+    module = nn.Linear(3, 2)
+    saved = _grouped(module, [WEIGHT, {**WEIGHT, "params": ["bias"]}])
+    state = flat_param.full_state_dict(module, optimizer=saved)
+    other = _grouped(module, [{"params": ["bias", "weight"]}, {"params": [], "lr": 0.7}])
+    flat_param.load_full_state_dict(module, state, optimizer=other)
+    assert [g["lr"] for g in other.param_groups] == [0.1, 0.7]
+
+
+def test_group_saved_with_several_options_is_refused() -> None:
+    """With the names of two parameters, and the options that differ."""
+    module = nn.Linear(3, 2)
+    state = flat_param.full_state_dict(module, optimizer=_grouped(module, [WEIGHT, BIAS]))
+    other = _grouped(module, [{"params": ["weight", "bias"], "lr": 0.7}])
+    said = r"group 0 .* 'weight' and 'bias', .* different options \(lr, weight_decay\)"
+    with pytest.raises(flat_param.StateError, match=said):
+        flat_param.load_full_state_dict(module, state, optimizer=other)
+    assert other.param_groups[0]["lr"] == 0.7
+
+
+def test_group_of_unsaved_parameters_is_refused() -> None:
+    """No option of another group is taken for it."""
+    module = nn.Linear(3, 2)
+    state = flat_param.full_state_dict(module, optimizer=_grouped(module, [WEIGHT, BIAS]))
+    state["optim"]["param_groups"][1]["params"] = ["head.bias"]
+    other = _grouped(module, [WEIGHT, BIAS])
+    with pytest.raises(flat_param.StateError, match=r"no parameter of group 1 .* 'bias'"):
+        flat_param.load_full_state_dict(module, state, optimizer=other)
+
+
 def test_plain_module_keeps_its_state_on_its_rank() -> None:
     """Where nothing is shared this is the first rank; state in CPU memory already stays there."""
     module, optimizer = _trained()

@@ -3,7 +3,7 @@
 This package places a module's parameters in one buffer per dtype and trainability, in place:
 
     flat = flatten(module)
-    optimizer = torch.optim.AdamW(flat.chunks(1 << 18), fused=True)
+    optimizer = torch.optim.AdamW(flat.chunks(), fused=True)
 
 It defines no optimizers, collectives or model code.
 """

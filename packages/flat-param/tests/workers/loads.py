@@ -155,6 +155,56 @@ def check_training_goes_on_as_if_nothing_had_been(rank: int, world: int) -> None
     assert same(bits(*first), bits(*second))
 
 
+def check_groups_are_matched_by_name(rank: int, world: int) -> None:
+    """Both ways of loading: each group has the options that its parameters were saved with."""
+    path = FOLDER / f"groups-{rank == 2}"
+
+    def built(order: tuple[str, str], lr: float) -> tuple[nn.Module, torch.optim.AdamW]:
+        model = nn.Linear(4, 4)
+        flat_param.fully_shard(model, process_group=GROUPS[rank == 2])
+        options = {"weight": {"lr": lr, "weight_decay": 0.1}, "bias": {"lr": lr / 10}}
+        groups = [{"params": [getattr(model, name)], **options[name]} for name in order]
+        return model, torch.optim.AdamW(groups, weight_decay=0.0)
+
+    model, optimizer = built(("weight", "bias"), 0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    flat_param.save_sharded(model, path, optimizer=optimizer)
+    whole = flat_param.full_state_dict(model, optimizer=optimizer)
+    for load in (
+        lambda other, own: flat_param.load_sharded(other, path, optimizer=own),
+        lambda other, own: flat_param.load_full_state_dict(other, whole, optimizer=own),
+    ):
+        other, own = built(("bias", "weight"), 0.5)
+        load(other, own)
+        assert [(g["lr"], g["weight_decay"]) for g in own.param_groups] == [(0.01, 0), (0.1, 0.1)]
+        for name in ("weight", "bias"):
+            mine, saved = own.state[getattr(other, name)], optimizer.state[getattr(model, name)]
+            assert torch.equal(mine["exp_avg"], saved["exp_avg"])
+
+
+def check_state_of_another_rank_is_refused(rank: int, world: int) -> None:
+    """Pieces have one shape on both ranks; this rank's own state is loaded as ever."""
+    group = GROUPS[rank == 2]
+    path = FOLDER / f"own-{rank}.pt"
+    model, optimizer = trained(0, 0.1, group, rank)
+    torch.save(optimizer.state_dict(), path)
+    dist.barrier()
+    fresh = torch.optim.AdamW(model.parameters(), lr=0.5)
+    before = bits(model, fresh)
+    if rank < 2:
+        other = torch.load(FOLDER / f"own-{1 - rank}.pt", weights_only=True)
+        with pytest.raises(flat_param.StateError, match=r"is of .*, but this rank has .*Nothing"):
+            fresh.load_state_dict(other)
+        assert same(bits(model, fresh), before)
+        plain = torch.optim.AdamW([nn.Parameter(torch.ones(4))], lr=0.5)
+        one = {**other, "param_groups": [{**other["param_groups"][0], "params": [0]}]}
+        with pytest.raises(flat_param.StateError, match="this rank has elements 0 to 4 of"):
+            plain.load_state_dict(one)
+    fresh.load_state_dict(torch.load(path, weights_only=True))
+    assert same(bits(model, fresh), bits(model, optimizer))
+
+
 GROUPS: list[Any] = []
 
 

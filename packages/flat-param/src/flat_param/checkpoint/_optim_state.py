@@ -14,7 +14,7 @@ Rule 4: any other tensor is about the elements that its rank holds, so it is ref
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,40 +204,105 @@ def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Mapping
 
     Args:
         module: whose parameters the optimizer trains.
-        optimizer: with the same groups.
+        optimizer: with groups of the same parameters, in any order.
         state: as `whole_optimizer_state` or `torch.optim.Optimizer.state_dict` gives it.
     """
     groups = optimizer_params(module, optimizer)
-    by_name = _by_name(state, groups)
+    names = _names_by_key(state["param_groups"], groups)
+    by_name = _by_name(state["state"], names, groups)
     pieces: dict[str, dict[str, Any]] = {}
     for named in (n for group in groups for n in group):
         if named.name in by_name:
             pieces[named.name] = {k: _cut(k, v, named) for k, v in by_name[named.name].items()}
-    load_pieces(optimizer, groups, pieces, options=state["param_groups"])
+    saved = [{**g, "params": [names[key] for key in g["params"]]} for g in state["param_groups"]]
+    load_pieces(optimizer, groups, pieces, options=options_by_name(saved, groups, optimizer))
 
 
-def _by_name(
-    state: Mapping[str, Any], groups: list[list[NamedParam]]
-) -> dict[str, Mapping[str, Any]]:
-    flat = [named for group in groups for named in group]
-    keys = [key for group in state["param_groups"] for key in group["params"]]
+def _names_by_key(
+    saved: Sequence[Mapping[str, Any]], groups: list[list[NamedParam]]
+) -> dict[Any, str]:
+    """The name of each parameter that the groups of a state dict list, by its key there.
+
+    A name is its own key. Positions are looked up in `param_names`, which torch's optimizers save
+    if they were built from `named_parameters()`; without it, the order is the optimizer's.
+    """
+    flat = [named.name for group in groups for named in group]
+    keys = [key for group in saved for key in group["params"]]
     if len(keys) != len(flat):
         raise StateError(
             f"flat_param.load_state_dict: the optimizer state is of {len(keys)} parameters, but "
-            f"the optimizer has {len(flat)}. Build it with the same parameter groups."
+            f"the optimizer has {len(flat)}. Build it with the same parameters."
         )
-    names = {key: named.name for key, named in zip(keys, flat, strict=True)}
-    found = {
-        (key if isinstance(key, str) else names[key]): value
-        for key, value in state["state"].items()
+    names = [name for group in saved for name in group.get("param_names", ())]
+    in_order = names if sorted(names) == sorted(flat) else flat
+    return {
+        key: key if isinstance(key, str) else name for key, name in zip(keys, in_order, strict=True)
     }
-    unknown = sorted(set(found) - {named.name for named in flat})
+
+
+def _by_name(
+    state: Mapping[Any, Mapping[str, Any]],
+    names: Mapping[Any, str],
+    groups: list[list[NamedParam]],
+) -> dict[str, Mapping[str, Any]]:
+    found = {names.get(key, key): value for key, value in state.items()}
+    unknown = sorted(map(str, set(found) - {named.name for group in groups for named in group}))
     if unknown:
         raise StateError(
             f"flat_param.load_state_dict: the optimizer state has '{unknown[0]}', but the "
             "optimizer trains no parameter of that name. Load the state of the same model."
         )
     return found
+
+
+def options_by_name(
+    saved: Sequence[Mapping[str, Any]], groups: list[list[NamedParam]], optimizer: Optimizer
+) -> list[dict[str, Any]]:
+    """The saved options of each of the optimizer's groups, which may be in another order.
+
+    Args:
+        saved: options of each saved group, and the names of its parameters as `params`.
+        groups: of the optimizer.
+        optimizer: a group of it without parameters keeps its own options.
+
+    Raises:
+        StateError: no parameter of a group was saved, or they were saved with several options.
+    """
+    by_name: dict[str, dict[str, Any]] = {}
+    for each in saved:
+        kept = {key: value for key, value in each.items() if key not in _OF_PARAMS}
+        by_name.update(dict.fromkeys(each["params"], kept))
+    found = []
+    for position, (group, own) in enumerate(zip(groups, group_options(optimizer), strict=True)):
+        known = [named.name for named in group if named.name in by_name]
+        if group and not known:
+            raise StateError(
+                f"flat_param.load_state_dict: no parameter of group {position} of the optimizer "
+                f"(the first is '{group[0].name}') is in a saved group. Build the optimizer with "
+                "groups of the same parameters, or load without it."
+            )
+        options = by_name[known[0]] if known else own
+        for name in known[1:]:
+            if by_name[name] != options:
+                raise _other_options(position, (known[0], options), (name, by_name[name]))
+        found.append(options)
+    return found
+
+
+_OF_PARAMS = ("params", "param_names")
+"""What a group has for each of its parameters; all else are options."""
+
+
+def _other_options(
+    position: int, one: tuple[str, dict[str, Any]], other: tuple[str, dict[str, Any]]
+) -> StateError:
+    (name, options), (name_2, options_2) = one, other
+    keys = sorted(k for k in options | options_2 if options.get(k) != options_2.get(k))
+    return StateError(
+        f"flat_param.load_state_dict: group {position} of the optimizer has '{name}' and "
+        f"'{name_2}', which were saved in groups with different options ({', '.join(keys)}). "
+        "Build the optimizer with groups of the same parameters."
+    )
 
 
 def _cut(key: str, value: Any, named: NamedParam) -> Any:
@@ -272,13 +337,20 @@ def load_pieces(
     *,
     options: list[dict[str, Any]],
 ) -> None:
-    """Give the optimizer its state, through its own `load_state_dict`. Not a collective."""
+    """Give the optimizer its state, through its own `load_state_dict`. Not a collective.
+
+    Args:
+        optimizer: of the parameters.
+        groups: its parameters.
+        pieces: state of each parameter, by name.
+        options: of each of its groups; `param_names` is left as the optimizer has it.
+    """
     flat = [named for group in groups for named in group]
     position = {named.name: index for index, named in enumerate(flat)}
     state = {position[name]: dict(values) for name, values in pieces.items()}
     merged = []
     for group, opts in zip(groups, options, strict=True):
-        plain = {key: value for key, value in opts.items() if key != "params"}
+        plain = {key: value for key, value in opts.items() if key not in _OF_PARAMS}
         merged.append({**plain, "params": [position[named.name] for named in group]})
     optimizer.load_state_dict({"state": state, "param_groups": merged})
     for named in flat:

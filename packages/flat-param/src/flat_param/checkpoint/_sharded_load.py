@@ -37,7 +37,14 @@ from ..sharded._full_params import local_state, named_sites
 from ..sharded._param_sites import ParamSite
 from ._meeting import share_over
 from ._one_world import OneWorld, one_world, slice_beside, slice_of
-from ._optim_state import NamedParam, is_cut, load_pieces, no_place, optimizer_params
+from ._optim_state import (
+    NamedParam,
+    is_cut,
+    load_pieces,
+    no_place,
+    optimizer_params,
+    options_by_name,
+)
 from ._put_back import Kept, is_extra, owner_of_extra, put_back_on_error
 from ._state_dict import load_full_state_dict
 
@@ -57,12 +64,13 @@ def load_sharded(
         module: sharded.
         path: a folder in torch.distributed.checkpoint's format (ours or FSDP2's), or a file with
             a plain state dict (FSDP1's full one too) that `torch.save` wrote.
-        optimizer: of the module; must already have its parameter groups.
+        optimizer: of the module; its groups may be in another order than when it was saved.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, damaged, of another model, tries to run
             code, or is being replaced again and again; or another rank cannot load it.
-        StateError: the module is not sharded, or not in one way.
+        StateError: the module is not sharded, or not in one way; or the optimizer's groups do not
+            fit the saved ones.
         ParameterError: the optimizer has a parameter that the module does not have.
     """
     source, world = Path(path), one_world(module, function="load_sharded")
@@ -253,7 +261,7 @@ def _load_optimizer(
             _, _, name, word = nested_path(key)
             _must_have_place(word, values[key], flat[name])
             state.setdefault(name, {})[word] = values[key]
-    load_pieces(optimizer, groups, state, options=_options(values, len(groups)))
+    load_pieces(optimizer, groups, state, options=_options(values, groups, optimizer))
 
 
 def _state_target(
@@ -285,20 +293,30 @@ def _must_have_place(word: str, value: Any, named: NamedParam) -> None:
         raise StateError(reason)
 
 
-def _options(values: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    """The options of each parameter group.
+def _options(
+    values: Mapping[str, Any], groups: list[list[NamedParam]], optimizer: Optimizer
+) -> list[dict[str, Any]]:
+    """The options of each parameter group, by the names of its parameters where these were saved.
 
     Raises:
-        CheckpointError: the checkpoint has another number of groups.
+        CheckpointError: the checkpoint has no names and another number of groups.
+        StateError: see `options_by_name`.
     """
-    groups: dict[int, dict[str, Any]] = {}
+    saved: dict[int, dict[str, Any]] = {}
     for key, value in values.items():
         if key.startswith(GROUPS):
             _, _, position, option = nested_path(key)
-            groups.setdefault(position, {})[option] = value
-    if sorted(groups) != list(range(count)):
+            saved.setdefault(position, {})[option] = value
+    if saved and all(_has_names(group) for group in saved.values()):
+        return options_by_name(list(saved.values()), groups, optimizer)
+    if sorted(saved) != list(range(len(groups))):
         raise CheckpointError(
-            f"flat_param.load_sharded: the checkpoint has {len(groups)} parameter groups, but the "
-            f"optimizer has {count}. Build it with the same groups, or load without it."
+            f"flat_param.load_sharded: the checkpoint has {len(saved)} parameter groups, but the "
+            f"optimizer has {len(groups)}. Build it with the same groups, or load without it."
         )
-    return [groups[position] for position in range(count)]
+    return [saved[position] for position in range(len(groups))]
+
+
+def _has_names(group: Mapping[str, Any]) -> bool:
+    names = group.get("params")
+    return isinstance(names, list) and all(isinstance(name, str) for name in names)

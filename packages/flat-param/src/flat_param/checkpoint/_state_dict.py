@@ -106,7 +106,8 @@ def load_full_state_dict(
     Args:
         module: sharded, or plain.
         state: what `full_state_dict` returns, or a plain module's state dict.
-        optimizer: of the module; needs `state["optim"]`, by name or by position.
+        optimizer: of the module; needs `state["optim"]`, by name or by position. Its groups may be
+            in another order than the saved ones, if names were saved.
     """
     nested = isinstance(state.get("model"), Mapping)
     if optimizer is not None and (not nested or "optim" not in state):

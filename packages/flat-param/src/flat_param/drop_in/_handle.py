@@ -23,6 +23,7 @@ from ..layout._layout import DEFAULT_ALIGN_BYTES, FlatLayout, plan_layout
 from ..layout._spec import ParamSpec, collect_params, spec_of
 from ..memory._buffer import migrate
 from ..memory._overlap import check_apart
+from ..memory._owners import FLATTENED, UNIT, check_unowned
 from ..memory._views import memory_order
 from ._flat_parameter import (
     FlatParameter,
@@ -144,6 +145,9 @@ class FlatParamHandle(HandleMemory):
         specs, found = collect_params(module, ignored=others)
         check_found(params, found, module)
         check_apart("FlatParamHandle", module, found)
+        named = [(spec.name, param) for spec, param in zip(specs, found, strict=True)]
+        check_unowned("FlatParamHandle", named, UNIT)
+        check_unowned("FlatParamHandle", named, FLATTENED)
         strides = tuple(tuple(param.stride()) for param in found)
         contiguities = tuple(is_truly_contiguous(param) for param in found)
         layout = self._plan(specs, self._aligned_numel)

@@ -73,6 +73,8 @@ def one_setting(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def by_name(state: Mapping[str, Any], names: Mapping[str, bool]) -> dict[str, Mapping[str, Any]]:
     """The state of each parameter, from a state dict by name or by position.
 
+    Positions are looked up in `param_names`, if torch's optimizer has saved that.
+
     Args:
         state: `{"state": {key: values}, "param_groups": [...]}`.
         names: of all parameters in the module's order, and whether each requires grad.
@@ -90,7 +92,10 @@ def by_name(state: Mapping[str, Any], names: Mapping[str, bool]) -> dict[str, Ma
                 "module has no parameters of these names. Load the state of the same model."
             )
         return {name: state["state"][name] for name in trainable if name in state["state"]}
+    saved = [name for group in state["param_groups"] for name in group.get("param_names", ())]
     order = trainable if len(keys) == len(trainable) else list(names)
+    if sorted(saved) == sorted(order):
+        order = saved
     if len(keys) != len(order):
         raise StateError(
             f"flat_param.FlatParams.load_optimizer_state: the state is of {len(keys)} parameters, "

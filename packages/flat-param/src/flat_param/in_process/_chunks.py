@@ -1,8 +1,8 @@
 """Leaves over stretches of a segment, for optimizers that know nothing of flat parameters.
 
-An optimizer walks its state once per tensor, and over one huge tensor its passes fall out of the
-cache. Leaves of some 256 Ki elements are large enough to hide the former and small enough for
-the latter; torch's fused kernels then do the rest.
+An optimizer has a fixed cost per leaf. On a CPU it is fastest if a leaf and its state fit in the
+cache. A GPU has no such cache, so there a segment is one leaf: for 1.1B parameters in bfloat16 on
+an H200, fused AdamW took 50.9 ms over 4,213 leaves of 256 Ki elements, and 9.4 ms over one.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from ..layout._layout import Segment
 from ..memory._loaded_state import LoadedStates
 from ._flat_grad import FlatGrad
 from ._flat_segment import FlatSegment
+
+CPU_NUMEL = 1 << 18  # a float32 leaf of AdamW and its state then take 4 MiB
 
 
 class _Gone:
@@ -83,6 +85,16 @@ class Chunk(nn.Parameter):
         return copied
 
 
+def default_numel(device: torch.device, total: int) -> int:
+    """How many elements a leaf has by default, at least 1.
+
+    Args:
+        device: of the segment.
+        total: its elements.
+    """
+    return CPU_NUMEL if device.type == "cpu" else max(total, 1)
+
+
 class Chunks:
     """The leaves that were made of one module, which follow its segments from plan to plan.
 
@@ -92,14 +104,18 @@ class Chunks:
     def __init__(self) -> None:
         self._all: list[Chunk] = []
 
-    def make(self, segments: Iterable[FlatSegment], numel: int) -> list[Chunk]:
-        """New leaves of at most `numel` elements over the trainable segments."""
+    def make(self, segments: Iterable[FlatSegment], numel: int | None) -> list[Chunk]:
+        """New leaves of at most `numel` elements over the trainable segments.
+
+        None: as many as `default_numel` says.
+        """
         _check_loaded_states()
-        made = [
-            _make_chunk(segment, start, min(start + numel, segment.plan.layout.numel))
-            for segment in segments
-            for start in range(0, segment.plan.layout.numel, numel)
-        ]
+        made = []
+        for segment in segments:
+            total = segment.plan.layout.numel
+            size = default_numel(segment.buffer.device, total) if numel is None else numel
+            for start in range(0, total, size):
+                made.append(_make_chunk(segment, start, min(start + size, total)))
         self._all += made
         return made
 

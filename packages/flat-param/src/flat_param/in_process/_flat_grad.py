@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from operator import attrgetter, eq, is_
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -174,21 +175,16 @@ class FlatGrad:
     # What a backward does
 
     def _watch(self, index: int) -> torch.utils.hooks.RemovableHandle:
-        arrive = partial(self._large_arrived, index) if index in self._large else self._arrived
+        # Weak: the garbage collector does not see the reference that C++ holds to a parameter's
+        # hooks. A strong hook would keep the buffers alive after the model is deleted.
+        if index in self._large:
+            arrive = partial(_large_arrived, ref(self), index)
+        else:
+            arrive = partial(_small_arrived, ref(self))
         return self._params[index].register_post_accumulate_grad_hook(arrive)
 
     def _note_small(self) -> None:
         self._small_params = [self._params[index] for index in self._small]
-
-    def _arrived(self, param: Tensor) -> None:
-        if self._backward is None:
-            self._begin()
-
-    def _large_arrived(self, index: int, param: Tensor) -> None:
-        if self._backward is None:
-            self._begin()
-        if self._views:
-            _accumulate(param, self._views[index])
 
     def _begin(self) -> None:
         this = self._backward = object()
@@ -240,6 +236,22 @@ class FlatGrad:
         """End a backward that was stopped and of which nobody has told."""
         if self._backward is not None and not backward_is_running():
             self._end()
+
+
+def _small_arrived(of: ref[FlatGrad], param: Tensor) -> None:
+    grad = of()
+    if grad is not None and grad._backward is None:
+        grad._begin()
+
+
+def _large_arrived(of: ref[FlatGrad], index: int, param: Tensor) -> None:
+    grad = of()
+    if grad is None:  # the model was deleted, and a parameter of it is still in use
+        return
+    if grad._backward is None:
+        grad._begin()
+    if grad._views:
+        _accumulate(param, grad._views[index])
 
 
 def _announcing(segment: Segment) -> list[int]:

@@ -31,7 +31,7 @@ class FlatParams:
         >>> from flat_param import flatten
         >>> model = torch.nn.Linear(4, 4)
         >>> flat = flatten(model)
-        >>> optimizer = torch.optim.AdamW(flat.chunks(1 << 18), fused=True)
+        >>> optimizer = torch.optim.AdamW(flat.chunks(), fused=True)
         >>> model(torch.ones(2, 4)).sum().backward()
         >>> norm = flat.clip_(1.0)
         >>> optimizer.step()
@@ -214,7 +214,7 @@ class FlatParams:
         for one in self._flat_segments.trainable:
             one.grad.zero_()
 
-    def chunks(self, numel: int = 1 << 18) -> list[nn.Parameter]:
+    def chunks(self, numel: int | None = None) -> list[nn.Parameter]:
         """Leaves over the trainable segments, to hand to torch's optimizers.
 
         They share memory and gradients with the parameters, so stepping them steps the module,
@@ -224,15 +224,16 @@ class FlatParams:
         `load_state_dict` it raises `ValueError` there, or `StateError` before the next step.
 
         Args:
-            numel: elements per leaf; 256 Ki keeps an AdamW leaf in a 4 MiB cache.
+            numel: elements per leaf. Default: 262144 on a CPU, where a leaf and its state should
+                fit in the cache; on other devices the whole segment, as each leaf costs time.
 
         Raises:
             VectorError: `numel` is below 1.
         """
-        if numel < 1:
+        if numel is not None and numel < 1:
             raise VectorError(
                 f"flat_param.FlatParams.chunks: numel is {numel}, but a chunk has at least one "
-                "element. Pass 262144."
+                "element. Pass a larger number, or leave it out."
             )
         return list(self._flat_segments.chunks(numel))
 

@@ -20,7 +20,7 @@ from .._errors import VectorError
 from ..layout._layout import plan_segments
 from ..layout._spec import check_grads, check_one_device, collect_params
 from ..memory._overlap import check_apart, overlap, shared_error
-from ..memory._owners import FLATTENED, UNIT, Owner, check_owners
+from ..memory._owners import FLATTENED, UNIT, Owner, check_owners, check_unowned
 from ._aliasing import Tree, register, registered, save
 from ._chunks import Chunk, Chunks
 from ._flat_segment import FlatSegment, check_shape
@@ -108,7 +108,7 @@ class FlatSegments:
             "Name one of them."
         )
 
-    def chunks(self, numel: int) -> list[Chunk]:
+    def chunks(self, numel: int | None) -> list[Chunk]:
         """New leaves over the trainable segments, re-attached at every new plan (Rule 2)."""
         return self._chunks.make(self.trainable, numel)
 
@@ -153,6 +153,7 @@ class FlatSegments:
         specs, params = collect_params(self.module)
         named = [(spec.name, param) for spec, param in zip(specs, params, strict=True)]
         check_owners("FlatParams", self.module, named, (UNIT, FLATTENED))
+        check_unowned("FlatParams", named, UNIT)
         check_one_device(specs, params)
         check_apart("flatten", self.module, params)
         check_grads(specs, params)
@@ -209,6 +210,7 @@ class FlatSegments:
         spec = segment.plan.layout.specs[index]
         check_shape(spec.name, param, spec.shape)
         check_owners("FlatParams", self.module, [(spec.name, param)], (UNIT, FLATTENED))
+        check_unowned("FlatParams", [(spec.name, param)], UNIT)
         self._check_place(spec.name, param)
         if segment.accepts(param) and list(self._places.values()).count(place) == 1:
             segment.adopt(index, param)

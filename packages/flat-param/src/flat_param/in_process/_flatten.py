@@ -7,7 +7,7 @@ from torch.nn.parameter import is_lazy
 
 from .._errors import ParameterError, StateError
 from ..layout._layout import DEFAULT_ALIGN_BYTES
-from ..memory._owners import FLATTENED, UNIT, check_owners
+from ..memory._owners import FLATTENED, UNIT, check_owners, check_unowned
 from ._aliasing import is_watched
 from ._flat_params import FlatParams
 from ._flat_segments import FlatSegments
@@ -28,8 +28,8 @@ def flatten(module: nn.Module, *, align_bytes: int = DEFAULT_ALIGN_BYTES) -> Fla
         The flat view. The module keeps it alive.
 
     Raises:
-        ParameterError: no parameters, or parameters that are lazy, on different devices, tied to
-            those of a unit beside the module, or share memory without being one parameter.
+        ParameterError: no parameters, or parameters that are lazy, on different devices, sharded,
+            tied to those of a unit beside the module, or share memory without being one parameter.
         StateError: the module or a module inside it is flattened already.
         LayoutError: `align_bytes` is not a power of two.
 
@@ -113,7 +113,14 @@ def _check(module: nn.Module) -> None:
                 f"flat_param.flatten: parameter '{name}' has no shape yet, but it needs a place. "
                 "Run one forward first."
             )
+        if not param.is_leaf:
+            raise ParameterError(
+                f"flat_param.flatten: parameter '{name}' is computed from another tensor, as the "
+                "parameters of an unsharded module are, but only a leaf can be moved into a "
+                "buffer. Call reshard() or remove what computes it."
+            )
     check_owners("flatten", module, module.named_parameters(), (UNIT, FLATTENED))
+    check_unowned("flatten", module.named_parameters(), UNIT)
     for name, submodule in module.named_modules():
         if is_watched(submodule):
             raise StateError(

@@ -105,3 +105,28 @@ def check_owners(
                     "beside this module, but tied parameters are moved together. Flatten or shard "
                     "their common parent."
                 )
+
+
+def check_unowned(caller: str, named: Iterable[tuple[str, nn.Parameter]], kind: str) -> None:
+    """Refuse a parameter whose values something of a kind moves, wherever that is.
+
+    Raises:
+        ParameterError: names the parameter.
+    """
+    for name, param in named:
+        owner, _ = _owner_of(param, kind)
+        if owner is not None:
+            raise ParameterError(f"flat_param.{caller}: parameter '{name}' {_WHY_NOT[kind]}")
+
+
+_WHY_NOT = {
+    UNIT: (
+        "is sharded by fully_shard, so this rank has a piece of it, but only whole parameters can "
+        "be flattened. Give the optimizer module.parameters(), or flatten modules that are not "
+        "sharded."
+    ),
+    FLATTENED: (
+        "lies in the buffer of a flattened module, but only parameters with memory of their own "
+        "can be sharded. Call flat_param.unflatten on that module first."
+    ),
+}

@@ -36,7 +36,8 @@ def offload_optimizer(
             default: CPU memory, pinned where there is an accelerator. State that is on the CPU
             stays as it is then.
         bucket_numel: elements of parameters that are stepped together; a larger parameter is a
-            bucket of its own. The state of at most two buckets is in memory.
+            bucket of its own. The state of at most two buckets is in memory. On an accelerator
+            give `chunks` a size as well, or a segment is one parameter.
 
     Returns:
         The optimizer, of a subclass of its class.

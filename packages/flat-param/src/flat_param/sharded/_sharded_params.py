@@ -35,7 +35,7 @@ from ..memory._buffer import zeros
 from ..memory._dtensors import DTensorPlace, as_plain, is_dtensor, local_of, place_of_dtensor
 from ..memory._huge_pages import prefer_huge_pages
 from ..memory._views import memory_order, param_views
-from ._guards import mark_leaves, mark_param
+from ._guards import elements_of, mark_leaves, mark_param
 
 
 class ShardedParams:
@@ -103,7 +103,14 @@ class ShardedParams:
                 world_size=world_size,
                 comms=comms,
                 whole=tuple(piece.spec.shape),
+                elements=self._elements(index),
             )
+
+    def _elements(self, index: int) -> str:
+        piece, place = self.pieces[index], self.places[index]
+        beside = "" if place is None else f"part {place.cut_at} of {place}"
+        spec = piece.spec
+        return elements_of(piece.start, piece.stop, spec.shape, spec.stride, beside)
 
     def _ranks_with(self, place: DTensorPlace | None) -> tuple[Communicator, ...]:
         """Communicators to all ranks that step a parameter together with this one."""

@@ -30,7 +30,15 @@ from ..layout._strategy import MixedPrecision, Strategy, UnitOptions
 from ..memory._dtensors import check_places, local_of, place_of_dtensor
 from ..memory._ignored import find_ignored, own_ignored
 from ..memory._overlap import check_apart
-from ..memory._owners import FLATTENED, IGNORED, UNIT, Owner, check_not_inside, check_owners
+from ..memory._owners import (
+    FLATTENED,
+    IGNORED,
+    UNIT,
+    Owner,
+    check_not_inside,
+    check_owners,
+    check_unowned,
+)
 from ..memory._scaled_values import check_device
 from ._by_hand import units_at_rest
 from ._guards import install_guards, mark_replaced
@@ -98,9 +106,9 @@ def fully_shard(
         The module, of a subclass of its class that has the methods of `ShardedModule`.
 
     Raises:
-        ParameterError: a weight is tied to one in another unit or has a gradient already,
-            parameters share memory, devices are mixed, or an ignored one is not a parameter that
-            the unit may leave alone.
+        ParameterError: a weight is tied to one in another unit, is flattened or has a gradient
+            already, parameters share memory, devices are mixed, or an ignored one is not a
+            parameter that the unit may leave alone.
         StateError: the module is sharded already or is never called, there is no process group, or
             an argument is of another kind.
         CommError: ranks have different modules or settings, or one of them raised. Then nothing has
@@ -224,6 +232,7 @@ def _plan_unit(
     check_no_grads(named)
     check_not_inside(module, named)
     check_owners("fully_shard", module, named, (UNIT, FLATTENED, IGNORED))
+    check_unowned("fully_shard", named, FLATTENED)
     check_apart("fully_shard", module, params)
     place = one_device(specs, params) if device is None else torch.device(device)
     options = replace(options, boundary=resolve(boundary, specs, module))

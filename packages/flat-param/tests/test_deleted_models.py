@@ -1,0 +1,188 @@
+"""A deleted model frees its memory: Python's collector finds everything that this package made."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import flat_param
+
+X = torch.ones(2, 128)
+
+
+def model() -> nn.Sequential:
+    """Large parameters and small ones, whose gradients arrive by different hooks."""
+    return nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 4))
+
+
+def train(module: nn.Module) -> None:
+    """One forward and backward."""
+    module(X.to(next(module.parameters()).dtype)).sum().backward()
+
+
+def flattened(net: nn.Module) -> None:
+    """And nothing else."""
+    flat_param.flatten(net)
+
+
+def trained(net: nn.Module) -> None:
+    """With gradients in the flat one."""
+    flat_param.flatten(net)
+    train(net)
+
+
+def stepped_over_chunks(net: nn.Module) -> None:
+    """With an optimizer over leaves."""
+    flat = flat_param.flatten(net)
+    optimizer = torch.optim.AdamW(flat.chunks(64))
+    train(net)
+    flat.clip_(1.0)
+    optimizer.step()
+
+
+def moved(net: nn.Module) -> None:
+    """Planned anew, in another dtype."""
+    flat_param.flatten(net)
+    train(net)
+    net.to(torch.float64)
+    net.zero_grad()
+    train(net)
+
+
+def copied(net: nn.Module) -> None:
+    """Beside a copy that trains."""
+    flat_param.flatten(net)
+    train(copy.deepcopy(net))
+
+
+def unflattened(net: nn.Module) -> None:
+    """And trained as the plain module."""
+    flat_param.flatten(net)
+    train(net)
+    flat_param.unflatten(net)
+    train(net)
+
+
+def stopped(net: nn.Module) -> None:
+    """In the middle of a backward."""
+    flat_param.flatten(net)
+
+    def stop(grad: Tensor) -> None:
+        raise KeyError("stop")
+
+    y = net[0](X)  # type: ignore[index]
+    y.register_hook(stop)
+    with pytest.raises(KeyError):
+        net[1](y).sum().backward()  # type: ignore[index]
+
+
+def failed(net: nn.Module) -> None:
+    """In the middle of `flatten`."""
+    watch, placed = Tensor.register_post_accumulate_grad_hook, []
+
+    def fail(param: Tensor, hook: Callable[[Tensor], None]) -> object:
+        if placed:
+            raise KeyError("fail")
+        placed.append(True)
+        return watch(param, hook)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyError):
+        patch.setattr(Tensor, "register_post_accumulate_grad_hook", fail)
+        flat_param.flatten(net)
+
+
+def sharded(strategy: str, *, trains: bool = True) -> Callable[[nn.Module], None]:
+    """Two units, with an optimizer."""
+
+    def make(net: nn.Module) -> None:
+        for each in (net[0], net):  # type: ignore[index]
+            flat_param.fully_shard(each, strategy=strategy)
+        optimizer = torch.optim.AdamW(net.parameters())
+        if trains:
+            train(net)
+            optimizer.step()
+
+    return make
+
+
+def handled(net: nn.Module) -> None:
+    """By torch's handle."""
+    flat_param.FlatParamHandle(list(net.parameters()), net)
+
+
+WAYS = {
+    **{way.__name__: way for way in (flattened, trained, stepped_over_chunks, moved, copied)},
+    **{way.__name__: way for way in (unflattened, stopped, failed, handled)},
+    **{each: sharded(each) for each in ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD")},
+    "sharded alone": sharded("FULL_SHARD", trains=False),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_deleted_model_is_collected(group_of_one: None, way: str) -> None:
+    """Its parameters, whatever was done with it."""
+    net = model()
+    params = list(map(weakref.ref, net.parameters()))
+    WAYS[way](net)
+    params += map(weakref.ref, net.parameters())
+    del net
+    gc.collect()
+    assert [param() for param in params] == [None] * len(params)
+
+
+@pytest.mark.parametrize("way", ["trained", "stepped_over_chunks"])
+def test_buffers_of_a_deleted_model_are_collected(way: str) -> None:
+    """The vectors of parameters and gradients."""
+    net = model()
+    WAYS[way](net)
+    flat = flat_param.flat_params_of(net)
+    assert flat is not None
+    vectors = [weakref.ref(flat.as_vector()), weakref.ref(flat.grad_vector())]
+    del net, flat
+    gc.collect()
+    assert [vector() for vector in vectors] == [None, None]
+
+
+def test_parameter_of_a_deleted_model_still_gets_a_gradient() -> None:
+    """Whoever kept it may go on; there is no flat gradient any more."""
+    net = model()
+    flat_param.flatten(net)
+    train(net)
+    weights = [layer.weight for layer in net]
+    expected = [weight.grad.clone() for weight in weights]
+    net.zero_grad()
+    biases = [layer.bias.detach().clone() for layer in net]
+    del net
+    gc.collect()
+    hidden = nn.functional.linear(X, weights[0], biases[0])
+    nn.functional.linear(hidden, weights[1], biases[1]).sum().backward()
+    for weight, grad in zip(weights, expected, strict=True):
+        assert torch.equal(weight.grad, grad)
+
+
+def _resident_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096 / 2**20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_of_the_process_does_not_grow_with_flattened_models() -> None:
+    """Four models of 64 MiB each, flattened and deleted: 16 MiB more at most."""
+
+    def once() -> None:
+        flat_param.flatten(nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(4))))
+        gc.collect()
+
+    once()
+    before = _resident_mib()
+    for _ in range(4):
+        once()
+    assert _resident_mib() - before <= 16
