@@ -175,7 +175,8 @@ def test_optimizer_that_is_not_of_all_chunks_is_refused():
 def test_positions_are_looked_up_in_saved_names():
     """An optimizer whose order is not the module's: shapes would fit the wrong parameter, too."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    named = list(model.named_parameters())[::-1]
+    named = [(name, model.get_parameter(name)) for name in ("1.weight", "1.bias", "0.weight")]
+    named.append(("0.bias", model[0].bias))
     optimizer = torch.optim.SGD(named, lr=0.1, momentum=0.9)
     model(torch.randn(2, 3)).square().sum().backward()
     optimizer.step()
