@@ -27,7 +27,7 @@ from typing import TypeVar
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from .._torch_compat import is_fake, modes_entered, storage_key
+from .._torch_compat import is_fake, is_freed, modes_entered, storage_key
 from ._capturing import is_capturing
 from ._doubts import doubts_here
 from ._engine_disabled import own_work
@@ -218,7 +218,9 @@ class Guard:
             self.sums = fingerprint(tensor)
 
     def check(self, tensor: torch.Tensor, error: Callable[[], Exception]) -> None:
-        """Raise `error` if the tensor is not as it was, bit by bit."""
+        """Raise `error` if the tensor is not as it was, bit by bit, or its memory was freed."""
+        if is_freed(tensor):
+            raise error()
         if self.copy is not None:
             _compare_copies(self.copy, tensor, error)
         elif self.sums is not None:
@@ -226,9 +228,9 @@ class Guard:
 
 
 def small_copy(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Copy a tensor with its strides, where it is small."""
+    """Copy a tensor with its strides, where it is small and its memory was not freed."""
     limit = _SMALL_VECTOR_BYTES if tensor.dim() <= 1 else _SMALL_BYTES  # as `is_small` does
-    return copied(tensor) if tensor.nbytes <= limit else None
+    return None if tensor.nbytes > limit or is_freed(tensor) else copied(tensor)
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -284,7 +286,7 @@ def _compare_copies(
 def joins(copy: torch.Tensor, now: torch.Tensor) -> bool:
     """Whether `are_same` takes a tensor and its copy."""
     same_kind = copy.dtype == now.dtype and copy.shape == now.shape
-    return same_kind and now.dtype in _JOINED and is_immediate(now)
+    return same_kind and now.dtype in _JOINED and is_immediate(now) and not is_freed(now)
 
 
 def are_same(copies: list[torch.Tensor], tensors: list[torch.Tensor]) -> bool:

@@ -32,6 +32,7 @@ class Why(Enum):
     UNPLANNED = "the plan does not know it"
     OTHER_OUTPUT = "output {output} of {op}, whose rule rebuilds the first"
     WRITTEN = "written to since it was made"
+    FREED = "{node} reads a parameter whose memory was freed since, as FSDP does"
     NOT_SAVED = "{node} did not save all that its rule reads"
     OPERAND = "{node} reads {operand}"
     FORMAT = "{node} does not know how its output lies in memory"
