@@ -182,7 +182,7 @@ def checkpoint(
 def _was_compared(
     function: object, policy: Policy, args: tuple[Any, ...], own: Mapping[str, Any]
 ) -> bool:
-    """Whether "auto" leaves out comparisons: an earlier forward on an accelerator had them (Rule 4).
+    """Whether "auto" compares no bits on an accelerator: an earlier forward did (Rule 4).
 
     A forward inside others' hooks, which may run again in backward, saves the same both times. So
     does one under a plan, which knows what was saved.

@@ -47,8 +47,6 @@ Weak: only the node holds what it saved, so that what no output needs any more g
 Reader = Callable[[Any], torch.Tensor]
 Found = tuple[Node, ReplayEntry, str, bool, int]
 """A producer: its node, entry and device type, whether a view of what it made, its number."""
-_LEAF = type(None)
-"""Type of the node that made a leaf."""
 Kept = tuple[torch.Tensor, int, type]
 """A kept tensor, its version when it was saved, the type of the node that made it.
 
@@ -84,7 +82,7 @@ def reader(policy: Policy | None) -> Reader:
         tensor, version, producer = held
         if tensor._version != version:
             raise mutated(shape_of(tensor), producer, policy)
-        if producer is _LEAF and replays.depth and is_freed(tensor):
+        if replays.depth and is_freed(tensor):
             raise freed(tensor)
         return tensor
 

@@ -86,7 +86,7 @@ class ReplayEntry:
         if device is None:
             device = self.works[key] = _device(self.rule, tensor)
         ready = self._simple or (self._saves_all and self.rule.ready(node))
-        return device if ready else Why.NOT_SAVED
+        return device if ready or device is Why.SUBCLASS else Why.NOT_SAVED
 
     def is_ready(self, node: Node) -> bool:
         """Whether this node saved all that its rule reads."""

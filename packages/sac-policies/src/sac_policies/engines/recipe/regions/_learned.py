@@ -41,9 +41,7 @@ class Learned:
         """Note one that the node with this number is replayed for."""
         self._rebuilt[number] = tensor.untyped_storage().nbytes()
 
-    def habit(
-        self, policy: Policy | None, follow: Follower, calls_custom: bool = False
-    ) -> Habit:
+    def habit(self, policy: Policy | None, follow: Follower, calls_custom: bool = False) -> Habit:
         """Say at the end what later forwards under the policy are to mind.
 
         Args:
