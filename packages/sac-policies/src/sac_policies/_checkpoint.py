@@ -5,7 +5,10 @@ Rule 2. Compiled code is tagged, whatever engine is named: it is the only one th
 Rule 3. "auto" takes the recipe engine where it can follow the policy, else contexts. A plan
         says which engine it was solved for, and for which inputs that engine can follow it. Of a
         function whose first forward showed that much of what it saves has no recipe, later ones
-        run under contexts, where the policy keeps nothing.
+        run under contexts: of custom operators under any policy, of others where it keeps nothing.
+        So do functions with tensor subclasses that wrap others, from the first forward on.
+Rule 4. On an accelerator "auto" compares bits in the first forward of a function under a policy.
+        Comparing costs many small kernels there; versions of tensors are always compared.
 """
 
 from __future__ import annotations
@@ -23,22 +26,24 @@ from torch.utils.checkpoint import set_checkpoint_debug_enabled
 
 from ._errors import EngineError, PolicyError, nested_refused, shown
 from ._options import compares, debugs, refused_option, split
-from ._tensors import needing_gradients
+from ._tensors import is_accelerator, needing_gradients, tensors_in
 from ._torch_compat import in_func_transform, is_traced, saved_tensor_hooks
 from ._torch_compat._nested import asks_for_sizes
 from .engines import _second_forward as second_forward
 from .engines._engine_disabled import active
 from .engines._tags import tags
+from .engines._wrappers import reads_wrappers
 from .engines.contexts._arguments import Arguments, Call, only_tensors, parted
 from .engines.contexts._contexts import contexts, ended_if_left, guest
 from .engines.recipe import _run as _recipe
-from .engines.recipe._writes import Habit, habits_of
+from .engines.recipe._writes import Habit, habits_of, remember
 from .policies._budget_plan import BudgetPlan
 from .policies._functions import PolicyLike, as_policy
 from .policies._handles import behind, handle_of
 from .policies._modules import root_of
 from .policies._policies import Policy
 from .policies._rules import RECOMPUTE_ALL
+from .policies._unmatched import watch_of
 
 T = TypeVar("T")
 ENGINES = ("auto", "recipe", "contexts", "tags")
@@ -130,8 +135,10 @@ def checkpoint(
             inputs, as torch does.
         engine: "auto", "recipe", "contexts" or "tags"; compiled code is always tagged.
         kwargs: torch's options (`preserve_rng_state`, `determinism_check`, `early_stop`,
-            `debug`) and keyword arguments of `function`. With `determinism_check="none"` nothing
-            is held against what it was: changes past version counters are not noticed.
+            `debug`) and keyword arguments of `function`. With `determinism_check="none"` no bits
+            are compared: writes past version counters, as through `.data`, are not noticed. On an
+            accelerator engine "auto" compares bits only in the first forward of each function
+            under a policy. A named engine compares them in every step.
 
     Returns:
         What `function` returns.
@@ -161,17 +168,49 @@ def checkpoint(
     if reason := _refusal(kwargs, engine):
         raise EngineError(f"sac_policies.checkpoint: {reason}")
     own = split(kwargs)[0] if kwargs else {}
+    is_compared = compares(kwargs)
     if engine == "auto":
         engine = "contexts" if not_recipe(function, policy, args, own, kwargs) else "recipe"
+        is_compared = is_compared and not _was_compared(function, policy, args, own)
     if engine == "recipe":
         if not active.modes:
-            return _recipe.run(function, args, own, policy, compares(kwargs))
-        return _run_recipe(function, args, own, policy, compares(kwargs))
-    return _run_contexts(function, args, kwargs, policy)
+            return _recipe.run(function, args, own, policy, is_compared)
+        return _run_recipe(function, args, own, policy, is_compared)
+    return _run_contexts(function, args, kwargs, policy, is_compared)
+
+
+def _was_compared(
+    function: object, policy: Policy, args: tuple[Any, ...], own: Mapping[str, Any]
+) -> bool:
+    """Whether "auto" compares no bits on an accelerator: an earlier forward did (Rule 4).
+
+    A forward inside others' hooks, which may run again in backward, saves the same both times. So
+    does one under a plan, which knows what was saved.
+    """
+    return (
+        _is_on_accelerator(args, own)
+        and not active.modes
+        and saved_tensor_hooks() is None
+        and not isinstance(policy, BudgetPlan)
+        and not watch_of(policy).is_new(function)
+    )
+
+
+def _is_on_accelerator(args: tuple[Any, ...], own: Mapping[str, Any]) -> bool:
+    """Whether the first tensor that a function is given is on an accelerator."""
+    for each in args:
+        if isinstance(each, torch.Tensor):
+            return is_accelerator(each.device)
+    found = tensors_in((args, own))
+    return bool(found) and is_accelerator(found[0].device)
 
 
 def _run_contexts(
-    function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy
+    function: Callable[..., T],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    policy: Policy,
+    is_compared: bool,
 ) -> T:
     debug = debugs(kwargs)
     kwargs.pop("debug", None)
@@ -185,7 +224,7 @@ def _run_contexts(
 
     def make() -> tuple[TorchDispatchMode, TorchDispatchMode]:
         torchs.close()
-        return modes(policy, root, debug, arguments, function, compares(kwargs))
+        return modes(policy, root, debug, arguments, function, is_compared)
 
     try:
         with torchs, ended_if_left(make) as fn:
@@ -323,8 +362,14 @@ def not_recipe(
     if isinstance(policy, BudgetPlan):
         same = policy.is_for(needing_gradients((args, own)))
         return "" if same else "the plan was profiled where other inputs needed gradients"
+    habits = habits_of(function)
+    if Habit.WRAPS in habits or reads_wrappers(function, args, own):
+        # Remembered: a unit of FSDP inside has whole parameters when backward runs it again.
+        if Habit.WRAPS not in habits:
+            remember(function, Habit.WRAPS)
+        return "no rule rebuilds tensor subclasses that wrap others, such as DTensor"
     # Under hooks, which may be a checkpoint's, one forward is run as the one before it.
-    keeps = policy == RECOMPUTE_ALL and Habit.KEEPS in habits_of(function)
+    keeps = Habit.OPAQUE in habits or (Habit.KEEPS in habits and policy == RECOMPUTE_ALL)
     if keeps and saved_tensor_hooks() is None:
         return "no rule rebuilds much of what an earlier forward of the function saved"
     return ""

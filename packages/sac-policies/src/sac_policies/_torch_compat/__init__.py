@@ -26,6 +26,7 @@ from ._places import running_modules as running_modules
 from ._saved_hooks import pop_hooks as pop_hooks
 from ._saved_hooks import push_hooks as push_hooks
 from ._storages import StorageReference as StorageReference
+from ._storages import is_freed as is_freed
 from ._storages import lies_in_storage as lies_in_storage
 from ._storages import storage_bytes as storage_bytes
 from ._storages import storage_key as storage_key

@@ -67,6 +67,22 @@ def lies_in_storage(tensor: torch.Tensor) -> bool:
 _has_no_data: Any = getattr(torch.Tensor, "_is_zerotensor", lambda tensor: False)
 
 
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a tensor was freed, as FSDP frees parameters after a unit's forward.
+
+    Reading such a tensor is a segmentation fault.
+    """
+    try:
+        is_empty = not tensor.untyped_storage().nbytes()
+    except NotImplementedError:
+        return False
+    return is_empty and tensor.numel() > 0 and type(tensor) in _PLAIN
+
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+"""Types of tensors whose elements lie in their own storage."""
+
+
 def _key_of(storage: torch.UntypedStorage) -> int:
     key: int = getattr(storage, "_cdata", None) or storage.data_ptr()
     return key

@@ -9,7 +9,7 @@ Rule 1. What is small (biases, weights of norms) is copied. A replay reads the c
 Rule 2. Of what is larger a recomputation keeps a fingerprint and compares it: with its words in
         a table, the sum of each row and of each column. A change of up to three words is always
         seen, a change of more unless every sum stays the same, modulo 2**64.
-        Small ones on the CPU are compared all at once; where that finds a change, one by one.
+        On the CPU it keeps a hash in place of both, of 64 bits.
 Rule 3. A replay compares what it made with what that was (`recipe._proof`), not what it reads.
 Rule 4. Each operator costs an accelerator a launch. So rows of the table overlap rather than leave
         words over, sums lie in one tensor, and many are compared at once (`_doubts`).
@@ -19,15 +19,16 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from ctypes import string_at
 from functools import lru_cache
 from typing import TypeVar
 
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from .._torch_compat import is_fake, modes_entered, storage_key
+from .._torch_compat import is_fake, is_freed, modes_entered, storage_key
 from ._capturing import is_capturing
 from ._doubts import doubts_here
 from ._engine_disabled import own_work
@@ -39,7 +40,6 @@ _STEPS = (127, 113, 109, 107, 103, 101, 97, 89)
 _LEAST_WORDS = 3 * _STEPS[0]
 """Fewer are kept themselves: of less than three rows a change of three words may not be seen."""
 _WORD_BYTES = 8
-_JOINED = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 T = TypeVar("T")
@@ -205,30 +205,69 @@ class Guard:
     """One tensor as it was.
 
     Attributes:
-        copy: the tensor, where it is small.
-        sums: its fingerprint, where it is not; None where it has no data.
+        digest: what `digest` gave, on the CPU.
+        copy: the tensor, where it is small and on another device.
+        sums: its fingerprint, where it is not small; None where it has no data.
     """
 
-    __slots__ = ("copy", "sums")
+    __slots__ = ("copy", "digest", "sums")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.copy = small_copy(tensor)
+        self.copy: torch.Tensor | None = None
+        self.digest: Digest | None = None
         self.sums: Print | None = None
-        if self.copy is None and not is_fake(tensor):
-            self.sums = fingerprint(tensor)
+        if is_fake(tensor):
+            self.copy = small_copy(tensor)
+        elif is_immediate(tensor):
+            self.digest = digest(tensor)
+        else:
+            self.copy = small_copy(tensor)
+            if self.copy is None:
+                self.sums = fingerprint(tensor)
 
     def check(self, tensor: torch.Tensor, error: Callable[[], Exception]) -> None:
-        """Raise `error` if the tensor is not as it was, bit by bit."""
-        if self.copy is not None:
+        """Raise `error` if the tensor is not as it was, bit by bit, or its memory was freed."""
+        if is_freed(tensor):
+            raise error()
+        if self.digest is not None:
+            if not self.is_same(tensor):
+                raise error()
+        elif self.copy is not None:
             _compare_copies(self.copy, tensor, error)
         elif self.sums is not None:
             compare(self.sums, tensor, error)
 
+    def is_same(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is known to be as it was, without waiting for a device."""
+        if self.digest is None or is_freed(tensor) or not is_immediate(tensor):
+            return False
+        return self.digest == digest(tensor)
+
+
+Digest = tuple[object, int]
+
+
+def digest(tensor: torch.Tensor) -> Digest:
+    """Hash the bits of a tensor on the CPU; equal tensors have equal digests in one process.
+
+    Of a small tensor the shape and dtype count, too; of others how many bytes there are.
+    """
+    small = is_small(tensor)
+    if small and tensor.is_contiguous():
+        return (tensor.shape, tensor.dtype), hash(string_at(tensor.data_ptr(), tensor.nbytes))
+    sums = unnoticed(_sums_of, tensor)
+    facts = (tensor.shape, tensor.dtype) if small else tensor.nbytes
+    return facts, hash(string_at(sums.data_ptr(), sums.nbytes))
+
+
+def _sums_of(tensor: torch.Tensor) -> torch.Tensor:
+    return _sums(tensor.detach())[0]
+
 
 def small_copy(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Copy a tensor with its strides, where it is small."""
+    """Copy a tensor with its strides, where it is small and its memory was not freed."""
     limit = _SMALL_VECTOR_BYTES if tensor.dim() <= 1 else _SMALL_BYTES  # as `is_small` does
-    return copied(tensor) if tensor.nbytes <= limit else None
+    return None if tensor.nbytes > limit or is_freed(tensor) else copied(tensor)
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -279,27 +318,6 @@ def _compare_copies(
         one, other = _bits(before), _bits(now.detach())
         same = torch.equal(one, other) if is_immediate(now) else (one == other).all()
     _refuse_unless(same, error)
-
-
-def joins(copy: torch.Tensor, now: torch.Tensor) -> bool:
-    """Whether `are_same` takes a tensor and its copy."""
-    same_kind = copy.dtype == now.dtype and copy.shape == now.shape
-    return same_kind and now.dtype in _JOINED and is_immediate(now)
-
-
-def are_same(copies: list[torch.Tensor], tensors: list[torch.Tensor]) -> bool:
-    """Whether tensors have the bits of their copies, by one comparison for each dtype."""
-    by_dtype: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    for pair in zip(copies, tensors, strict=True):
-        by_dtype.setdefault(pair[0].dtype, []).append(pair)
-    with own_work(), torch.no_grad():
-        return all(
-            torch.equal(*map(_joined, zip(*pairs, strict=True))) for pairs in by_dtype.values()
-        )
-
-
-def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return _bits(torch.cat([each if each.dim() == 1 else each.reshape(-1) for each in tensors]))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

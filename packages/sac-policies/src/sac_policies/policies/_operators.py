@@ -38,6 +38,24 @@ _GEOMETRY = frozenset(
 )
 """What is asked of a tensor that keeps its geometry elsewhere: a nested one, or a subclass."""
 
+_OF_TORCH = frozenset(
+    {"aten", "prim", "prims", "rngprims", "profiler", "higher_order", "quantized", "mkldnn"}
+    | {"c10d", "fsdp", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"}
+    | {"_dtensor", "symm_mem", "inductor"}
+)
+"""Namespaces of torch's own operators."""
+
+
+def is_custom(op: Operator) -> bool:
+    """Whether an operator is of another library, registered by `torch.library` or in C++.
+
+    Example:
+        >>> is_custom(torch.ops.aten.mm.default)
+        False
+    """
+    return getattr(op, "namespace", "aten") not in _OF_TORCH
+
+
 BATCH_NORMS = frozenset(
     getattr(torch.ops.aten, name).default
     for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")

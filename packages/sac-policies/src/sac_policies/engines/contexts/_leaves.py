@@ -27,7 +27,7 @@ from torch.utils.weak import TensorWeakRef
 from ..._torch_compat import StorageReference, base_of, storage_key
 from ...policies._operators import BATCH_NORMS, STATISTICS, written_statistics
 from ...policies._views import Operator
-from .._guards import Guard, are_same, joins
+from .._guards import Guard, is_small
 from ._made import Made
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -186,7 +186,6 @@ class Leaves(dict[int, Leaf]):
         The others are as they were, or gone.
         """
         found = Leaves()
-        small: list[tuple[int, Leaf, torch.Tensor, torch.Tensor]] = []
         for key, leaf in self.items():
             tensor, guard = leaf.reference(), leaf.guard
             if tensor is None:
@@ -195,13 +194,9 @@ class Leaves(dict[int, Leaf]):
                 found[key] = leaf
                 continue
             unchanged = leaf.version in (None, tensor._version)
-            copy = None if guard is None else guard.copy
-            if unchanged and copy is not None and joins(copy, tensor):
-                small.append((key, leaf, copy, tensor))
-            elif guard is not None or not unchanged:
+            is_same = guard is None or (is_small(tensor) and guard.is_same(tensor))
+            if not (unchanged and is_same):
                 found[key] = leaf
-        if small and not are_same([each[2] for each in small], [each[3] for each in small]):
-            found.update((key, leaf) for key, leaf, _, _ in small)
         return found
 
     def check(

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ..._tensors import tensors_in
-from ..._torch_compat import is_fake, node_number
+from ..._torch_compat import is_fake, is_freed, node_number
 from ._formats import CLONE, TO_COPY, may_lie_otherwise
 from ._own_rules import gets_a_rule, known_rule
 from ._rebuilt import leaves_of
@@ -171,7 +171,10 @@ class Follower:
                 return Why.OPERAND
             name = type(node).__name__
             if name == LEAF_NODE:
-                return 0 if is_plain(node.variable) else Why.SUBCLASS
+                leaf = node.variable
+                if is_freed(leaf):
+                    return Why.FREED
+                return 0 if is_plain(leaf) else Why.SUBCLASS
             if (node, output) in kept:
                 return 0
             number = node_number(node)

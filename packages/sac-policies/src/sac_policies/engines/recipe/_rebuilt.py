@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..._errors import MutationError, RecomputeError
+from ..._torch_compat import is_freed
 from ..._torch_compat._leaf_hooks import FORGETS_HOOKS, restore_hooks
 from ._own_rules import known_rule
 from ._proof import check, proof_of
@@ -64,7 +65,8 @@ def rebuilt(node: Node, cell: SharedValue, unseen: Unseen) -> torch.Tensor:
             assert rule.rebuild is not None
             value = rule.rebuild(node)
         else:
-            value = rule.run(node, rule.leaf_of(node) if cell.leaf is None else cell.leaf)
+            leaf = rule.leaf_of(node) if cell.leaf is None else cell.leaf
+            value = rule.run(node, None if leaf is None else _leaf(leaf))
     finally:
         if FORGETS_HOOKS:
             restore_hooks(node)
@@ -164,10 +166,15 @@ def _changed(leaf: torch.Tensor, rule: Rule) -> MutationError:
 
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.numel() and not tensor.untyped_storage().nbytes():
-        raise RecomputeError(
-            f"sac_policies.checkpoint: parameter of shape {tuple(tensor.shape)} has no data when "
-            "a replay reads it, but the region read it in the forward. Make the module that "
-            "frees it a separate region."
-        )
+    if is_freed(tensor):
+        raise freed(tensor)
     return tensor
+
+
+def freed(tensor: torch.Tensor) -> RecomputeError:
+    """Make the error for a parameter that has no data when a replay reads it."""
+    return RecomputeError(
+        f"sac_policies.checkpoint: parameter of shape {tuple(tensor.shape)} has no data when "
+        "a replay reads it, but the region read it in the forward. Make the module that "
+        'frees it a separate region, or use engine="contexts".'
+    )

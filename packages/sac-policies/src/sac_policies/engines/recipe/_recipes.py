@@ -24,7 +24,7 @@ from torch.utils.weak import TensorWeakRef
 
 from ..._errors import MutationError, RecomputeError
 from ..._frames import user_line
-from ..._torch_compat import Hooks, current_node, modes_entered, node_number
+from ..._torch_compat import Hooks, current_node, is_freed, modes_entered, node_number
 from ..._torch_compat._nested import shape_of
 from ...policies._policies import Policy
 from .._engine_disabled import own_work
@@ -33,7 +33,7 @@ from .._guards import small_copy
 from ._formats import TO_COPY, row_major_strides
 from ._own_rules import rule_of, rules_behind
 from ._proof import Proof, agree
-from ._rebuilt import rebuilt
+from ._rebuilt import freed, rebuilt
 from ._replay import Node, Rule, output_facts
 from ._replay_entries import ReplayEntry
 from ._shared_values import SharedValue, Unpacked, replays
@@ -82,6 +82,8 @@ def reader(policy: Policy | None) -> Reader:
         tensor, version, producer = held
         if tensor._version != version:
             raise mutated(shape_of(tensor), producer, policy)
+        if replays.depth and is_freed(tensor):
+            raise freed(tensor)
         return tensor
 
     return read
@@ -132,6 +134,12 @@ class Outer:
         tensor = self.held[0] if self._tensor is None else self._tensor()
         if self.copy is None and tensor is not None:
             self.copy = small_copy(tensor)
+
+    @property
+    def is_freed(self) -> bool:
+        """Whether the tensor's memory was freed since it was saved."""
+        tensor = self.held[0] if self._tensor is None else self._tensor()
+        return tensor is not None and is_freed(tensor)
 
     def read(self) -> torch.Tensor:
         """Return the tensor: to a replay as it was if copied, to its own node as it is."""
@@ -274,6 +282,22 @@ class Result(Recipe):
                 "Read the operator's output itself."
             )
         return super()._replay(node)
+
+
+def reads_freed(outers: Outers, found: Found) -> bool:
+    """Whether a replay of a node reads a parameter whose memory was freed since.
+
+    A unit of FSDP inside a region frees its parameters when its own forward ends. They are there
+    again when backward reaches the unit, and a replay for what follows it comes before that.
+    """
+    node, entry, _, _, number = found
+    rule, read = entry.rule, outers.get(number + 1)
+    for reference in read[: len(read) - rule.results] if read else ():
+        outer = reference()
+        if type(outer) is Outer and outer.is_freed:
+            return True
+    leaf = None if rule.leaf is None else rule.leaf_of(node)
+    return leaf is not None and is_freed(leaf)
 
 
 def protect(cell: SharedValue, proof: Proof, outers: Outers | None, found: Found) -> None:

@@ -32,6 +32,7 @@ class Why(Enum):
     UNPLANNED = "the plan does not know it"
     OTHER_OUTPUT = "output {output} of {op}, whose rule rebuilds the first"
     WRITTEN = "written to since it was made"
+    FREED = "{node} reads a parameter whose memory was freed since, as FSDP does"
     NOT_SAVED = "{node} did not save all that its rule reads"
     OPERAND = "{node} reads {operand}"
     FORMAT = "{node} does not know how its output lies in memory"
@@ -85,7 +86,7 @@ class ReplayEntry:
         if device is None:
             device = self.works[key] = _device(self.rule, tensor)
         ready = self._simple or (self._saves_all and self.rule.ready(node))
-        return device if ready else Why.NOT_SAVED
+        return device if ready or device is Why.SUBCLASS else Why.NOT_SAVED
 
     def is_ready(self, node: Node) -> bool:
         """Whether this node saved all that its rule reads."""

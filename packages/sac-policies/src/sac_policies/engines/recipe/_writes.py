@@ -22,7 +22,7 @@ from torch.utils.weak import TensorWeakRef
 from ..._tensors import tensors_in
 from ..._torch_compat import backward_id, base_of, storage_key
 from ..._watching_mode import WatchingMode
-from ...policies._operators import facts_of
+from ...policies._operators import facts_of, is_custom
 from ...policies._unmatched import subject_of
 from ...policies._views import Operator
 from .._guards import is_guarding
@@ -42,6 +42,10 @@ class Habit(Flag):
     """Large values are rebuilt with what its graph does not hold: see `_calls`."""
     KEEPS = auto()
     """Much of what it saves has no recipe: see `Region.learned`."""
+    OPAQUE = auto()
+    """The same under any policy, and it calls custom operators or is given wrapper subclasses."""
+    WRAPS = auto()
+    """Its parameters or arguments were wrapper subclasses: see `_wrappers`."""
     REWRITES = auto()
     """It writes to results that replays could read: they are not kept for that."""
 
@@ -158,6 +162,8 @@ class Observer(WatchingMode):
         if is_guarding() or facts_of(func).geometry:
             return func(*args, **given)
         self.ops[func] += 1
+        if is_custom(func):
+            self._tell(Habit.OPAQUE)
         out = func(*args, **given)
         if backward_id() != self._backward:
             return out

@@ -54,6 +54,7 @@ from .._recipes import (
     keep,
     protect,
     reader,
+    reads_freed,
 )
 from .._replay import Node
 from .._replay_entries import STUCK, VIEW, Decides, ReplayTable, Why, runs_on
@@ -144,6 +145,8 @@ class Region(Packs):
         node, entry, _, _, own_number = found
         edges = self.edges
         cell = edges.cell(node)
+        if not cell.distance and reads_freed(self.outers, found):
+            return self.hold(tensor, tensor.grad_fn, number, Why.FREED)
         if edges.made is not None:
             self._learned.rebuilt(tensor, own_number)
             edges.note_made(tensor, cell)
@@ -177,7 +180,9 @@ class Region(Packs):
                 out = function(*args, **kwargs)
             self.close()
             if self.edges.made is not None and not self.is_in_hooks:  # `_run`, Rule 2
-                self.learned = self._learned.habit(self._entries.policy, self._follow)
+                calls_custom = Habit.OPAQUE in self.edges.habit
+                policy = self._entries.policy
+                self.learned = self._learned.habit(policy, self._follow, calls_custom)
             return out
         finally:
             self.forget()

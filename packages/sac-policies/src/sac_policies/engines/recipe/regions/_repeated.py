@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from ...._torch_compat import (
+    is_freed,
     node_number,
     packs_for_a_node,
     pop_hooks,
@@ -164,6 +165,8 @@ class Repeated(Packs):
             values.found[value.at] = node, cell, 0
         proof = proof_of(tensor) if entries.compares else None
         if step.is_first:
+            if self._reads_freed(cell, node, step):
+                return None
             self._protect(cell, node, step, proof)
         elif not may_agree(cell.proof, proof):
             cell.written = storage_of(tensor)
@@ -205,6 +208,17 @@ class Repeated(Packs):
         if may_lie_otherwise(value.entry.rule.node, tensor, node, self._entries.compares):
             return None
         return cell
+
+    def _reads_freed(self, cell: SharedValue, node: Node, step: Replayed) -> bool:
+        """Whether a replay reads a parameter whose memory was freed, as `reads_freed` does."""
+        if cell.through:
+            return False
+        rule = step.value.entry.rule
+        outers = [self._outers[at] for at in step.outers]
+        if any(outer is not None and outer.is_freed for outer in outers):
+            return True
+        leaf = None if rule.leaf is None else rule.leaf_of(node)
+        return leaf is not None and is_freed(leaf)
 
     def _protect(self, cell: SharedValue, node: Node, step: Replayed, proof: Any) -> None:
         """Note what a value was, as `protect` does."""
