@@ -65,8 +65,8 @@ def rebuilt(node: Node, cell: SharedValue, unseen: Unseen) -> torch.Tensor:
             assert rule.rebuild is not None
             value = rule.rebuild(node)
         else:
-            found = rule.leaf_of(node) if cell.leaf is None else cell.leaf
-            value = rule.run(node, None if found is None else _leaf(found))
+            own: torch.Tensor | None = rule.leaf_of(node) if cell.leaf is None else cell.leaf
+            value = rule.run(node, None if own is None else _leaf(own))
     finally:
         if FORGETS_HOOKS:
             restore_hooks(node)
