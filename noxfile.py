@@ -61,7 +61,8 @@ TEST_TOOLS = [
     "nox[uv]",
 ]
 EXTRAS = ["rich", "matplotlib", "scipy"]
-TEST_OPTIONS = ["--timeout=600", "--durations=5"]
+TEST_OPTIONS = ["--timeout=600", "--durations=10"]
+NOT_NIGHTLY = ["-m", "not nightly"]
 
 
 def constraint(torch_version: str = PINNED) -> list[str]:
@@ -133,7 +134,8 @@ def tests(session: nox.Session, package: str) -> None:
         return
     install_parts(session, *(PACKAGES if package == "conformance" else [package]))
     session.install(*constraint(), *TEST_TOOLS, *EXTRAS)
-    session.run("python", "-m", "pytest", *TEST_OPTIONS, *tests_of(package), *session.posargs)
+    tests = [*tests_of(package), *session.posargs]
+    session.run("python", "-m", "pytest", *TEST_OPTIONS, *NOT_NIGHTLY, *tests)
 
 
 def tests_on_simdev(session: nox.Session) -> None:
@@ -144,9 +146,9 @@ def tests_on_simdev(session: nox.Session) -> None:
     if env is None:
         return
     pytest = ["-m", "pytest", *TEST_OPTIONS]
-    session.run("python", *pytest, f"{SIMDEV}/tests", env=env)
+    session.run("python", *pytest, *NOT_NIGHTLY, f"{SIMDEV}/tests", env=env)
     paths = [f"packages/{name}/tests" for name in PARTS]
-    marked = [*pytest, "-m", "accelerator", *paths, *session.posargs]
+    marked = [*pytest, "-m", "accelerator and not nightly", *paths, *session.posargs]
     session.run("python", "-m", "simdev", *marked, env=env)
 
 
@@ -156,7 +158,7 @@ def repository(session: nox.Session) -> None:
     install_parts(session, *PACKAGES)
     session.install(*constraint(), *TEST_TOOLS, *EXTRAS)
     pages = ["README.md", *map(str, sorted(Path("docs").glob("*.md")))]
-    session.run("python", "-m", "pytest", *TEST_OPTIONS, "tests/repository", *pages)
+    session.run("python", "-m", "pytest", *TEST_OPTIONS, *NOT_NIGHTLY, "tests/repository", *pages)
 
 
 @nox.session
@@ -379,7 +381,7 @@ def slow(session: nox.Session) -> None:
     """Run the tests that are marked nightly because they take long."""
     install_parts(session, *PACKAGES)
     session.install(*constraint(), *TEST_TOOLS, *EXTRAS)
-    paths = [path for name in PACKAGES for path in tests_of(name)]
+    paths = [path for name in PACKAGES for path in tests_of(name)] + ["tests/repository"]
     session.run("python", "-m", "pytest", *TEST_OPTIONS, "-m", "nightly", *paths)
 
 

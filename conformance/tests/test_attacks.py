@@ -19,7 +19,7 @@ from torchparts_conformance._package import PACKAGE
 from torchparts_conformance.render import _render
 from torchparts_conformance.report import _report
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # a fixture runs all attacks
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]  # a fixture runs all attacks
 AT_A_TIME = 4
 attacks = types.SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("attacks.py"))))
 RIGHT = "a right implementation"

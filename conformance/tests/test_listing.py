@@ -139,7 +139,7 @@ def commands(page):
     return [shlex.split(line[2:]) for line in lines if line.startswith("$ torchparts-")]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(not PAGE.exists(), reason="only in the repository")
 def test_commands_of_the_page_lead_to_an_entry(package, make_report, built, tmp_path):
     wheels = [built(package.parents[1], tmp_path / "suite"), built(TEMPLATE, tmp_path / "mine")]

@@ -159,7 +159,7 @@ def wheels(package, built, tmp_path):
     return {name: built(path, tmp_path / "dist" / name) for name, path in sources.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_run_in_two_fresh_environments_agrees(wheels, make_report, tmp_path, capsys):
     """A report made from wheels is reproduced from the same wheels, and not from another one."""
     named = make_report(name="rerun-me")
