@@ -1,10 +1,9 @@
-"""How much longer does a training step take under each report, beside torch's own tools?
+"""How much longer does a training step take under one report, beside torch's own tools?
 
-    python packages/mod-tracker/benchmarks/bench_reports.py --runs 3 --json FILE
+    python packages/mod-tracker/benchmarks/bench_reports.py --rounds 5 --json FILE
 
-Steps that a report looks at operator by operator come first and more and more seldom, so the first
-step and a later one are told apart, and the mean is over as many steps as are run. Contexts take
-turns in a shuffled order; times are of this thread. `draw_reports.py` draws what is written.
+Each round runs one step in every context, entering and leaving included, in a shuffled order;
+times are of this thread, and medians over rounds.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 
 import torch
 from torch import nn
@@ -30,28 +29,17 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mod_tracker import profile_flops, profile_memory, profile_time, trace, watch_memory
 
-SIZES = {32: (1, 8, 64, 8), 256: (8, 64, 1024, 3)}
-"""By width: batch, tokens, hidden channels, rounds."""
+SIZES = {32: (1, 8, 64), 256: (8, 64, 1024)}
+"""By width: batch, tokens, hidden channels."""
 MUST = {
-    32: {
-        "profile_time": ("later", 1.3),
-        "trace": ("later", 1.5),
-        "profile_flops": ("later", 1.5),
-        "profile_memory": ("later", 2.0),
-    },
-    256: dict.fromkeys(
-        ("profile_time", "trace", "profile_flops", "profile_memory", "watch_memory"),
-        ("later", 1.05),
-    ),
+    32: {"profile_time": 2.0, "trace": 2.0},
+    256: {"profile_time": 1.05, "trace": 1.05, "profile_flops": 1.2, "profile_memory": 1.25},
 }
-SETTLED = 8
-"""Steps after which the next one alike that is looked at is far away."""
-STEPS = 15
 
 
 @contextmanager
 def mem_tracker(model: nn.Module) -> Iterator[MemTracker]:
-    """torch's MemTracker, which a step must be told the end of."""
+    """torch's MemTracker, with the model's parameters."""
     tracker = MemTracker()
     tracker.track_external(model)
     with tracker:
@@ -67,30 +55,29 @@ def contexts(model):
         "profile_flops": profile_flops,
         "profile_memory": profile_memory,
         "watch_memory": watch_memory,
-        "profile_memory, every step": partial(profile_memory, every_step=True),
         "torch.profiler": partial(profile, activities=[ProfilerActivity.CPU], acc_events=True),
         "torch FlopCounterMode": partial(FlopCounterMode, display=False),
         "torch MemTracker": partial(mem_tracker, model),
     }
 
 
-def measure(width):
-    """One run: by context, times as long as plain steps took, and milliseconds of these."""
-    batch, tokens, hidden, rounds = SIZES[width]
+def measure(width, rounds):
+    """By context, milliseconds of a step."""
+    batch, tokens, hidden = SIZES[width]
     layer = nn.TransformerEncoderLayer(width, 2, hidden, batch_first=True, dropout=0.0)
     model = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
     x, ways = torch.randn(batch, tokens, width), contexts(model)
     took = {name: [] for name in ways}
 
-    def step(inside):
+    def step(way):
+        given = x.clone().requires_grad_()
         start = time.thread_time_ns()
-        model(x.clone().requires_grad_()).sum().backward()
-        end = time.thread_time_ns()
-        if isinstance(inside, MemTracker):
-            inside.reset_mod_stats()
-        return end - start
+        with way():
+            model(given).sum().backward()
+        return (time.thread_time_ns() - start) / 1e6
 
-    step(None)
+    for way in ways.values():  # what is loaded and cached by the first of its kind
+        step(way)
     gc.collect()
     gc.disable()
     try:
@@ -98,86 +85,57 @@ def measure(width):
             order = list(ways)
             random.Random(number).shuffle(order)
             for name in order:
-                with ways[name]() as inside:
-                    took[name].append([step(inside) for _ in range(STEPS)])
+                took[name].append(step(ways[name]))
             gc.collect()
     finally:
         gc.enable()
-    plain = median(t for turn in took["plain"] for t in turn)
-    rows = {
-        name: {
-            "first": median(turn[0] for turn in turns) / plain,
-            "later": median(t for turn in turns for t in turn[SETTLED:]) / plain,
-            "mean": mean(t for turn in turns for t in turn) / plain,
-        }
-        for name, turns in took.items()
-    }
-    return rows, plain / 1e6
+    return {name: median(times) for name, times in took.items()}
 
 
-def in_range(values):
-    """The least and the most of several runs."""
-    return [round(min(values), 3), round(max(values), 3)]
-
-
-def measured(runs):
-    """Everything that is written: by width, what each context took in all runs."""
+def measured(rounds):
+    """Everything that is written: by width, a plain step, and what each context took over it."""
     widths = {}
     for width in SIZES:
-        found = [measure(width) for _ in range(runs)]
-        rows = {
-            name: {
-                column: in_range([rows[name][column] for rows, _ in found])
-                for column in ("first", "later", "mean")
-            }
-            for name in found[0][0]
-        }
-        for name, (column, most) in MUST[width].items():
-            rows[name]["must"] = {column: most}
-        widths[width] = {"plain_ms": in_range([plain for _, plain in found]), "rows": rows}
+        took = measure(width, rounds)
+        rows = {name: {"times": round(ms / took["plain"], 3)} for name, ms in took.items()}
+        for name, most in MUST[width].items():
+            rows[name]["must"] = most
+        widths[width] = {"plain_ms": round(took["plain"], 3), "rows": rows}
     return {
         "date": time.strftime("%Y-%m-%d"),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cores": os.cpu_count(),
-        "runs": runs,
-        "steps": STEPS,
+        "rounds": rounds,
         "widths": widths,
     }
 
 
 def shown(result):
-    """The numbers as Markdown tables, a range for each where there is more than one run."""
-
-    def span(low_high):
-        low, high = (f"{value:.2f}" for value in low_high)
-        return low if low == high else f"{low} to {high}"
-
+    """The numbers as Markdown tables."""
     lines = []
     for width, found in result["widths"].items():
         lines += [
             "",
-            f"Width {width}, a plain step of {span(found['plain_ms'])} ms; times as long:",
+            f"Width {width}, a plain step of {found['plain_ms']:.2f} ms:",
             "",
-            "| | first step | later steps | mean of 15 | target |",
-            "|---|---|---|---|---|",
+            "| | times as long | target |",
+            "|---|---|---|",
         ]
         for name, row in found["rows"].items():
-            must = "".join(f"{column} {most}" for column, most in row.get("must", {}).items())
-            spans = " | ".join(span(row[column]) for column in ("first", "later", "mean"))
-            lines.append(f"| {name} | {spans} | {must} |")
+            lines.append(f"| {name} | {row['times']:.2f} | {row.get('must', '')} |")
     return "\n".join(lines)
 
 
 def main():
     """Measure, print, and write what `--json` names."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    result = measured(options.runs)
+    result = measured(options.rounds)
     print(shown(result))
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

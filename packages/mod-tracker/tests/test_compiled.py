@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from torch import nn
 
 from mod_tracker import (
-    ModTracker,
+    StateError,
     profile_flops,
     profile_memory,
     profile_time,
     trace,
     watch_memory,
 )
-from mod_tracker.reports._compiled import compiled_modules, compiled_notes
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
@@ -23,80 +21,68 @@ pytestmark = [
 ]
 
 
-def blocks(count):
-    """A model of blocks of two layers."""
-    return nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(count)])
+class Model(nn.Module):
+    """Two blocks and a head."""
+
+    def __init__(self):
+        super().__init__()
+        blocks = [nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh()) for _ in range(2)]
+        self.blocks, self.head = nn.ModuleList(blocks), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
 
 
-def compiled(model, way):
-    """The model with its first block, or all of it, compiled; what is called."""
-    if way == "part":
-        model[0] = torch.compile(model[0], backend="aot_eager")
-    elif way == "part in place":
-        model[0].compile(backend="aot_eager")
-    elif way == "whole":
-        return torch.compile(model, backend="aot_eager")
-    elif way == "whole in place":
-        model.compile(backend="aot_eager")
-    return model
+@pytest.fixture
+def model():
+    """With one block compiled in place."""
+    made = Model()
+    made.blocks[0].compile(backend="aot_eager")
+    return made
 
 
 @pytest.mark.parametrize(
-    ("way", "names"),
+    ("report_of", "missing"),
     [
-        ("not at all", []),
-        ("part", ["Sequential.0"]),
-        ("part in place", ["Sequential.0"]),
-        ("whole", ["Sequential"]),
-        ("whole in place", ["Sequential"]),
+        (profile_flops, "FLOPs in compiled code are not counted"),
+        (profile_time, "time inside is charged to it"),
+        (profile_memory, "bytes that compiled code allocates are missing"),
+        (trace, "time inside is charged to it"),
     ],
 )
-def test_what_runs_compiled_is_named_as_the_user_named_it(way, names, x):
-    """Compiled by a function or in place; what was not called is not among them."""
-    model, other = compiled(blocks(2), way), torch.compile(nn.ReLU())
-    with ModTracker(other) as tracker:
+def test_compiled_block_is_named_with_what_is_missing(report_of, missing, model, x):
+    """By the user's name; what was not compiled is not named."""
+    with report_of(model) as report:
         model(x).sum().backward()
-    assert compiled_modules(tracker._attribution) == names
-    assert bool(compiled_notes(tracker._attribution)) == bool(names)
-
-
-REPORTS = [profile_time, profile_flops, profile_memory, trace, lambda: trace(memory=True)]
-
-
-@pytest.mark.parametrize("report_of", REPORTS)
-def test_every_report_says_what_it_has_seen_as_a_whole(report_of, x):
-    """Below its table, and a report of memory says what is missing."""
-    model = compiled(blocks(2), "part")
-    with report_of() as report:
-        model(x).sum().backward()
-    (note,) = (note for note in report.notes if note.startswith("compiled"))
-    assert note.startswith("compiled, and seen as a whole: Sequential.0; ")
-    assert ("bytes that compiled code" in note) == (report_of in (profile_memory, REPORTS[-1]))
+    (note,) = report.notes
+    assert note == f"compiled, and seen as one module each: Model.blocks.0; {missing}"
     assert report.table().endswith(note)
-    assert report["Sequential"].name == "Sequential"
 
 
-def test_page_on_memory_says_it_too(x):
+def test_flops_around_compiled_code_are_counted(model, x):
+    """Those in it are not, though some of its kernels could be seen."""
+    with profile_flops(model) as report:
+        model(x).sum().backward()
+    assert report.total == 2 * 3 * 64
+    assert report["blocks.1.0"].total == report["head"].total == 3 * 64
+    assert report.compiled == ("Model.blocks.0",)
+
+
+def test_utilization_of_compiled_code_is_an_error(model, x):
+    """Its work is missing, so the number would be too small."""
+    with profile_flops(model) as report:
+        model(x)
+    for share in (report.mfu, report.hfu):
+        with pytest.raises(StateError, match=r"Model\.blocks\.0 ran compiled"):
+            share(1e12, 1.0)
+
+
+def test_page_on_memory_names_compiled_modules(model, x):
     """At its end."""
-    model = compiled(blocks(1), "whole")
-    with watch_memory() as watch:
+    with watch_memory(model) as watch:
         model(x).sum().backward()
         page = watch.page()
-    assert page.notes[0].startswith("compiled, and seen as a whole: Sequential; ")
+    assert page.notes[0].startswith("compiled, and seen as one module each: Model.blocks.0; ")
     assert str(page).endswith(page.notes[0])
-
-
-def test_parts_compiled_one_by_one_are_seen_each(x):
-    """As the note says: each has its own numbers, and they are the plain model's."""
-    found = {}
-    for way in ("plain", "compiled"):
-        model = blocks(5)
-        if way == "compiled":
-            for part in model:
-                part.compile(backend="aot_eager")
-        with profile_flops() as report:
-            model(x).sum().backward()
-        found[way] = {row.name: row.total for row in report if row.name.count(".") == 1}
-    assert found["plain"] == found["compiled"]
-    assert len(found["plain"]) == 5
-    assert "Sequential.0, Sequential.1, Sequential.2 and 2 more; " in report.notes[-1]

@@ -203,11 +203,6 @@ CASES: dict[str, tuple[Callable[[], torch.Tensor], int, int | str]] = {
         69120,
     ),
     "a layer under autocast": (under_autocast, 3 * 2 * 3 * 4 * 8, 576),
-    "a compiled layer": (
-        lambda: compiled(nn.Linear(4, 8))(leaf(3, 4)),
-        3 * 2 * 3 * 4 * 8,
-        576,
-    ),
 }
 """What runs, its operations by hand, and what torch's counter says."""
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from mod_tracker import profile_flops, profile_memory
 
@@ -15,9 +17,19 @@ PRODUCT = 2 * 4 * 4 * 4
 
 
 def in_thread(function):
-    """Run it in a thread that has made no nodes, as torch runs the backward of a device."""
-    found = []
-    thread = threading.Thread(target=lambda: found.append(function()))
+    """Run it in a thread that has made no nodes, as torch runs the backward of a device.
+
+    There, modes are on that are on where the backward was asked for.
+    """
+    found, modes = [], _get_current_dispatch_mode_stack()
+
+    def run():
+        with ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
+            found.append(function())
+
+    thread = threading.Thread(target=run)
     thread.start()
     thread.join()
     return found[0]

@@ -260,7 +260,7 @@ def test_compiled_model_stays_compiled_in_a_report(fresh_compiler):
     """
     _, graphs = _compiled_in([Ignored, Ignored])
     given, compiled = _compiled_in(REPORTS)
-    assert given[0].total == 64
+    assert given[0].compiled == ("Linear",)
     assert compiled == graphs
     assert graphs == 1 or torch.__version__.startswith("2.9.")
 

@@ -10,7 +10,17 @@ import pytest
 import torch
 from torch import nn
 
-from mod_tracker import ModTracker, profile_flops, profile_memory, profile_time, trace
+from mod_tracker import (
+    ModTracker,
+    OptionError,
+    StateError,
+    UnknownNameError,
+    profile_flops,
+    profile_memory,
+    profile_time,
+    trace,
+)
+from mod_tracker.reports._flame_page import flame_page
 from mod_tracker.reports._flops import FlopReport
 from mod_tracker.reports._memory import MemoryRow
 from mod_tracker.reports._report import PhaseRow, values_of
@@ -26,7 +36,7 @@ def filled(kind, totals):
         name: PhaseRow(name or "(outside)", self_forward=amount, forward=amount)
         for name, amount in {**totals, "": 5}.items()
     }
-    report.fill(rows, sum(totals.values()) + 5)
+    report._fill(rows, sum(totals.values()) + 5)
     return report
 
 
@@ -143,23 +153,22 @@ def test_scalars_are_those_of_the_largest_by_a_column():
     """By default the one that the table is sorted by."""
     report = FlopReport()
     rows = {"a": PhaseRow("a", forward=9), "b": PhaseRow("b", backward=3), "": PhaseRow("")}
-    report.fill(rows, 12)
+    report._fill(rows, 12)
     assert "a/forward_flops" in report.scalars(limit=1)
     assert "b/forward_flops" in report.scalars(limit=1, by="backward")
 
 
 @pytest.mark.parametrize("report_of", REPORTS)
 def test_every_report_can_be_written_in_every_way(report_of, mlp, x):
-    """Table, JSON, CSV, rich; the difference to itself is zero everywhere."""
+    """Table, JSON, CSV; the difference to itself is zero everywhere."""
     with report_of(mlp) as report:
         mlp(x).sum().backward()
     lines = report.table(limit=1).splitlines()
-    assert len(lines) == 6
+    assert lines[2].startswith("MLP ")
     assert lines[3].startswith("(outside)")
     assert json.loads(report.to_json())
     names = [row["name"] for row in csv.DictReader(io.StringIO(report.to_csv()))]
     assert set(names) == {"(outside)", "MLP", "MLP.a", "MLP.b"}
-    assert report.__rich__().row_count == len(report.table().splitlines()) - 4
     same = report.diff(report)
     assert same.total == 0
     assert all(getattr(row, column) == 0 for row in same for column in same.columns)
@@ -209,3 +218,105 @@ def test_reports_may_be_nested_in_each_other_and_in_a_tracker(mlp, x):
     with ModTracker(), profile_time(), profile_flops() as inside, profile_memory():
         mlp(x).sum().backward()
     assert inside.rows == alone.rows
+
+
+@pytest.mark.parametrize("report_of", REPORTS)
+def test_printed_report_is_its_table(report_of, mlp, x):
+    """What is pasted into an issue."""
+    with report_of(mlp) as report:
+        mlp(x).sum().backward()
+    assert str(report) == report.table()
+    assert "MLP.a" in str(report)
+
+
+def test_row_of_a_module_counts_the_modules_inside_it(x):
+    """Self is without them; the columns of the table are those of the rows."""
+    model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 64, bias=False))
+    with profile_flops() as report:
+        model(x)
+    whole = report["Sequential"]
+    assert (whole.total, whole.self_total) == (report["0"].total + report["1"].total, 0)
+    header, _, first, *_ = str(report).splitlines()
+    assert header.split() == ["module", "total", "forward", "recompute", "backward", "self"]
+    assert first.split()[:3] == ["Sequential", "2.18", "kFLOP"]
+
+
+def test_row_is_found_by_the_name_in_the_state_dict(x):
+    """Or by the full name; nothing else is a row."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.ReLU())
+    with profile_flops() as report:
+        model(x)
+    assert report["0.0"] is report["Sequential.0.0"]
+    for name, said in (("0.O", "similar are 0.0"), ("Sequentiel.0", "similar are Sequential.0")):
+        with pytest.raises(UnknownNameError, match=said):
+            report[name]
+    with pytest.raises(KeyError):
+        report[""]
+
+
+def test_name_that_two_models_have_is_not_guessed(x):
+    """Both are named."""
+    models = [nn.Sequential(nn.Linear(4, 4)) for _ in range(2)]
+    with profile_flops() as report:
+        for model in models:
+            model(x)
+    with pytest.raises(UnknownNameError, match=r"Sequential\.0, Sequential#2\.0"):
+        report["0"]
+
+
+@pytest.mark.parametrize("report_of", [profile_time, trace])
+def test_time_without_a_module_is_noted(report_of):
+    """It may be of code that has none."""
+    with report_of() as report:
+        torch.ones(2).relu()
+    assert report.notes == ("no module was called in the `with` block: all of it is outside",)
+
+
+@pytest.mark.parametrize("report_of", [profile_flops, profile_memory])
+def test_report_of_nothing_says_so(report_of):
+    """It is easily taken for a model without FLOPs; leaving the block raises nothing."""
+    with report_of() as report:
+        pass
+    with pytest.raises(StateError, match=r"nothing ran in the `with` block"):
+        report.table()
+    with pytest.raises(StateError, match="nothing ran"):
+        report.to_json()
+    assert "object at" in str(report)
+
+
+def test_page_is_written_where_it_is_to_be(mlp, x, tmp_path):
+    """And returned; it has the chart and the table."""
+    with profile_flops() as report:
+        mlp(x).sum().backward()
+    path = tmp_path / "report.html"
+    page = report.to_html(path)
+    assert path.read_text("utf-8") == page
+    assert "MLP.a" in page
+    assert "recompute: forwards that a checkpoint runs again" in page
+    with pytest.raises(OptionError, match="cannot be drawn"):
+        report.to_html(by="forward")
+    with pytest.raises(StateError, match="is a difference"):
+        report.diff(report).to_html()
+
+
+def test_names_in_a_page_are_words_and_never_markup():
+    """A module may have any name."""
+    name = "</script><img src=x onerror=alert(1)>"
+    page = flame_page("Title", {(name,): {"forward": 1}}, str, table=name)
+    assert "<img" not in page
+    assert page.count("</script>") == 1
+
+
+def test_frames_of_a_page_are_as_wide_as_their_part():
+    """Inner ones below outer ones; colours by phase."""
+    stacks = {("N", "N.a"): {"forward": 1, "backward": 2}, ("N",): {"forward": 1}}
+    page = flame_page("Title", stacks, lambda number: f"{number} u")
+    assert 'data-at="0.000000000" data-part="0.750000000"' in page
+    assert "N.a: 3 u, 75.0% (forward 1 u, backward 2 u, itself 3 u)" in page
+    assert "#56b4e9 0.00%,#56b4e9 33.33%,#5fc9a6 33.33%,#5fc9a6 100.00%" in page
+
+
+def test_frames_too_narrow_to_see_are_left_out_and_counted():
+    """A page of a large model stays small."""
+    stacks = {("N", f"N.{number}"): {"forward": 1} for number in range(3000)}
+    assert "left out: 3000" in flame_page("Title", stacks, str)

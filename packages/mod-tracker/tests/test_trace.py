@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from mod_tracker import OptionError, trace
 from mod_tracker._record import Path, outside
-from mod_tracker.reports._trace import Slices, _Changes, events_of
+from mod_tracker.reports._trace import Slices, events_of
 
 
 def test_trace_links_both_directions_of_a_call(mlp, x):
@@ -197,19 +197,6 @@ def test_ranges_are_ended_after_an_error_in_the_block(monkeypatch, mlp, ranges):
     with pytest.raises(RuntimeError), trace(ranges=ranges):
         mlp(torch.ones(2, 5))  # of another width than the layer's
     assert log.count(1) == log.count(-1) > 1
-
-
-def test_changes_of_memory_are_what_came_and_what_went():
-    """With the modules that made it; an end that nobody saw begin is none."""
-    changes, net = _Changes(), call_of("net")
-    changes.add(1, torch.ones(1), 40, net, "forward")
-    changes.drop(1)
-    changes.drop(1)
-    changes.drop(2)
-    assert [(stack, size) for _, stack, size in changes.changes] == [
-        (("net",), 40),
-        (("net",), -40),
-    ]
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])

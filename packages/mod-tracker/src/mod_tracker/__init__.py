@@ -13,8 +13,14 @@ timeline (`torch.profiler` has those), no change to any result.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ._compile_hooks import compile_safe_hooks
-from ._errors import HookSlotError, MissingExtraError, ModTrackerError, OptionError, StateError
+from ._errors import (
+    HookSlotError,
+    MissingExtraError,
+    ModTrackerError,
+    OptionError,
+    StateError,
+    UnknownNameError,
+)
 from ._module_call import ModuleCall
 from ._subscription import Subscription
 from ._tracker import ModTracker
@@ -31,7 +37,6 @@ if TYPE_CHECKING:
         TimeReport,
         TraceReport,
         assert_no_growth,
-        backend_by_module,
         profile_flops,
         profile_memory,
         profile_time,
@@ -57,9 +62,8 @@ __all__ = [
     "Subscription",
     "TimeReport",
     "TraceReport",
+    "UnknownNameError",
     "assert_no_growth",
-    "backend_by_module",
-    "compile_safe_hooks",
     "lightning_callback",
     "profile_flops",
     "profile_memory",

@@ -21,3 +21,9 @@ class StateError(ModTrackerError, RuntimeError):
 
 class MissingExtraError(ModTrackerError, RuntimeError):
     """An optional dependency is not installed."""
+
+
+class UnknownNameError(ModTrackerError, KeyError):
+    """No module has this name; the message names similar ones."""
+
+    __str__ = Exception.__str__  # `KeyError` would write the message in quotes

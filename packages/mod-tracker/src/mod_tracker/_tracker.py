@@ -12,7 +12,6 @@ from torch import nn
 from ._attribution import Attribution
 from ._backward import Backward
 from ._call_patch import CallPatch
-from ._compile_hooks import compile_safe_hooks
 from ._errors import OptionError
 from ._listeners import Callbacks, Filter, matches
 from ._module_call import ModuleCall, describe
@@ -164,11 +163,6 @@ class ModTracker:
     def clear_user_hooks(self) -> None:
         """Remove the hooks of `register_user_hooks`."""
         self._user_hooks.clear()
-
-    @staticmethod
-    def compile_safe_hooks(model: nn.Module, **hooks: Any) -> AbstractContextManager[None]:
-        """Hooks that survive torch.compile; see `mod_tracker.compile_safe_hooks`."""
-        return compile_safe_hooks(model, **hooks)
 
     # Questions about now.
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial
-from threading import local
 from typing import Any
 
 import torch
@@ -93,16 +89,15 @@ def has_own_operators(kind: type) -> bool:
     return own is not torch.Tensor.__torch_dispatch__ and not issubclass(kind, _INTERNAL_TENSORS)
 
 
+def is_stand_in(kind: type) -> bool:
+    """Whether a tensor class is one that torch itself puts in the place of tensors with data."""
+    return issubclass(kind, _INTERNAL_TENSORS)
+
+
 def mode_depth() -> int:
     """Return how many dispatch modes are on in this thread; -1 where torch does not say."""
     depth = look_up("_C._len_torch_dispatch_stack")
     return -1 if depth is None else int(depth())
-
-
-def top_mode() -> Any:
-    """Return the dispatch mode that is asked first, or None if there is none, or none is known."""
-    at, depth = look_up("_C._get_dispatch_stack_at"), mode_depth()
-    return None if at is None or depth < 1 else at(depth - 1)
 
 
 def leave_mode(mode: TorchDispatchMode) -> None:
@@ -148,139 +143,52 @@ def top_saved_hooks() -> tuple[Any, Any] | None:
     return None if top is None else top(True)
 
 
-def guarded_keys() -> tuple[int, int] | None:
-    """Return what contexts of torch have switched in this thread's dispatcher; None if unknown.
-
-    Some, such as inference mode, bring everything back as they found it when they end, what was
-    switched inside of them included. Those of autocast do not, and modes switch keys of their own:
-    both are left out.
-    """
-    sets = [
-        look_up("_C._dispatch_tls_local_include_set"),
-        look_up("_C._dispatch_tls_local_exclude_set"),
-    ]
-    kinds = look_up("_C.DispatchKey"), look_up("_C.DispatchKeySet")
-    if None in sets or None in kinds or torch.is_inference_mode_enabled():
-        return None
-    include, exclude = (found().raw_repr() & ~_unguarded_keys() for found in sets)
-    return include, exclude
+_plain_tensors = (torch.Tensor, torch.nn.Parameter)
+_keys_of: Any = look_up("_C._dispatch_keys")
+_PYTHON: Any = look_up("_C.DispatchKey.Python")
+_keys_after: Any = look_up("_C._dispatch_keyset_full_after")
 
 
-@cache
-def _unguarded_keys() -> int:
-    keys, key_set = look_up("_C.DispatchKey"), look_up("_C.DispatchKeySet")
-    found = 0
-    for name in vars(keys):
-        if name.startswith("Autocast") or name in ("Python", "PythonTLSSnapshot"):
-            found |= key_set(getattr(keys, name)).raw_repr()
-    return found
+def run_inside(
+    mode: TorchDispatchMode, operator: Any, args: tuple, kwargs: dict[str, Any]
+) -> tuple[Any] | None:
+    """Run an operator so that a mode sees what its kernel has torch carry out.
 
-
-def is_stand_in(kind: type) -> bool:
-    """Whether a tensor class is one that torch itself puts in the place of tensors with data."""
-    return issubclass(kind, _INTERNAL_TENSORS)
-
-
-_compiling: Any = look_up("_guards._TLS") or local()
-
-
-def compile_question() -> Callable[[], Any]:
-    """Return what says what torch.compile is at work on in this thread; None if it is not.
-
-    What runs then is a trial of its own. This is asked at every operator that is watched: a
-    thread's dictionary answers in a tenth of the time that an attribute which is not there takes,
-    and is the same as long as the thread lives.
-    """
-    return partial(_compiling.__dict__.get, "compile_context")
-
-
-def is_dispatched(operator: Any) -> bool:
-    """Whether torch's dispatcher knows an overload; some are for TorchScript's numbers only."""
-    try:
-        return getattr(operator, "_handle", None) is not None
-    except RuntimeError:
-        return False
-
-
-def intercept(operator: Any, make: Callable[[Any, Any], Any]) -> Callable[[], None] | None:
-    """Have an operator's calls go through a function, in every thread, until that is undone.
-
-    Where modes and tensor subclasses have had their turn, right before the kernel of the device:
-    the place is free for all operators but those that make tensors of nothing.
-
-    Args:
-        operator: an overload, such as `torch.ops.aten.mm.default`.
-        make: called with `(run, below)`; returns the function, which is called with `keys` before
-            the operator's arguments, and returns `run(keys & below, *args, **kwargs)`.
+    A mode is off while an operator that it was asked about runs. So it is put on again, and the
+    operator's kernel is called past it.
 
     Returns:
-        The function that undoes it; None where torch does not offer this for the operator.
+        The result, in a tuple; None if this cannot be done, and nothing has run: for tensors of a
+        class, without tensors, with a number in the place of a tensor, and where a mode makes
+        stand-ins.
     """
-    key = look_up("_C.DispatchKey.BackendSelect")
-    keys_after = look_up("_C._dispatch_keyset_full_after")
-    has_kernel = look_up("_C._dispatch_has_kernel_for_dispatch_key")
-    handle = getattr(operator, "_handle", None)
-    run = getattr(handle, "redispatch_boxed", None)
-    if key is None or keys_after is None or has_kernel is None or run is None:
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    if (
+        not tensors
+        or any(type(tensor) not in _plain_tensors or tensor.is_meta for tensor in tensors)
+        or not isinstance(operator, torch._ops.OpOverload)
+        or None in (_keys_of, _PYTHON, _keys_after)
+        or makes_stand_ins()
+        or _has_wrapped_number(operator, args)
+    ):
         return None
-    namespace, _, name = operator.name().partition("::")
-    if has_kernel(operator.name(), "BackendSelect"):
-        return None
-    kernel = make(run, keys_after(key))
-    try:
-        library = torch.library.Library(namespace, "IMPL")
-        library.impl(name, kernel, "BackendSelect", with_keyset=True)
-    except (AttributeError, RuntimeError, TypeError):
-        return None
-    computed = look_up("_C._dispatch_get_computed_kernel_for_dispatch_key")
-    registered = None if computed is None else computed(operator.name(), key)
-
-    def undo() -> None:
-        _undone.append(registered)
-        library._destroy()
-
-    return undo
+    keys = _keys_of(tensors[0])
+    for tensor in tensors[1:]:
+        keys = keys | _keys_of(tensor)
+    with mode:
+        return (operator.redispatch(keys & _keys_after(_PYTHON), *args, **kwargs),)
 
 
-_undone: deque[Any] = deque(maxlen=4096)
-"""Kernels that are not registered any more. torch frees them at once, without this, though a thread
-that has found one may wait for the interpreter's lock, and calls it then."""
+def _has_wrapped_number(operator: Any, args: tuple) -> bool:
+    arguments = operator._schema.arguments[: len(args)]
+    return any(
+        str(argument.type) == "Tensor" and not isinstance(value, torch.Tensor)
+        for argument, value in zip(arguments, args, strict=True)
+    )
 
 
-_DENSE = frozenset({"CPU", "CUDA", "HIP", "XPU", "MPS", "HPU", "MTIA", "PrivateUse1"})
-
-
-def is_dense(keys: Any) -> bool:
-    """Whether the kernel that is next for keys is one for dense tensors with data on a device.
-
-    Where torch has tensors stand in for others, those are without data here, if they come so far.
-    """
-    first = getattr(keys, "highestPriorityTypeId", None)
-    return first is not None and first().name in _DENSE
-
-
-@cache
-def can_intercept() -> bool:
-    """Whether `intercept` sees a product, changes nothing about it, and can be undone."""
-    seen: list[int] = []
-
-    def make(run: Callable[..., Any], below: Any) -> Callable[..., Any]:
-        def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-            seen.append(len(args))
-            return run(keys & below, *args, **kwargs)
-
-        return kernel
-
-    with torch.inference_mode(), torch.device("cpu"):
-        matrix = torch.full((2, 2), 3.0)
-        undo = intercept(torch.ops.aten.mm.default, make)
-        if undo is None:
-            return False
-        try:
-            product = torch.mm(matrix, matrix)
-        except (RuntimeError, TypeError):
-            return False
-        finally:
-            undo()
-        torch.mm(matrix, matrix)
-    return seen == [2] and product.tolist() == [[18.0, 18.0], [18.0, 18.0]]
+def makes_stand_ins() -> bool:
+    """Whether a mode of torch's own is on, such as `FakeTensorMode`."""
+    at = look_up("_C._get_dispatch_stack_at")
+    modes = [None if at is None else at(place) for place in range(mode_depth())]
+    return at is None or any(getattr(mode, "_mode_key", None) is not None for mode in modes)

@@ -145,7 +145,8 @@ class ReportSchedule:
             if not isinstance(report, Report):
                 raise _no_report(report)
             yield
-        self._on_report(report, number)
+        if report._ran:  # there is no report of nothing
+            self._on_report(report, number)
 
 
 def _begun() -> list[ReportSchedule]:

@@ -4,7 +4,6 @@ Each subscribes to the tracker, or puts a mode of its own around the code, and a
 module and phase. Uses the tracker's files; none of them knows of a report.
 """
 
-from .._compile_backend import backend_by_module
 from ._flops import FlopReport, profile_flops
 from ._growth import assert_no_growth
 from ._memory import MemoryReport, profile_memory
@@ -24,7 +23,6 @@ __all__ = [
     "TimeReport",
     "TraceReport",
     "assert_no_growth",
-    "backend_by_module",
     "profile_flops",
     "profile_memory",
     "profile_time",

@@ -4,22 +4,33 @@ Note [Storages]
 A tensor's bytes are its storage's, and views share one. A storage counts when an operator returns
 it that did not get it as an argument, and is freed when its last tensor is gone, which a weak
 reference tells. What existed before the measurement is not counted.
+
+Note [What was alive at the peak]
+Only at the end is it known which moment was the peak. So each storage knows the number of its
+allocation, and one that goes is kept in mind if it was alive at the highest peak so far. A higher
+peak makes all of these forgotten.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
-from .._attribution import Attribution
+from .._attribution import BACKWARD, Attribution
 from .._edges import tensors_in
 from .._errors import OptionError, StateError
 from .._record import Call
-from .._torch_compat import is_higher_order, views_are_noted, without_torch_function
+from .._torch_compat import is_composite, is_higher_order, views_are_noted, without_torch_function
+from ._causes import ACTIVATIONS, GRADIENTS, LOGITS, OPTIMIZER, LogitsAndLoss
 from ._mode import MeasuringMode, has_own_way
 from ._phase_totals import PhaseTotals
 
@@ -30,11 +41,28 @@ Stored = tuple[torch.Tensor, torch.UntypedStorage]
 class Ledger(Protocol):
     """Is told of every storage."""
 
-    def add(self, key: int, tensor: torch.Tensor, size: int, call: Call, phase: str) -> None:
-        """A storage was made; `key` is its `id`."""
+    def add(self, made: Allocation, tensor: torch.Tensor, call: Call, phase: str) -> None:
+        """A storage was made, for this tensor."""
 
     def drop(self, key: int) -> None:
         """A storage is gone."""
+
+
+class Allocation(weakref.ref[torch.UntypedStorage]):
+    """A storage that an operator made, or that was given to one.
+
+    Attributes:
+        key: its `id`.
+        size: its bytes; 0 for one that was there before.
+        number: of the allocation; see Note [What was alive at the peak].
+        cause: one of `CAUSES`, where it is known for sure; else "".
+    """
+
+    __slots__ = ("cause", "key", "number", "size")
+    key: int
+    size: int
+    number: int
+    cause: str
 
 
 class AllocationMode(MeasuringMode):
@@ -46,6 +74,9 @@ class AllocationMode(MeasuringMode):
         peaks: largest value of `live` while a module ran, by name.
         allocated: bytes by module and phase.
         freed: bytes by the module and phase in which they were freed.
+        saw_any: whether any operator ran.
+        optimizers: those that made a step.
+        went_back: whether a backward ran since this was set to False.
     """
 
     def __init__(
@@ -59,69 +90,137 @@ class AllocationMode(MeasuringMode):
         self.live = self.peak = 0
         self.peaks: defaultdict[str, int] = defaultdict(int)
         self.allocated, self.freed = PhaseTotals(), PhaseTotals()
+        self.saw_any = self.went_back = False
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.logits = LogitsAndLoss()
+        self._in_step = False
         self._changed, self._ledger = changed, ledger
-        self._known: dict[int, weakref.ref] = {}
+        self._known: dict[int, Allocation] = {}
+        self._number = self._peak_number = 0
+        self._gone_since_peak: list[Allocation] = []
+        self._plain: dict[Any, bool] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if has_own_way(types):
-            return NotImplemented
         kwargs = kwargs or {}
-        self.attribution.attribute_op()
-        if is_higher_order(func):
+        if types and has_own_way(types):
+            return self.pass_on(func, types, args, kwargs)
+        if types and self.is_tried_out(types):
+            return func(*args, **kwargs)
+        if self.attribution.attribute_op()[1] is BACKWARD:
+            self.went_back = True
+        plain = self._plain.get(func)
+        if plain is None:
+            self.saw_any = True
+            plain = not is_higher_order(func) and not is_composite(func)
+            self._plain[func] = plain
+        if plain:
+            output = func(*args, **kwargs)
+        elif is_higher_order(func):
             output = self.call_inside(func, args, kwargs)
         else:
             with views_are_noted(func):
                 output = func(*args, **kwargs)
+        if type(output) is torch.Tensor and output.layout is torch.strided:
+            if id(storage := output.untyped_storage()) not in self._known:
+                self._add([(output, storage)], args, kwargs)
+            return output
         made = [output] if isinstance(output, torch.Tensor) else tensors_in(output)
         new = [stored for stored in storages_of(made) if id(stored[1]) not in self._known]
         if new:
-            given = {id(storage) for _, storage in storages_of(tensors_in((args, kwargs)))}
-            self._add(new, given)
+            self._add(new, args, kwargs)
         return output
 
-    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count tensors as alive that were made while nobody looked; as allocated they do not."""
-        for _, storage in storages_of(tensors):
-            key, size = id(storage), storage.nbytes()
-            if key not in self._known:
-                self._known[key] = weakref.ref(storage, self._forget(key, size, charged=False))
-                self.live += size
-        self.peak = max(self.peak, self.live)
-
-    def _add(self, made: Iterable[Stored], given: set[int]) -> None:
+    def _add(self, made: Iterable[Stored], args: tuple, kwargs: dict[str, Any]) -> None:
+        given = {id(storage) for _, storage in storages_of(tensors_in((args, kwargs)))}
         call, phase = self.attribution.locate()
         for tensor, storage in made:
             key = id(storage)
             if key in self._known:
                 continue
-            size = 0 if key in given else storage.nbytes()
-            self._known[key] = weakref.ref(storage, self._forget(key, size))
-            if size:
-                self.live += size
-                self.allocated.add(call[0], phase, size)
+            found = self._known[key] = Allocation(storage, self._forget)
+            found.key, found.size = key, 0 if key in given else storage.nbytes()
+            found.cause = OPTIMIZER if self._in_step else ""
+            found.number = self._number = self._number + 1
+            if found.size:
+                self.live += found.size
+                self.allocated.add(call[0], phase, found.size)
                 if self._ledger is not None:
-                    self._ledger.add(key, tensor, size, call, phase)
-        self.peak = max(self.peak, self.live)
+                    self._ledger.add(found, tensor, call, phase)
+        self.logits.allocates(self._number, call, phase)
+        if self.live > self.peak:
+            self.peak, self._peak_number = self.live, self._number
+            self._gone_since_peak.clear()
         for path in call[0].chain():
-            self.peaks[path.name] = max(self.peaks[path.name], self.live)
+            if self.live > self.peaks[path.name]:
+                self.peaks[path.name] = self.live
         if self._changed is not None:
             self._changed(self.live)
 
-    def _forget(self, key: int, size: int, *, charged: bool = True) -> Callable[[Any], None]:
-        def forget(gone: Any) -> None:
-            if self._known.get(key) is gone:
-                del self._known[key]
-                if self._ledger is not None:
-                    self._ledger.drop(key)
-            if size:
-                self.live -= size
-            if size and charged:
-                call, phase = self.attribution.locate()
-                self.freed.add(call[0], phase, size)
+    def _forget(self, gone: weakref.ref[torch.UntypedStorage]) -> None:
+        assert isinstance(gone, Allocation)
+        if self._known.get(gone.key) is gone:
+            del self._known[gone.key]
+            if self._ledger is not None:
+                self._ledger.drop(gone.key)
+        if gone.size:
+            if gone.number <= self._peak_number:
+                self._gone_since_peak.append(gone)
+            self.live -= gone.size
+            call, phase = self.attribution.locate()
+            self.freed.add(call[0], phase, gone.size)
+            if self._changed is not None:
+                self._changed(self.live)
 
-        return forget
+    def mark(self, tensors: Iterable[torch.Tensor | None], cause: str) -> dict[int, int]:
+        """Note what tensors are; return bytes by storage of those that were there before."""
+        before = {}
+        stored = storages_of(tensor for tensor in tensors if tensor is not None)
+        for key, size in ((id(storage), storage.nbytes()) for _, storage in stored):
+            found = self._known.get(key)
+            if found is not None and found.size:
+                found.cause = cause
+            else:
+                before[key] = size
+        return before
+
+    def at_peak(self) -> Counter[str]:
+        """Return bytes that were alive at the peak, by cause."""
+        alive = [found for found in self._known.values() if found.number <= self._peak_number]
+        causes: Counter[str] = Counter()
+        for found in [*alive, *self._gone_since_peak]:
+            causes[found.cause or self._cause_of(found.number)] += found.size
+        return causes
+
+    def _cause_of(self, number: int) -> str:
+        return LOGITS if self.logits.has(number) else ACTIVATIONS
+
+    @contextmanager
+    def following_optimizers(self) -> Iterator[None]:
+        """Have every optimizer's steps tell what gradients and optimizer state are."""
+
+        def before(optimizer: torch.optim.Optimizer, *step: Any) -> None:
+            if not any(optimizer is known for known in self.optimizers):
+                self.optimizers.append(optimizer)
+            groups = optimizer.param_groups
+            held = [each.grad for group in groups for each in group["params"]]
+            self.mark(held, GRADIENTS)
+            self._in_step = True
+
+        def after(optimizer: torch.optim.Optimizer, *step: Any) -> None:
+            self._in_step = False
+            self.mark(tensors_in(dict(optimizer.state)), OPTIMIZER)
+
+        handles = [
+            register_optimizer_step_pre_hook(before),
+            register_optimizer_step_post_hook(after),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
 _PARTS = {
@@ -133,19 +232,38 @@ _PARTS = {
 }
 """Methods that return what a sparse tensor is made of, by its layout."""
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> list[Stored]:
-    """Return tensors with the storage whose bytes each occupies; of a sparse one, its parts.
+    """Return tensors with the storage whose bytes each occupies.
 
-    Those without a storage, of which it is not known what they are made of, are left out.
+    A tensor that is made of others has theirs: a `DTensor` that of this rank's part, a quantized
+    one those of its numbers and scales, a sparse one those of its indices and values. Those of
+    which it is not known what they are made of are left out.
     """
     found: list[Stored] = []
     for tensor in tensors:
         try:
-            found.append((tensor, tensor.untyped_storage()))
+            parts = None if type(tensor) in _PLAIN else _flattened(tensor)
+            if parts is None:
+                found.append((tensor, tensor.untyped_storage()))
+            else:
+                found += storages_of(parts)
         except Exception:  # of a class of anybody's
             found += _asked_as_tensor(tensor)
     return found
+
+
+def _flattened(tensor: torch.Tensor) -> list[torch.Tensor] | None:
+    """Return what a wrapper subclass holds, as it says itself; None for other tensors."""
+    flatten = getattr(type(tensor), "__tensor_flatten__", None)
+    if flatten is None or getattr(type(tensor), "__tensor_unflatten__", None) is None:
+        return None
+    with without_torch_function():
+        names, _ = flatten(tensor)
+        held = (getattr(tensor, name) for name in names)
+        return [each for each in held if isinstance(each, torch.Tensor)]
 
 
 def _asked_as_tensor(tensor: torch.Tensor) -> list[Stored]:

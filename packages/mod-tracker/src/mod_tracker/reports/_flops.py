@@ -2,56 +2,50 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from functools import partial
-from typing import Any, ClassVar
+from contextlib import contextmanager
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
 
-from .._compile_backend import listening
-from .._errors import OptionError
+from .._attribution import RECOMPUTE, Attribution
+from .._errors import OptionError, StateError
+from .._record import Path
 from .._torch_compat import (
     is_composite,
-    is_dispatched,
     is_higher_order,
-    is_stand_in,
+    run_inside,
     run_parts,
-    top_mode,
     views_are_noted,
 )
 from .._tracker import tracking
-from ._compiled import GraphFlops, compiled_notes
-from ._flop_counter import (
-    MENDED_FORMULAS,
-    MORE_FORMULAS,
-    Counts,
-    FlopCounter,
-    Formula,
-    with_shapes,
-)
-from ._mode import MeasuringMode, has_own_way
-from ._operator_watch import watch
+from ._compiled import compiled_modules, compiled_note, ran_compiled
+from ._formulas import OWN, Amount, Count, Formula, depends_on_data, of_shapes, of_torch
+from ._free_operators import is_free
+from ._mode import MeasuringMode, has_own_way, is_sharded, measuring
+from ._phase_totals import PhaseTotals
 from ._report import PhaseRow, Report, phase_rows
-from ._steps import Look, Steps, by_root, closed_twice
 
-# What is known of an operator: how to count it, or one of those below.
-UNCOUNTED = "uncounted"
-COMPOSITE = "composite"
-BRANCHES = "branches"  # torch.cond: one of its functions is counted
-INSIDE = "inside"  # a higher-order operator: what its functions do is counted
+SHOWN = 8
+"""Operators that a note names."""
 
 
 class FlopReport(Report[PhaseRow]):
     """Floating-point operations per module; a multiplication and an addition are two.
 
+    Products are counted: of matrices, of convolutions, of attention. Attention counts every pair
+    of a query and a key, also those that a mask hides.
+
     Attributes:
-        uncounted: how often each operator without a formula ran, in the steps in which they were
-            listed; see `profile_flops`. Views and element-wise operators have none in torch; look
-            here for a kernel of your own. Products that such an operator has torch carry out are
-            counted nevertheless.
         by_operator: floating-point operations of each operator that has a formula.
+        uncounted: how often each operator without a formula ran.
+        unknown: those of `uncounted` that may multiply; all others are known not to. `notes` name
+            them. Give them a formula, by the option `formulas`.
+        compiled: modules that ran compiled. What runs in compiled code is not counted.
+        model_flops: those that the model needs: without what a checkpoint runs again, and without
+            the product that the backward of fused attention repeats.
     """
 
     unit = "FLOP"
@@ -60,80 +54,216 @@ class FlopReport(Report[PhaseRow]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.uncounted: dict[str, int] = {}
         self.by_operator: dict[str, int] = {}
+        self.uncounted: dict[str, int] = {}
+        self.unknown: dict[str, int] = {}
+        self.compiled: tuple[str, ...] = ()
+        self.model_flops = 0
+        self._masked = self._model_masked = 0
+
+    def mfu(self, peak_flops: float, seconds: float, *, skip_masked: bool = False) -> float:
+        """Return the model FLOPs utilization: the share of the peak that the model's own work is.
+
+        What is computed twice, because of checkpointing, counts once: MFU is the speed of training
+        (PaLM, arXiv:2204.02311, appendix B). Like there, attention counts in full under a causal
+        mask.
+
+        Args:
+            peak_flops: of the device, per second, in the type that is used: 989e12 for bfloat16 on
+                an H100. In a process group a report counts what this rank does, so it is the peak
+                of one device.
+            seconds: how long the measured block takes without a report around it.
+            skip_masked: leave out pairs of queries and keys that `is_causal=True`, or a window, of
+                an attention kernel hides.
+
+        Raises:
+            OptionError: `peak_flops` or `seconds` is not above zero.
+            StateError: modules ran compiled, so that their FLOPs are missing.
+        """
+        work = self.model_flops - (self._model_masked if skip_masked else 0)
+        return self._share("mfu", work, peak_flops, seconds)
+
+    def hfu(self, peak_flops: float, seconds: float, *, skip_masked: bool = False) -> float:
+        """Return the hardware FLOPs utilization: like `mfu`, with what is computed again."""
+        work = self.total - (self._masked if skip_masked else 0)
+        return self._share("hfu", work, peak_flops, seconds)
+
+    def _share(self, name: str, work: int, peak_flops: float, seconds: float) -> float:
+        self._complete()
+        if not (peak_flops > 0 and seconds > 0):
+            raise OptionError(
+                f"mod_tracker.{name}: peak_flops is {peak_flops} and seconds is {seconds}, but "
+                "both must be above zero. Give the device's FLOPs per second, 989e12 for example, "
+                "and the time of the block."
+            )
+        if self.compiled:
+            raise StateError(
+                f"mod_tracker.{name}: {', '.join(self.compiled[:3])} ran compiled, and FLOPs in "
+                "compiled code are not counted. Count the FLOPs of a step before compiling, or "
+                "under torch.compiler.set_stance('force_eager'): they are the same."
+            )
+        return work / (peak_flops * seconds)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values."""
-        extra = {"by_operator": self.by_operator, "uncounted": self.uncounted}
+        extra = {
+            "model_flops": self.model_flops,
+            "by_operator": self.by_operator,
+            "uncounted": self.uncounted,
+            "unknown": self.unknown,
+        }
         return {**super().to_dict(), **extra}
 
 
-class FlopMode(MeasuringMode):
-    """Looks at every operator: lists those without a formula, and counts what is not watched.
+class Rule(NamedTuple):
+    """How an operator is counted.
 
     Attributes:
-        watched: whether operators with a formula are counted where they are watched. Only what
-            has no data, and so does not run, is counted here then.
+        formula: None for an operator without one.
+        kind: what is to be done with one that has none.
+        cached: whether the amount depends on shapes and numbers only.
     """
 
-    def __init__(self, counter: FlopCounter) -> None:
-        super().__init__(counter._attribution)
-        self.watched = False
-        self._counter = counter
-        self._known: dict[Any, Any] = {}
+    formula: Count | None
+    kind: str = ""
+    cached: bool = True
+
+
+FREE = Rule(None, "free")
+COMPOSITE = Rule(None, "composite")  # its parts are counted
+BRANCHES = Rule(None, "branches")  # torch.cond: one of its functions is counted
+INSIDE = Rule(None, "inside")  # a higher-order operator: what its functions do is counted
+UNKNOWN = Rule(None, "unknown")
+
+_NUMBERS = frozenset({type(None), bool, int, float})
+
+
+class Counts:
+    """What was counted, by path, phase and operator."""
+
+    def __init__(self) -> None:
+        self.amounts: defaultdict[tuple[Path, str, Any], list[int]] = defaultdict(
+            lambda: [0, 0, 0, 0]
+        )
+        self.uncounted: Counter[Any] = Counter()
+        self.unknown: Counter[Any] = Counter()
+
+    def add(self, other: Counts) -> None:
+        """Add what was counted apart."""
+        for place, amounts in other.amounts.items():
+            self.add_at(place, amounts)
+        self.uncounted.update(other.uncounted)
+        self.unknown.update(other.unknown)
+
+    def add_at(self, place: tuple[Path, str, Any], amounts: Any) -> None:
+        """Add numbers that are in the order of an `Amount`."""
+        sums = self.amounts[place]
+        for at, amount in enumerate(amounts):
+            sums[at] += amount
+
+    @property
+    def total(self) -> int:
+        """Sum of all."""
+        return sum(amounts[0] for amounts in self.amounts.values())
+
+
+class FlopMode(MeasuringMode):
+    """Counts every operator.
+
+    Attributes:
+        counts: what was counted so far.
+        errors: what a formula last raised, by operator. Its calls are among the uncounted: who
+            measures a model does not stop it.
+    """
+
+    def __init__(self, attribution: Attribution, formulas: Mapping[Any, Count]) -> None:
+        super().__init__(attribution)
+        self.counts = Counts()
+        self.errors: dict[Any, Exception] = {}
+        self._formulas = formulas
+        self._rules: dict[Any, Rule] = {}
+        self._amounts: defaultdict[Any, dict[Any, Amount]] = defaultdict(dict)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        known = self._known.get(func)
-        if known is None:
-            known = self._known[func] = self._classify(func)
-        if types and has_own_way(types) and (type(known) is str or _is_ragged(args)):
-            return NotImplemented
-        call, phase = self.attribution.attribute_op()
-        if known is COMPOSITE and not _is_ragged(args):
-            with self, views_are_noted(func):
-                return run_parts(func, args, kwargs)
-        if known is BRANCHES:
-            return self._branches(func, args, kwargs)
-        if type(known) is str:
-            inside = known is INSIDE
-            output = self.call_inside(func, args, kwargs) if inside else func(*args, **kwargs)
-            self._counter.counts.uncounted[func] += 1
-            return output
-        if self.watched and not any(is_stand_in(kind) for kind in types or ()):
-            if is_higher_order(func):
-                return self.call_inside(func, args, kwargs)
+        rule = self._rules.get(func)
+        if rule is None:
+            rule = self._rules[func] = self._rule_of(func)
+        # A subclass is counted as a whole where there is a formula, and else by what it does. A
+        # rank of a sharded tensor does a part of the whole.
+        if types and has_own_way(types) and (rule.formula is None or _not_whole(types, args)):
+            return self.pass_on(func, types, args, kwargs)
+        if types and self.is_tried_out(types):
             return func(*args, **kwargs)
+        call, phase = self.attribution.attribute_op()
+        if rule is FREE:
+            self.counts.uncounted[func] += 1
+            return func(*args, **kwargs)
+        if rule.formula is None or _is_ragged(args):
+            return self._without_formula(rule, func, types, args, kwargs)
         output = func(*args, **kwargs)
-        self._counter.count(call, phase, func, known, args, kwargs, output)
+        key = shape_key(args, kwargs) if rule.cached else None
+        amount = self._amounts[func].get(key) if key is not None else None
+        if amount is None:
+            try:
+                amount = rule.formula(func, args, kwargs, output)
+            except Exception as error:
+                self.errors[func] = error
+                self.counts.uncounted[func] += 1
+                return output
+            if key is not None:
+                self._amounts[func][key] = amount
+        sums = self.counts.amounts[call[0], phase, func]
+        sums[0] += amount[0]
+        if amount[1] or amount[2]:
+            for at in (1, 2, 3):
+                sums[at] += amount[at]
         return output
 
-    def _classify(self, func: Any) -> Any:
+    def _rule_of(self, func: Any) -> Rule:
         packet = getattr(func, "overloadpacket", func)
-        formulas = self._counter.formulas
-        formula = formulas.get(func) or formulas.get(packet)
+        formula = self._formulas.get(func) or self._formulas.get(packet)
         if formula is not None:
-            return formula
+            return Rule(formula, cached=not depends_on_data(func))
         if is_higher_order(func):
             return BRANCHES if func is torch.ops.higher_order.cond else INSIDE
-        return COMPOSITE if is_composite(func) else UNCOUNTED
+        if is_composite(func):
+            return COMPOSITE
+        return FREE if is_free(func) else UNKNOWN
+
+    def _without_formula(
+        self, rule: Rule, func: Any, types: Any, args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
+        if rule is COMPOSITE and not _is_ragged(args):
+            with self, views_are_noted(func):
+                return run_parts(func, args, kwargs)
+        self.counts.uncounted[func] += 1
+        if rule is BRANCHES:
+            return self._branches(func, args, kwargs)
+        if rule is INSIDE:
+            return self.call_inside(func, args, kwargs)
+        # A kernel that has torch carry out products shows them. What shows none may multiply.
+        products = sum(map(len, self.counts.amounts.values())), self.counts.total
+        ran = run_inside(self, func, args, kwargs)
+        output = func(*args, **kwargs) if ran is None else ran[0]
+        if products == (sum(map(len, self.counts.amounts.values())), self.counts.total):
+            self.counts.unknown[func] += 1
+        return output
 
     def _branches(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Count the branch of `torch.cond` that runs; without data both do: the larger one."""
-        counter = self._counter
-        outer, counted = counter.counts, []
+        outer, counted = self.counts, []
 
         def counted_apart(branch: Callable[..., Any]) -> Callable[..., Any]:
             def run(*operands: Any) -> Any:
-                counter.counts = Counts()
-                counted.append(counter.counts)
+                self.counts = Counts()
+                counted.append(self.counts)
                 try:
                     return branch(*operands)
                 finally:
-                    counter.counts = outer
+                    self.counts = outer
 
             return run
 
@@ -147,21 +277,36 @@ class FlopMode(MeasuringMode):
                 outer.add(max(counted, key=lambda counts: counts.total))
 
 
+def shape_key(args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Return what a formula's result depends on; None if that may be more than can be a key."""
+    # Sequences may hold tensors, and symbolic sizes cannot be keys: no key for those.
+    key: list[Any] = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        kind = type(value)
+        if kind is torch.Tensor or isinstance(value, torch.Tensor):
+            if value.layout is not torch.strided:
+                return None
+            key.append(value.shape)
+        elif kind in _NUMBERS or isinstance(value, (torch.dtype, torch.device, str)):
+            key.append(value)
+        elif isinstance(value, (list, tuple)) and all(type(item) in _NUMBERS for item in value):
+            key.append(tuple(value))
+        else:
+            return None
+    shapes = (*key, *kwargs)
+    try:
+        hash(shapes)
+    except TypeError:
+        return None
+    return shapes
+
+
 def _is_ragged(args: tuple) -> bool:
     return any(isinstance(arg, torch.Tensor) and arg.is_nested for arg in args)
 
 
-def _watchable(formulas: Mapping[Any, Formula]) -> dict[Any, Formula]:
-    found: dict[Any, Formula] = {}
-    for operator, formula in formulas.items():
-        if isinstance(operator, torch._ops.OpOverloadPacket):
-            for overload in operator.overloads():
-                each = getattr(operator, overload)
-                if is_dispatched(each):
-                    found.setdefault(each, formula)
-        elif isinstance(operator, torch._ops.OpOverload):
-            found[operator] = formula
-    return found
+def _not_whole(types: Any, args: tuple) -> bool:
+    return _is_ragged(args) or any(map(is_sharded, types))
 
 
 def _check(key: Any, formula: Any) -> None:
@@ -183,26 +328,18 @@ def _check(key: Any, formula: Any) -> None:
 
 @contextmanager
 def profile_flops(
-    *roots: nn.Module,
-    formulas: Mapping[Any, Formula] | None = None,
-    every_step: bool = False,
+    *roots: nn.Module, formulas: Mapping[Any, Formula] | None = None
 ) -> Iterator[FlopReport]:
     """Count the floating-point operations of each module in forward, recompute and backward.
 
-    Every operator with a formula is counted, each time it runs. Begin and end the block while no
-    other thread runs a model.
-
     Args:
         roots: models to name before they are called; see `ModTracker`.
-        formulas: formulas for operators of your own, or instead of torch's. The key is an
-            operator such as `torch.ops.mylib.attention`; the value is called with the operator's
-            arguments, shapes in place of tensors, and with `out_shape`, and returns a number.
-            Formulas registered with `torch.utils.flop_counter.register_flop_formula` are known.
-            What one raises does not reach the model: the operator is uncounted then, and
-            `FlopReport.notes` says why.
-        every_step: list operators without a formula in every step. By default this is done in
-            some steps only, and more and more seldom: the 1st, 2nd, 3rd, 4th, 8th, 16th and so on
-            of those that call the same model first. It does not change what is counted.
+        formulas: formulas for operators of your own, or instead of those that are known. The key
+            is an operator such as `torch.ops.mylib.attention`; the value is called with the
+            operator's arguments, shapes in place of tensors, and with `out_shape`, and returns a
+            number. Formulas registered with `torch.utils.flop_counter.register_flop_formula` are
+            known. What one raises does not reach the model: the operator is uncounted then, and
+            `FlopReport.notes` say why.
 
     Raises:
         OptionError: a key of `formulas` is no operator, or its formula no function.
@@ -213,7 +350,7 @@ def profile_flops(
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
         >>> with profile_flops() as report:
         ...     model(torch.ones(1, 4)).sum().backward()
-        >>> report["Sequential.1"].forward, report.total == report.sum("self_total")
+        >>> report["1"].forward, report.total == report.sum("self_total")
         (32, True)
     """
     from torch.utils.flop_counter import flop_registry  # brings Triton, where that is installed
@@ -221,39 +358,44 @@ def profile_flops(
     report = FlopReport()
     for key, formula in (formulas or {}).items():
         _check(key, formula)
-    own = {operator: with_shapes(formula) for operator, formula in (formulas or {}).items()}
-    known = {**MORE_FORMULAS, **flop_registry, **MENDED_FORMULAS, **own}
-    watchable = _watchable(known)
-    with ExitStack() as stack:
-        tracker = stack.enter_context(tracking(*roots))
-        counter = FlopCounter(tracker._attribution, {**known, **watchable})
-        mode = FlopMode(counter)
-        end = watch(watchable, counter) if top_mode() is None else None
-        if end is not None:
-            stack.enter_context(closed_twice(end))
-            mode.watched = True
-        look = Look(mode)
-        every = every_step or end is None
-        steps = Steps(look, kind=by_root, every=lambda: every or counter.stand_ins > 0)
-        stack.enter_context(closed_twice(partial(look.close, anyway=True)))
-        look.start()
-        stack.enter_context(steps.listen(tracker))
-        graphs = GraphFlops(counter, tracker._attribution)
-        stack.enter_context(listening(graphs.run))
-        yield report
-    counts = counter.counts
-    report.by_operator = dict(counts.by_operator())
+    torchs = {operator: of_torch(formula) for operator, formula in flop_registry.items()}
+    users = {operator: of_shapes(formula) for operator, formula in (formulas or {}).items()}
+    with tracking(*roots) as tracker:
+        mode = FlopMode(tracker._attribution, {**torchs, **OWN, **users})
+        with measuring(mode):
+            yield report
+    _fill(report, mode, tracker._attribution)
+
+
+def _fill(report: FlopReport, mode: FlopMode, attribution: Attribution) -> None:
+    counts, totals = mode.counts, PhaseTotals()
+    by_operator: Counter[str] = Counter()
+    for (path, phase, func), (total, again, masked, masked_again) in counts.amounts.items():
+        if ran_compiled(path):
+            continue
+        totals.add(path, phase, total)
+        by_operator[str(func)] += total
+        report._masked += masked
+        if phase != RECOMPUTE:
+            report.model_flops += total - again
+            report._model_masked += masked - masked_again
+    report.by_operator = dict(by_operator)
     report.uncounted = {str(func): times for func, times in counts.uncounted.most_common()}
-    report.notes = steps.notes("operators without a formula were listed")
-    report.notes += compiled_notes(tracker._attribution, apart=graphs.all_apart)
-    report.notes += graphs.notes()
+    report.unknown = {str(func): times for func, times in counts.unknown.most_common()}
+    report.compiled = tuple(compiled_modules(attribution))
+    report.notes = (*compiled_note(attribution, "FLOPs in compiled code are not counted"),)
+    report.notes += _unknown_note(report.unknown)
     report.notes += tuple(
         f"the formula of {func} raised {type(error).__name__}: {error}; calls of it are uncounted"
-        for func, error in counter.errors.items()
+        for func, error in mode.errors.items()
     )
-    if counter.stand_ins and steps.looked_at < steps.begun:
-        report.notes += (
-            "tensors without data came after the first steps and may be missing: use every_step",
-        )
-    totals = counts.totals()
-    report.fill(phase_rows(totals), counts.total, {"total": totals.by_stack()})
+    anything = bool(counts.amounts or counts.uncounted)
+    report._fill(phase_rows(totals), totals.total, {"total": totals.by_stack()}, ran=anything)
+
+
+def _unknown_note(unknown: Mapping[str, int]) -> tuple[str, ...]:
+    if not unknown:
+        return ()
+    shown = ", ".join(f"{name} ({times})" for name, times in list(unknown.items())[:SHOWN])
+    more = f" and {len(unknown) - SHOWN} more" if len(unknown) > SHOWN else ""
+    return (f"without a formula, and may multiply: {shown}{more}; give one in formulas=",)

@@ -44,11 +44,11 @@ def assert_no_growth(
             "and no growth at all is 0 bytes. Leave them out for the defaults."
         )
     alive: list[Counter[tuple[str, str]]] = []
-    with watch_memory(every_step=True) as watch:
+    with watch_memory() as watch:
         for _ in range(warmup + steps):
             step()
             gc.collect()
-            alive.append(Counter(watch.ledger.by_line()))
+            alive.append(Counter(watch._ledger.by_line()))
     compared = alive[-steps:] if warmup == 0 else alive[-steps - 1 :]
     grown = {}
     for place in compared[-1]:

@@ -20,7 +20,8 @@ from .._edges import tensors_in
 from .._names import walk
 from .._record import Call
 from .._torch_compat import SAVED, buffers_of, parameters_of, saved_values, value_in
-from ._allocations import KeptTensor, storages_of
+from ._allocations import Allocation, KeptTensor, storages_of
+from ._causes import ACTIVATIONS, GRADIENTS, LOGITS, OPTIMIZER, PARAMETERS, LogitsAndLoss
 
 KINDS = (
     *("parameters", "gradients", "optimizer", "inputs"),
@@ -44,13 +45,16 @@ class Held:
             is what is kept in its place: inputs of regions that run again, and what hooks for
             saved tensors of somebody else hold, such as values that a policy keeps or that are
             offloaded to the CPU. "temporaries" are results that nothing keeps for a backward;
-            "unseen" are those that were made in a step that was not looked at.
+            "unseen" are those that were made before the block, or by another thread.
         module: module that made it, or registers the parameter it belongs to; "" for none.
         stack: that module and those around it, the root first.
         phase: in which phase it was made; "" if that was not seen.
         line: file and line of the code that made it; "" if that was not seen.
         shape: of the tensor that was made.
         dtype: of its elements.
+        cause: one of the five of `MemoryReport.causes`.
+        device: where it is, such as "cuda:0".
+        address: of its first byte; 0 if it has none.
     """
 
     size: int
@@ -61,11 +65,14 @@ class Held:
     line: str
     shape: tuple[int, ...]
     dtype: str
+    cause: str = ACTIVATIONS
+    device: str = "cpu"
+    address: int = 0
 
 
 @dataclass(frozen=True)
 class _Made:
-    size: int
+    allocation: Allocation
     call: Call
     phase: str
     line: str
@@ -85,14 +92,15 @@ class Ledger:
     """What is alive of all that was seen being made, and what is known of it otherwise."""
 
     def __init__(self) -> None:
+        self.logits: LogitsAndLoss | None = None
         self._made: dict[int, _Made] = {}
         self._inputs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.saved: dict[int, int] = {}
 
-    def add(self, key: int, tensor: torch.Tensor, size: int, call: Call, phase: str) -> None:
+    def add(self, made: Allocation, tensor: torch.Tensor, call: Call, phase: str) -> None:
         """Write down a storage that was made now."""
         shape, dtype = shape_of(tensor), str(tensor.dtype).removeprefix("torch.")
-        self._made[key] = _Made(size, call, phase, line_here(), shape, dtype)
+        self._made[made.key] = _Made(made, call, phase, line_here(), shape, dtype)
 
     def drop(self, key: int) -> None:
         """Cross out a storage that is gone."""
@@ -124,7 +132,7 @@ class Ledger:
         """Return the bytes alive by module and line, of what was seen being made."""
         found: defaultdict[tuple[str, str], int] = defaultdict(int)
         for made in list(self._made.values()):
-            found[made.call[0].name, made.line] += made.size
+            found[made.call[0].name, made.line] += made.allocation.size
         return dict(found)
 
     def held(
@@ -137,32 +145,57 @@ class Ledger:
             for part, storage in storages_of([tensor]):
                 if storage.nbytes() and id(storage) not in found:
                     made = self._made.get(id(storage))
+                    device, address = _place(storage)
                     found[id(storage)] = Held(
                         *(storage.nbytes(), kind, name, _stack(name)),
                         *(("", "") if made is None else (made.phase, made.line)),
                         *(tuple(part.shape), str(part.dtype).removeprefix("torch.")),
+                        cause=kind if kind in _CAUSES else ACTIVATIONS,
+                        device=device,
+                        address=address,
                     )
 
-        static = sorted(_static(roots, optimizer), key=lambda found: KINDS.index(found[1]))
+        optimizers = [optimizer] if optimizer is not None else _python_optimizers()
+        static = sorted(_static(roots, optimizers), key=lambda found: KINDS.index(found[1]))
         for tensor, kind, name in static:
             add(tensor, kind, name)
         tensors = list(_python_tensors())
         graphs = _Graphs(tensors)
         for key, made in list(self._made.items()):
-            if key not in found:
-                kept = graphs.kind(key, self.saved.get(key, 0)) or "temporaries"
-                kind = "inputs" if self._is_input(key) else kept
-                path = made.call[0]
-                found[key] = Held(
-                    *(made.size, kind, path.name, path.names(), made.phase, made.line),
-                    *(made.shape, made.dtype),
-                )
+            storage = made.allocation()
+            if key in found or storage is None:
+                continue
+            kept = graphs.kind(key, self.saved.get(key, 0)) or "temporaries"
+            kind = "inputs" if self._is_input(key) else kept
+            path, (device, address) = made.call[0], _place(storage)
+            found[key] = Held(
+                *(made.allocation.size, kind, path.name, path.names(), made.phase, made.line),
+                *(made.shape, made.dtype),
+                cause=self._cause_of(made.allocation),
+                device=device,
+                address=address,
+            )
         for part, storage in storages_of([*tensors, *graphs.tensors]):
             if storage.device.type != "meta":  # a trace's tensors have no bytes, nor always a size
                 key = id(storage)
                 kept = graphs.kind(key, 0) or "unseen"
                 add(part, "inputs" if self._is_input(key) else kept, "")
         return sorted(found.values(), key=lambda held: -held.size)
+
+    def _cause_of(self, made: Allocation) -> str:
+        is_logits = self.logits is not None and self.logits.has(made.number)
+        return made.cause or (LOGITS if is_logits else ACTIVATIONS)
+
+
+_CAUSES = (PARAMETERS, GRADIENTS, OPTIMIZER)
+
+
+def _place(storage: torch.UntypedStorage) -> tuple[str, int]:
+    """Return the device and the address of a storage; 0 where it has none, as a stand-in."""
+    try:
+        return str(storage.device), storage.data_ptr()
+    except RuntimeError:
+        return str(storage.device), 0
 
 
 class _Graphs:
@@ -239,7 +272,7 @@ def line_here() -> str:
 
 
 def _static(
-    roots: dict[str, nn.Module], optimizer: torch.optim.Optimizer | None
+    roots: dict[str, nn.Module], optimizers: list[torch.optim.Optimizer]
 ) -> Iterator[tuple[torch.Tensor, str, str]]:
     for label, root in roots.items():
         for name, module in walk(root, label):
@@ -252,13 +285,18 @@ def _static(
                 yield parameter, "parameters", name
                 if parameter.grad is not None:
                     yield parameter.grad, "gradients", name
-                state = {} if optimizer is None else optimizer.state.get(parameter, {})
-                for value in tensors_in(state):
-                    yield value, "optimizer", name
+                for optimizer in optimizers:
+                    for value in tensors_in(optimizer.state.get(parameter, {})):
+                        yield value, "optimizer", name
 
 
 def _python_tensors() -> Iterable[torch.Tensor]:
     return (found for found in gc.get_objects() if issubclass(type(found), torch.Tensor))
+
+
+def _python_optimizers() -> list[torch.optim.Optimizer]:
+    kind = torch.optim.Optimizer
+    return [found for found in gc.get_objects() if issubclass(type(found), kind)]
 
 
 def _stack(name: str) -> tuple[str, ...]:

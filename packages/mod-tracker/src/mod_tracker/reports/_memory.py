@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -19,11 +18,12 @@ from .._record import Call
 from .._torch_compat import SavedHooks, buffers_of, parameters_of
 from .._tracker import tracking
 from ._allocations import AllocationMode, KeptTensor, check_optimizer, storages_of
-from ._compiled import compiled_notes
+from ._causes import CAUSES, GRADIENTS, OPTIMIZER, PARAMETERS
+from ._compiled import compiled_note
+from ._flame_page import Amounts, Stack
+from ._mode import measuring
 from ._phase_totals import PhaseTotals
 from ._report import OUTSIDE_NAME, Report
-from ._steps import Look, Steps, by_shapes, closed_twice
-from .charts import Amounts, Stack
 
 
 @dataclass(frozen=True)
@@ -70,28 +70,22 @@ class MemoryReport(Report[MemoryRow]):
         peak: most bytes alive at once that were allocated in the block. Parameters that existed
             before come on top.
         totals: for each kind of bytes, their sum, counted independently of the rows.
+        causes: what was alive at the peak, with what existed before: bytes of "parameters" (and
+            buffers), "gradients", "optimizer" (its state, and what its step needs), "activations"
+            (all else), and "logits and loss" (what the last layer with a weight matrix makes, and
+            what comes after it until the backward has gone through it). The largest comes first.
     """
 
     unit = "B"
     columns: ClassVar[tuple[str, ...]] = (
-        *("peak", "allocated", "delta", "saved"),
+        *("peak", "allocated", "saved"),
         *("parameters", "gradients", "optimizer"),
     )
     sort_by = "peak"
-    own_columns: ClassVar[tuple[str, ...]] = (
-        *("peak", "self_allocated", "self_freed", "self_saved"),
-        *("self_parameters", "self_gradients", "self_optimizer"),
+    explained: ClassVar[str] = (
+        "A module counts with the modules inside it. peak: most bytes alive at once, of all "
+        "modules, while it ran; saved: kept for backward."
     )
-    explained: ClassVar[Mapping[str, str]] = {
-        "peak": "most bytes alive at once, of all modules, while this one ran",
-        "allocated": "by its operators",
-        "freed": "while it ran",
-        "delta": "allocated less freed",
-        "saved": "kept for backward",
-        "parameters": "bytes of its parameters",
-        "gradients": "of their gradients",
-        "optimizer": "of the optimizer's state for them",
-    }
     title = "Memory"
     scalar_unit: ClassVar[tuple[str, int]] = ("bytes", 1)
 
@@ -99,13 +93,21 @@ class MemoryReport(Report[MemoryRow]):
         super().__init__()
         self.peak = 0
         self.totals: dict[str, int] = {}
+        self.causes: dict[str, int] = dict.fromkeys(CAUSES, 0)
+
+    def _footer(self) -> tuple[str, ...]:
+        if not any(self.causes.values()):
+            return ()
+        parts = ", ".join(f"{name} {self.show(size)}" for name, size in self.causes.items())
+        return (f"at the peak {self.show(sum(self.causes.values()))} are alive: {parts}",)
 
     def _sums(self) -> dict[str, int]:
         return {"peak": self.outside.peak, "allocated": self.total}
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values."""
-        return {**super().to_dict(), "peak": self.peak, "totals": self.totals}
+        extra = {"peak": self.peak, "totals": self.totals, "causes": self.causes}
+        return {**super().to_dict(), **extra}
 
 
 class _Saved:
@@ -184,18 +186,6 @@ def _static(roots: dict[str, nn.Module], optimizer: torch.optim.Optimizer | None
     return found
 
 
-def _made_by_steps(
-    roots: dict[str, nn.Module], optimizer: torch.optim.Optimizer | None
-) -> Iterator[torch.Tensor]:
-    for root in roots.values():
-        for _, module in walk(root):
-            for parameter in parameters_of(module).values():
-                if parameter is not None and parameter.grad is not None:
-                    yield parameter.grad
-    if optimizer is not None:
-        yield from tensors_in(dict(optimizer.state))
-
-
 def _sizes(tensors: Iterable[torch.Tensor | None]) -> dict[int, int]:
     stored = storages_of(tensor for tensor in tensors if tensor is not None)
     return {id(storage): storage.nbytes() for _, storage in stored}
@@ -227,25 +217,17 @@ def _stacks(totals_by_kind: dict[str, PhaseTotals]) -> dict[str, dict[Stack, Amo
 
 @contextmanager
 def profile_memory(
-    *roots: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    every_step: bool = False,
+    *roots: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> Iterator[MemoryReport]:
     """Measure each module's memory in forward, recompute and backward.
 
     Works under `FakeTensorMode`, entered first: then nothing is allocated, and a model that fits
     nowhere can be measured.
 
-    Looking at every allocation makes a step of small operators take about five times as long. So
-    not every step is looked at: of those that call the same model first, with the same shapes and
-    in the same mode, the 1st, 2nd, 3rd, 4th, 8th, 16th and so on are. The amounts are those of
-    the steps that were looked at, and `MemoryReport.notes` says how many these are.
-
     Args:
         roots: models to name before they are called, and whose parameters count even if they are
             not called; see `ModTracker`.
         optimizer: whose state to count.
-        every_step: look at every step.
 
     Raises:
         OptionError: `optimizer` has no state to read.
@@ -256,26 +238,17 @@ def profile_memory(
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
         >>> with profile_memory() as report:
         ...     model(torch.ones(1, 4)).sum().backward()
-        >>> report["Sequential.0"].parameters, report["Sequential.0"].gradients
+        >>> report["0"].parameters, report["0"].gradients
         (160, 160)
     """
     check_optimizer(optimizer, "profile_memory")
     report = MemoryReport()
-    with ExitStack() as stack:
-        tracker = stack.enter_context(tracking(*roots))
+    with tracking(*roots) as tracker:
         attribution = tracker._attribution
         mode, saved = AllocationMode(attribution), _Saved(attribution)
-
-        def adopt() -> None:
-            # Made by the step before, which nobody looked at, and alive in this one.
-            mode.adopt(_made_by_steps(tracker.roots, optimizer))
-
-        look = Look(mode, partial(SavedHooks, saved.pack, _unpack), saved.pack)
-        steps = Steps(look, kind=by_shapes, every=lambda: every_step, opened=adopt)
-        stack.enter_context(closed_twice(partial(look.close, anyway=True)))
-        look.start()
-        stack.enter_context(steps.listen(tracker))
-        yield report
+        hooks = SavedHooks(saved.pack, _unpack)
+        with mode.following_optimizers(), measuring(mode, hooks):
+            yield report
     static = _static(tracker.roots, optimizer)
     totals_by_kind = {
         "allocated": mode.allocated,
@@ -287,7 +260,32 @@ def profile_memory(
     }
     report.peak = mode.peak
     report.totals = {kind: totals.total for kind, totals in totals_by_kind.items()}
-    report.notes = steps.notes("allocations were looked at")
-    report.notes += compiled_notes(tracker._attribution, bytes_missing=True)
+    report.causes = _causes(mode, tracker.roots, optimizer)
+    report.notes = compiled_note(attribution, "bytes that compiled code allocates are missing")
     rows = _rows(totals_by_kind, {**mode.peaks, "": mode.peak})
-    report.fill(rows, mode.allocated.total, _stacks(totals_by_kind))
+    ran = mode.saw_any or bool(static.storages)
+    report._fill(rows, mode.allocated.total, _stacks(totals_by_kind), ran=ran)
+
+
+def _causes(
+    mode: AllocationMode, roots: dict[str, nn.Module], optimizer: torch.optim.Optimizer | None
+) -> dict[str, int]:
+    """Bytes at the peak by cause, the largest first."""
+    before: dict[str, dict[int, int]] = {PARAMETERS: {}, GRADIENTS: {}, OPTIMIZER: {}}
+    held: dict[str, list[torch.Tensor | None]] = {kind: [] for kind in before}
+    for root in roots.values():
+        for _, module in walk(root):
+            own = [each for each in parameters_of(module).values() if each is not None]
+            held[PARAMETERS] += [*own, *buffers_of(module).values()]
+            held[GRADIENTS] += [each.grad for each in own]
+    for each in (*mode.optimizers, *([] if optimizer is None else [optimizer])):
+        held[OPTIMIZER] += tensors_in(dict(each.state))
+    counted: set[int] = set()
+    for kind, tensors in held.items():
+        new = mode.mark(tensors, kind)
+        before[kind] = {key: size for key, size in new.items() if key not in counted}
+        counted |= new.keys()
+    causes = mode.at_peak()
+    for kind, sizes in before.items():
+        causes[kind] += sum(sizes.values())
+    return dict(sorted(((kind, causes[kind]) for kind in CAUSES), key=lambda item: -item[1]))

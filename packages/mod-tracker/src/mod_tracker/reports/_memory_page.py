@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from .._numbers import bytes_shown
+from ._allocator import Allocator
+from ._causes import CAUSES
 from ._holders import KINDS, Held, shape_of
 
 SHOWN = 8
@@ -22,22 +24,23 @@ class MemoryPage:
     Attributes:
         reason: why the page was written.
         held: every storage that is alive, largest first.
-        grown: bytes by module and line that were allocated in the last measured step and stayed
-            alive.
-        steps: how many steps there were, and how many of them were measured.
+        grown: bytes by module and line that were allocated in the last step and stayed alive.
+        steps: how many steps there were.
         inputs: input tensors of the current step, and of the one before.
         notes: what a reader has to know about how this was measured.
         running: phase and module in which the page was written, "" outside of all: what comes
             later in the step is not on it.
+        allocators: of each CUDA device in use: what it reserves, and where that is fragmented.
     """
 
     reason: str
     held: Sequence[Held]
     grown: dict[tuple[str, str], int]
-    steps: tuple[int, int]
+    steps: int
     inputs: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     running: str = ""
+    allocators: tuple[Allocator, ...] = ()
 
     @property
     def total(self) -> int:
@@ -50,6 +53,13 @@ class MemoryPage:
         for held in self.held:
             found[held.kind] += held.size
         return dict(found)
+
+    def by_cause(self) -> dict[str, int]:
+        """Return bytes by the five causes of `MemoryReport.causes`, the largest first."""
+        found = Counter(dict.fromkeys(CAUSES, 0))
+        for held in self.held:
+            found[held.cause] += held.size
+        return dict(found.most_common())
 
     def by_module(self) -> dict[str, dict[str, int]]:
         """Return bytes of each module itself by kind, the largest first."""
@@ -68,22 +78,22 @@ class MemoryPage:
         return dict(found.most_common())
 
     def __str__(self) -> str:
-        begun, looked = self.steps
         lines = [
             f"Who holds the memory: {self.reason}",
-            f"{bytes_shown(self.total)} in {len(self.held)} storages; "
-            f"allocations were looked at in {looked} of {begun} steps",
+            f"{bytes_shown(self.total)} in {len(self.held)} storages, in step {self.steps}",
             *self._step_lines(),
             *self._most_lines(),
+            *_section("by cause", ((k, v) for k, v in self.by_cause().items() if v)),
             *_section("by kind", ((k, v) for k, v in self.by_kind().items() if v)),
             *_section("by module (itself)", self._module_lines()),
             *_section("largest tensors", self._tensor_lines()),
-            *_section("grew in the last step that was looked at", self._grown_lines()),
+            *_section("grew in the last step", self._grown_lines()),
             *_section("kept for backward inside: to checkpoint or offload", self._leave("saved")),
             *_section(
                 "parameters, gradients, optimizer inside: to shard or offload",
                 self._leave("parameters", "gradients", "optimizer"),
             ),
+            *(line for allocator in self.allocators for line in allocator.lines()),
             *self.notes,
         ]
         return "\n".join(lines)

@@ -7,13 +7,15 @@ import io
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from os import PathLike
+from pathlib import Path as FilePath
 from typing import Any, ClassVar, Generic, TypeVar
 
-from .._errors import MissingExtraError, OptionError, StateError
-from .._numbers import bytes_shown, time_shown, with_unit
+from .._errors import OptionError, StateError, UnknownNameError
+from .._numbers import with_unit
+from ._flame_page import Amounts, Stack, flame_page
 from ._phase_totals import PHASES, PhaseTotals
-from ._table import cells, text
-from .charts import Amounts, Chart, MemoryLine, Stack, frames_of, page, png
 
 OUTSIDE_NAME = "(outside)"
 
@@ -57,7 +59,7 @@ def values_of(row: Any) -> dict[str, int]:
 
 
 def phase_rows(totals: PhaseTotals) -> dict[str, PhaseRow]:
-    """Turn a totals into rows by name; the outside has the name ""."""
+    """Turn totals into rows by name; the outside has the name ""."""
     own, everything = totals.by_module(inside=False), totals.by_module()
     return {
         name: PhaseRow(
@@ -70,64 +72,59 @@ def phase_rows(totals: PhaseTotals) -> dict[str, PhaseRow]:
 
 
 class Report(Generic[R]):
-    """Result of a measurement; complete when its `with` block ends.
+    """Result of a measurement; complete when its `with` block ends. Print it: it is a table.
+
+    `report["layers.0"]` is the row of a module, by its name in the state dict or by its full name,
+    `"Net.layers.0"`.
 
     Attributes:
         unit: what the numbers count.
-        title: what they are, above a chart.
-        columns: columns of `table(containers=True)`; `to_json()` and `to_csv()` have all there are.
-        sort_by: column that `top()` and that table are sorted by, largest first.
-        own_columns: columns of `table()`, which sorts by the first that is of the module itself.
-        explained: what the columns are; it ends a table.
+        title: what they are.
+        columns: columns of a table; `to_json()` and `to_csv()` have all there are.
+        sort_by: column by which rows are sorted unless told otherwise, largest first.
+        explained: what the columns are.
         scalar_unit: end of the names of `scalars()`, and how many of `unit` make one of it.
-        notes: what a reader has to know about how this was measured; `table()` ends with them.
+        notes: what a reader has to know about how this was measured; a table ends with them.
     """
 
     unit: ClassVar[str] = ""
     title: ClassVar[str] = ""
-    columns: ClassVar[tuple[str, ...]] = (
-        "self_total",
-        "forward",
-        "recompute",
-        "backward",
-        "total",
-    )
+    columns: ClassVar[tuple[str, ...]] = ("total", *PHASES, "self_total")
     sort_by: ClassVar[str] = "total"
-    own_columns: ClassVar[tuple[str, ...]] = (
-        "self_total",
-        *(f"self_{phase}" for phase in PHASES),
+    explained: ClassVar[str] = (
+        "A module counts with the modules inside it; self: without them. recompute: forwards that "
+        "a checkpoint runs again."
     )
-    explained: ClassVar[Mapping[str, str]] = {
-        "forward": "in the forward pass",
-        "recompute": "when a checkpoint runs it again",
-        "backward": "in the backward pass",
-        "total": "in all three",
-    }
     scalar_unit: ClassVar[tuple[str, int]] = ("count", 1)
 
     def __init__(self) -> None:
         self._rows: dict[str, R] | None = None
         self._total = 0
         self._stacks: dict[str, dict[Stack, Amounts]] = {}
+        self._ran = True
         self.notes: tuple[str, ...] = ()
 
-    def fill(
+    def _fill(
         self,
         rows: Mapping[str, R],
         total: int,
         stacks: Mapping[str, dict[Stack, Amounts]] | None = None,
+        *,
+        ran: bool = True,
     ) -> None:
         """Set the result.
 
         Args:
             rows: by name of the module; the one with the name "" is the outside.
             total: everything that was counted.
-            stacks: for each column that a chart can show, first the one it shows unless told
-                otherwise, amounts by stack and phase. None: there are no charts.
+            stacks: for each column that the page can show, first the one it shows unless told
+                otherwise, amounts by stack and phase. None: there is no page.
+            ran: whether anything ran in the block.
         """
         self._rows = dict(rows)
         self._total = total
         self._stacks = dict(stacks or {})
+        self._ran = ran
 
     @property
     def rows(self) -> dict[str, R]:
@@ -146,7 +143,24 @@ class Report(Generic[R]):
         return self._total
 
     def __getitem__(self, name: str) -> R:
-        return self.rows[name]
+        rows = self.rows
+        if name in rows:
+            return rows[name]
+        by_key: dict[str, list[str]] = {}
+        for known in rows:
+            by_key.setdefault(known.partition(".")[2], []).append(known)
+        found = by_key.get(name, []) if name else []
+        if len(found) == 1:
+            return rows[found[0]]
+        if found:
+            what = f"several models have a module of that name: {', '.join(found)}"
+        else:
+            close = get_close_matches(name, [*by_key, *rows], n=3)
+            what = f"similar are {', '.join(close)}" if close else "print the report to see all"
+        raise UnknownNameError(
+            f"mod_tracker.report: no single row is of {name!r}, but a row is asked for by the name "
+            f"of a module that ran; {what}."
+        )
 
     def __iter__(self) -> Iterator[R]:
         return iter(self.rows.values())
@@ -173,48 +187,55 @@ class Report(Generic[R]):
             )
         return sorted(rows, key=lambda row: -getattr(row, column))[:count]
 
-    def table(
-        self, *, by: str | None = None, limit: int | None = None, containers: bool = False
-    ) -> str:
+    def __str__(self) -> str:
+        return self.table() if self._rows is not None and self._ran else repr(self)
+
+    def table(self, *, by: str | None = None, limit: int | None = None) -> str:
         """Return a text table, largest first, the outside last, and what its columns are.
 
         Args:
             by: column to sort by.
             limit: modules at most; None for all.
-            containers: count the work inside a module for it, too. By default a row is what the
-                module does itself, and modules that do nothing themselves have no row.
 
         Raises:
             OptionError: there is no such column.
         """
-        return "\n".join([*text(self, by=by, limit=limit, containers=containers), *self.notes])
+        rows = [row for row in self.top(len(self.rows), by=by) if self._has_numbers(row)]
+        shown = [*rows[:limit], self.outside]
+        cells = [["module", *(name.removesuffix("_total") for name in self.columns)]]
+        cells += [
+            [row.name, *(self.show(getattr(row, name)) for name in self.columns)]  # type: ignore[attr-defined]
+            for row in shown
+        ]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = [
+            "  ".join(
+                cell.rjust(width) if place else cell.ljust(width)
+                for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in cells
+        ]
+        ruled = [lines[0], "-" * len(lines[0]), *lines[1:]]
+        return "\n".join([*ruled, self.explained, *self._footer(), *self.notes])
 
-    def to_html(self, *, by: str | None = None) -> str:
-        """Return a page with a flame chart: one self-contained file.
+    def _has_numbers(self, row: Any) -> bool:
+        return any(getattr(row, column) for column in self.columns)
+
+    def _footer(self) -> tuple[str, ...]:
+        """Lines below a table, of what is no row."""
+        return ()
+
+    def to_html(self, path: str | PathLike[str] | None = None, *, by: str | None = None) -> str:
+        """Return a page with a flame chart and the table: one self-contained file.
 
         Args:
+            path: where to write it, too.
             by: what is drawn: "total", or for memory one of the kinds of bytes that add up.
 
         Raises:
             OptionError: `by` is none of these.
             StateError: the report is a difference, or not complete.
         """
-        return page(self._chart(by))
-
-    def to_png(self, *, by: str | None = None) -> bytes:
-        """Return the same chart as a picture; needs matplotlib.
-
-        Args:
-            by: as for `to_html`.
-
-        Raises:
-            MissingExtraError: matplotlib is not installed.
-            OptionError: `by` cannot be drawn.
-            StateError: the report is a difference, or not complete.
-        """
-        return png(self._chart(by))
-
-    def _chart(self, by: str | None) -> Chart:
         self._complete()
         if not self._stacks:
             raise StateError(
@@ -228,25 +249,23 @@ class Report(Generic[R]):
                 f"amounts add up. Choose one of {', '.join(self._stacks)}."
             )
         named = "" if column == "total" else f" ({column})"
-        return Chart(
-            title=f"{self.title}{named} by module",
-            frames=tuple(frames_of(self._stacks[column])),
-            show=self.show,
-            show_time=time_shown,
-            show_bytes=bytes_shown,
-            line=self._memory_line(),
-            notes=self.notes,
-        )
-
-    def _memory_line(self) -> MemoryLine | None:
-        """Memory over time, where the report has it."""
-        return None
+        title = f"{self.title}{named} by module"
+        page = flame_page(title, self._stacks[column], self.show, table=self.table())
+        if path is not None:
+            FilePath(path).write_text(page, "utf-8")
+        return page
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values."""
         modules = [{"name": name, **values_of(row)} for name, row in self.rows.items()]
         outside = values_of(self.outside)
-        return {"unit": self.unit, "total": self.total, "outside": outside, "modules": modules}
+        return {
+            "unit": self.unit,
+            "total": self.total,
+            "outside": outside,
+            "modules": modules,
+            "notes": list(self.notes),
+        }
 
     def to_json(self) -> str:
         """Return everything as JSON."""
@@ -310,28 +329,19 @@ class Report(Generic[R]):
         mine, theirs = self._complete(), other._complete()
         rows = {name: _difference(mine.get(name), theirs.get(name)) for name in {**mine, **theirs}}
         result = type(self)()
-        result.fill(rows, self.total - other.total)
+        result._fill(rows, self.total - other.total)
         return result
-
-    def __rich__(self) -> Any:
-        try:
-            from rich.table import Table
-        except ImportError as error:
-            raise MissingExtraError(
-                "mod_tracker.rich: the package rich is not installed, but this output needs it. "
-                "Install mod-tracker[rich], or use table()."
-            ) from error
-        header, *rows = cells(self, by=None, limit=None, containers=False)
-        table = Table(*header)
-        for row in rows:
-            table.add_row(*row)
-        return table
 
     def _complete(self) -> dict[str, R]:
         if self._rows is None:
             raise StateError(
                 "mod_tracker.report: the report is empty, but it is read. Read it after the "
                 "`with` block that measures."
+            )
+        if not self._ran:
+            raise StateError(
+                "mod_tracker.report: nothing ran in the `with` block, but there is no report of "
+                "nothing. Call the model in the block, in the thread that entered it."
             )
         return self._rows
 

@@ -19,7 +19,7 @@ from .._numbers import time_shown
 from .._record import Call
 from .._torch_compat import buffers_of, parameters_of
 from .._tracker import tracking
-from ._compiled import compiled_notes
+from ._compiled import WHOLE, compiled_note, nothing_called_note
 from ._device_time import DeviceTimelines, accelerator_kind
 from ._phase_totals import PhaseTotals
 from ._report import PhaseRow, Report, phase_rows
@@ -138,8 +138,9 @@ def profile_time(*roots: nn.Module, clock: str = "cpu") -> Iterator[TimeReport]:
             for index, found in sorted(lines.finish().items()):
                 totals.add_all(found)
                 report.by_device[f"{kind}:{index}"] = found.total
-    report.notes = compiled_notes(tracker._attribution)
-    report.fill(phase_rows(totals), totals.total, {"total": totals.by_stack()})
+    rows = phase_rows(totals)
+    report.notes = compiled_note(tracker._attribution, WHOLE) + nothing_called_note(rows)
+    report._fill(rows, totals.total, {"total": totals.by_stack()})
 
 
 def _held(module: nn.Module) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -25,10 +25,10 @@ from .._errors import OptionError
 from .._record import Call, root_of
 from .._tracker import tracking
 from ._allocations import AllocationMode
-from ._compiled import compiled_notes
+from ._compiled import WHOLE, compiled_note, nothing_called_note
+from ._mode import measuring
 from ._report import phase_rows
 from ._time import Timeline, TimeReport, totals_of
-from .charts import Change, MemoryLine, Stack, memory_line
 
 Event = dict[str, Any]
 Frame = tuple[Call, str]
@@ -36,17 +36,12 @@ Edge = Callable[[int, Frame], object]
 
 
 class TraceReport(TimeReport):
-    """Time per module, and the events of the timeline.
-
-    The events are made when they are first requested, from what was recorded while modules ran.
-    """
+    """Time per module, and the events of the timeline."""
 
     def __init__(self) -> None:
         super().__init__()
         self._events: list[Event] | None = []
-        self._make: Callable[[], list[Event]] = list
-        self._changes: list[Change] = []
-        self._phases: list[tuple[int, str]] = []
+        self._make: Callable[[], list[Event]] = list  # made when they are first asked for
 
     @property
     def events(self) -> list[Event]:
@@ -55,43 +50,13 @@ class TraceReport(TimeReport):
         A forward slice and the backward slices of the same call have the same `args["call"]`.
         """
         if self._events is None:
+            self._complete()
             self._events = self._make()
         return self._events
-
-    def made_by(self, make: Callable[[], list[Event]]) -> None:
-        """Set how the events are made."""
-        self._events, self._make = None, make
-
-    def remembers(self, changes: list[Change], phases: list[tuple[int, str]]) -> None:
-        """Set what memory over time is drawn from; see `memory_line`."""
-        self._changes, self._phases = changes, phases
-
-    def _memory_line(self) -> MemoryLine | None:
-        return memory_line(self._changes, self._phases) if self._changes else None
 
     def to_json(self) -> str:
         """Return the timeline; Perfetto and chrome://tracing open it."""
         return json.dumps({"traceEvents": self.events, "displayTimeUnit": "ms"})
-
-
-class _Changes:
-    """What came to be alive and what went, when; a `Ledger` of allocations."""
-
-    def __init__(self) -> None:
-        self.changes: list[Change] = []
-        self._alive: dict[int, tuple[Stack, int]] = {}
-
-    def add(self, key: int, tensor: torch.Tensor, size: int, call: Call, phase: str) -> None:
-        """Note a storage."""
-        stack = call[0].names()
-        self._alive[key] = (stack, size)
-        self.changes.append((time.perf_counter_ns(), stack, size))
-
-    def drop(self, key: int) -> None:
-        """Note its end."""
-        stack, size = self._alive.pop(key, ((), 0))
-        if size:
-            self.changes.append((time.perf_counter_ns(), stack, -size))
 
 
 class Slices:
@@ -240,33 +205,33 @@ def trace(
     emitted = None if ranges is None else _emitter(ranges)
     report = TraceReport()
     live: list[tuple[int, int]] = []
-    held = _Changes()
-    with ExitStack() as stack:
-        tracker = stack.enter_context(tracking(*roots))
-        line = Timeline(tracker._attribution, time.perf_counter_ns)
+
+    def count(live_bytes: int) -> None:
+        live.append((time.perf_counter_ns(), live_bytes))
+
+    with tracking(*roots) as tracker:
+        attribution = tracker._attribution
+        line = Timeline(attribution, time.perf_counter_ns)
 
         def switch(call: Call, phase: str) -> None:
             if line.switch(call, phase) and emitted is not None:
                 emitted.switch(*line.readings[-1])
 
-        def count(live_bytes: int) -> None:
-            live.append((time.perf_counter_ns(), live_bytes))
-
         listener = line.switch if emitted is None else switch
-        stack.enter_context(tracker._listen_to_switches(listener))
-        if memory:
-            stack.enter_context(AllocationMode(tracker._attribution, changed=count, ledger=held))
-        switch(NOWHERE, OUTSIDE)
-        try:
-            yield report
-        finally:
+        follow = measuring(AllocationMode(attribution, changed=count)) if memory else nullcontext()
+        with tracker._listen_to_switches(listener), follow:
+            switch(NOWHERE, OUTSIDE)
             try:
-                switch(NOWHERE, OUTSIDE)
+                yield report
             finally:
-                if emitted is not None:
-                    emitted.close()
+                try:
+                    switch(NOWHERE, OUTSIDE)
+                finally:
+                    if emitted is not None:
+                        emitted.close()
     totals = totals_of(line.readings, lambda begin, end: end - begin)
-    report.made_by(partial(events_of, line.readings, live))
-    report.remembers(held.changes, [(now_ns, phase) for now_ns, _, phase in line.readings])
-    report.notes = compiled_notes(tracker._attribution, bytes_missing=memory)
-    report.fill(phase_rows(totals), totals.total, {"total": totals.by_stack()})
+    report._events, report._make = None, partial(events_of, line.readings, live)
+    missing = f"{WHOLE}, bytes that compiled code allocates are missing" if memory else WHOLE
+    rows = phase_rows(totals)
+    report.notes = compiled_note(attribution, missing) + nothing_called_note(rows)
+    report._fill(rows, totals.total, {"total": totals.by_stack()})

@@ -1,0 +1,107 @@
+"""Tensors that wrap others: a rank's part of a sharded one, and a quantized one's parts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._pytree import tree_map
+
+from mod_tracker import profile_flops, profile_memory, watch_memory
+
+RANKS = 4
+
+
+@pytest.fixture
+def mesh():
+    """Four ranks, of which this process is the first; the others are not there."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    yield init_device_mesh("cpu", (RANKS,))
+    dist.destroy_process_group()
+
+
+def sharded(mesh):
+    """Two layers, each a unit of its own, and their optimizer."""
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    for unit in (model[0], model[1], model):
+        fully_shard(unit, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), foreach=False)
+
+
+def test_memory_of_a_sharded_model_is_this_ranks(mesh):
+    """A quarter of parameters, gradients and state."""
+    model, optimizer = sharded(mesh)
+    part = 2 * 64 * 64 * 4 // RANKS
+    with profile_memory(model, optimizer=optimizer) as report:
+        model(torch.ones(4, 64)).sum().backward()
+        optimizer.step()
+    row = next(iter(report))
+    assert (row.parameters, row.gradients) == (part, part)
+    assert 2 * part <= row.optimizer <= 2 * part + 16
+    assert report.causes["parameters"] == report.causes["gradients"] == part
+
+
+def test_page_of_a_sharded_model_counts_each_shard_once(mesh):
+    """And not the wrapper, which has no bytes."""
+    model, optimizer = sharded(mesh)
+    part = 2 * 64 * 64 * 4 // RANKS
+    with watch_memory(model, optimizer=optimizer) as watch:
+        model(torch.ones(4, 64)).sum().backward()
+        optimizer.step()
+        kinds = watch.page().by_kind()
+    assert (kinds["parameters"], kinds["gradients"]) == (part, part)
+    assert 2 * part <= kinds["optimizer"] <= 2 * part + 16
+
+
+def test_flops_of_a_sharded_product_are_this_ranks(mesh):
+    """Tensor parallelism by columns: a quarter of them."""
+    weight = distribute_tensor(torch.ones(8, 64), mesh, [Shard(1)])
+    x = DTensor.from_local(torch.ones(2, 8), mesh, [Replicate()])
+    with profile_flops() as report:
+        made = x @ weight
+    assert made.to_local().shape == (2, 64 // RANKS)
+    assert report.total == 2 * 2 * 8 * 64 // RANKS
+
+
+class Quantized(torch.Tensor):
+    """Numbers of one byte and a scale, as torchao has it."""
+
+    @staticmethod
+    def __new__(cls, numbers, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=scale.dtype)
+
+    def __init__(self, numbers, scale):
+        self.numbers, self.scale = numbers, scale
+
+    def __tensor_flatten__(self):
+        return ["numbers", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, meta, size, stride):
+        return Quantized(inner["numbers"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        def whole(value):
+            return value.numbers * value.scale if isinstance(value, Quantized) else value
+
+        if func is torch.ops.aten.detach.default:
+            return Quantized(args[0].numbers, args[0].scale)
+        return func(*tree_map(whole, args), **tree_map(whole, kwargs or {}))
+
+
+def test_quantized_weight_has_the_bytes_of_its_parts():
+    """Not those of the type that it stands for; its products are counted."""
+    layer = nn.Linear(64, 32, bias=False)
+    numbers = torch.ones(32, 64, dtype=torch.int8)
+    layer.weight = nn.Parameter(Quantized(numbers, torch.ones(32, 1)), requires_grad=False)
+    with profile_memory(layer) as memory, profile_flops(layer) as flops:
+        layer(torch.ones(2, 64))
+    assert memory["Linear"].parameters == 32 * 64 + 32 * 4
+    assert flops.total == 2 * 2 * 64 * 32
