@@ -130,7 +130,7 @@ def second_backward_is_outside(part):
         with part.profile_flops(*roots, **options) as report:
             mode = _get_current_dispatch_mode()
             attribution = mode.attribution
-            attribution.attribute_op = mode._counter._attribute_op = attribution.locate
+            attribution.attribute_op = attribution.locate
             yield report
 
     return overlay(part, profile_flops=profile_flops)
@@ -172,40 +172,5 @@ def compiled_code_is_thrown_away(part):
         def __enter__(self):
             torch.compiler.reset()
             return super().__enter__()
-
-    return _with(part, ModTracker)
-
-
-@mutant(area=AREA, kills={"MT-403", "MT-406"})
-def compile_safe_hooks_end_with_forward(part):
-    """Calls no hook in backward."""
-
-    class ModTracker(part.ModTracker):
-        @staticmethod
-        def compile_safe_hooks(model, **hooks):
-            forward = {name: hook for name, hook in hooks.items() if "_bw_" not in name}
-            return part.ModTracker.compile_safe_hooks(model, **forward)
-
-    return _with(part, ModTracker)
-
-
-@mutant(area=AREA, kills={"MT-406"})
-def tensors_of_mappings_trade_places(part):
-    """Fills a mapping that is not a plain dict from the other end."""
-
-    def trade(module, args, output):
-        if isinstance(output, dict) and type(output) is not dict:
-            for key, value in zip(tuple(output), reversed(tuple(output.values())), strict=True):
-                output[key] = value
-        return output
-
-    class ModTracker(part.ModTracker):
-        @staticmethod
-        @contextmanager
-        def compile_safe_hooks(model, **hooks):
-            with part.ModTracker.compile_safe_hooks(model, **hooks):
-                handle = model.register_forward_hook(trade)
-                yield
-                handle.remove()
 
     return _with(part, ModTracker)

@@ -357,9 +357,3 @@ def caught_errors_have_no_page(part):
                 watch._ran_out = ran_out
 
     return overlay(part, watch_memory=watch_memory)
-
-
-@mutant(area=AREA, kills={"MT-415"})
-def compiled_code_is_one_module(part):
-    """Keeps no modules: a backend as any other."""
-    return overlay(part, backend_by_module=lambda backend: backend)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from torchparts_conformance import requirement
 from torchparts_conformance.cases.mod_tracker._models import (
@@ -256,16 +258,23 @@ def test_double_backward(part, device):
 )
 @pytest.mark.parametrize("used", [0, 3, 50])
 def test_double_backward_of_another_thread(part, device, used):
-    """The first backward runs in a thread that made some nodes itself before."""
+    """The first backward runs in a thread that made some nodes itself before.
+
+    As autograd does for a device's thread, it gives the thread the modes of its caller.
+    """
     model, x = nn.Sequential(linear(device), nn.Tanh(), linear(device)), leaf(device)
-    loss, found = None, []
+    loss, found, modes = None, [], []
 
     def first_backward():
-        for _ in range(used):
-            x.clone()
-        found.append(torch.autograd.grad(loss, x, create_graph=True)[0])
+        with contextlib.ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
+            for _ in range(used):
+                x.clone()
+            found.append(torch.autograd.grad(loss, x, create_graph=True)[0])
 
     with part.profile_flops() as report:
+        modes += _get_current_dispatch_mode_stack()
         loss = model(x).sum()
         thread = threading.Thread(target=first_backward)
         thread.start()
