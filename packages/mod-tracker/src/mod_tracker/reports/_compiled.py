@@ -27,10 +27,15 @@ def nothing_called_note(rows: Mapping[str, object]) -> tuple[str, ...]:
     return ("no module was called in the `with` block: all of it is outside",)
 
 
+def compiled_paths(attribution: Attribution) -> list[Path]:
+    """Return the paths of modules that ran compiled, in the order of their calls."""
+    paths = (path for state in list(attribution.states) for path in state.walk())
+    return [path for path in paths if path.name and ran_compiled(path)]
+
+
 def compiled_modules(attribution: Attribution) -> list[str]:
     """Return the names of modules that ran compiled, in the order of their calls."""
-    paths = (path for state in list(attribution.states) for path in state.walk())
-    return list(dict.fromkeys(path.name for path in paths if path.name and ran_compiled(path)))
+    return list(dict.fromkeys(path.name for path in compiled_paths(attribution)))
 
 
 def compiled_note(attribution: Attribution, what: str) -> tuple[str, ...]:

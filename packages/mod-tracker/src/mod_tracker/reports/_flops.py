@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
-from .._attribution import RECOMPUTE, Attribution
+from .._attribution import FORWARD, RECOMPUTE, Attribution
 from .._errors import OptionError, StateError
 from .._record import Path
 from .._torch_compat import (
@@ -21,7 +21,7 @@ from .._torch_compat import (
     views_are_noted,
 )
 from .._tracker import tracking
-from ._compiled import compiled_modules, compiled_note, ran_compiled
+from ._compiled import compiled_modules, compiled_note, compiled_paths, ran_compiled
 from ._formulas import OWN, Amount, Count, Formula, depends_on_data, of_shapes, of_torch
 from ._free_operators import is_free
 from ._mode import MeasuringMode, has_own_way, is_sharded, measuring
@@ -379,6 +379,8 @@ def _fill(report: FlopReport, mode: FlopMode, attribution: Attribution) -> None:
         if phase != RECOMPUTE:
             report.model_flops += total - again
             report._model_masked += masked - masked_again
+    for path in compiled_paths(attribution):  # a row without FLOPs
+        totals.add(path, FORWARD, 0)
     report.by_operator = dict(by_operator)
     report.uncounted = {str(func): times for func, times in counts.uncounted.most_common()}
     report.unknown = {str(func): times for func, times in counts.unknown.most_common()}
