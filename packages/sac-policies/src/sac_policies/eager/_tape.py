@@ -131,7 +131,11 @@ class _Flattened:
     def __init__(self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], Any]) -> None:
         names, self.context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         self.kind: Any = type(tensor)
-        self.parts = {name: pack(getattr(tensor, name)) for name in names}
+        parts = {name: getattr(tensor, name) for name in names}  # not all need be tensors
+        self.parts = {
+            name: pack(part) if isinstance(part, torch.Tensor) else part
+            for name, part in parts.items()
+        }
         self.size, self.stride = tensor.size(), tensor.stride()
         self.version, self.wrapper = version_of(tensor), ref(tensor)
 
@@ -144,7 +148,10 @@ class _Flattened:
                 "region read it, but backward reads it as it was. Change it after backward, or "
                 "give the region a copy."
             )
-        inner = {name: unpack(part) for name, part in self.parts.items()}
+        inner = {
+            name: unpack(part) if isinstance(part, (Value, _Flattened)) else part
+            for name, part in self.parts.items()
+        }
         made: torch.Tensor = self.kind.__tensor_unflatten__(
             inner, self.context, self.size, self.stride
         )
@@ -465,8 +472,9 @@ def _resolved(tensor: torch.Tensor) -> torch.Tensor:
 def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     if type(tensor) in _PLAIN or not is_wrapper(tensor):
         return [tensor]
-    names, _ = tensor.__tensor_flatten__()
-    return [part for name in names for part in _parts_of(getattr(tensor, name))]
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    parts = [part for name in names if isinstance(part := getattr(tensor, name), torch.Tensor)]
+    return [each for part in parts for each in _parts_of(part)]
 
 
 def _forget_in(known: dict[int, _Seen]) -> Callable[[Any], None]:
