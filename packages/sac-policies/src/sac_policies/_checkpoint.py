@@ -25,10 +25,11 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import set_checkpoint_debug_enabled
 
 from ._errors import EngineError, PolicyError, nested_refused, shown
-from ._options import compares, debugs, refused_option, split
+from ._options import CHECKS, compares, debugs, refused_option, split
 from ._tensors import is_accelerator, needing_gradients, tensors_in
 from ._torch_compat import in_func_transform, is_traced, saved_tensor_hooks
 from ._torch_compat._nested import asks_for_sizes
+from .eager import _run as _tape
 from .engines import _second_forward as second_forward
 from .engines._engine_disabled import active
 from .engines._tags import tags
@@ -47,6 +48,8 @@ from .policies._unmatched import watch_of
 
 T = TypeVar("T")
 ENGINES = ("auto", "recipe", "contexts", "tags")
+_TAPE = "tape"
+"""An engine that is not public yet."""
 
 
 def modes(
@@ -168,6 +171,8 @@ def checkpoint(
     if reason := _refusal(kwargs, engine):
         raise EngineError(f"sac_policies.checkpoint: {reason}")
     own = split(kwargs)[0] if kwargs else {}
+    if engine == _TAPE and not is_traced():
+        return _tape.run(function, args, own, policy, kwargs.get("determinism_check", "default"))
     is_compared = compares(kwargs)
     if engine == "auto":
         engine = "contexts" if not_recipe(function, policy, args, own, kwargs) else "recipe"
@@ -304,7 +309,7 @@ def check_function(function: object, engine: object, *, where: str) -> None:
             f"sac_policies.{where}: function {shown(function)} is a {type(function).__name__}, "
             "but a region is a module or another callable. Pass it first, then its arguments."
         )
-    if not (isinstance(engine, str) and engine in ENGINES):
+    if not (isinstance(engine, str) and engine in (*ENGINES, _TAPE)):
         raise EngineError(
             f"sac_policies.{where}: engine {shown(engine)} is unknown, but it must be one of "
             f"{ENGINES}. Leave it 'auto'."
@@ -381,7 +386,8 @@ def _refusal(kwargs: Mapping[str, Any], engine: str) -> str:
             "engine 'tags' is for compiled code, but nothing is being compiled. "
             "Leave it 'auto', which tags under torch.compile."
         )
-    if kwargs and (reason := refused_option(kwargs)):
+    checks = _tape.CHECKS if engine == _TAPE else CHECKS
+    if kwargs and (reason := refused_option(kwargs, checks)):
         return reason
     if in_func_transform():
         return (

@@ -10,7 +10,7 @@ from ._torch_compat import debug_enabled
 
 # What torch's checkpoint takes for itself; the rest goes to the function.
 _OPTIONS = ("use_reentrant", "preserve_rng_state", "determinism_check", "early_stop", "debug")
-_CHECKS = ("default", "none")
+CHECKS = ("default", "none")
 
 
 def split(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -32,17 +32,22 @@ def compares(kwargs: Mapping[str, Any]) -> bool:
     return not kwargs or kwargs.get("determinism_check") != "none"
 
 
-def refused_option(kwargs: Mapping[str, Any]) -> str:
-    """Say which option is refused, and why; "" where none is."""
+def refused_option(kwargs: Mapping[str, Any], checks: tuple[str, ...] = CHECKS) -> str:
+    """Say which option is refused, and why; "" where none is.
+
+    Args:
+        kwargs: options of torch's checkpoint; others are not looked at.
+        checks: what `determinism_check` may be.
+    """
     if kwargs.get("use_reentrant"):
         return (
             "use_reentrant True goes with a policy, but reentrant checkpointing knows no "
             "policies. Leave it out."
         )
     check = kwargs.get("determinism_check", "default")
-    if not (isinstance(check, str) and check in _CHECKS):
+    if not (isinstance(check, str) and check in checks):
         return (
-            f"determinism_check {shown(check)} is unknown, but it must be one of {_CHECKS}. "
+            f"determinism_check {shown(check)} is unknown, but it must be one of {checks}. "
             "Leave it out: what is made again is then held against what it was."
         )
     if "context_fn" in kwargs:

@@ -27,6 +27,8 @@ from ._options import split
 from ._tensors import needing_gradients, tensors_in
 from ._torch_compat._checkpoint_ends import checkpoint as torch_checkpoint
 from ._torch_compat._nested import any_nested
+from .eager import _run as _tape
+from .eager._observed import Observed
 from .engines.contexts._contexts import contexts, ended_if_left
 from .engines.recipe._explained import SavedTensor
 from .engines.recipe._run import refusal
@@ -253,6 +255,8 @@ def report(
     given = as_policy(policy)
     check_call(function, kwargs, engine, where="report")
     own, options = split(kwargs)
+    if engine == "tape":
+        return _of_tape(function, args, own, given)
     not_taken = not_recipe(function, given, args, own, options)
     chosen = ("contexts" if not_taken else "recipe") if engine == "auto" else engine
     if chosen == "recipe":
@@ -278,6 +282,24 @@ def report(
     held_bytes = sum(each.size_bytes for each in holdings.values())
     held_rows = tuple(_recipes(row, holdings) for row in rows)
     return Report(held_rows, held_bytes, saved, chosen, why, guard_bytes)
+
+
+def _of_tape(
+    function: Callable[..., Any], args: tuple[Any, ...], own: dict[str, Any], policy: Policy
+) -> Report:
+    """Run a forward under the tape engine, and read the report off the tape."""
+    recorded, observed = _Recorded(policy), Observed()
+    with torch.random.fork_rng(devices=[]):
+        out = _tape.run(function, args, own, recorded, "none", observed)
+    held = observed.held()
+    del out
+    rows = []
+    for row in recorded.rows:
+        size_bytes, why = held.get((row.op, row.index), (0, ""))
+        keeps = row.decision.keeps
+        read = size_bytes > 0 if keeps else None
+        rows.append(replace(row, read=read, held_bytes=size_bytes, why="" if keeps else why))
+    return Report(tuple(rows), sum(size for size, _ in held.values()), engine="tape")
 
 
 _UNCOMPARED = {"determinism_check": "none"}

@@ -1,0 +1,65 @@
+"""Versions, storages and copies of tensors, as the tape uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from .._torch_compat import storage_key
+
+UNVERSIONED = -1
+"""Version of an inference tensor: it has no counter."""
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return a tensor's version; UNVERSIONED for an inference tensor.
+
+    Example:
+        >>> version_of(torch.zeros(2).add_(1))
+        1
+    """
+    try:
+        return tensor._version
+    except RuntimeError:
+        return UNVERSIONED
+
+
+def storage_of(tensor: torch.Tensor) -> int | None:
+    """Return a key of the storage that a tensor lies in; None for layouts without one."""
+    if tensor.layout is not torch.strided:
+        return None
+    return storage_key(tensor)
+
+
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor, with its strides and its overlaps."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.numel() == 0:
+        return tensor.clone()
+    if tensor.is_contiguous():
+        return tensor.clone()
+    sizes, strides = tensor.size(), tensor.stride()
+    span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    flat = torch.as_strided(tensor, (span,), (1,)).clone()
+    return torch.as_strided(flat, sizes, strides, 0)
+
+
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Whether the bytes of a tensor were freed, as FSDP does with gathered parameters."""
+    if tensor.layout is not torch.strided or tensor.numel() == 0 or tensor.is_meta:
+        return False
+    try:
+        return tensor.untyped_storage().nbytes() == 0
+    except NotImplementedError:
+        return False
+
+
+def tensors_among(values: Iterable[Any]) -> list[torch.Tensor]:
+    """List the tensors in an operator's arguments, those in lists too."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        for each in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(each, torch.Tensor):
+                found.append(each)
+    return found

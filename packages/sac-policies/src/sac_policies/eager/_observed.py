@@ -1,0 +1,69 @@
+"""What a tape holds of each call, for reports."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import ref
+
+import torch
+
+from .._tensors import tensors_in
+from .._torch_compat import storage_bytes, storage_key
+from ._recorders import Recorder
+from ._values import Value
+
+Call = tuple[str, int]
+Held = dict[Call, tuple[int, str]]
+"""Call to the bytes that are held of what it made, and why if the policy does not keep it."""
+
+
+class Observed:
+    """Notes which call made each storage, and which values are held after the forward."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[Call, str]] = {}
+        self._values: list[ref[Value]] = []
+
+    def called(self, recorder: Recorder, index: int, out: Any) -> None:
+        """Note the storages that a call made."""
+        if recorder.shares:
+            return
+        for tensor in tensors_in(out):
+            key = storage_key(tensor)
+            if key in self._made or not recorder.facts.writes:
+                self._made[key] = (str(recorder.op), index), _reason(recorder, tensor)
+
+    def replaced(self, held: torch.Tensor, original: torch.Tensor) -> None:
+        """Note that a tensor is held for what made another."""
+        made = self._made.get(storage_key(original))
+        self._made.pop(storage_key(held), None)
+        if made is not None:
+            self._made[storage_key(held)] = made
+
+    def ended(self, values: list[ref[Value]]) -> None:
+        """Note the values that hold tensors."""
+        self._values += values
+
+    def held(self) -> Held:
+        """Sum up what is held now, each storage once; not what the region was given."""
+        found: Held = {}
+        counted: set[int] = set()
+        live = (each() for each in self._values)
+        for tensor in (value.held for value in live if value is not None):
+            key = None if tensor is None else storage_key(tensor)
+            made = None if key is None else self._made.get(key)
+            if tensor is None or key is None or made is None or key in counted:
+                continue
+            counted.add(key)
+            call, why = made
+            found[call] = found.get(call, (0, ""))[0] + storage_bytes(tensor), why
+        return found
+
+
+def _reason(recorder: Recorder, tensor: torch.Tensor) -> str:
+    """Say why a result is held although the policy does not keep it."""
+    if not torch.is_grad_enabled():
+        return "it was made without gradients"
+    if tensor.is_floating_point() and recorder.why == "integer results are held":
+        return "it was written to"
+    return recorder.why

@@ -1,0 +1,370 @@
+"""What the tape does at an operator, worked out once from its schema and the policy.
+
+An operator is recorded only if its schema and tags say that it is functional and deterministic.
+A short list names the operators whose schema does not tell the truth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+
+from .._torch_compat._dispatch import boxed_call, is_called_by_library
+from ..engines._fsdp import RANGE_OPS
+from ..policies._decisions import Decision
+from ..policies._operators import BATCH_NORMS, STATISTICS, Facts, facts_of
+from ..policies._policies import DEPENDS, Constant, Policy
+from ..policies._views import Operator
+from ._aliasing import tensors_among, version_of
+from ._values import Call, Item, Value
+
+
+class Tape(Protocol):
+    """What recorders ask of a tape."""
+
+    def value_of(self, tensor: torch.Tensor) -> Value:
+        """Return the value that a tensor stands for; hold an unknown tensor."""
+
+    def known_value(self, tensor: torch.Tensor) -> Value | None:
+        """Return the value that a tensor stands for, None where it is unknown."""
+
+    def note(self, tensor: torch.Tensor, value: Value, version: int) -> None:
+        """Have a tensor stand for a value as long as it has this version."""
+
+    def note_mask(self, mask: torch.Tensor, version: int) -> None:
+        """Hold the bits of a mask in its place."""
+
+    def before_write(self, written: list[torch.Tensor]) -> None:
+        """Forget tensors of storages that are about to be written; copy what values hold."""
+
+    def decide(
+        self, recorder: Recorder, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Count a call, and tell whether the policy keeps its result."""
+
+    def follow_range(self, op: Operator, args: tuple[Any, ...]) -> None:
+        """Look away while FSDP gathers or frees parameters."""
+
+
+Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Runs one call of an operator under a tape, and records it."""
+
+_UNDEFINED = frozenset(
+    (
+        "empty",
+        "empty_like",
+        "empty_permuted",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "as_strided",
+        "lift_fresh",
+    )
+)
+"""Not functional: their result is uninitialised, or reads past its argument."""
+_UNSAFE_VIEWS = frozenset(("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"))
+"""Their results share memory with the argument, which the schema does not say."""
+_RESIZES = frozenset(("set_", "resize_", "resize_as_", "_resize_output_"))
+_MAY_WRITE = getattr(torch.Tag, "maybe_aliasing_or_mutating", None)
+_VARIES = getattr(torch.Tag, "nondeterministic_bitwise", None)
+_OUTSIDE = frozenset(("fsdp", "profiler", "prim"))
+"""Namespaces whose operators are no work of the region."""
+_MASKS = {"bernoulli_": 0, "bernoulli": 0, "native_dropout": 1}
+"""Operators that draw masks, and which of their results is one."""
+
+_is_grad_enabled = torch.is_grad_enabled
+
+
+class Recorder:
+    """One operator under one policy.
+
+    Attributes:
+        op: the operator.
+        call: calls it.
+        facts: what its schema says.
+        run: runs one call.
+        answer: the policy's constant answer.
+        asks: whether the policy is asked after each call, or counts calls.
+        shares: whether its results share memory with its first argument.
+        why: why its results are held, if the policy does not keep them.
+    """
+
+    __slots__ = (
+        "_is_view",
+        "_positions",
+        "_short",
+        "answer",
+        "asks",
+        "call",
+        "facts",
+        "is_aten",
+        "op",
+        "run",
+        "shares",
+        "why",
+    )
+
+    def __init__(self, op: Operator, policy: Policy) -> None:
+        self.op = op
+        self.call = boxed_call(op)
+        self.facts: Facts = facts_of(op)
+        self.answer: Constant = None if self.facts.bookkeeping else policy.constant(op)
+        if self.facts.is_view and self.answer is not DEPENDS:
+            self.answer = None  # a view costs nothing to make again
+        self.asks = not self.facts.bookkeeping and (self.answer is DEPENDS or policy.counts(op))
+        schema = getattr(op, "_schema", None)
+        self.is_aten = schema is not None and op.namespace in ("aten", "prims")
+        self._short = "" if schema is None else schema.name.partition("::")[2]
+        self.shares = self.facts.is_view or (self.is_aten and self._short in _UNSAFE_VIEWS)
+        self._is_view = self.facts.is_view
+        self._positions = _tensor_positions(schema)
+        self.run, self.why = self._kind(schema)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the policy keeps the result of every call."""
+        return self.answer is Decision.SAVE
+
+    def _kind(self, schema: Any) -> tuple[Run, str]:
+        """Choose what runs a call, and say why its results are held if they are."""
+        if schema is None:
+            return self._held, "a higher-order operator is not replayed"
+        if self.op in RANGE_OPS:
+            return self._range, ""
+        if self.op.namespace in _OUTSIDE or not schema.returns:
+            return self._written if self.facts.writes else self._held, "it is no work of the region"
+        if self.op.namespace == "c10d":
+            return self._collective, "a collective is not run again"
+        if self.op in BATCH_NORMS:
+            return self._batch_norm, "batch norm writes running statistics"
+        if self.facts.writes:
+            return self._kind_of_write(schema)
+        if self.facts.random:
+            if self.facts.dropout is not None:
+                return self._attention, "random numbers are not drawn again"
+            run = self._mask if self.is_aten and self._short in _MASKS else self._held
+            return run, "random numbers are not drawn again"
+        if self.op.namespace.startswith("_c10d"):
+            return self._held, "a collective is not run again"
+        if _MAY_WRITE in self.op.tags:
+            return self._collective, "it may write to its arguments"
+        if _VARIES in self.op.tags:
+            return self._held, "it does not return the same bits each time"
+        if self.is_aten and self._short in _UNDEFINED:
+            return self._held, "its result is not determined by its arguments"
+        if not _returns_tensors(schema):
+            return self._held, ""
+        if self.keeps:
+            return self._held, ""
+        return (self._single if _returns_one(schema) else self._several), "integer results are held"
+
+    def _kind_of_write(self, schema: Any) -> tuple[Run, str]:
+        first = schema.arguments[0].alias_info if schema.arguments else None
+        writes_first = len(self.facts.writes) == 1 and first is not None and first.is_write
+        changes_view = torch.Tag.inplace_view in self.op.tags
+        if self.facts.random:
+            run = self._drawn_mask if self.is_aten and self._short in _MASKS else self._written
+            return run, "random numbers are not drawn again"
+        if not (self.is_aten and writes_first and len(schema.returns) == 1) or changes_view:
+            return self._written, "it writes to its arguments"
+        if self._short in _RESIZES or self.keeps:
+            return self._written, "" if self.keeps else "it resizes its argument"
+        return self._in_place, "it writes to a tensor that is held"
+
+    # What runs a call
+
+    def _held(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = self.call(*args, **kwargs) if kwargs else self.call(*args)
+        if self.asks:
+            self._keeps(tape, out, args, kwargs)
+        return out
+
+    def _range(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = self.call(*args, **kwargs)
+        tape.follow_range(self.op, args)
+        return out
+
+    def _single(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = self.call(*args, **kwargs) if kwargs else self.call(*args)
+        if self.asks and self._keeps(tape, out, args, kwargs):
+            return out
+        if _is_grad_enabled() or (not self.is_aten and is_called_by_library(3)):
+            if self._is_view:
+                version = version_of(args[0])
+            else:
+                version = 0
+                dtype = out.dtype
+                if not (dtype.is_floating_point or dtype.is_complex) and self._cuts(args, dtype):
+                    return out
+            tape.note(out, self._recorded(tape, args, kwargs), version)
+        return out
+
+    def _several(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = self.call(*args, **kwargs) if kwargs else self.call(*args)
+        if self.asks and self._keeps(tape, out, args, kwargs):
+            return out
+        records = _is_grad_enabled() or (not self.is_aten and is_called_by_library(3))
+        if records and type(out) in (tuple, list):
+            self._note_items(tape, args, kwargs, out)
+        return out
+
+    def _note_items(
+        self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> None:
+        if any(type(each) in (tuple, list) for each in out):
+            return
+        call = self._recorded(tape, args, kwargs)
+        version = version_of(args[0]) if self._is_view else 0
+        call.items = []
+        for at, each in enumerate(out):
+            item = None
+            if isinstance(each, torch.Tensor):
+                dtype = each.dtype
+                exact = not (dtype.is_floating_point or dtype.is_complex)
+                if self._is_view or not (exact and self._cuts(args, dtype)):
+                    item = Item(call, at)
+                    tape.note(each, item, version)
+            call.items.append(None if item is None else ref(item))
+
+    def _attention(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record attention that drops nothing."""
+        at, given = self.facts.dropout, kwargs.get("dropout_p", 0.0)
+        assert at is not None
+        if self.keeps or (args[at] if at < len(args) else given):
+            return self._held(tape, args, kwargs)
+        return self._several(tape, args, kwargs)
+
+    def _batch_norm(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record batch norm that only reads its statistics."""
+        if args[STATISTICS.stop]:
+            statistics = [each for each in args[STATISTICS] if isinstance(each, torch.Tensor)]
+            tape.before_write(statistics)
+            return self._held(tape, args, kwargs)
+        return (self._held if self.keeps else self._several)(tape, args, kwargs)
+
+    def _mask(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Draw a mask, and record it as its bits."""
+        out = self._held(tape, args, kwargs)
+        if _is_grad_enabled():
+            mask = out if isinstance(out, torch.Tensor) else out[_MASKS[self._short]]
+            tape.note_mask(mask, 0)
+        return out
+
+    def _drawn_mask(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Draw a mask into a tensor, and record it as its bits."""
+        out = self._written(tape, args, kwargs)
+        if _is_grad_enabled():
+            tape.note_mask(args[0], version_of(args[0]) + 1)
+        return out
+
+    def _collective(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator that may write to any of its arguments."""
+        tape.before_write(tensors_among((*args, *kwargs.values())))
+        return self._held(tape, args, kwargs)
+
+    def _written(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tape.before_write(self.facts.written(args, kwargs))
+        return self._held(tape, args, kwargs)
+
+    def _in_place(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record a write to a tensor that a call made: a functional call on a copy of it."""
+        target = args[0]
+        known = tape.known_value(target) if _is_grad_enabled() else None
+        if known is None or known.held is not None or not target.is_floating_point():
+            return self._written(tape, args, kwargs)
+        call = self._recorded(tape, args, kwargs, copies=True)
+        tape.before_write([target])
+        out = self.call(*args, **kwargs) if kwargs else self.call(*args)
+        if not (self.asks and self._keeps(tape, out, args, kwargs)):
+            tape.note(target, call, version_of(target) + 1)
+        return out
+
+    # What they share
+
+    def _recorded(
+        self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any], copies: bool = False
+    ) -> Call:
+        inputs: list[Value] = []
+        values, count, value_of = list(args), len(args), tape.value_of
+        for at, is_list in self._positions:
+            if at >= count:
+                break
+            arg = values[at]
+            if is_list:
+                values[at] = _listed(tape, arg, inputs)
+            elif isinstance(arg, torch.Tensor):
+                value = values[at] = value_of(arg)
+                inputs.append(value)
+        named = None
+        if kwargs:
+            named = {name: _listed(tape, arg, inputs) for name, arg in kwargs.items()}
+        return Call(self, values, named, inputs, copies)
+
+    def _cuts(self, args: tuple[Any, ...], dtype: torch.dtype) -> bool:
+        """Whether a result is made of integers that were chosen by numbers: it may not differ."""
+        if dtype is torch.bool:
+            return False
+        return any(each.is_floating_point() for each in tensors_among(args))
+
+    def _keeps(self, tape: Tape, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Count a call, ask the policy, and tell whether it keeps the result."""
+        return tape.decide(self, out, args, kwargs) and not self._is_view
+
+
+def _listed(tape: Tape, arg: Any, inputs: list[Value]) -> Any:
+    if isinstance(arg, torch.Tensor):
+        value = tape.value_of(arg)
+        inputs.append(value)
+        return value
+    if isinstance(arg, (list, tuple)):
+        return [_listed(tape, each, inputs) for each in arg]
+    return arg
+
+
+@lru_cache(maxsize=4096)
+def _positions_of(types: tuple[str, ...]) -> tuple[tuple[int, bool], ...]:
+    return tuple((at, "[" in each) for at, each in enumerate(types) if "Tensor" in each)
+
+
+def _tensor_positions(schema: Any) -> tuple[tuple[int, bool], ...]:
+    """Positions of arguments that may be tensors, and whether they are lists."""
+    if schema is None:
+        return ()
+    return _positions_of(tuple(str(each.type) for each in schema.arguments))
+
+
+def _returns_tensors(schema: Any) -> bool:
+    return any("Tensor" in str(each.type) for each in schema.returns)
+
+
+def _returns_one(schema: Any) -> bool:
+    return len(schema.returns) == 1 and str(schema.returns[0].type) == "Tensor"
+
+
+class Table(dict[Operator, Run]):
+    """Operator to what runs its calls, filled as operators appear.
+
+    Attributes:
+        policy: what decides.
+        recorders: the recorder of each operator that appeared.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()
+        self.policy = policy
+        self.recorders: dict[Operator, Recorder] = {}
+
+    def __missing__(self, op: Operator) -> Run:
+        recorder = self.recorders[op] = Recorder(op, self.policy)
+        run = self[op] = recorder.run
+        return run
+
+
+@lru_cache(maxsize=256)
+def table_of(policy: Policy) -> Table:
+    """Return the table of a policy; equal policies share one."""
+    return Table(policy)

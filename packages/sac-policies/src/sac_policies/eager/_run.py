@@ -1,0 +1,74 @@
+"""Runs a function as a region of the tape engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from .._torch_compat import saved_tensor_hooks
+from ..policies._modules import root_of
+from ..policies._policies import Policy
+from ..policies._unmatched import Watch, watch_of
+from ._recorders import Table, table_of
+from ._tape import Observer, Region, Tape, refused_offload, tape_here
+
+CHECKS = ("default", "bits", "none")
+"""When replays are compared with the bits of the forward: in the first step, always, never."""
+
+
+def run(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    policy: Policy,
+    check: str = "default",
+    observer: Observer | None = None,
+) -> Any:
+    """Call `function` so that backward replays what `policy` does not keep.
+
+    Args:
+        function: called once; backward calls single operators again.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        policy: what to keep.
+        check: one of CHECKS. "default" compares in the first forward of a function and a policy.
+        observer: is given every call that the policy is asked about.
+
+    Raises:
+        EngineError: the policy offloads.
+        PolicyError: the policy reads modules, and there is no module to name paths from.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    if policy.offloads:
+        raise refused_offload(policy)
+    watch, table = _known(policy)
+    is_new = watch.is_new(function)
+    checks = check == "bits" or (is_new and check == "default")
+    # A table of its own lists the operators of this region, and no others.
+    table = Table(policy) if is_new else table
+    root = root_of(function) if policy.reads_modules else None
+    region = Region(policy, table, watch, root, checks, observer)
+    hooks = saved_tensor_hooks()
+    tape = tape_here(hooks)
+    if tape is None:
+        out = Tape(region, hooks).run(function, args, kwargs)
+    else:
+        out = tape.run_inside(region, function, args, kwargs)
+    if is_new or watch.open:
+        watch.forward_ended(region.seen(), function)
+    return out
+
+
+def _known(policy: Policy) -> tuple[Watch, Table]:
+    """Look up what is known of a policy; most regions have that of the region before."""
+    global _last
+    last = _last
+    if last[0] is not policy:
+        last = _last = policy, watch_of(policy), table_of(policy)
+    return last[1], last[2]
+
+
+_last: tuple[Any, Any, Any] = None, None, None

@@ -1,0 +1,487 @@
+"""The tape of one region: its dispatch mode, its saved-tensor hooks, the tensors it knows."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .._errors import EngineError, MutationError, RecomputeError
+from .._torch_compat import (
+    Hooks,
+    after_backward,
+    backward_id,
+    end_if_left,
+    install_dispatch,
+    is_fake,
+    pop_hooks,
+    push_hooks,
+)
+from .._torch_compat._dispatch import is_wrapper, no_dispatch, unseen_alias
+from ..engines._fsdp import Ranges
+from ..engines._guards import Guard
+from ..policies._decisions import Decision
+from ..policies._modules import ModulePath, named_root
+from ..policies._names import NAME_OP, listening
+from ..policies._policies import DEPENDS, Policy
+from ..policies._unmatched import Watch
+from ..policies._views import Operator, OpView, RegionState, RegionSummary
+from ._aliasing import UNVERSIONED, copy_of, is_freed, storage_of, version_of
+from ._masks import UNPACK, packed, takes
+from ._recorders import Recorder, Table
+from ._values import Call, Replay, Value, want
+
+_PLAIN = frozenset((torch.Tensor, nn.Parameter))
+
+
+class Observer(Protocol):
+    """Sees what a tape records, for a report."""
+
+    def called(self, recorder: Recorder, index: int, out: Any) -> None:
+        """See a call of an operator, its number and what it returned."""
+
+    def replaced(self, held: torch.Tensor, original: torch.Tensor) -> None:
+        """See that a copy, or the bits of a mask, is held in place of a tensor."""
+
+    def ended(self, values: list[ref[Value]]) -> None:
+        """See the values that hold tensors when the region ends; some may not outlive it."""
+
+
+class Region:
+    """One call of a function under one policy.
+
+    Attributes:
+        policy: what decides.
+        table: what is done at each operator.
+        watch: what regions of the policy have had so far.
+        state: calls of each counted operator.
+        checks: whether replays are compared with the bits of the forward.
+        labels: names given to tensors.
+        kept: operators of which the policy kept a result.
+        path: the module that runs, where the policy reads modules.
+        observer: for reports.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        table: Table,
+        watch: Watch,
+        root: nn.Module | None,
+        checks: bool,
+        observer: Observer | None = None,
+    ) -> None:
+        self.policy, self.table, self.watch, self.checks = policy, table, watch, checks
+        self.state = RegionState()
+        self.labels: set[str] = set()
+        self.kept: set[Operator] = set()
+        self.path = ModulePath(named_root(root)) if policy.reads_modules else None
+        self.observer = observer
+
+    def view(
+        self,
+        op: Operator,
+        index: int,
+        out: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        label: str | None = None,
+    ) -> OpView:
+        """Show one call to the policy."""
+        module = "" if self.path is None else self.path.now
+        return OpView(op, index, out, args, kwargs, module, label, self.state)
+
+    def follow(self, until: ExitStack, named: Callable[[torch.Tensor, str], None]) -> None:
+        """Follow modules and names, where the policy reads them."""
+        if self.path is not None:
+            self.path.follow(until)
+        if self.policy.reads_names:
+            until.enter_context(listening(named))
+
+    def seen(self) -> RegionSummary:
+        """Say what ran, to find entries of the policy that match nothing."""
+        recorders = self.table.recorders
+        calls = {**dict.fromkeys(recorders, 0), **self.state.calls()}
+        kept = self.kept | {op for op, each in recorders.items() if each.keeps}
+        paths = frozenset() if self.path is None else self.path.known
+        return RegionSummary(calls, frozenset(self.labels), paths, frozenset(kept))
+
+
+class _Seen(ref[torch.Tensor]):
+    """A tensor that stands for a value while it has this version."""
+
+    __slots__ = ("key", "value", "version")
+    key: int
+    value: Value
+    version: int
+
+
+class _Flattened:
+    """A saved wrapper subclass: values of the tensors inside it."""
+
+    __slots__ = ("context", "kind", "parts", "size", "stride", "version", "wrapper")
+
+    def __init__(self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], Any]) -> None:
+        names, self.context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        self.kind: Any = type(tensor)
+        parts = {name: getattr(tensor, name) for name in names}  # not all need be tensors
+        self.parts = {
+            name: pack(part) if isinstance(part, torch.Tensor) else part
+            for name, part in parts.items()
+        }
+        self.size, self.stride = tensor.size(), tensor.stride()
+        self.version, self.wrapper = version_of(tensor), ref(tensor)
+
+    def restored(self, unpack: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        """Return such a tensor around the values."""
+        wrapper = self.wrapper()
+        if wrapper is not None and version_of(wrapper) != self.version:
+            raise MutationError(
+                f"sac_policies.checkpoint: a {self.kind.__name__} was changed in place after the "
+                "region read it, but backward reads it as it was. Change it after backward, or "
+                "give the region a copy."
+            )
+        inner = {
+            name: unpack(part) if isinstance(part, (Value, _Flattened)) else part
+            for name, part in self.parts.items()
+        }
+        made: torch.Tensor = self.kind.__tensor_unflatten__(
+            inner, self.context, self.size, self.stride
+        )
+        return made
+
+
+class Tape(TorchDispatchMode):
+    """Records what runs in a region, and replays what backward reads.
+
+    Attributes:
+        region: the region that runs now; regions inside it share the tape.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Take a compiled callable for one operator."""
+        return True
+
+    def __init__(self, region: Region, outer: Hooks | None) -> None:
+        super().__init__()
+        self.region = region
+        self._run_of = region.table
+        self._outer = outer
+        self._is_open = True
+        self._known: dict[int, _Seen] = {}
+        self._gone = _forget_in(self._known)
+        self._holders: list[ref[Value]] = []
+        self._ranges = Ranges()
+        self._is_away = False
+        self._replay = Replay()
+        self._queued = -1
+        self._lock = threading.RLock()
+
+    # Running a region
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Call a function and record what it runs."""
+        before, _current.tape = getattr(_current, "tape", None), self
+        push_hooks(self._pack, self._unpack)
+        try:
+            with self, ExitStack() as until:
+                self.region.follow(until, self._named)
+                return function(*args, **kwargs)
+        except BaseException as error:
+            end_if_left(self, error)
+            raise
+        finally:
+            pop_hooks()
+            _current.tape = before
+            self._end()
+
+    def run_inside(
+        self, region: Region, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """Call a function of a region inside this one, whose policy decides meanwhile."""
+        before = self.region
+        self.region, self._run_of = region, region.table
+        try:
+            with ExitStack() as until:
+                region.follow(until, self._named)
+                return function(*args, **kwargs)
+        finally:
+            self.region, self._run_of = before, before.table
+
+    def takes_hooks(self, hooks: Hooks | None) -> bool:
+        """Whether what autograd saves now comes to this tape."""
+        return self._is_open and hooks is not None and hooks[0] == self._pack
+
+    def _end(self) -> None:
+        """Forget all tensors; give what is held to the hooks around the region."""
+        self._is_open = False
+        self._known.clear()
+        holders, self._holders = self._holders, []
+        if self.region.observer is not None:
+            self.region.observer.ended(holders)
+        outer, self._outer = self._outer, None
+        if outer is None:
+            return
+        live = [value for value in (each() for each in holders) if value is not None]
+        held = [value.held for value in live]
+        for value in live:  # whatever a hook raises, no tensor with a graph stays here
+            value.held = None
+        pack, unpack = outer
+        for value, tensor in zip(live, held, strict=True):
+            if value.readers and tensor is not None:
+                value.boxed = partial(unpack, pack(tensor))
+
+    # What recorders call
+
+    def value_of(self, tensor: torch.Tensor) -> Value:
+        """Return the value that a tensor stands for; hold an unknown tensor."""
+        seen = self._known.get(id(tensor))
+        try:
+            version = tensor._version
+        except RuntimeError:
+            version = UNVERSIONED
+        if seen is not None and seen.version == version and seen() is tensor:
+            return seen.value
+        return self._hold(tensor, version)
+
+    def known_value(self, tensor: torch.Tensor) -> Value | None:
+        """Return the value that a tensor stands for, None where it is unknown."""
+        seen = self._known.get(id(tensor))
+        if seen is None or seen.version != version_of(tensor) or seen() is not tensor:
+            return None
+        return seen.value
+
+    def note(self, tensor: torch.Tensor, value: Value, version: int) -> None:
+        """Have a tensor stand for a value as long as it has this version."""
+        seen = _Seen(tensor, self._gone)
+        seen.key, seen.value, seen.version = id(tensor), value, version
+        self._known[seen.key] = seen
+
+    def note_mask(self, mask: torch.Tensor, version: int) -> None:
+        """Hold the bits of a mask in its place."""
+        if not takes(mask):
+            return
+        with no_dispatch():
+            bits = packed(mask)
+        if self.region.observer is not None:
+            self.region.observer.replaced(bits, mask)
+        held = self._held(bits)
+        call = Call(UNPACK, [held, tuple(mask.shape), mask.dtype], None, [held])
+        self.note(mask, call, version)
+
+    def before_write(self, written: list[torch.Tensor]) -> None:
+        """Forget tensors of storages that are about to be written; copy what values hold."""
+        if not written:
+            return
+        with no_dispatch():
+            storages = {storage_of(each) for each in written}
+            for seen in list(self._known.values()):
+                tensor = seen()
+                if tensor is not None and storage_of(tensor) in storages:
+                    self._known.pop(seen.key, None)
+            tensor = None
+            live = [value for value in (each() for each in self._holders) if value is not None]
+            for value in live:
+                if value.held is not None and storage_of(value.held) in storages:
+                    self._copy(value, value.held)
+            self._holders = [ref(value) for value in live]
+
+    def decide(
+        self, recorder: Recorder, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Count a call, and tell whether the policy keeps its result."""
+        region, op = self.region, recorder.op
+        is_compiled = isinstance(op, torch._ops.HigherOrderOperator) and args
+        key = (op, args[0]) if is_compiled and not isinstance(args[0], torch.Tensor) else op
+        index = region.state.enter(key)
+        answer = recorder.answer
+        if answer is DEPENDS:
+            answer = region.policy.decide(region.view(op, index, out, args, kwargs))
+        if region.observer is not None:
+            region.observer.called(recorder, index, out)
+        if answer is Decision.OFFLOAD:
+            raise refused_offload(region.policy)
+        if answer is not Decision.SAVE:
+            return False
+        region.kept.add(op)
+        return True
+
+    def follow_range(self, op: Operator, args: tuple[Any, ...]) -> None:
+        """Look away while FSDP gathers or frees parameters: that is no work of the region."""
+        self._ranges.follow(op, args)
+        self._is_away = self._ranges.inside
+
+    # Holding
+
+    def _hold(self, tensor: torch.Tensor, version: int) -> Value:
+        is_itself = (
+            self._outer is not None  # hooks around the region get what autograd would give them
+            or version == UNVERSIONED
+            or (tensor.requires_grad and tensor.is_leaf)
+            or not (tensor.is_floating_point() or tensor.is_complex())  # it has no graph
+        )
+        value = self._held(tensor if is_itself else unseen_alias(tensor), version)
+        self.note(tensor, value, version)
+        return value
+
+    def _held(self, tensor: torch.Tensor, version: int = 0) -> Value:
+        value = Value(tensor, version)
+        self._holders.append(ref(value))
+        return value
+
+    def _copy(self, value: Value, tensor: torch.Tensor) -> None:
+        """Have a value hold a copy, unless its tensor was changed unseen or freed."""
+        if value.version in (UNVERSIONED, version_of(tensor)) and not is_freed(tensor):
+            copy = copy_of(tensor.detach())
+            if self.region.observer is not None:
+                self.region.observer.replaced(copy, tensor)
+            value.hold(copy)
+
+    def _named(self, tensor: torch.Tensor, label: str) -> None:
+        """Hold a tensor that was named, if the policy keeps it."""
+        region = self.region
+        region.labels.add(label)
+        index = region.state.enter(NAME_OP)
+        view = region.view(NAME_OP, index, tensor, (tensor, label), {}, label)
+        answer = region.policy.decide(view)
+        if region.observer is not None:
+            region.table[NAME_OP]
+            region.observer.called(region.table.recorders[NAME_OP], index, tensor)
+        if answer is Decision.OFFLOAD:
+            raise refused_offload(region.policy)
+        if answer is Decision.SAVE:
+            region.kept.add(NAME_OP)
+            for each in _parts_of(tensor):
+                value = self.value_of(each)
+                if value.held is None:
+                    value.hold(each if self._outer is not None else unseen_alias(each))
+                    self._holders.append(ref(value))
+
+    # Saved-tensor hooks
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        if type(tensor) not in _PLAIN and is_wrapper(tensor):
+            return _Flattened(tensor, self._pack_part)
+        value = self.value_of(tensor)
+        want(value)
+        if self.region.checks and value.held is None and value.guard is None:
+            with no_dispatch():
+                if not is_fake(tensor) and tensor.layout is torch.strided:
+                    value.guard = Guard(_resolved(tensor))
+        return value
+
+    def _pack_part(self, tensor: torch.Tensor) -> Any:
+        """Save a tensor inside a wrapper; hold integers, whose identity a jagged tensor reads."""
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            value = self.value_of(tensor)
+            if value.held is None:
+                value.hold(tensor)
+                self._holders.append(ref(value))
+        return self._pack(tensor)
+
+    def _unpack(self, saved: Any) -> torch.Tensor:
+        watch = self.region.watch
+        if watch.missing and watch.is_due:
+            raise watch.error()
+        if type(saved) is _Flattened:
+            return saved.restored(self._unpack)
+        with self._lock:
+            tensor = self._replay.read(saved, caches=not self._is_open)
+            backward = backward_id()
+            if self._replay.has_cached and (backward < 0 or self._queued != backward):
+                self._queued = backward
+                if not after_backward(self._replay.drop):
+                    self._replay.drop()
+            if saved.guard is not None:
+                with no_dispatch():
+                    saved.guard.check(_resolved(tensor), partial(differs, saved))
+        return tensor
+
+
+def _dispatch(
+    self: Tape, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+) -> Any:
+    if self._replay.runs:
+        return func(*args, **kwargs) if kwargs else func(*args)
+    if types:
+        for kind in types:
+            if kind not in _PLAIN:
+                return NotImplemented
+    if self._is_away:
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        self.follow_range(func, args)
+        return out
+    return self._run_of[func](self, args, kwargs or {})
+
+
+install_dispatch(Tape, _dispatch)
+
+
+class _Current(threading.local):
+    tape: Tape | None = None
+
+
+_current = _Current()
+
+
+def tape_here(hooks: Hooks | None) -> Tape | None:
+    """Return the tape of this thread that takes what autograd saves now.
+
+    Args:
+        hooks: the saved-tensor hooks that autograd would use.
+    """
+    tape = _current.tape
+    return tape if tape is not None and tape.takes_hooks(hooks) else None
+
+
+def refused_offload(policy: Policy) -> EngineError:
+    """Make the error for a policy that offloads."""
+    return EngineError(
+        f"sac_policies.checkpoint: policy {policy.text} offloads, but the tape engine saves or "
+        'recomputes. Use engine="contexts" for it.'
+    )
+
+
+def differs(value: Value) -> RecomputeError:
+    """Make the error about a replay that has other bits than the forward."""
+    call = value.made_by
+    op = "a saved tensor" if call is None else f"the result of {call.recorder.op}"
+    return RecomputeError(
+        f"sac_policies.checkpoint: {op} has other bits in backward than in forward. A tensor that "
+        "it is made of was changed without a version counter (.data, numpy, a custom kernel), or "
+        "the operator is not deterministic. Save its result by the policy, or change the tensor "
+        'after backward. determinism_check="none" turns the comparison off.'
+    )
+
+
+def _resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose elements lie in memory as they are read."""
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    if type(tensor) in _PLAIN or not is_wrapper(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    parts = [part for name in names if isinstance(part := getattr(tensor, name), torch.Tensor)]
+    return [each for part in parts for each in _parts_of(part)]
+
+
+def _forget_in(known: dict[int, _Seen]) -> Callable[[Any], None]:
+    """Make the callback of a dead tensor. It refers to the table only: a tape is in no cycle."""
+
+    def gone(seen: _Seen) -> None:
+        if known.get(seen.key) is seen:
+            del known[seen.key]
+
+    return gone

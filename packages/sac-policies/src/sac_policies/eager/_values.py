@@ -1,0 +1,401 @@
+"""Values on a tape, and how they are made again.
+
+A value is held, or is a call of an operator on other values, or is one of the results of a call.
+The tape's tensors refer to values; values refer to the values that they are made of, never to a
+tensor with a graph. So the nodes of the graph keep alive what backward may need, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+
+from .._errors import MutationError
+from .._torch_compat import backward_id
+from .._torch_compat._dispatch import below_autograd, no_torch_function
+from ._aliasing import UNVERSIONED, copy_of, version_of
+
+
+class Value:
+    """Immutable bits.
+
+    Attributes:
+        held: the tensor, None where a call makes it.
+        version: of `held`, or of `cached`.
+        boxed: reads what saved-tensor hooks around the region made of `held`; None without them.
+        cached: a replayed tensor that other readers of this backward wait for.
+        readers: how often the value is saved, or read by a call that backward may need.
+        left: those of them that have not read it yet in this backward.
+        guard: compares a replay with the bits of the forward; None where they are not compared.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "boxed",
+        "cached",
+        "guard",
+        "held",
+        "left",
+        "readers",
+        "version",
+    )
+
+    def __init__(self, held: torch.Tensor | None = None, version: int = 0) -> None:
+        self.held = held
+        self.version = version
+        self.boxed: Callable[[], torch.Tensor] | None = None
+        self.cached: torch.Tensor | None = None
+        self.guard: Guard | None = None
+        self.readers = self.left = 0
+
+    @property
+    def made_by(self) -> Call | None:
+        """The call that makes it again."""
+        return None
+
+    def now(self) -> torch.Tensor | None:
+        """Return the tensor where it is held or cached.
+
+        Raises:
+            MutationError: it was changed in place.
+        """
+        tensor = self.held
+        if tensor is not None:
+            if self.version != UNVERSIONED and tensor._version != self.version:
+                raise changed(tensor)
+            return tensor
+        tensor = self.cached
+        if tensor is not None and version_of(tensor) != self.version:
+            tensor = self.cached = None  # a reader wrote to it
+        return tensor
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Hold a tensor with these bits; no call makes them again."""
+        self.held, self.version = tensor, version_of(tensor)
+
+
+class Guard(Protocol):
+    """Compares a tensor with the bits that it had."""
+
+    def check(self, tensor: torch.Tensor, error: Callable[[], Exception]) -> None:
+        """Raise `error` if they differ."""
+
+
+class Recorded(Protocol):
+    """What a call reads of the operator it calls."""
+
+    op: Any
+    call: Callable[..., Any]
+    shares: bool
+
+
+class Call(Value):
+    """A call of a functional operator: itself its result, where there is one.
+
+    Attributes:
+        recorder: knows the operator.
+        args: positional arguments, with values in place of tensors.
+        kwargs: keyword arguments, likewise.
+        inputs: all values among them.
+        items: weak references to the results that are values, where the operator returns several.
+        copies: whether the operator writes to its first argument, so that it is given a copy.
+        wanted: whether backward may run it.
+    """
+
+    __slots__ = ("args", "copies", "inputs", "items", "kwargs", "recorder", "wanted")
+
+    def __init__(
+        self,
+        recorder: Recorded,
+        args: list[Any],
+        kwargs: dict[str, Any] | None,
+        inputs: list[Value],
+        copies: bool = False,
+    ) -> None:
+        self.held = self.boxed = self.cached = self.guard = None
+        self.version = self.readers = self.left = 0
+        self.recorder, self.args, self.kwargs, self.inputs = recorder, args, kwargs, inputs
+        self.items: list[ref[Item] | None] | None = None
+        self.copies = copies
+        self.wanted = False
+
+    @property
+    def made_by(self) -> Call | None:
+        """Itself, unless hooks around the region have what it held."""
+        return self if self.boxed is None else None
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Hold the result; let go of what it was made of."""
+        super().hold(tensor)
+        self.args, self.kwargs, self.inputs = [], None, []
+
+    def run(self, made: dict[Value, torch.Tensor]) -> Any:
+        """Call the operator again; `made` has the values that are neither held nor cached."""
+        args = [_read(arg, made) if type(arg) in _READ else arg for arg in self.args]
+        if self.copies:
+            args[0] = copy_of(args[0])
+        if self.kwargs:
+            kwargs = {name: _read(arg, made) for name, arg in self.kwargs.items()}
+            return self.recorder.call(*args, **kwargs)
+        return self.recorder.call(*args)
+
+
+class Item(Value):
+    """One of the results of a call."""
+
+    __slots__ = ("at", "whole")
+
+    def __init__(self, whole: Call, at: int) -> None:
+        super().__init__()
+        self.whole: Call | None = whole
+        self.at = at
+
+    @property
+    def made_by(self) -> Call | None:
+        """The call that it is a result of."""
+        return self.whole
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Hold the result; the call is no longer needed for it."""
+        super().hold(tensor)
+        self.whole = None
+
+
+_READ = frozenset({Value, Call, Item, list})
+
+
+def _read(arg: Any, made: dict[Value, torch.Tensor]) -> Any:
+    if type(arg) is list:
+        return [_read(each, made) for each in arg]
+    if not isinstance(arg, Value):
+        return arg
+    tensor = made.get(arg)
+    return arg.now() if tensor is None else tensor
+
+
+def changed(tensor: torch.Tensor) -> MutationError:
+    """Make the error about a held tensor that was written to."""
+    shape = list(tensor.shape) if not tensor.is_nested else "nested"
+    return MutationError(
+        f"sac_policies.checkpoint: a tensor of shape {shape} and dtype {tensor.dtype} was changed "
+        "in place after the region read it, but backward reads it as it was. Change it after "
+        "backward, or give the region a copy."
+    )
+
+
+def want(value: Value) -> None:
+    """Count one more reader of a value, and of those that its call reads."""
+    value.readers += 1
+    value.left += 1
+    call = value.made_by
+    if value.held is not None or call is None or call.wanted:
+        return
+    stack = [call]
+    call.wanted = True
+    while stack:
+        for each in stack.pop().inputs:
+            each.readers += 1
+            each.left += 1
+            call = each.made_by
+            if each.held is None and call is not None and not call.wanted:
+                call.wanted = True
+                stack.append(call)
+
+
+class Replay:
+    """Makes values again, and caches those that other readers of a backward wait for.
+
+    Attributes:
+        runs: whether operators that run now are replayed ones.
+    """
+
+    __slots__ = ("_backward", "_cached", "runs")
+
+    def __init__(self) -> None:
+        self._cached: list[ref[Value]] = []
+        self._backward = -1
+        self.runs = False
+
+    def read(self, value: Value, *, caches: bool) -> torch.Tensor:
+        """Return the tensor of a value that a node saved.
+
+        Args:
+            value: which one.
+            caches: whether what other readers wait for may be cached.
+
+        Raises:
+            MutationError: a tensor that it is made of was changed in place.
+        """
+        if value.held is not None:
+            return value.now()  # type: ignore[return-value]  # it is held
+        if backward_id() != self._backward:
+            self.drop()
+            self._backward = backward_id()
+        tensor = value.now()
+        if tensor is None:
+            is_ready = type(value) is Call and _reads_held(value)
+            tensor = (self._made_at_once if is_ready else self._made)(value, caches)
+        value.left -= 1
+        if value.left <= 0:
+            value.cached, value.left = None, value.readers
+        if not caches:
+            self.drop()
+        return tensor
+
+    @property
+    def has_cached(self) -> bool:
+        """Whether values are cached."""
+        return bool(self._cached)
+
+    def drop(self) -> None:
+        """Forget what was cached."""
+        for each in self._cached:
+            value = each()
+            if value is not None:
+                value.cached, value.left = None, value.readers
+        self._cached.clear()
+
+    def _made_at_once(self, root: Value, caches: bool) -> torch.Tensor:
+        """Make a value by one call that reads only what is held."""
+        assert isinstance(root, Call), "it is a call"
+        before, self.runs = self.runs, True
+        try:
+            with below_autograd(), no_torch_function():
+                tensor: torch.Tensor = root.run({})
+        finally:
+            self.runs = before
+        if caches and not root.recorder.shares and root.left > 1:
+            self._cache(root, tensor)
+        return tensor
+
+    def _made(self, root: Value, caches: bool) -> torch.Tensor:
+        made: dict[Value, torch.Tensor] = {}
+        order = _order(root, made)  # hooks around the region run with autograd
+        readers: dict[Value, int] = {root: 1}
+        for call in order:
+            for each in call.inputs:
+                if each.held is None:
+                    readers[each] = readers.get(each, 0) + 1
+        borrowed: set[Value] = set()
+        before, self.runs = self.runs, True
+        try:
+            with below_autograd(), no_torch_function():
+                for call in order:
+                    self._run(call, made, readers, borrowed, caches)
+        finally:
+            self.runs = before
+        tensor = made[root]
+        if caches and root not in borrowed and root.left > 1:
+            self._cache(root, tensor)
+        return tensor
+
+    def _run(
+        self,
+        call: Call,
+        made: dict[Value, torch.Tensor],
+        readers: dict[Value, int],
+        borrowed: set[Value],
+        caches: bool,
+    ) -> None:
+        """Run one call; note in `borrowed` what shares memory with a held tensor."""
+        out = call.run(made)
+        if call.recorder.shares:
+            base = call.inputs[0]
+            if base.held is not None or base in borrowed:
+                borrowed.update(_results(call))
+        if call.items is None:
+            made[call] = out
+        else:
+            self._sort(call, out, made, readers, caches and call not in borrowed)
+        for each in call.inputs:
+            if each.held is None:
+                each.left -= 1
+                left = readers[each] = readers[each] - 1
+                if not left:  # the last read in this replay
+                    self._let_go(each, made.pop(each), caches and each not in borrowed)
+
+    def _sort(
+        self,
+        call: Call,
+        out: Any,
+        made: dict[Value, torch.Tensor],
+        readers: dict[Value, int],
+        caches: bool,
+    ) -> None:
+        """Give the results of a call to their values."""
+        for item, tensor in zip(call.items or (), out, strict=True):
+            value = None if item is None else item()
+            if value is None or value.held is not None:
+                continue
+            if value in readers:
+                made[value] = tensor
+            elif caches and value.left > 0 and value.cached is None:
+                self._cache(value, tensor)
+
+    def _let_go(self, value: Value, tensor: torch.Tensor, caches: bool) -> None:
+        """Drop a value, or cache it for readers to come."""
+        if value.left <= 0:
+            value.cached, value.left = None, value.readers
+        elif caches and value.cached is None:
+            self._cache(value, tensor)
+
+    def _cache(self, value: Value, tensor: torch.Tensor) -> None:
+        value.cached, value.version = tensor, version_of(tensor)
+        self._cached.append(ref(value))
+
+
+def _reads_held(call: Call) -> bool:
+    for each in call.inputs:
+        if each.held is None:
+            return False
+    return call.made_by is not None
+
+
+def _results(call: Call) -> list[Value]:
+    """List the values that a call makes."""
+    found: list[Value] = [call]
+    found += [each for each in (item() for item in call.items or () if item is not None) if each]
+    return found
+
+
+def _order(root: Value, made: dict[Value, torch.Tensor]) -> list[Call]:
+    """List the calls that make a value, each after those it reads; put the rest into `made`."""
+    first = root.made_by
+    if first is None:
+        made[root] = _unboxed(root)
+        return []
+    order: list[Call] = []
+    done: set[Call] = set()
+    stack = [first]
+    while stack:
+        call = stack[-1]
+        if call in done:
+            stack.pop()
+            continue
+        waits = False
+        for each in call.inputs:
+            if each.held is not None or each in made:
+                continue
+            tensor = each.now()
+            if tensor is not None:
+                made[each] = tensor
+                continue
+            maker = each.made_by
+            if maker is None:
+                made[each] = _unboxed(each)
+            elif maker not in done:
+                stack.append(maker)
+                waits = True
+        if not waits:
+            stack.pop()
+            done.add(call)
+            order.append(call)
+    return order
+
+
+def _unboxed(value: Value) -> torch.Tensor:
+    assert value.boxed is not None, "a value is held, boxed or made by a call"
+    return value.boxed()

@@ -1,0 +1,844 @@
+"""The tape engine: what it replays, what it holds, and what it leaves alone."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from sac_policies import (
+    EngineError,
+    MutationError,
+    RecomputeError,
+    UnmatchedEntryWarning,
+    UnmatchedNameError,
+    checkpoint,
+    first_match,
+    name,
+    offload,
+    recompute_all,
+    recompute_ops,
+    report,
+    save_all,
+    save_by_bytes,
+    save_by_flops,
+    save_by_index,
+    save_by_shape,
+    save_every_nth,
+    save_modules,
+    save_named,
+    save_ops,
+    scoped,
+)
+from sac_policies._torch_compat import storage_key
+from sac_policies.policies._decisions import Decision
+
+NOTHING = recompute_all()
+UNCHECKED: Any = {"determinism_check": "none"}
+POLICIES = [NOTHING, save_ops("aten.mm"), save_all()]
+every_policy = pytest.mark.parametrize("policy", POLICIES, ids=["nothing", "mm", "all"])
+
+
+def taped(function: Any, *args: Any, policy: Any = NOTHING, **kwargs: Any) -> Any:
+    """Call a function as a region of the tape engine."""
+    return checkpoint(function, *args, policy=policy, engine="tape", **kwargs)
+
+
+def leaf(*shape: int) -> torch.Tensor:
+    """Make an input."""
+    return torch.randn(*shape, requires_grad=True)
+
+
+@pytest.fixture
+def xw() -> tuple[torch.Tensor, torch.Tensor]:
+    """Give an input and a weight, 8 x 8."""
+    torch.manual_seed(0)
+    return leaf(8, 8), leaf(8, 8)
+
+
+def grads(out: torch.Tensor, *inputs: torch.Tensor) -> list[Any]:
+    """Return the gradients of the squared output."""
+    return list(torch.autograd.grad(out.float().square().sum(), inputs, allow_unused=True))
+
+
+def same(left: list[Any], right: list[Any]) -> bool:
+    """Whether two lists of gradients have the same bits."""
+    return all(a is b is None or torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def agrees(function: Any, x: torch.Tensor, *others: torch.Tensor, policy: Any = NOTHING) -> bool:
+    """Whether a function of x has the same gradients plainly and under the tape."""
+    torch.manual_seed(1)
+    plain = grads(function(x), x, *others)
+    drawn = torch.rand(1)
+    torch.manual_seed(1)
+    found = grads(taped(function, x, policy=policy), x, *others)
+    return same([*plain, drawn], [*found, torch.rand(1)])
+
+
+def held_bytes(out: torch.Tensor, *outside: torch.Tensor) -> int:
+    """Count the bytes of live tensors, each storage once, without those given and the output."""
+    known = {storage_key(each) for each in (out, *outside)}
+    found = {}
+    for each in gc.get_objects():
+        if isinstance(each, torch.Tensor) and not isinstance(each, nn.Parameter):
+            key = storage_key(each)
+            if key not in known:
+                found[key] = each.untyped_storage().nbytes()
+    return sum(found.values())
+
+
+# Gradients
+
+
+@every_policy
+def test_chain_is_bit_identical(xw, policy):
+    """Matmuls, element-wise operators, views, a norm, a softmax."""
+    x, w = xw
+
+    def run(t):
+        y = F.layer_norm(t @ w, (8,))
+        a, b = (y @ w.t()).chunk(2, -1)
+        return torch.cat([F.silu(a) * b, a.softmax(-1)], -1).view(4, 16).sin()
+
+    assert agrees(run, x, w, policy=policy)
+
+
+@every_policy
+def test_in_place_writes_are_bit_identical(xw, policy):
+    """On results, on views of them, on lists, through out=."""
+    x, w = xw
+
+    def run(t):
+        y = (t @ w).relu_()
+        z = (y * 1.0).mul_(2)
+        z[:2].mul_(0.5)
+        torch._foreach_add_([z], 0.25)
+        out = torch.empty(8, 8)
+        torch.mul(z.detach(), 2.0, out=out)
+        return (z @ w).sigmoid_() * z.cos() * out
+
+    assert agrees(run, x, w, policy=policy)
+
+
+def test_write_to_buffer_in_region_is_bit_identical(xw):
+    """A value that read the buffer before the write is made again from its old bits."""
+    x, w = xw
+
+    def run(t):
+        buffer = torch.ones(8, 8)
+        early = (t * buffer.cos()).sin()
+        buffer.mul_(3)
+        return early * (t * buffer.cos()).sin() @ w
+
+    assert agrees(run, x, w)
+
+
+def test_write_through_separate_counter_is_bit_identical(xw):
+    """Parts of unsafe_chunk have version counters of their own, so plain autograd is wrong."""
+    x, w = xw
+
+    def run(t):
+        y = t * 2
+        with torch.no_grad():
+            part = torch.unsafe_chunk(y, 2)[0]
+        z = y.sin() @ w
+        with torch.no_grad():
+            part.add_(1)
+        return z * y.cos()
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        expected = run(x)
+    assert same(grads(taped(run, x), x, w), grads(expected, x, w))
+
+
+@every_policy
+def test_autocast_in_forward_or_backward_only(xw, policy):
+    """Casts of the forward are replayed; an autocast around backward changes nothing."""
+    x, w = xw
+
+    def run(t):
+        with torch.autocast("cpu", torch.bfloat16):
+            return ((t @ w).sin() @ w).cos()
+
+    assert agrees(run, x, w, policy=policy)
+    found = []
+    for region in (lambda function, t: function(t), taped):
+        out = region(lambda t: ((t @ w).sin() @ w).cos(), x).sum()
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(list(torch.autograd.grad(out, (x, w))))
+    assert same(*found)
+
+
+@every_policy
+def test_double_backward_is_bit_identical(xw, policy):
+    """Through replayed values."""
+    x, w = xw
+
+    def second(out):
+        first = torch.autograd.grad(out.sum(), x, create_graph=True)[0]
+        return list(torch.autograd.grad(first.square().sum(), (x, w)))
+
+    def run(t):
+        return ((t @ w).sin() * t).cos()
+
+    assert same(second(taped(run, x, policy=policy)), second(run(x)))
+
+
+@pytest.mark.filterwarnings("ignore::sac_policies.UnmatchedEntryWarning")
+@every_policy
+def test_retained_graph_gives_the_same_three_times(xw, policy):
+    """A chain whose values have many readers."""
+    x, w = xw
+
+    def run(t):
+        for _ in range(20):
+            t = t * 0.5 + t.sin() * t.cos()
+        return t * w
+
+    out = taped(run, x, policy=policy).sum()
+    times = [torch.autograd.grad(out, (x, w), retain_graph=True) for _ in range(3)]
+    expected = torch.autograd.grad(run(x).sum(), (x, w))
+    assert all(same(list(each), list(expected)) for each in times)
+
+
+def test_gradient_inside_region_is_bit_identical(xw):
+    """What it replays may be written to by the rest of the forward."""
+    x, w = xw
+
+    def run(t):
+        y = (t @ w).sin()
+        inner = y.detach().requires_grad_()
+        grad = torch.autograd.grad((inner.exp() @ w.detach()).sum(), inner)[0]
+        y = y * grad
+        y.mul_(2)
+        return y.cos()
+
+    assert agrees(run, x, w)
+
+
+def test_deep_chain_does_not_recurse(xw):
+    """5,000 operators between two saved tensors."""
+    x, w = xw
+
+    def run(t):
+        for _ in range(5000):
+            t = t + 1e-4
+        return t.sin() * w
+
+    assert agrees(run, x, w)
+
+
+def test_inference_tensor_is_read_again(xw):
+    """It has no version counter."""
+    x, w = xw
+    with torch.inference_mode():
+        constant = torch.randn(8, 8)
+    assert agrees(lambda t: (t + constant).sin() * w, x, w)
+
+
+def test_complex_and_conjugate_are_bit_identical(xw):
+    """A lazy conjugate is replayed as one."""
+    x, w = xw
+    assert agrees(lambda t: (torch.complex(t, w).conj() @ torch.complex(w, t)).abs(), x, w)
+
+
+def test_no_grad_part_is_held_not_replayed(xw):
+    """What is made without gradients is never run again."""
+    x, w = xw
+    runs = []
+
+    def run(t):
+        with torch.no_grad():
+            runs.append(1)
+            scale = t.cos() + 1
+        return (t * scale) @ w
+
+    assert agrees(run, x, w)
+    assert len(runs) == 2
+
+
+def test_without_gradients_runs_plainly(xw):
+    """Under no_grad, and in inference mode."""
+    x, w = xw
+    with torch.no_grad():
+        assert not taped(lambda t: t @ w, x).requires_grad
+
+
+# Python, random numbers, integers
+
+
+def test_python_runs_once(xw):
+    """Side effects of the function happen once, with forward and three backwards."""
+    x, w = xw
+    calls = []
+
+    def run(t):
+        calls.append(1)
+        return (t @ w).sin()
+
+    out = taped(run, x).sum()
+    for _ in range(3):
+        torch.autograd.grad(out, x, retain_graph=True)
+    assert calls == [1]
+
+
+@every_policy
+def test_random_operators_draw_once(xw, policy):
+    """Dropout, noise and attention with dropout; the stream goes on as after a plain run."""
+    x, w = xw
+
+    def run(t):
+        y = F.dropout(t @ w, 0.5) + torch.randn_like(t) * t
+        q = y.view(1, 2, 8, 4)
+        return F.scaled_dot_product_attention(q, q.cos(), q.sin(), dropout_p=0.1).view(8, 8)
+
+    assert agrees(run, x, w, policy=policy)
+
+
+def test_router_cannot_flip(xw):
+    """Logits with noise that no checkpoint restores: forward's experts get the gradients."""
+    x, w = xw
+    noise = torch.Generator().manual_seed(3)
+    chosen = []
+
+    def run(t):
+        logits = (t @ w) + torch.randn(8, 8, generator=noise)
+        values, places = logits.topk(2, -1)
+        chosen.append(places.clone())
+        return values.softmax(-1) * t.gather(1, places)
+
+    found = grads(taped(run, x), x, w)
+    noise.manual_seed(3)
+    assert same(found, grads(run(x), x, w))
+    assert len(chosen) == 2
+
+
+def test_router_that_changes_its_answer_cannot_flip(xw):
+    """A function whose result depends on how often it ran runs once."""
+    x, w = xw
+    calls = []
+
+    def run(t):
+        calls.append(1)
+        places = (t @ w).argmax(-1) if len(calls) % 2 else (t @ w).argmin(-1)
+        return t.gather(1, places[:, None]).sin() * w
+
+    found = grads(taped(run, x), x, w)
+    calls.clear()
+    assert same(found, grads(run(x), x, w))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_dropout_mask_is_held_as_bits(inplace):
+    """An eighth of a byte for each element."""
+    x = leaf(64, 64)
+    gc.collect()
+    before = held_bytes(x)
+    torch.manual_seed(1)
+    out = taped(lambda t: F.dropout(t * 1.0, 0.3, inplace=inplace).sin(), x, **UNCHECKED)
+    gc.collect()
+    assert held_bytes(out, x) - before <= 64 * 64 // 8 + 64
+    torch.manual_seed(1)
+    assert same(grads(out, x), grads(F.dropout(x, 0.3).sin(), x))
+
+
+def test_batch_norm_updates_its_statistics_once(xw):
+    """In training; in evaluation it is replayed."""
+    x, w = xw
+    found = []
+    for run in (taped, lambda function, t: function(t)):
+        torch.manual_seed(0)
+        norm = nn.BatchNorm1d(8)
+        trained = grads(run(lambda t, norm=norm: norm(t @ w).sin(), x), x, w)
+        norm.eval()
+        evaluated = grads(run(lambda t, norm=norm: norm(t @ w).sin(), x), x, w)
+        found.append([*trained, *evaluated, norm.running_mean, norm.running_var])
+    assert same(*found)
+
+
+# Changes after the region
+
+
+def test_write_to_input_after_region_is_refused(xw):
+    """Plain autograd saved another value of it, so it would run."""
+    x, w = xw
+    given = x * 1.0
+    out = taped(lambda t: t.sin().exp() @ w, given)
+    with torch.no_grad():
+        given.mul_(2)
+    with pytest.raises(MutationError, match=r"\[8, 8\].*changed in place after the region"):
+        out.sum().backward()
+
+
+def test_write_past_version_counter_is_refused_in_first_step(xw):
+    """Bits are compared; in later steps only with determinism_check="bits"."""
+    x, w = xw
+    scale = torch.ones(8, 8)
+
+    def run(t):
+        return (t * scale).sin() @ w
+
+    def step(**options):
+        out = taped(run, x, **options)
+        scale.data.mul_(2)
+        out.sum().backward()
+
+    with pytest.raises(RecomputeError, match=r"aten\.sin\.default has other bits"):
+        step()
+    step()
+    with pytest.raises(RecomputeError, match="other bits"):
+        step(determinism_check="bits")
+
+
+def test_unchecked_region_compares_no_bits(xw):
+    """With determinism_check="none", also in the first step."""
+    x, w = xw
+    scale = torch.ones(8, 8)
+    out = taped(lambda t: (t * scale).sin() @ w, x, determinism_check="none")
+    scale.data.mul_(2)
+    out.sum().backward()
+
+
+def test_unknown_determinism_check_is_refused(xw):
+    """With the words that there are."""
+    with pytest.raises(EngineError, match="bits"):
+        taped(torch.sin, xw[0], determinism_check="sometimes")
+
+
+def test_data_replaced_in_region_is_noticed(xw):
+    """`y.data = other` leaves no trace but the bits."""
+    x, w = xw
+
+    def run(t):
+        y = t.sin() * w
+        z = y.cos()
+        y.data = torch.ones(8, 8)
+        return z + y.exp() * w
+
+    with pytest.raises(RecomputeError):
+        grads(taped(run, x), x, w)
+
+
+def test_custom_function_that_writes_unseen_is_held(xw):
+    """Its inputs, outputs and saved tensors are held as autograd would."""
+    x, w = xw
+
+    class Kernel(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, a):
+            out = torch.zeros_like(a)
+            out.numpy()[...] = a.detach().numpy() * 2
+            ctx.save_for_backward(out)
+            return out
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * ctx.saved_tensors[0]
+
+    assert agrees(lambda t: Kernel.apply(t * w).sin(), x, w)
+
+
+# Nesting
+
+
+def test_torch_checkpoint_around_region(xw):
+    """The function around runs a second time; the region's gradients are the same."""
+    x, w = xw
+
+    def around(t):
+        return taped(lambda u: ((u @ w).sin() @ w).cos(), t.exp(), policy=save_ops("aten.mm"))
+
+    out = torch_checkpoint(around, x, use_reentrant=False)
+    assert same(grads(out, x, w), grads(((x.exp() @ w).sin() @ w).cos(), x, w))
+
+
+def test_torch_checkpoint_inside_region(xw):
+    """It saves and recomputes as without the tape."""
+    x, w = xw
+
+    def run(t):
+        return torch_checkpoint(lambda u: (u @ w).sin(), t.exp(), use_reentrant=False).cos()
+
+    assert agrees(run, x, w)
+
+
+def test_inner_region_follows_its_own_policy(xw):
+    """A matmul that only the inner policy saves is not run again."""
+    x, w = xw
+    inner = save_ops("aten.mm")
+
+    def run(t):
+        return taped(lambda u: (u @ w).sin(), t.exp(), policy=inner).cos() @ w
+
+    assert agrees(run, x, w)
+    with _Counts() as counts:
+        out = taped(run, x).sum()
+        out.backward()
+    assert counts.of("aten.mm.default") == 2 + 4  # none again: the outer product is unread
+
+
+def test_hooks_around_region_get_what_is_held(xw):
+    """Their values come back for the replays."""
+    x, w = xw
+    packed, unpacked = [], []
+
+    def pack(t):
+        packed.append(t.shape)
+        return t.clone()
+
+    def unpack(t):
+        unpacked.append(t.shape)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        out = taped(lambda t: ((t @ w).sin() @ w).cos(), x, policy=save_ops("aten.mm"))
+    assert len(packed) == 4  # x, w, and both products
+    assert same(grads(out, x, w), grads(((x @ w).sin() @ w).cos(), x, w))
+    assert len(unpacked) >= 4
+
+
+def test_hooks_inside_region_get_what_autograd_saves(xw):
+    """And the tape nothing of it."""
+    x, w = xw
+
+    def run(t):
+        with torch.autograd.graph.save_on_cpu():
+            y = (t @ w).sin()
+        return y.cos()
+
+    assert agrees(run, x, w)
+
+
+def test_region_between_hooks_of_a_region_is_right(xw):
+    """User hooks between two regions give the inner one a tape of its own."""
+    x, w = xw
+
+    def run(t):
+        with torch.autograd.graph.save_on_cpu():
+            return taped(lambda u: (u @ w).sin(), t.exp()).cos()
+
+    assert agrees(run, x, w)
+
+
+def test_threads_have_tapes_of_their_own(xw):
+    """Regions in threads, and threads in a region."""
+    x, w = xw
+
+    def part(scale):
+        return taped(lambda t: (t @ w).sin() * scale, x)
+
+    def run(t):
+        del t
+        with ThreadPoolExecutor(2) as pool:
+            a, b = pool.map(part, (1.0, 2.0))
+        return (a * b).cos()
+
+    assert agrees(run, x, w)
+    assert threading.active_count() >= 1
+
+
+# Exceptions and memory
+
+
+def test_exception_in_forward_leaves_nothing(xw):
+    """No mode, no hooks (see conftest), no values; the next region is right."""
+    x, w = xw
+
+    def fail(t):
+        y = (t @ w).sin()
+        raise ValueError(y.shape)
+
+    with pytest.raises(ValueError, match="8, 8"):
+        taped(fail, x)
+    assert agrees(lambda t: (t @ w).sin(), x, w)
+
+
+def test_exception_in_backward_leaves_no_cached_values(xw):
+    """A weight written in between is still noticed by the next backward."""
+    x, w = xw
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, a):
+            return a.view_as(a)
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ValueError("stopped")
+
+    def run(t):
+        y = Fails.apply(t.exp())
+        z = y.sin()
+        return z.cos() * z.tanh() @ w
+
+    out = taped(run, x).sum()
+    with pytest.raises(ValueError, match="stopped"):
+        out.backward(retain_graph=True)
+    with pytest.raises(ValueError, match="stopped"):
+        out.backward()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_tensors_are_freed_without_collector(xw, policy, no_collector):
+    """After backward, and where an output is dropped without one."""
+    x, w = xw
+    alive = []
+
+    def run(t):
+        y = (t @ w).sin()
+        alive.append(weakref.ref(y))
+        return (y.cos() @ w).tanh()
+
+    taped(run, x, policy=policy).sum().backward()
+    taped(run, x, policy=policy)
+    assert [each() for each in alive] == [None, None]
+    assert not (x.__dict__ or w.__dict__)
+
+
+def test_partial_backward_leaves_nothing_cached(xw):
+    """Values that wait for readers of a backward that did not run are dropped with it."""
+    x, w = xw
+
+    def run(t):
+        y = t.sin()
+        return y @ w, y.cos() @ w
+
+    a, b = taped(run, x, **UNCHECKED)
+    gc.collect()
+    before = held_bytes(a, b, x, w)
+    torch.autograd.grad(a.sum(), w, retain_graph=True)
+    gc.collect()
+    assert held_bytes(a, b, x, w) <= before
+
+
+# Policies
+
+
+class _Counts(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[str(func)] = self.counts.get(str(func), 0) + 1
+        return func(*args, **(kwargs or {}))
+
+    def of(self, op):
+        """How often an operator ran."""
+        return self.counts.get(op, 0)
+
+
+class Two(nn.Module):
+    """Two layers with an activation after each."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, 16, bias=False)
+        self.last = nn.Linear(16, 8, bias=False)
+
+    def forward(self, x):
+        """Apply them."""
+        h = name(self.first(x), "hidden").sin().cos()
+        return self.last(h).sin().cos()
+
+
+MM = "aten.mm.default"
+
+
+@pytest.mark.parametrize(
+    ("policy", "runs"),
+    [
+        (NOTHING, 8),
+        (save_ops("aten.mm"), 6),
+        (["aten.mm"], 6),
+        (save_ops("aten.m?"), 6),
+        ({"aten.mm": "save"}, 6),
+        ({"first :: aten.mm": "save"}, 7),
+        (lambda ctx, op, *args, **kwargs: op is torch.ops.aten.mm.default, 6),
+        (save_modules("last"), 7),
+        (scoped(save_ops("aten.mm"), "first"), 7),
+        (save_every_nth("aten.mm", n=2), 7),
+        (save_by_bytes(at_least=8 * 16 * 4), 7),
+        (save_by_shape((8, 16)), 7),
+        (save_by_flops(at_least=1), 6),
+        (save_named("hidden"), 7),
+        (save_by_index({(MM, 1): Decision.SAVE}), 7),
+        (first_match(recompute_ops("aten.mm"), save_all()), 8),
+        (save_ops("aten.mm") & ~save_modules("first"), 7),
+    ],
+)
+def test_policy_decides_which_matmuls_run_again(policy, runs):
+    """Two in forward, four in backward, and one more for each that is not kept."""
+    module, x = Two(), leaf(8, 8)
+    with _Counts() as counts:
+        found = grads(taped(module, x, policy=policy), x, *module.parameters())
+    assert counts.of(MM) == runs
+    assert same(found, grads(module(x), x, *module.parameters()))
+
+
+def test_offloading_policy_is_refused(xw):
+    """With the engine that offloads."""
+    with pytest.raises(EngineError, match="offloads"):
+        taped(torch.sin, xw[0], policy=offload("aten.sin"))
+
+
+def test_unmatched_entry_warns_once(xw):
+    """With what ran."""
+    x, w = xw
+
+    def run(t):
+        return (t @ w).sin()
+
+    with pytest.warns(UnmatchedEntryWarning, match="addmm"):
+        taped(run, x, policy=save_ops("aten.addmm"))
+    taped(run, x, policy=save_ops("aten.addmm"))
+
+
+@pytest.mark.parametrize("policy", [save_named("hiden"), save_modules("frist")])
+def test_unmatched_name_is_an_error_in_backward(policy):
+    """With a suggestion."""
+    out = taped(Two(), leaf(8, 8), policy=policy)
+    with pytest.raises(UnmatchedNameError, match="Did you mean"):
+        out.sum().backward()
+
+
+# Other tensors and operators
+
+
+def _library() -> Any:
+    @torch.library.custom_op("sac_policies_tests::gate", mutates_args=())
+    def gate(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return F.silu(a) * b
+
+    def setup(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    def backward(ctx, grad):
+        a, b = ctx.saved_tensors
+        with torch.enable_grad():
+            a, b = a.detach().requires_grad_(), b.detach().requires_grad_()
+            return torch.autograd.grad(F.silu(a) * b, (a, b), grad)
+
+    gate.register_autograd(backward, setup_context=setup)
+    return gate
+
+
+def test_custom_operator_is_replayed(xw):
+    """Of torch.library: recorded as one call, and its result is not held."""
+    gate, (x, w) = _library(), xw
+
+    def run(t):
+        y = t.exp()
+        return gate(y, y.sin()).cos() @ w
+
+    assert agrees(run, x, w)
+    gc.collect()
+    before = held_bytes(x, w)
+    out = taped(run, x, **UNCHECKED)
+    gc.collect()
+    assert held_bytes(out, x, w) == before
+
+
+def test_jagged_tensor_is_flattened():
+    """A nested tensor of the jagged layout is a wrapper around a dense one."""
+    x, w = leaf(10, 8), leaf(8, 8)
+    offsets = torch.tensor([0, 3, 10])
+
+    def run(t):
+        nested = torch.nested.nested_tensor_from_jagged(t, offsets)
+        return ((nested @ w).sin() * 2).cos().values()
+
+    assert agrees(run, x, w)
+
+
+def test_parametrized_flags():
+    """Masked attention: a truth-valued mask from outside is held once, as it is."""
+    x, mask = leaf(1, 2, 16, 16), torch.ones(16, 16, dtype=torch.bool).tril()
+
+    def run(t):
+        scores = (t @ t.transpose(-1, -2)).masked_fill(~mask, float("-inf"))
+        return scores.softmax(-1) @ t
+
+    assert agrees(run, x)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_function_inside_region(xw):
+    """Counts as one operator, whose saved tensors are held."""
+    x, w = xw
+    compiled = torch.compile(lambda t: (t @ w).sin().exp(), backend="aot_eager")
+    assert agrees(lambda t: compiled(t.cos()) * w, x, w)
+
+
+def test_forward_derivative_through_region(xw):
+    """Dual tensors pass through."""
+    x, w = xw
+    found = []
+    for run in (taped, lambda function, t: function(t)):
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, torch.ones(8, 8))
+            out = torch.autograd.forward_ad.unpack_dual(run(lambda t: (t @ w).sin(), dual))
+            found.append([out.tangent.detach(), *grads(out.primal, x, w)])
+    assert same(*found)
+
+
+def test_saved_tensors_are_readable_outside_backward(xw):
+    """`grad_fn._saved_*` unpacks a value, and caches none."""
+    x, w = xw
+    out = taped(lambda t: (t @ w).exp().sin(), x)
+    assert torch.equal(out.grad_fn._saved_self, (x @ w).exp())
+
+
+# The report
+
+
+def report_of(function: Any, *args: Any, policy: Any) -> Any:
+    """Report a function under the tape engine."""
+    return report(function, *args, policy=policy, engine="tape")
+
+
+def test_report_lists_what_is_held():
+    """The sum of its rows is what is held, the same at each call."""
+    x, w = leaf(64, 64), leaf(64, 64)
+
+    def run(t):
+        y = F.dropout(t @ w, 0.5).sin()
+        return ((y @ w).sin() + y.argmax()) @ w
+
+    found = report_of(run, x, policy=save_ops("aten.mm"))
+    again = report_of(run, x, policy=save_ops("aten.mm"))
+    assert [row.held_bytes for row in found.rows] == [row.held_bytes for row in again.rows]
+    assert sum(row.held_bytes for row in found.rows) == found.held_bytes
+    by_op = {(row.op, row.index): row for row in found.rows}
+    assert [by_op[MM, at].read for at in range(3)] == [True, True, False]
+    assert by_op[MM, 0].held_bytes == 64 * 64 * 4
+    assert "random" in by_op["aten.bernoulli_.float", 0].why
+    assert "bytes held by the tape engine, 1 unread" in str(found)
+
+
+def test_report_says_why_results_are_held():
+    """Integers and what is made without gradients."""
+    x = leaf(64, 64)
+
+    def run(t):
+        with torch.no_grad():
+            scale = t.exp()
+        values, places = (t * scale).topk(4, -1)
+        return values.sin() * t.gather(1, places)
+
+    found = report_of(run, x, policy=NOTHING)
+    whys = {row.op: row.why for row in found.kept_anyway}
+    assert whys == {
+        "aten.exp.default": "it was made without gradients",
+        "aten.topk.default": "integer results are held",
+    }
