@@ -338,6 +338,10 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or (kind is not None and isinstance(tensor, kind))
 
 
+FAKE_TENSOR: Any = _torch["fake_tensor"]
+"""The class of tensors without data; None where it is not known."""
+
+
 def tree_leaves(value: Any) -> list[Any]:
     """List the leaves of containers; without the name, of tuples, lists and dicts."""
     return list((_torch["tree_leaves"] or _leaves)(value))

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._errors import EngineError, MutationError, RecomputeError
 from .._torch_compat import (
+    FAKE_TENSOR,
     Hooks,
     after_backward,
     backward_id,
@@ -415,6 +416,8 @@ def _dispatch(
         return func(*args, **kwargs) if kwargs else func(*args)
     if types:
         for kind in types:
+            if kind is FAKE_TENSOR:  # DTensor propagates shardings by them: no work of the region
+                return func(*args, **kwargs) if kwargs else func(*args)
             if kind not in _PLAIN:
                 return NotImplemented
     if self._is_away:
