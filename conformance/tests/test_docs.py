@@ -18,7 +18,7 @@ def docs(package):
     return package.parents[2] / "docs" / "conformance"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_adapters_from_the_page_work_at_the_first_try(docs, tmp_path):
     """Saved under their names, the page's adapters do what its commands say, in that order."""
     page = (docs / "write-an-adapter.md").read_text(encoding="utf-8")

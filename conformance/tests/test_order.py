@@ -32,7 +32,7 @@ def pytest_runtest_call(item):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_real_area_in_two_shuffled_orders_has_one_digest(tmp_path):
     """No case of the tracker's area depends on what ran before it."""
     digests = {_digest_of(tmp_path / order[-1], order) for order in ("seed:1", "seed:2")}

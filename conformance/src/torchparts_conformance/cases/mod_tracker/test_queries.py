@@ -8,9 +8,9 @@ import threading
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from torchparts_conformance import requirement
+from torchparts_conformance.adapters.inside_torch import dispatch_modes
 from torchparts_conformance.cases.mod_tracker._models import (
     MLP,
     Checkpointed,
@@ -274,7 +274,7 @@ def test_double_backward_of_another_thread(part, device, used):
             found.append(torch.autograd.grad(loss, x, create_graph=True)[0])
 
     with part.profile_flops() as report:
-        modes += _get_current_dispatch_mode_stack()
+        modes += dispatch_modes()
         loss = model(x).sum()
         thread = threading.Thread(target=first_backward)
         thread.start()
