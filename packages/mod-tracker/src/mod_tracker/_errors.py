@@ -26,4 +26,5 @@ class MissingExtraError(ModTrackerError, RuntimeError):
 class UnknownNameError(ModTrackerError, KeyError):
     """No module has this name; the message names similar ones."""
 
-    __str__ = Exception.__str__  # `KeyError` would write the message in quotes
+    def __str__(self) -> str:  # `KeyError` would write the message in quotes
+        return str(self.args[0]) if self.args else ""
