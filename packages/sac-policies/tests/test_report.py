@@ -149,12 +149,11 @@ def test_name_that_no_tensor_has_is_no_error():
 def test_text_has_one_line_a_call_and_a_sum():
     """str() of a report is a table."""
     lines = str(report(_body, *_leaves(), policy=save_every_nth("aten.mm", n=1))).splitlines()
-    # The calls; then bytes held, bytes of copies of the leaves, and why this engine is taken.
-    assert len(lines) == 3 + 3
+    # The calls; then bytes held, and why this engine is taken.
+    assert len(lines) == 3 + 2
     assert "UNREAD" in lines[2]
     assert lines[3] == "512 bytes held by the contexts engine, 1 unread"
-    assert lines[4] == "512 bytes of copies and fingerprints beside them"
-    assert lines[5].startswith("auto takes the contexts engine: the policy decides single calls")
+    assert lines[4].startswith("auto takes the contexts engine: the policy decides single calls")
 
 
 def test_checkpoint_holds_what_the_report_says(counting):
