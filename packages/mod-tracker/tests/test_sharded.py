@@ -26,10 +26,10 @@ def mesh():
     dist.destroy_process_group()
 
 
-def sharded(mesh):
-    """Two layers, each a unit of its own, and their optimizer."""
-    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
-    for unit in (model[0], model[1], model):
+def sharded(mesh, count=2):
+    """Layers, each a unit of its own, and their optimizer."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(count)))
+    for unit in (*model, model):
         fully_shard(unit, mesh=mesh)
     return model, torch.optim.AdamW(model.parameters(), foreach=False)
 
@@ -105,3 +105,28 @@ def test_quantized_weight_has_the_bytes_of_its_parts():
         layer(torch.ones(2, 64))
     assert memory["Linear"].parameters == 32 * 64 + 32 * 4
     assert flops.total == 2 * 2 * 64 * 32
+
+
+def test_whole_parameters_count_while_they_are_there(mesh):
+    """FSDP2 resizes their storages to nothing and back; torch's tracker finds the same peak."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    model, optimizer = sharded(mesh, 6)
+
+    def step():
+        model(torch.ones(4, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with profile_memory(model, optimizer=optimizer) as report:
+        step()
+    assert "resize_" not in vars(torch.UntypedStorage)
+    tracker = MemTracker()
+    tracker.track_external(model, optimizer)
+    before = tracker.get_tracker_snapshot("current")[torch.device("cpu")]["Total"]
+    with tracker:
+        step()
+    theirs = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"] - before
+    assert report["0"].allocated >= 2 * 64 * 64 * 4
+    assert report.peak == theirs

@@ -4,6 +4,8 @@ Note [Storages]
 A tensor's bytes are its storage's, and views share one. A storage counts when an operator returns
 it that did not get it as an argument, and is freed when its last tensor is gone, which a weak
 reference tells. What existed before the measurement is not counted.
+A storage that is resized, as FSDP2 does to keep an empty one where a whole parameter was, is freed
+and made again with its new size. No operator says so, so the method itself is followed.
 
 Note [What was alive at the peak]
 Only at the end is it known which moment was the peak. So each storage knows the number of its
@@ -13,10 +15,11 @@ peak makes all of these forgotten.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -31,7 +34,7 @@ from .._errors import OptionError, StateError
 from .._record import Call
 from .._torch_compat import is_composite, is_higher_order, views_are_noted, without_torch_function
 from ._causes import ACTIVATIONS, GRADIENTS, LOGITS, OPTIMIZER, LogitsAndLoss
-from ._mode import MeasuringMode, has_own_way
+from ._mode import MeasuringMode, has_own_way, measuring
 from ._phase_totals import PhaseTotals
 
 Stored = tuple[torch.Tensor, torch.UntypedStorage]
@@ -43,6 +46,9 @@ class Ledger(Protocol):
 
     def add(self, made: Allocation, tensor: torch.Tensor, call: Call, phase: str) -> None:
         """A storage was made, for this tensor."""
+
+    def renew(self, made: Allocation) -> None:
+        """A storage has another size now."""
 
     def drop(self, key: int) -> None:
         """A storage is gone."""
@@ -139,15 +145,24 @@ class AllocationMode(MeasuringMode):
             key = id(storage)
             if key in self._known:
                 continue
-            found = self._known[key] = Allocation(storage, self._forget)
-            found.key, found.size = key, 0 if key in given else storage.nbytes()
-            found.cause = OPTIMIZER if self._in_step else ""
-            found.number = self._number = self._number + 1
-            if found.size:
-                self.live += found.size
-                self.allocated.add(call[0], phase, found.size)
-                if self._ledger is not None:
-                    self._ledger.add(found, tensor, call, phase)
+            size = 0 if key in given else storage.nbytes()
+            found = self._note(storage, size, call, phase)
+            if size and self._ledger is not None:
+                self._ledger.add(found, tensor, call, phase)
+        self._tell(call, phase)
+
+    def _note(self, storage: torch.UntypedStorage, size: int, call: Call, phase: str) -> Allocation:
+        found = Allocation(storage, self._forget)
+        self._known[id(storage)] = found
+        found.key, found.size = id(storage), size
+        found.cause = OPTIMIZER if self._in_step else ""
+        found.number = self._number = self._number + 1
+        if size:
+            self.live += size
+            self.allocated.add(call[0], phase, size)
+        return found
+
+    def _tell(self, call: Call, phase: str) -> None:
         self.logits.allocates(self._number, call, phase)
         if self.live > self.peak:
             self.peak, self._peak_number = self.live, self._number
@@ -160,10 +175,14 @@ class AllocationMode(MeasuringMode):
 
     def _forget(self, gone: weakref.ref[torch.UntypedStorage]) -> None:
         assert isinstance(gone, Allocation)
-        if self._known.get(gone.key) is gone:
-            del self._known[gone.key]
-            if self._ledger is not None:
-                self._ledger.drop(gone.key)
+        if self._known.get(gone.key) is not gone:
+            return
+        del self._known[gone.key]
+        if self._ledger is not None:
+            self._ledger.drop(gone.key)
+        self._free(gone)
+
+    def _free(self, gone: Allocation) -> None:
         if gone.size:
             if gone.number <= self._peak_number:
                 self._gone_since_peak.append(gone)
@@ -172,6 +191,18 @@ class AllocationMode(MeasuringMode):
             self.freed.add(call[0], phase, gone.size)
             if self._changed is not None:
                 self._changed(self.live)
+
+    def resized(self, storage: torch.UntypedStorage, before: int, after: int) -> None:
+        """Note that a storage that had so many bytes has others now."""
+        known = self._known.get(id(storage))
+        size = 0 if known is None else known.size
+        if known is not None:
+            self._free(known)
+        call, phase = self.attribution.locate()
+        found = self._note(storage, max(0, size + after - before), call, phase)
+        if self._ledger is not None:
+            self._ledger.renew(found)
+        self._tell(call, phase)
 
     def mark(self, tensors: Iterable[torch.Tensor | None], cause: str) -> dict[int, int]:
         """Note what tensors are; return bytes by storage of those that were there before."""
@@ -221,6 +252,44 @@ class AllocationMode(MeasuringMode):
         finally:
             for handle in handles:
                 handle.remove()
+
+
+_following: list[AllocationMode] = []
+_lock = threading.RLock()
+_torchs_resize = torch.UntypedStorage.resize_
+_is_inherited = "resize_" not in vars(torch.UntypedStorage)
+
+
+def _resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
+    before = storage.nbytes()
+    result = _torchs_resize(storage, size)
+    for mode in list(_following):
+        mode.resized(storage, before, storage.nbytes())
+    return result
+
+
+@contextmanager
+def measuring_storages(
+    mode: AllocationMode, hooks: AbstractContextManager[Any] | None = None
+) -> Iterator[None]:
+    """Measure inside of this, resized storages among them. See Note [Storages]."""
+    kind: Any = torch.UntypedStorage
+    try:
+        with _lock:
+            _following.append(mode)
+            if kind.resize_ is _torchs_resize:
+                kind.resize_ = _resize_and_tell
+        with measuring(mode, hooks):
+            yield
+    finally:
+        with _lock:
+            if mode in _following:
+                _following.remove(mode)
+            if not _following and kind.resize_ is _resize_and_tell:
+                if _is_inherited:
+                    del kind.resize_
+                else:
+                    kind.resize_ = _torchs_resize
 
 
 _PARTS = {

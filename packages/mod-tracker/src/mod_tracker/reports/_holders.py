@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from types import FrameType, FunctionType, GeneratorType, ModuleType
 from typing import Any
@@ -101,6 +101,11 @@ class Ledger:
         """Write down a storage that was made now."""
         shape, dtype = shape_of(tensor), str(tensor.dtype).removeprefix("torch.")
         self._made[made.key] = _Made(made, call, phase, line_here(), shape, dtype)
+
+    def renew(self, made: Allocation) -> None:
+        """Write down the new size of a storage."""
+        if made.key in self._made:
+            self._made[made.key] = replace(self._made[made.key], allocation=made)
 
     def drop(self, key: int) -> None:
         """Cross out a storage that is gone."""

@@ -17,11 +17,16 @@ from .._names import walk
 from .._record import Call
 from .._torch_compat import SavedHooks, buffers_of, parameters_of
 from .._tracker import tracking
-from ._allocations import AllocationMode, KeptTensor, check_optimizer, storages_of
+from ._allocations import (
+    AllocationMode,
+    KeptTensor,
+    check_optimizer,
+    measuring_storages,
+    storages_of,
+)
 from ._causes import CAUSES, GRADIENTS, OPTIMIZER, PARAMETERS
 from ._compiled import compiled_note
 from ._flame_page import Amounts, Stack
-from ._mode import measuring
 from ._phase_totals import PhaseTotals
 from ._report import OUTSIDE_NAME, Report
 
@@ -247,7 +252,7 @@ def profile_memory(
         attribution = tracker._attribution
         mode, saved = AllocationMode(attribution), _Saved(attribution)
         hooks = SavedHooks(saved.pack, _unpack)
-        with mode.following_optimizers(), measuring(mode, hooks):
+        with mode.following_optimizers(), measuring_storages(mode, hooks):
             yield report
     static = _static(tracker.roots, optimizer)
     totals_by_kind = {

@@ -24,9 +24,8 @@ from .._attribution import NOWHERE, OUTSIDE
 from .._errors import OptionError
 from .._record import Call, root_of
 from .._tracker import tracking
-from ._allocations import AllocationMode
+from ._allocations import AllocationMode, measuring_storages
 from ._compiled import WHOLE, compiled_note, nothing_called_note
-from ._mode import measuring
 from ._report import phase_rows
 from ._time import Timeline, TimeReport, totals_of
 
@@ -218,7 +217,11 @@ def trace(
                 emitted.switch(*line.readings[-1])
 
         listener = line.switch if emitted is None else switch
-        follow = measuring(AllocationMode(attribution, changed=count)) if memory else nullcontext()
+        follow = (
+            measuring_storages(AllocationMode(attribution, changed=count))
+            if memory
+            else nullcontext()
+        )
         with tracker._listen_to_switches(listener), follow:
             switch(NOWHERE, OUTSIDE)
             try:

@@ -21,12 +21,11 @@ from .._numbers import bytes_shown
 from .._subscription import Subscription
 from .._torch_compat import NO_TASK, SavedHooks, graph_task, on_out_of_memory
 from .._tracker import ModTracker, tracking
-from ._allocations import AllocationMode, KeptTensor, check_optimizer
+from ._allocations import AllocationMode, KeptTensor, check_optimizer, measuring_storages
 from ._allocator import allocators
 from ._compiled import compiled_note
 from ._holders import Ledger
 from ._memory_page import MemoryPage, tensor_shown
-from ._mode import measuring
 
 _log = logging.getLogger("mod_tracker")
 
@@ -208,7 +207,7 @@ def watch_memory(
             with (
                 guard.starts(tracker._listen(outermost, Filter(max_depth=1))),
                 mode.following_optimizers(),
-                measuring(mode, hooks),
+                measuring_storages(mode, hooks),
             ):
                 yield watch
         except BaseException as error:
