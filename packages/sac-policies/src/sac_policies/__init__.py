@@ -21,9 +21,11 @@ from sac_policies._errors import (
     PolicyError,
     RecomputeError,
     SacError,
+    SlicesError,
     UnmatchedEntryWarning,
     UnmatchedNameError,
 )
+from sac_policies._in_slices import in_slices
 from sac_policies.engines.contexts._moved_stats import (
     OffloadStats,
     limit_offload,
@@ -126,6 +128,7 @@ __all__ = [
     "Row",
     "SacError",
     "SavedTensor",
+    "SlicesError",
     "StepTrace",
     "Trace",
     "TracedConstant",
@@ -142,6 +145,7 @@ __all__ = [
     "format_size",
     "from_json",
     "from_torch",
+    "in_slices",
     "limit_offload",
     "measure_host_bandwidth",
     "name",

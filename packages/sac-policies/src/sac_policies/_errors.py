@@ -45,6 +45,10 @@ class BudgetError(SacError, ValueError):
     """A budget or a trace cannot be read."""
 
 
+class SlicesError(SacError, ValueError):
+    """A function cannot be run in slices as asked."""
+
+
 class UnmatchedEntryWarning(UserWarning):
     """An entry of a policy matched no operator of its first region."""
 
