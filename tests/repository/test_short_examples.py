@@ -20,6 +20,7 @@ TORCH_ONLY = ["shard_and_resume", "fsdp2_beside", "ddp_beside", "dcp_beside", "c
 TORCH_ONLY += ["muon_shards", "adamw_8bit"]
 OTHERS = [
     "hf_llama",
+    "loss_in_slices",
     "hf_trainer",
     "accelerate_loop",
     "lightning_callback",
