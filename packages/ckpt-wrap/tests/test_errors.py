@@ -66,14 +66,14 @@ CASES = {
     "unknown": (
         lambda: checkpoint_(nn.ReLU(), preserve_rng=True),
         OptionError,
-        "ckpt_wrap.checkpoint_: option 'preserve_rng' is unknown, but options must be among "
-        "preserve_rng_state, context_fn, determinism_check, debug, early_stop, use_reentrant. "
-        "Did you mean 'preserve_rng_state'?",
+        "ckpt_wrap.checkpoint_: option 'preserve_rng' is unknown. Options that are not those of "
+        "torch.utils.checkpoint.checkpoint are only accepted together with checkpoint_fn=, which "
+        "receives them.",
     ),
     "use_reentrant": (
-        lambda: checkpoint_(nn.ReLU(), use_reentrant=None),
+        lambda: checkpoint_(nn.ReLU(), use_reentrant=1),
         OptionError,
-        "ckpt_wrap.checkpoint_: option 'use_reentrant' is None, but it must be a bool. "
+        "ckpt_wrap.checkpoint_: option 'use_reentrant' is 1, but it must be a bool. "
         "Pass True or False.",
     ),
     "use_reentrant and impl": (
@@ -186,13 +186,6 @@ CASES = {
         "ckpt_wrap.by_size: range '1M' to None, but both must be numbers of elements. "
         "Pass integers.",
     ),
-    "far off": (
-        lambda: checkpoint_(nn.ReLU(), zzz=1),
-        OptionError,
-        "ckpt_wrap.checkpoint_: option 'zzz' is unknown, but options must be among "
-        "preserve_rng_state, context_fn, determinism_check, debug, early_stop, use_reentrant. "
-        "Leave it out.",
-    ),
     "determinism_check": (
         lambda: checkpoint_(nn.ReLU(), determinism_check="nope"),
         OptionError,
@@ -239,12 +232,6 @@ CASES = {
         lambda: offload_(nn.ReLU(), to="cup", create=1),
         OptionError,
         "ckpt_wrap.offload_: option 'create' is 1, but it must be a bool. Pass True or False.",
-    ),
-    "offload option": (
-        lambda: offload_(nn.ReLU(), keep=1),
-        OptionError,
-        "ckpt_wrap.offload_: option 'keep' is unknown, but options must be among to, create, "
-        "min_bytes, keep_last, max_inflight_bytes, max_bytes_away. Did you mean 'keep_last'?",
     ),
     "offload number": (
         lambda: offload_(nn.ReLU(), min_bytes=-1),
@@ -319,7 +306,7 @@ def test_a_failing_option_leaves_the_module_alone():
     """Options are checked before the class changes."""
     module = nn.ReLU()
     for change in (checkpoint_, offload_):
-        with pytest.raises(OptionError):
+        with pytest.raises((OptionError, TypeError), match="bogus"):
             change(module, bogus=1)
     assert type(module) is nn.ReLU
 

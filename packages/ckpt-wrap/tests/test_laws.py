@@ -20,7 +20,8 @@ from ckpt_wrap import (
     unwrap,
 )
 from ckpt_wrap._plan import look
-from ckpt_wrap.checkpointing._tree import fill, flatten
+from ckpt_wrap._where import Where
+from ckpt_wrap.checkpointing._arguments import Arguments
 from ckpt_wrap.modules._names import PREFIX, add_prefix
 
 few = settings(max_examples=40, deadline=None, derandomize=True)
@@ -67,14 +68,12 @@ EVERYTHING = set(range(len(MODULES)))
 
 @few
 @given(trees)
-def test_flatten_then_fill_is_the_identity(tree):
-    """Putting back the tensors that were taken out gives an equal structure."""
-    tensors: list[torch.Tensor] = []
-    template = flatten(tree, tensors)
-    again: list[torch.Tensor] = []
-    rebuilt = fill(template, tensors)
-    flatten(rebuilt, again)
-    assert [id(t) for t in again] == [id(t) for t in tensors]
+def test_arguments_taken_apart_and_filled_are_equal(tree):
+    """Filling in the tensors that were taken out gives an equal structure."""
+    arguments = Arguments([tree], {})
+    (rebuilt,), _ = arguments.filled(arguments.tensors, Where(len, "", "checkpoint_"))
+    again = Arguments([rebuilt], {}).tensors
+    assert [id(t) for t in again] == [id(t) for t in arguments.tensors]
     assert str(rebuilt) == str(tree)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections import namedtuple
 from functools import partial
 
 import pytest
@@ -74,12 +73,10 @@ def test_missing_private_names_leave_the_fallbacks(monkeypatch):
     """Without torch's names, the finders return the public versions."""
     monkeypatch.delattr(torch._C._autograd, "_make_saved_tensor", raising=False)
     monkeypatch.setitem(__import__("sys").modules, "torch.multiprocessing.reductions", None)
-    monkeypatch.setitem(__import__("sys").modules, "torch.utils._pytree", None)
     assert compat._find_saver() is compat.SavedByNode
     assert compat._find_storage_ref() is compat.StorageHeld
     monkeypatch.delattr(torch._C, "_DisableTorchDispatch", raising=False)
     assert compat._find_no_dispatch() is contextlib.nullcontext
-    assert compat.registered_node([1]) is None
     assert compat._always()
     assert compat._nothing() is None
 
@@ -118,16 +115,6 @@ def test_edges_list_every_alias():
         named_children = staticmethod(partial(iter, [("a", shared)]))
 
     assert list(compat.edges(Plain())) == [("a", shared)]
-
-
-def test_registered_nodes_are_rebuilt():
-    """A container registered with torch's pytree is taken apart and built again."""
-    Point = namedtuple("Point", "x y")
-    children, build = compat.registered_node(Point(1, 2)) or ([], None)
-    assert build is None or build([c + 1 for c in children]) == Point(2, 3)
-    children, build = compat.registered_node([1, 2])
-    assert build([3, 4]) == [3, 4]
-    assert compat.registered_node(object()) is None
 
 
 def test_torchs_policies_run():

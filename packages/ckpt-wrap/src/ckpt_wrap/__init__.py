@@ -35,6 +35,7 @@ from ckpt_wrap.offload._offload_stats import OffloadStats
 
 if TYPE_CHECKING:
     from ckpt_wrap._apply import apply_activation_checkpointing
+    from ckpt_wrap._layers import LayerList, Layers, checkpoint_layers_
     from ckpt_wrap._plan import Plan, Step, make_plan
     from ckpt_wrap._policies import (
         ModuleInfo,
@@ -51,6 +52,8 @@ __all__ = [
     "CheckpointImpl",
     "CheckpointWrapper",
     "CkptWrapError",
+    "LayerList",
+    "Layers",
     "ModuleError",
     "ModuleInfo",
     "OffloadError",
@@ -69,6 +72,7 @@ __all__ = [
     "by_name",
     "by_size",
     "checkpoint_",
+    "checkpoint_layers_",
     "checkpoint_wrapper",
     "clean_name",
     "clean_state_dict",
@@ -88,6 +92,7 @@ _CHECKPOINT_PREFIX, _CHECKPOINT_WRAPPED_MODULE = PREFIX, WRAPPED_MODULE
 __version__ = "0.1.0"
 
 _PLANNED = {"Plan": "_plan", "Step": "_plan", "make_plan": "_plan"}
+_PLANNED |= dict.fromkeys(("LayerList", "Layers", "checkpoint_layers_"), "_layers")
 _PLANNED["apply_activation_checkpointing"] = "_apply"
 
 

@@ -20,7 +20,7 @@ from ckpt_wrap._errors import OptionError, PolicyError, about
 from ckpt_wrap._policies import ModuleInfo, Policy, Selection, by_function
 from ckpt_wrap._torch_compat import is_torch_policy, run_torch_policy
 from ckpt_wrap._where import describe
-from ckpt_wrap.checkpointing._checkpoint_fn import checkpoint_fn_from
+from ckpt_wrap.checkpointing._checkpoint_fn import make_checkpoint_fn
 from ckpt_wrap.checkpointing._options import require_module
 from ckpt_wrap.modules._in_place import (
     Action,
@@ -233,10 +233,13 @@ def _step(info: ModuleInfo, options: dict[str, Any], action: Action) -> Step:
 
 
 def _check_options(options: Mapping[str, Any], action: Action) -> None:
-    if action == "offload":
-        offload_options(options)
-    else:
-        checkpoint_fn_from(options)
+    if action == "checkpoint":
+        make_checkpoint_fn("checkpoint_", **options)
+        return
+    try:
+        offload_options(**options)
+    except TypeError as error:  # an unknown name
+        raise OptionError(f"ckpt_wrap.make_plan: {error}. Pass options of offload_.") from None
 
 
 def _change(module: nn.Module, step: Step, action: Action) -> Behaviour:

@@ -202,19 +202,6 @@ def bypass_hooks(context: Any) -> None:
         context.respect_saved_tensors_hooks = False
 
 
-def registered_node(value: object) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """Children of a container registered as a pytree node, and how to build it again."""
-    try:
-        from torch.utils._pytree import SUPPORTED_NODES
-    except ImportError:
-        return None
-    node = SUPPORTED_NODES.get(type(value))
-    if node is None:
-        return None
-    children, context = node.flatten_fn(value)
-    return list(children), lambda new: node.unflatten_fn(new, context)
-
-
 def edges(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Name and child of a module, every alias of a shared child included."""
     children: dict[str, nn.Module | None] | None = getattr(module, "_modules", None)
@@ -314,24 +301,39 @@ def next_hook_number() -> int:
     return getattr(RemovableHandle, "next_id", 0)
 
 
-def has_hook_among(tensor: torch.Tensor, numbers: range) -> bool:
-    """Whether one of these hooks stands on the tensor."""
-    found = (getattr(tensor, name, None) for name in _TENSOR_HOOKS)
-    return any(number in numbers for hooks in found if hooks for number in hooks)
+def remove_hooks(numbers: range, tensors: list[torch.Tensor], module: nn.Module | None) -> None:
+    """Remove hooks with these numbers from tensors, and from a module with all that it contains."""
+    if not numbers:
+        return
+    modules = () if module is None else module.modules()
+    tables = [table for below in modules for name, table in vars(below).items() if "hooks" in name]
+    parameters = () if module is None else module.parameters()
+    tables += [
+        getattr(tensor, name, None) for tensor in (*tensors, *parameters) for name in _TENSOR_HOOKS
+    ]
+    for table in tables:
+        if isinstance(table, dict):
+            for number in [n for n in table if isinstance(n, int) and n in numbers]:
+                del table[number]
 
 
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
-def remove_module_hooks(module: nn.Module, numbers: range) -> None:
-    """Remove these hooks from a module and the modules below it, where they stand on one."""
-    if not numbers:
-        return
-    for below in module.modules():
-        for name, hooks in vars(below).items():
-            if "hooks" in name and isinstance(hooks, dict):
-                for number in [n for n in hooks if isinstance(n, int) and n in numbers]:
-                    del hooks[number]
+def _unknown_number() -> int:
+    return 0
+
+
+# The number that the next node of the autograd graph of this thread gets.
+next_node_number: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", _unknown_number)
+
+
+def is_custom_node(node: Any) -> bool:
+    """Whether a node of the autograd graph is of a `torch.autograd.Function`."""
+    return isinstance(node, _CustomNode)
+
+
+_CustomNode: Any = getattr(torch._C, "_FunctionBase", ())
 
 
 def counter_owner(tensor: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,8 @@ from ckpt_wrap._torch_compat import (
 )
 from ckpt_wrap._where import Where, owner
 from ckpt_wrap.checkpointing._ambient_state import capture
-from ckpt_wrap.checkpointing._call import Arguments, Call
+from ckpt_wrap.checkpointing._arguments import Arguments
+from ckpt_wrap.checkpointing._call import Call
 from ckpt_wrap.checkpointing._module_state import ModuleState
 from ckpt_wrap.checkpointing._options import CheckpointImpl, CheckpointOptions
 from ckpt_wrap.checkpointing._recompute import CheckpointedRegion
@@ -81,23 +82,24 @@ class Checkpoint:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         module, options = owner(function), self.options
-        arguments = Arguments(args, kwargs, module)
+        arguments = Arguments(args, kwargs)
         where = Where(function, self.name, self.made_by)
+        state = ModuleState(module, where, own_hooks=function is module)
         if _does_more_than_recompute(options) and is_frozen(arguments.tensors, module):
             options = _ONLY_RECOMPUTE
-        tensors = arguments.tensors + arguments.objects.begin()
         if options.impl is CheckpointImpl.REENTRANT:
             return checkpoint_reentrant(
                 function,
+                (args, kwargs),
                 arguments,
-                ModuleState(module),
+                state,
                 preserve_rng_state=options.preserve_rng_state,
                 check=options.determinism_check != "none",
                 where=where,
             )
         forward_context, context = self._contexts(options, function, where)
-        ambient = capture(tensors, preserve_rng_state=options.preserve_rng_state)
-        call = Call(function, module, where, arguments, ambient, context, ModuleState(module))
+        ambient = capture(arguments.tensors, preserve_rng_state=options.preserve_rng_state)
+        call = Call(function, module, where, arguments, ambient, context, state)
         if debug_override() or (options.debug and debug_override() is None):
             return _with_debug(options, call, forward_context, args, kwargs)
         return _region(options, call, forward_context, args, kwargs)
@@ -134,7 +136,7 @@ def _region(
         early_stop=options.early_stop if override is None else override,
     )
     call.begin()
-    with region.hooks(), forward_context, FirstRun(call.buffers):
+    with region.hooks(), forward_context, FirstRun(call.state):
         result = call.function(*args, **kwargs)
         region.finished = True
     call.end(keep=region.saved_something)
@@ -216,7 +218,7 @@ def _with_debug(
             return call.again()
         args, kwargs = first.pop()
         call.begin()
-        with forward_context, FirstRun(call.buffers):
+        with forward_context, FirstRun(call.state):
             return call.function(*args, **kwargs)
 
     result = torch_checkpoint(

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ckpt_wrap._torch_compat import bypass_hooks, kept_results, storage_key
-from ckpt_wrap.checkpointing._tree import flatten
+from ckpt_wrap.checkpointing._arguments import Arguments
 from ckpt_wrap.offload._offload import KeptTensor, OffloadCall
 from ckpt_wrap.offload._offload_options import OffloadOptions
 from ckpt_wrap.offload._offload_scheduler import scheduler_for
@@ -81,8 +81,7 @@ class OffloadingContext(AbstractContextManager[Any]):
         decision = self._policy(context, op, *args, **kwargs)
         offloads = decision in _OFFLOAD
         if offloads and hasattr(context, "op_output"):
-            tensors: list[torch.Tensor] = []
-            flatten(context.op_output, tensors)
+            tensors = Arguments([context.op_output], {}).tensors
             self._chosen.update(map(storage_key, tensors))
         elif offloads:
             self._chosen.add((op, self._saved[op]))

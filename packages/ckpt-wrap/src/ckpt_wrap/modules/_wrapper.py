@@ -9,16 +9,18 @@ Rule 3. Loading. A state dict loads whether or not its keys carry the prefix.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import noop_context_fn
 
 from ckpt_wrap.checkpointing._checkpoint import Checkpoint
 from ckpt_wrap.checkpointing._checkpoint_fn import CheckpointFn, make_checkpoint_fn
-from ckpt_wrap.checkpointing._options import CheckpointImpl, require_module
+from ckpt_wrap.checkpointing._options import CheckpointImpl, ContextFn, require_module
 from ckpt_wrap.modules._inner_state import (
     ClassOfInner,
     InnerDict,
@@ -30,7 +32,7 @@ from ckpt_wrap.modules._inner_state import (
 from ckpt_wrap.modules._names import WRAPPED_MODULE, clean_state_dict
 from ckpt_wrap.modules._subclass import set_class
 from ckpt_wrap.offload._offload import Offload
-from ckpt_wrap.offload._offload_options import OffloadOptions
+from ckpt_wrap.offload._offload_options import offload_options
 
 
 class ActivationWrapper(ClassOfInner, nn.Module, ABC):
@@ -169,19 +171,7 @@ class ActivationWrapper(ClassOfInner, nn.Module, ABC):
 
 
 class CheckpointWrapper(ActivationWrapper):
-    """A module whose forward is checkpointed; made by `checkpoint_wrapper`.
-
-    Args:
-        mod: the module to wrap.
-        checkpoint_impl: what recomputes, unless `checkpoint_fn` is given.
-        checkpoint_fn: a checkpoint function, called as `checkpoint_fn(function, *args, **kwargs)`;
-            None for this package's own.
-        **checkpoint_fn_kwargs: options of that function, bound to it now.
-
-    Raises:
-        ModuleError: `mod` is not an `nn.Module`.
-        OptionError: an option this package's own function does not have or cannot follow.
-    """
+    """A module whose forward is checkpointed; made by `checkpoint_wrapper`, with its options."""
 
     checkpoint_impl: CheckpointImpl
     checkpoint_fn: CheckpointFn
@@ -190,12 +180,28 @@ class CheckpointWrapper(ActivationWrapper):
         self,
         mod: nn.Module,
         checkpoint_impl: CheckpointImpl = CheckpointImpl.NO_REENTRANT,
-        checkpoint_fn: Callable[..., Any] | None = None,
-        **checkpoint_fn_kwargs: Any,
+        checkpoint_fn: CheckpointFn | None = None,
+        *,
+        use_reentrant: bool | None = None,
+        preserve_rng_state: bool = True,
+        context_fn: ContextFn = noop_context_fn,
+        determinism_check: str = "default",
+        debug: bool = False,
+        early_stop: bool = True,
+        **checkpoint_fn_options: Any,
     ) -> None:
         super().__init__(mod)
         made = make_checkpoint_fn(
-            checkpoint_impl, checkpoint_fn, checkpoint_fn_kwargs, "checkpoint_wrapper"
+            "checkpoint_wrapper",
+            checkpoint_impl=checkpoint_impl,
+            checkpoint_fn=checkpoint_fn,
+            use_reentrant=use_reentrant,
+            preserve_rng_state=preserve_rng_state,
+            context_fn=context_fn,
+            determinism_check=determinism_check,
+            debug=debug,
+            early_stop=early_stop,
+            **checkpoint_fn_options,
         )
         # Straight into the instance: by Rule 2 a new name would go to the inner module.
         impl = made.options.impl if isinstance(made, Checkpoint) else checkpoint_impl
@@ -218,17 +224,31 @@ class CheckpointWrapper(ActivationWrapper):
 
 
 class OffloadWrapper(ActivationWrapper):
-    """A module whose saved tensors go to host memory; made by `offload_wrapper`.
-
-    Raises:
-        ModuleError: `mod` is not an `nn.Module`.
-    """
+    """A module whose saved tensors are offloaded; made by `offload_wrapper`, with its options."""
 
     _offload: Offload
 
-    def __init__(self, mod: nn.Module) -> None:
+    def __init__(
+        self,
+        mod: nn.Module,
+        *,
+        to: str | os.PathLike[str] = "cpu",
+        create: bool = False,
+        min_bytes: int = 1024,
+        keep_last: int = 0,
+        max_inflight_bytes: int | None = None,
+        max_bytes_away: int | None = None,
+    ) -> None:
         super().__init__(mod)
-        self.__dict__["_offload"] = Offload(OffloadOptions())
+        options = offload_options(
+            to=to,
+            create=create,
+            min_bytes=min_bytes,
+            keep_last=keep_last,
+            max_inflight_bytes=max_inflight_bytes,
+            max_bytes_away=max_bytes_away,
+        )
+        self.__dict__["_offload"] = Offload(options)
 
     def _callers(self) -> list[Callable[..., Any]]:
         """What calls its forward, or what it wraps."""
@@ -242,24 +262,36 @@ class OffloadWrapper(ActivationWrapper):
 def checkpoint_wrapper(
     module: nn.Module,
     checkpoint_impl: CheckpointImpl = CheckpointImpl.NO_REENTRANT,
-    checkpoint_fn: Callable[..., Any] | None = None,
-    **checkpoint_fn_kwargs: Any,
+    checkpoint_fn: CheckpointFn | None = None,
+    *,
+    use_reentrant: bool | None = None,
+    preserve_rng_state: bool = True,
+    context_fn: ContextFn = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    **checkpoint_fn_options: Any,
 ) -> nn.Module:
     """Wrap a module so that backward recomputes what its forward would have saved.
 
     Args:
         module: the module to wrap; it becomes `_checkpoint_wrapped_module` of the result.
-        checkpoint_impl: what recomputes, unless `checkpoint_fn` is given.
-        checkpoint_fn: a checkpoint function, called as `checkpoint_fn(function, *args, **kwargs)`;
-            None for this package's own.
-        **checkpoint_fn_kwargs: options of that function. This package's own has
-            `preserve_rng_state`, `context_fn`, `determinism_check`, `debug`, `early_stop` and
-            `use_reentrant`, with the meaning they have in `torch.utils.checkpoint.checkpoint`.
-            `use_reentrant=True` is the same as `checkpoint_impl=CheckpointImpl.REENTRANT`.
+        checkpoint_impl: the implementation, unless `checkpoint_fn` is given.
+        checkpoint_fn: a checkpoint function, called as `checkpoint_fn(function, *args, **kwargs)`.
+            None: this package's own.
+        use_reentrant: True is the same as `checkpoint_impl=CheckpointImpl.REENTRANT`.
+        preserve_rng_state: replay random numbers in recomputation.
+        context_fn: returns two context managers, for forward and for recomputation.
+        determinism_check: "default" compares every recomputed tensor with the one it replaces;
+            "none" does not.
+        debug: on a mismatch, print the operators of forward and of recomputation.
+        early_stop: end recomputation at the last tensor that backward needs.
+        **checkpoint_fn_options: further options of `checkpoint_fn`. It also receives those of the
+            options above that differ from their default.
 
     Raises:
         ModuleError: `module` is not an `nn.Module`.
-        OptionError: an option this package's own function does not have or cannot follow.
+        OptionError: an option is unknown or invalid, or two options conflict.
 
     Example:
         >>> import torch
@@ -267,21 +299,60 @@ def checkpoint_wrapper(
         >>> list(block.state_dict())
         ['weight', 'bias']
     """
-    return CheckpointWrapper(module, checkpoint_impl, checkpoint_fn, **checkpoint_fn_kwargs)
+    return CheckpointWrapper(
+        module,
+        checkpoint_impl=checkpoint_impl,
+        checkpoint_fn=checkpoint_fn,
+        use_reentrant=use_reentrant,
+        preserve_rng_state=preserve_rng_state,
+        context_fn=context_fn,
+        determinism_check=determinism_check,
+        debug=debug,
+        early_stop=early_stop,
+        **checkpoint_fn_options,
+    )
 
 
-def offload_wrapper(module: nn.Module) -> nn.Module:
-    """Wrap a module so that what it saves for backward is kept in host memory.
+def offload_wrapper(
+    module: nn.Module,
+    *,
+    to: str | os.PathLike[str] = "cpu",
+    create: bool = False,
+    min_bytes: int = 1024,
+    keep_last: int = 0,
+    max_inflight_bytes: int | None = None,
+    max_bytes_away: int | None = None,
+) -> nn.Module:
+    """Wrap a module so that the tensors it saves for backward are kept elsewhere.
 
     Under `torch.compile` and `torch.export` the module runs as it is: the compiler decides what
     it keeps, and where.
 
+    Args:
+        module: the module to wrap.
+        to: see `offload_`, as for the other options.
+        create: create the folder if it does not exist.
+        min_bytes: tensors with a smaller storage stay where they are.
+        keep_last: how many of the latest calls keep their tensors.
+        max_inflight_bytes: how many bytes may wait on a device to be copied.
+        max_bytes_away: how many bytes may be elsewhere at one time.
+
     Raises:
         ModuleError: `module` is not an `nn.Module`.
+        OptionError: a value is invalid, or the folder does not exist and `create` is False.
+        OffloadError: the folder cannot be created or written to.
 
     Example:
         >>> import torch
         >>> offload_wrapper(torch.nn.Linear(4, 2))(torch.ones(1, 4)).shape
         torch.Size([1, 2])
     """
-    return OffloadWrapper(module)
+    return OffloadWrapper(
+        module,
+        to=to,
+        create=create,
+        min_bytes=min_bytes,
+        keep_last=keep_last,
+        max_inflight_bytes=max_inflight_bytes,
+        max_bytes_away=max_bytes_away,
+    )

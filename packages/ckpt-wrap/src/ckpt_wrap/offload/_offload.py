@@ -27,6 +27,7 @@ from ckpt_wrap._torch_compat import (
     active_transform,
     counter_owner,
     is_parameter_view,
+    next_node_number,
     storage_key,
     version_of,
 )
@@ -35,7 +36,7 @@ from ckpt_wrap.offload._offload_options import OffloadOptions
 from ckpt_wrap.offload._offload_scheduler import CallStorages, OffloadScheduler, scheduler_for
 from ckpt_wrap.offload._offload_stats import Counters, OffloadStats
 from ckpt_wrap.offload._offloaded_storage import OffloadedStorage, changed_message
-from ckpt_wrap.offload._storage import View, is_plain, split, view_of
+from ckpt_wrap.offload._storage import View, is_plain, split, storage_bytes, view_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +90,16 @@ class OffloadCall:
         self._where = where
         self._module = module
         self._state_keys: set[Any] | None = None
+        self._node = -1  # number of the node that saved last
+        self._pending: list[tuple[OffloadedStorage, CallStorages]] = []
 
     @torch.no_grad()
     def pack(self, tensor: torch.Tensor) -> Any:
         """What the graph gets in place of a saved tensor."""
+        node = next_node_number()
+        if node != self._node:
+            self._send_pending()
+            self._node = node
         parts = split(tensor)
         if parts is not None:
             packed = {name: self.pack(part) for name, part in parts[0].items()}
@@ -126,7 +133,7 @@ class OffloadCall:
 
     def _leaves(self, tensor: torch.Tensor) -> bool:
         """Whether a saved tensor leaves the device, see Rule 1."""
-        nbytes = tensor.untyped_storage().nbytes() if is_plain(tensor) else 0
+        nbytes = storage_bytes(tensor) if is_plain(tensor) else 0
         return (
             nbytes >= max(1, self._scheduler.options.min_bytes)
             and self._scheduler.tier.takes(tensor.device)
@@ -155,11 +162,25 @@ class OffloadCall:
         self._scheduler.storages[key] = storage
         call.add(storage)
         if self._scheduler.options.keep_last == 0:
-            self._scheduler.send(storage, call.order)
+            if tensor.requires_grad:
+                self._scheduler.send(storage, call.order)
+            else:
+                self._pending.append((storage, call))
         return storage
 
+    def _send_pending(self) -> None:
+        """Start copying the tensors that an earlier operator saved.
+
+        An operator may save a tensor before it writes it, as `rrelu` does with its noise. Results
+        require grad when they are saved, and are written by then.
+        """
+        pending, self._pending = self._pending, []
+        for storage, call in pending:
+            self._scheduler.send(storage, call.order)
+
     def finish(self) -> None:
-        """Let what the call saved take its turn."""
+        """The call has ended: start copying the rest, and what older calls kept."""
+        self._send_pending()
         self._scheduler.finish(iter(self._by_device.values()))
 
 

@@ -1,16 +1,14 @@
-"""The options of offload, checked once, when a module is wrapped."""
+"""The options of offload, validated when a module is wrapped."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from ckpt_wrap._errors import OptionError, require_known_options
+from ckpt_wrap._errors import OptionError
 
 MIB = 2**20
 MOST_INFLIGHT_BYTES = 1024 * MIB  # where no number is given
@@ -83,28 +81,37 @@ def _names_device(text: str) -> bool:
     return True
 
 
-_OPTION_NAMES = tuple(field.name for field in fields(OffloadOptions))
-
-
-def offload_options(given: Mapping[str, Any]) -> OffloadOptions:
-    """Options from keyword arguments.
+def offload_options(
+    *,
+    to: str | os.PathLike[str] = "cpu",
+    create: bool = False,
+    min_bytes: int = 1024,
+    keep_last: int = 0,
+    max_inflight_bytes: int | None = None,
+    max_bytes_away: int | None = None,
+) -> OffloadOptions:
+    """Validated options with an absolute folder.
 
     Raises:
-        OptionError: an unknown option, naming the closest known one, a value that cannot work, or
-            a folder that does not exist and is not to be made.
+        OptionError: a value is invalid, or the folder does not exist and `create` is False.
     """
-    require_known_options("offload_", given, _OPTION_NAMES)
-    to = given.get("to", "cpu")
-    to = os.fspath(to) if isinstance(to, os.PathLike) else to
-    options = OffloadOptions(**{**given, "to": to})
+    options = OffloadOptions(
+        to=os.fspath(to) if isinstance(to, os.PathLike) else to,
+        create=create,
+        min_bytes=min_bytes,
+        keep_last=keep_last,
+        max_inflight_bytes=max_inflight_bytes,
+        max_bytes_away=max_bytes_away,
+    )
     if options.folder is None:
         return options
     # The process may change its working directory before backward.
     folder = os.path.abspath(options.folder.expanduser())
     if not options.create and not os.path.exists(folder):
         raise OptionError(
-            f"ckpt_wrap.offload_: option 'to' is {to!r}, but the folder must exist, so that a "
-            "typo does not create one. Pass create=True to create it, or 'cpu' for host memory."
+            f"ckpt_wrap.offload_: option 'to' is {options.to!r}, but the folder must exist, so "
+            "that a typo does not create one. Pass create=True to create it, or 'cpu' for host "
+            "memory."
         )
-    # Once it is there, who made it is no difference between two modules that share it.
+    # Two modules with the same folder have equal options, whichever of them created it.
     return replace(options, to=folder, create=False)

@@ -133,6 +133,8 @@ class OffloadedStorage:
         with self._lock:
             if self.source is None or self.stored is not None:
                 return False
+            if self._guard is not None and version_of(self._guard) != self.version:
+                return False  # changed in place meanwhile: reading it is an error
             do_due()
             number = next(_numbers)
             with about(f"a tensor saved by module {self.where}"):
