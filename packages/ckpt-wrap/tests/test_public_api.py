@@ -146,7 +146,7 @@ def test_what_not_everyone_needs_waits_until_it_is_asked_for():
     """Who wraps by hand loads no plan and no policy."""
     code = (
         "import sys, ckpt_wrap; early = set(sys.modules)\n"
-        "ckpt_wrap.make_plan; print(*sorted(set(sys.modules) - early))\n"
+        "ckpt_wrap.make_plan, ckpt_wrap.Layers; print(*sorted(set(sys.modules) - early))\n"
         "print(*sorted(early))"
     )
     lines = subprocess.run(

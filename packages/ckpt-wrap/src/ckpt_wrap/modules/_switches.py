@@ -7,6 +7,8 @@ import warnings
 from torch import nn
 
 from ckpt_wrap._where import describe, has_forward
+from ckpt_wrap.modules._inner_state import is_wrapper
+from ckpt_wrap.modules._subclass import STATE
 
 # Attributes by which transformers, diffusers, timm and others switch checkpointing on.
 _SWITCHES = ("gradient_checkpointing", "grad_checkpointing")
@@ -33,7 +35,8 @@ def warn_of_own_switch(module: nn.Module, function: str) -> None:
 def warn_of_one_region(module: nn.Module, function: str) -> None:
     """Warn if a module contains a list of repeated blocks, and becomes one region.
 
-    A list itself, or one of two blocks, may be a segment on purpose.
+    A list itself, or one of two blocks, may be a segment on purpose. Blocks that are checkpointed
+    themselves are fine: recomputation of the module saves only their inputs.
 
     Warns:
         UserWarning: recomputation holds the tensors of all blocks at once.
@@ -41,7 +44,7 @@ def warn_of_one_region(module: nn.Module, function: str) -> None:
     for name, below in module.named_modules():
         if below is module or not isinstance(below, (nn.ModuleList, nn.Sequential)):
             continue
-        kinds = [type(block) for block in below if has_forward(block) and [*block.children()]]
+        kinds = [type(block) for block in below if _is_plain_block(block)]
         repeated = next((kind for kind in kinds if kinds.count(kind) > 2), None)
         if repeated is not None and "expert" not in name:
             warnings.warn(
@@ -52,3 +55,10 @@ def warn_of_one_region(module: nn.Module, function: str) -> None:
                 stacklevel=3,
             )
             return
+
+
+def _is_plain_block(module: nn.Module) -> bool:
+    """Whether a module has a forward and submodules, and is not checkpointed itself."""
+    if not has_forward(module) or not any(True for _ in module.children()):
+        return False
+    return STATE not in vars(module) and not is_wrapper(module)
