@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import weakref
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from ckpt_wrap import RecomputeError, checkpoint_
@@ -248,3 +250,36 @@ def test_noise_that_is_written_after_it_is_saved(functional, wrap):
         module(torch.ones(2048, 64)).square().sum().backward()
         found.append([p.grad for p in module.parameters()])
     assert all(map(torch.equal, *found))
+
+
+class Nothing(TorchDispatchMode):
+    """A dispatch mode that changes no operator."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Reshapes(nn.Module):
+    """A matmul of four axes, which reshapes by another operator under a dispatch mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x):
+        y = self.linear(x.sin()).unflatten(-1, (2, 4))
+        return torch.matmul(y, y.mT).sigmoid()
+
+
+@pytest.mark.parametrize("in_forward", [True, False])
+def test_dispatch_mode_around_one_of_the_runs_is_no_error(in_forward):
+    """Profilers and counters are such modes; the values are the same."""
+    plain = Reshapes()
+    module = checkpoint_(copy.deepcopy(plain))
+    x = torch.randn(2, 2, 8)
+    plain(x).sum().backward()
+    with Nothing() if in_forward else contextlib.nullcontext():
+        loss = module(x).sum()
+    with contextlib.nullcontext() if in_forward else Nothing():
+        loss.backward()
+    assert torch.equal(module.linear.weight.grad, plain.linear.weight.grad)

@@ -75,18 +75,18 @@ def make_checkpoint_fn(
         "debug": debug,
         "early_stop": early_stop,
     }
-    try:
-        if checkpoint_fn is None:
-            _require_no_more(checkpoint_fn_options)
-            impl = _implementation(use_reentrant, checkpoint_impl)
+    if checkpoint_fn is None:
+        _require_no_more(checkpoint_fn_options, made_by)
+        impl = _implementation(use_reentrant, checkpoint_impl, made_by)
+        try:
             return Checkpoint(CheckpointOptions(impl=impl, **own), made_by)
-        if not callable(checkpoint_fn):
-            raise OptionError(
-                f"option 'checkpoint_fn' is {checkpoint_fn!r}, but it must be a function called as "
-                "checkpoint_fn(function, *args, **kwargs). Pass such a function."
-            )
-    except OptionError as error:
-        raise OptionError(f"ckpt_wrap.{made_by}: {error}") from None
+        except OptionError as error:
+            raise OptionError(f"ckpt_wrap.{made_by}: {error}") from None
+    if not callable(checkpoint_fn):
+        raise OptionError(
+            f"ckpt_wrap.{made_by}: option 'checkpoint_fn' is {checkpoint_fn!r}, but it must be a "
+            "function called as checkpoint_fn(function, *args, **kwargs). Pass such a function."
+        )
     given = {name: own[name] for name in own if own[name] != _DEFAULTS[name]}
     if use_reentrant is not None:
         given["use_reentrant"] = use_reentrant
@@ -100,33 +100,33 @@ def make_checkpoint_fn(
 _DEFAULTS: Mapping[str, Any] = make_checkpoint_fn.__kwdefaults__ or {}
 
 
-def _require_no_more(options: Mapping[str, Any]) -> None:
+def _require_no_more(options: Mapping[str, Any], made_by: str) -> None:
     if "policy" in options:
         raise OptionError(
-            "option 'policy' needs checkpoint_fn=. For a policy of sac-policies, pass "
-            "checkpoint_fn=sac_policies.checkpoint, policy=..."
+            f"ckpt_wrap.{made_by}: option 'policy' needs checkpoint_fn=. For a policy of "
+            "sac-policies, pass checkpoint_fn=sac_policies.checkpoint, policy=..."
         )
     for name in options:
         raise OptionError(
-            f"option {name!r} is unknown. Options that are not those of "
+            f"ckpt_wrap.{made_by}: option {name!r} is unknown. Options that are not those of "
             "torch.utils.checkpoint.checkpoint are only accepted together with checkpoint_fn=, "
             "which receives them."
         )
 
 
-def _implementation(use_reentrant: object, impl: CheckpointImpl) -> CheckpointImpl:
+def _implementation(use_reentrant: object, impl: CheckpointImpl, made_by: str) -> CheckpointImpl:
     """The implementation that `use_reentrant` and `checkpoint_impl` ask for together."""
     if use_reentrant is None:
         return impl
     if not isinstance(use_reentrant, bool):
         raise OptionError(
-            f"option 'use_reentrant' is {use_reentrant!r}, but it must be a bool. "
-            "Pass True or False."
+            f"ckpt_wrap.{made_by}: option 'use_reentrant' is {use_reentrant!r}, but it must be a "
+            "bool. Pass True or False."
         )
     if impl is CheckpointImpl.REENTRANT and not use_reentrant:
         raise OptionError(
-            "option 'use_reentrant' is False, but checkpoint_impl=CheckpointImpl.REENTRANT asks "
-            "for the opposite. Pass only one of them."
+            f"ckpt_wrap.{made_by}: option 'use_reentrant' is False, but "
+            "checkpoint_impl=CheckpointImpl.REENTRANT asks for the opposite. Pass only one of them."
         )
     return CheckpointImpl.REENTRANT if use_reentrant else impl
 

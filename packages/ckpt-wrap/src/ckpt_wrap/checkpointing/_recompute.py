@@ -27,6 +27,11 @@ from ckpt_wrap.checkpointing._call import Call
 
 Metadata = tuple[torch.Size, torch.dtype, torch.device, str | None]
 
+# Which of them an operator uses depends on the dispatch modes that are active.
+_RESHAPES: dict[str | None, str] = dict.fromkeys(
+    ("ReshapeAliasBackward0", "UnsafeViewBackward0"), "ViewBackward0"
+)
+
 
 class EnoughRecomputed(Exception):
     """Ends a recomputation early.
@@ -213,7 +218,7 @@ def _metadata(tensor: torch.Tensor) -> Metadata:
     """
     node: Any = tensor.grad_fn
     name = "" if node is None else None if is_custom_node(node) else node.name()
-    return tensor.shape, tensor.dtype, tensor.device, name
+    return tensor.shape, tensor.dtype, tensor.device, _RESHAPES.get(name, name)
 
 
 def _described(metadata: Metadata) -> str:
