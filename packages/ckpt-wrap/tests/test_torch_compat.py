@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.utils.checkpoint import (
-    create_selective_checkpoint_contexts,
     set_checkpoint_debug_enabled,
     set_checkpoint_early_stop,
 )
@@ -145,35 +144,6 @@ def test_tensors_that_count_no_changes_are_never_changed():
     assert compat.version_of(tensor) == 0
     changed = torch.ones(2).add_(1)
     assert compat.versions_of([tensor, changed]) == [0, compat.version_of(changed)]
-
-
-def test_the_state_dict_being_loaded_is_found_from_inside():
-    """With its versions, below any number of modules; outside of a load there is none."""
-    seen = []
-
-    class Looks(nn.Linear):
-        def _load_from_state_dict(self, *args):
-            seen.append(compat.state_dict_being_loaded())
-            super()._load_from_state_dict(*args)
-
-    model = nn.Sequential(nn.Sequential(Looks(1, 1)))
-    state = model.state_dict()
-    model.load_state_dict(state)
-    assert [dict(found) for found in seen] == [dict(state)]
-    assert seen[0]._metadata is state._metadata
-    assert compat.state_dict_being_loaded() is None
-
-
-def test_results_kept_by_selective_contexts_are_found(monkeypatch):
-    """Every result of forward, in its place; nothing where torch has no such context."""
-    forward, _ = create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
-    with forward:
-        product = torch.ones(2, 2) @ torch.ones(2, 2)
-    kept = [results[place] for _, results, place in compat.kept_results(forward)]
-    assert [torch.equal(k.val, product) for k in kept if hasattr(k, "val")] == [True]
-    assert compat.kept_results(contextlib.nullcontext()) is None
-    monkeypatch.delattr("torch.utils.checkpoint._CachingTorchDispatchMode")
-    assert compat.kept_results(forward) is None
 
 
 def test_selective_contexts_bypass_hooks_where_torch_asks():

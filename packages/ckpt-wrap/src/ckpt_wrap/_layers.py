@@ -1,84 +1,31 @@
 """Find the repeated blocks of a model, and checkpoint them.
 
 A model's blocks are the entries of an `nn.ModuleList` or `nn.Sequential` of which at least two have
-the same class, and submodules of their own. Of nested lists the outermost counts, unless its
-entries grow with the depth of the model: these are stages, and the lists inside them count. Lists
-of experts are no blocks: each token runs only some of them.
+the same class, and submodules. Of nested lists the outermost counts, unless its entries grow with
+the depth of the model: these are stages, and the lists inside them count. Lists of experts are no
+blocks: each token runs only some of them.
 """
 
 from __future__ import annotations
 
 import os
-import warnings
 from collections import Counter
-from dataclasses import dataclass
 
 from torch import nn
 
-from ckpt_wrap._apply import count_elements
 from ckpt_wrap._errors import ModuleError, OptionError
-from ckpt_wrap._where import has_forward
+from ckpt_wrap._plan import Plan, make_step
+from ckpt_wrap._where import count_elements, has_forward
 from ckpt_wrap.checkpointing._options import require_module
-from ckpt_wrap.modules._in_place import checkpoint_, offload_, tell_name
-from ckpt_wrap.modules._subclass import require_changeable
 from ckpt_wrap.modules._switches import warn_of_own_switch
 
+Blocks = list[tuple[str, nn.Module]]
 _STAGES_GROW = 3.0  # the largest entry has so many times the parameters of the smallest
-
-
-@dataclass(frozen=True, slots=True)
-class LayerList:
-    """One list of repeated blocks.
-
-    Args:
-        name: of the list, in the model.
-        class_name: of the blocks.
-        blocks: how many there are.
-        checkpointed: names of those that are checkpointed.
-    """
-
-    name: str
-    class_name: str
-    blocks: int
-    checkpointed: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Layers:
-    """The blocks that `checkpoint_layers_` has found; prints as a table.
-
-    Args:
-        lists: one for each list of blocks and class, in the order of the model.
-        every: the n-th blocks that are checkpointed.
-        offload: whether the inputs of the blocks are offloaded.
-    """
-
-    lists: tuple[LayerList, ...]
-    every: int
-    offload: bool
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of all checkpointed blocks."""
-        return tuple(name for found in self.lists for name in found.checkpointed)
-
-    def __str__(self) -> str:
-        rows = [
-            (found.name or "(model)", found.class_name, f"{len(found.checkpointed)}/{found.blocks}")
-            for found in self.lists
-        ]
-        rows.insert(0, ("list", "class", "checkpointed"))
-        widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
-        return "\n".join([*lines, "inputs are offloaded"] if self.offload else lines)
 
 
 def checkpoint_layers_(
     model: nn.Module, every: int = 1, offload: bool | str | os.PathLike[str] = False
-) -> Layers:
+) -> Plan:
     """Find the repeated blocks of a model and checkpoint them in place.
 
     Args:
@@ -88,7 +35,7 @@ def checkpoint_layers_(
             existing folder. Tensors of the CPU are only moved to a folder.
 
     Returns:
-        Which blocks were found; print it to see them.
+        The plan that was applied: print it to see which blocks were found.
 
     Raises:
         ModuleError: not an `nn.Module`, or one without repeated blocks.
@@ -98,8 +45,8 @@ def checkpoint_layers_(
         >>> block = lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh())
         >>> model = nn.Sequential(nn.Linear(2, 4), *[block() for _ in range(4)])
         >>> print(checkpoint_layers_(model, every=2))
-        list     class       checkpointed
-        (model)  Sequential  2/4
+        action      modules  class       count  parameters  options
+        checkpoint  1, 3     Sequential      2          40
     """
     require_module(model, "checkpoint_layers_")
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
@@ -112,47 +59,34 @@ def checkpoint_layers_(
             f"ckpt_wrap.checkpoint_layers_: option 'offload' is {offload!r}, but it must be a bool "
             "or a folder. Pass True for host memory."
         )
-    found = find_layers(model)
+    found = [blocks[::every] for blocks in find_layers(model)]
     if not found:
         raise ModuleError(
             f"ckpt_wrap.checkpoint_layers_: model {type(model).__name__} has no nn.ModuleList or "
             "nn.Sequential with two blocks of one class. Call checkpoint_ on its blocks."
         )
-    chosen = [blocks[::every] for _, blocks in found]
-    for blocks in chosen:
-        for name, block in blocks:
-            require_changeable(block, "checkpoint_layers_", name)
+    steps = [make_step(n, block, "checkpoint", {}) for blocks in found for n, block in blocks]
+    if offload:
+        options = {"to": "cpu" if offload is True else offload}
+        steps += [
+            make_step(n, block, "offload", options) for blocks in found for n, block in blocks
+        ]
     warn_of_own_switch(model, "checkpoint_layers_")
-    with warnings.catch_warnings():
-        # The blocks are known; a switch of the model was warned of above.
-        warnings.filterwarnings("ignore", message="ckpt_wrap.checkpoint_: module")
-        for _, block in (pair for blocks in chosen for pair in blocks):
-            checkpoint_(block)
-    for blocks in chosen:
-        for name, block in blocks:
-            if offload:
-                offload_(block, to="cpu" if offload is True else offload)
-            tell_name(block, name)
-    lists = [
-        LayerList(name, type(blocks[0][1]).__name__, len(blocks), tuple(n for n, _ in some))
-        for (name, blocks), some in zip(found, chosen, strict=True)
-    ]
-    return Layers(tuple(lists), every, bool(offload))
+    plan = Plan(tuple(steps))
+    plan.apply(model)
+    return plan
 
 
-Blocks = list[tuple[str, nn.Module]]
-
-
-def find_layers(model: nn.Module, prefix: str = "") -> list[tuple[str, Blocks]]:
-    """Lists of repeated blocks by name, each with the names and modules of its blocks."""
+def find_layers(model: nn.Module, prefix: str = "") -> list[Blocks]:
+    """Lists of repeated blocks, each with the names and modules of its blocks."""
     groups = _groups(model, prefix)
     if groups and not _are_stages(groups):
-        return [(prefix, group) for group in groups]
+        return groups
     inner = []
     for name, child in model.named_children():
         if "expert" not in name:
             inner += find_layers(child, f"{prefix}.{name}" if prefix else name)
-    return inner or [(prefix, group) for group in groups]
+    return inner or groups
 
 
 def _groups(container: nn.Module, prefix: str) -> list[Blocks]:

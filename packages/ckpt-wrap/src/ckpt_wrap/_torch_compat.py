@@ -10,7 +10,6 @@ what its subclasses build on, in torch and everywhere; they are used where they 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
@@ -59,6 +58,11 @@ def never_compiled(function: F) -> F:
     """
     _skip_frames(function.__code__, False)
     return function
+
+
+def break_graph(reason: str) -> None:
+    """End the graph that `torch.compile` traces here; with `fullgraph=True` an error."""
+    torch._dynamo.graph_break(msg=reason)
 
 
 def never_compiled_inside(function: F) -> F:
@@ -177,26 +181,10 @@ def debug_override() -> bool | None:
     return getattr(torch.utils.checkpoint, "_checkpoint_debug_enabled", None)
 
 
-def kept_results(context: Any) -> list[tuple[Any, Any, Any]] | None:
-    """Where torch's selective context for forward keeps results: operators, containers and keys.
-
-    None where the context is not torch's.
-    """
-    mode = getattr(torch.utils.checkpoint, "_CachingTorchDispatchMode", None)
-    storage = getattr(context, "storage", None)
-    if mode is None or not isinstance(context, mode) or not isinstance(storage, dict):
-        return None
-    return [
-        (op, results, place)
-        for op, results in storage.items()
-        for place in (list(results) if isinstance(results, dict) else range(len(results)))
-    ]
-
-
 def bypass_hooks(context: Any) -> None:
     """Let torch's selective context keep results as they are, whatever hooks are around it.
 
-    It always did; newer torch warns of it, and takes a region's own hooks for the user's.
+    Torch up to 2.13 always does; newer torch takes a region's own hooks for the user's, and warns.
     """
     if getattr(context, "respect_saved_tensors_hooks", False) is None:
         context.respect_saved_tensors_hooks = False
@@ -253,20 +241,6 @@ def _find_storage_ref() -> Callable[[torch.UntypedStorage], Any]:
 
 
 _storage_ref = _find_storage_ref()
-
-
-_LOAD_STATE_DICT = getattr(nn.Module.load_state_dict, "__code__", None)
-
-
-def state_dict_being_loaded() -> Any:
-    """The state dict that a `load_state_dict` up the stack is loading, or None.
-
-    Torch hands each module its own part only, found under the name it has among wrappers.
-    """
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not _LOAD_STATE_DICT:
-        frame = frame.f_back
-    return None if frame is None else frame.f_locals.get("state_dict")
 
 
 def storage_key(tensor: torch.Tensor) -> Any:

@@ -30,6 +30,7 @@ from ckpt_wrap._errors import OptionError, RecomputeError
 from ckpt_wrap._phase import FirstRun
 from ckpt_wrap._torch_compat import (
     active_transform,
+    bypass_hooks,
     debug_override,
     early_stop_override,
     is_exporting,
@@ -44,7 +45,6 @@ from ckpt_wrap.checkpointing._module_state import ModuleState
 from ckpt_wrap.checkpointing._options import CheckpointImpl, CheckpointOptions
 from ckpt_wrap.checkpointing._recompute import CheckpointedRegion
 from ckpt_wrap.checkpointing._reentrant import checkpoint_reentrant
-from ckpt_wrap.checkpointing._selective import honour_offload
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -97,29 +97,27 @@ class Checkpoint:
                 check=options.determinism_check != "none",
                 where=where,
             )
-        forward_context, context = self._contexts(options, function, where)
+        forward_context, context = _contexts(options, where)
         ambient = capture(arguments.tensors, preserve_rng_state=options.preserve_rng_state)
         call = Call(function, module, where, arguments, ambient, context, state)
         if debug_override() or (options.debug and debug_override() is None):
             return _with_debug(options, call, forward_context, args, kwargs)
         return _region(options, call, forward_context, args, kwargs)
 
-    def _contexts(
-        self, options: CheckpointOptions, function: Callable[..., Any], where: Where
-    ) -> Contexts:
-        """What `context_fn` gives for one call."""
-        made = options.context_fn()
-        if options.context_fn is noop_context_fn:
-            return made
-        try:
-            forward_context, context = made
-        except (TypeError, ValueError):
-            raise OptionError(
-                f"ckpt_wrap.{where.made_by}: option 'context_fn' of module {where} returned "
-                f"{made!r}, but it must return two context managers. Return one for forward and "
-                "one for recomputation."
-            ) from None
-        return honour_offload(forward_context, context, owner(function), str(where)), context
+
+def _contexts(options: CheckpointOptions, where: Where) -> Contexts:
+    """The contexts that `context_fn` returns for one call."""
+    made = options.context_fn()
+    try:
+        forward_context, context = made
+    except (TypeError, ValueError):
+        raise OptionError(
+            f"ckpt_wrap.{where.made_by}: option 'context_fn' of module {where} returned "
+            f"{made!r}, but it must return two context managers. Return one for forward and "
+            "one for recomputation."
+        ) from None
+    bypass_hooks(forward_context)
+    return forward_context, context
 
 
 def _region(

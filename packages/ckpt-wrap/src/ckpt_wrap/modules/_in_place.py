@@ -15,19 +15,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from torch import nn
 from torch.utils.checkpoint import noop_context_fn
 
-from ckpt_wrap._errors import ModuleError
+from ckpt_wrap._errors import ModuleError, OptionError
 from ckpt_wrap._torch_compat import edges, is_sharded, never_compiled
 from ckpt_wrap._where import describe
 from ckpt_wrap.checkpointing._checkpoint import Checkpoint
 from ckpt_wrap.checkpointing._checkpoint_fn import CheckpointFn, make_checkpoint_fn
 from ckpt_wrap.checkpointing._options import CheckpointImpl, ContextFn, require_module
-from ckpt_wrap.modules._inner_state import innermost, is_wrapper
+from ckpt_wrap.modules._names import innermost, is_wrapper
 from ckpt_wrap.modules._subclass import (
     STATE,
     changed_class,
@@ -38,7 +38,8 @@ from ckpt_wrap.modules._subclass import (
 from ckpt_wrap.modules._switches import warn_of_one_region, warn_of_own_switch
 from ckpt_wrap.modules._wrapper import ActivationWrapper
 from ckpt_wrap.offload._offload import Offload
-from ckpt_wrap.offload._offload_options import offload_options
+from ckpt_wrap.offload._offload_options import OffloadOptions
+from ckpt_wrap.offload._offload_stats import OffloadStats
 
 M = TypeVar("M", bound=nn.Module)
 Action = Literal["checkpoint", "offload"]
@@ -128,7 +129,7 @@ def checkpoint_(
         early_stop=early_stop,
         **checkpoint_fn_options,
     )
-    return become(module, replace(behaviour(module) or Behaviour(), checkpoint=made))
+    return become(module, checkpoint=made)
 
 
 def offload_(
@@ -143,9 +144,9 @@ def offload_(
 ) -> M:
     """Offload a module in place: what its forward saves for backward is kept elsewhere.
 
-    Under `torch.compile` and `torch.export` the module runs as it is: the compiler decides what to
-    keep, and where. It also does so under `torch.func`, and inside a checkpointed module, which
-    keeps nothing.
+    Under `torch.compile` it is an error, because the compiler decides what to keep, and where.
+    Under `torch.func`, in `torch.export` and inside a checkpointed module, which keeps nothing,
+    the module runs as it is.
 
     Args:
         module: the module to change.
@@ -173,7 +174,7 @@ def offload_(
         >>> block(torch.ones(1, 4)).sum().backward()
     """
     require_changeable(module, "offload_")
-    options = offload_options(
+    options = OffloadOptions(
         to=to,
         create=create,
         min_bytes=min_bytes,
@@ -181,7 +182,25 @@ def offload_(
         max_inflight_bytes=max_inflight_bytes,
         max_bytes_away=max_bytes_away,
     )
-    return become(module, replace(behaviour(module) or Behaviour(), offload=Offload(options)))
+    return become(module, offload=Offload(options))
+
+
+def offload_stats(module: nn.Module) -> OffloadStats:
+    """Counts of all offloaded modules at and below a module, added up.
+
+    So `peak_bytes_away` of several modules is an upper bound: their peaks need not coincide.
+
+    Raises:
+        ModuleError: not an `nn.Module`.
+
+    Example:
+        >>> offload_stats(nn.Linear(2, 2)).copies_out
+        0
+    """
+    require_module(module, "offload_stats")
+    callers = [caller for each in module.modules() for caller in callers_of(each)]
+    found = [caller.stats for caller in callers if isinstance(caller, Offload)]
+    return OffloadStats(*map(sum, zip(*map(astuple, [OffloadStats(), *found]), strict=True)))
 
 
 def unwrap(module: nn.Module, *, recurse: bool = True) -> nn.Module:
@@ -232,21 +251,27 @@ def behaviour(module: nn.Module) -> Behaviour | None:
     return done
 
 
-def planned(module: nn.Module, action: Action, options: Mapping[str, Any]) -> Behaviour:
-    """What a module will do once it is changed; all that can raise is raised here.
+def planned(
+    action: Action, options: Mapping[str, Any], *, check_only: bool = False
+) -> dict[str, Any]:
+    """The fields of `Behaviour` that an action sets; everything that can raise is raised here.
 
     Raises:
         OptionError: an unknown option, or a value that cannot work.
-        OffloadError: the folder cannot be made or written to.
+        OffloadError: the folder cannot be made or written to; not with `check_only`.
     """
-    before = behaviour(module) or Behaviour()
-    if action == "offload":
-        return replace(before, offload=Offload(offload_options(**options)))
-    return replace(before, checkpoint=make_checkpoint_fn("checkpoint_", **options))
+    if action == "checkpoint":
+        return {"checkpoint": make_checkpoint_fn("checkpoint_", **options)}
+    try:
+        checked = OffloadOptions(**options)
+    except TypeError as error:  # an unknown name
+        raise OptionError(f"ckpt_wrap.offload_: {error}. Pass options of offload_.") from None
+    return {} if check_only else {"offload": Offload(checked)}
 
 
-def become(module: M, wanted: Behaviour) -> M:
-    """Have a module do what was planned."""
+def become(module: M, **change: Any) -> M:
+    """Change a module in place, by fields of `Behaviour`."""
+    wanted = replace(behaviour(module) or Behaviour(), **change)
     set_class(module, changed_class(type(module)))
     vars(module)[STATE] = wanted
     return module

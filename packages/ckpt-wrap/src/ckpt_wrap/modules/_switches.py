@@ -7,7 +7,7 @@ import warnings
 from torch import nn
 
 from ckpt_wrap._where import describe, has_forward
-from ckpt_wrap.modules._inner_state import is_wrapper
+from ckpt_wrap.modules._names import is_wrapper
 from ckpt_wrap.modules._subclass import STATE
 
 # Attributes by which transformers, diffusers, timm and others switch checkpointing on.
