@@ -79,7 +79,7 @@ def _apply(folder: Path) -> Scene:
     model = stack()
 
     def act() -> None:
-        ckpt_wrap.make_plan(model, ckpt_wrap.by_name("blocks.*")).apply(model)
+        ckpt_wrap.checkpoint_layers_(model)
         ckpt_wrap.unwrap(model)
 
     return _step_after(model, act)

@@ -87,6 +87,8 @@ def test_tensors_of_an_accelerator_are_taken():
 class Log:
     """A link that notes what its copies are told."""
 
+    idle = False
+
     def __init__(self) -> None:
         self.log: list[str] = []
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 
 def owner(function: Callable[..., Any]) -> nn.Module | None:
@@ -17,6 +18,11 @@ def owner(function: Callable[..., Any]) -> nn.Module | None:
 def has_forward(module: nn.Module) -> bool:
     """Whether the module defines forward; containers such as `nn.ModuleList` do not."""
     return type(module).forward is not nn.Module.forward
+
+
+def count_elements(module: nn.Module) -> int:
+    """Elements of a module's parameters; lazy ones have none yet."""
+    return sum(p.numel() for p in module.parameters() if not is_lazy(p))
 
 
 def describe(function: Callable[..., Any], name: str) -> str:

@@ -1,17 +1,17 @@
-"""The options of checkpointing, checked once, when a module is wrapped."""
+"""The options of checkpointing, validated when a module is wrapped."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import noop_context_fn
 
-from ckpt_wrap._errors import ModuleError, OptionError, require_known_options
+from ckpt_wrap._errors import ModuleError, OptionError
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
@@ -34,8 +34,7 @@ class CheckpointOptions:
     """How a module is checkpointed; the meaning is that of `torch.utils.checkpoint.checkpoint`.
 
     Raises:
-        OptionError: a value that cannot work, naming the option; `checkpoint_options` adds the
-            function.
+        OptionError: a value is invalid, or two options conflict.
     """
 
     impl: CheckpointImpl = CheckpointImpl.NO_REENTRANT
@@ -91,45 +90,6 @@ def _only_no_reentrant(name: str) -> str:
         f"option {name!r} is set with checkpoint_impl=CheckpointImpl.REENTRANT, but only "
         "NO_REENTRANT supports it. Leave one of the two out."
     )
-
-
-def _impl_for(use_reentrant: object, impl: CheckpointImpl) -> CheckpointImpl:
-    """The implementation that torch's own option asks for."""
-    if not isinstance(use_reentrant, bool):
-        raise OptionError(
-            f"option 'use_reentrant' is {use_reentrant!r}, but it must be a bool. "
-            "Pass True or False."
-        )
-    if impl is CheckpointImpl.REENTRANT and not use_reentrant:
-        raise OptionError(
-            "option 'use_reentrant' is False, but checkpoint_impl=CheckpointImpl.REENTRANT asks "
-            "for the opposite. Pass only one of them."
-        )
-    return CheckpointImpl.REENTRANT if use_reentrant else impl
-
-
-_OPTION_NAMES = (
-    *(field.name for field in fields(CheckpointOptions) if field.name != "impl"),
-    "use_reentrant",
-)
-
-
-def checkpoint_options(
-    impl: CheckpointImpl, given: Mapping[str, Any], made_by: str
-) -> CheckpointOptions:
-    """Options from the keyword arguments of the function `made_by`.
-
-    Raises:
-        OptionError: an unknown option, naming the closest known one, or a value that cannot work.
-    """
-    require_known_options(made_by, given, _OPTION_NAMES)
-    rest = dict(given)
-    try:
-        if "use_reentrant" in rest:
-            impl = _impl_for(rest.pop("use_reentrant"), impl)
-        return CheckpointOptions(impl=impl, **rest)
-    except OptionError as error:
-        raise OptionError(f"ckpt_wrap.{made_by}: {error}") from None
 
 
 def require_module(value: object, function: str) -> None:
