@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import pickle
 from collections import OrderedDict
 
@@ -14,7 +13,6 @@ from torch import nn
 
 import mod_tracker._torch_compat as compat
 from mod_tracker import ModTracker
-from mod_tracker._torch_compat import _modules
 
 
 def test_children_in_a_table_of_another_kind_are_all_there():
@@ -83,21 +81,6 @@ def test_module_behind_a_compiled_one_is_the_users():
     holder.register_module("_orig_mod", model)
     assert compat.wrapped_by_compile(torch.compile(model, backend="eager")) is model
     assert compat.wrapped_by_compile(model) is compat.wrapped_by_compile(holder) is None
-
-
-def test_shortcut_is_none_where_torch_does_something_else(monkeypatch):
-    """A call that is patched, is no function of Python, or asks for more, must be made as it is."""
-    plain = nn.Module.__call__
-    assert _modules._shortcut() is plain
-
-    def more(module, *args, **kwargs):
-        if module._compiled_call_impl is not None:
-            return module._compiled_call_impl(*args, **kwargs)
-        return module._call_impl(*args, **kwargs, timeout=module.timeout)
-
-    for other in (more, functools.partial(plain), lambda *_: None):
-        monkeypatch.setattr(nn.Module, "__call__", other)
-        assert _modules._shortcut() is None
 
 
 def test_children_are_the_table_itself_and_no_copy():

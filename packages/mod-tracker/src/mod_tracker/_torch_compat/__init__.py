@@ -40,7 +40,6 @@ from ._graph import (
     probe,
 )
 from ._modules import (
-    SHORTCUT,
     buffers_of,
     children_of,
     is_compiled,
@@ -60,7 +59,6 @@ __all__ = [
     "LEAF_NODE",
     "NO_TASK",
     "SAVED",
-    "SHORTCUT",
     "UNNUMBERED",
     "SavedHooks",
     "SavedValue",

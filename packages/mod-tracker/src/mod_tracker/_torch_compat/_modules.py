@@ -9,20 +9,6 @@ import torch
 from torch import nn
 
 
-def _shortcut() -> Callable[..., Any] | None:
-    """Return `nn.Module.__call__` if it only chooses between the two functions named here."""
-    plain = nn.Module.__call__
-    code = getattr(plain, "__code__", None)
-    chosen = code is not None and code.co_names == ("_compiled_call_impl", "_call_impl")
-    return plain if chosen else None
-
-
-SHORTCUT: Callable[..., Any] | None = _shortcut()
-"""torch's `nn.Module.__call__`, if a caller may choose `_compiled_call_impl` or `_call_impl`
-itself and so save a frame per module call; None if it must be called. `_call_patch` writes the
-two names out, under this guard: a function for it here would cost the frame that it saves."""
-
-
 def children_of(module: nn.Module) -> Mapping[str, nn.Module | None]:
     """Return direct children by attribute name, shared ones under every name they have.
 

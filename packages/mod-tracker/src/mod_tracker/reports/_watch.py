@@ -205,7 +205,7 @@ def watch_memory(
         end_observing = on_out_of_memory(watch._ran_out_on)
         try:
             with (
-                guard.starts(tracker._listen(outermost, Filter(max_depth=1))),
+                tracker._listen(outermost, Filter(max_depth=1), guard),
                 mode.following_optimizers(),
                 measuring_storages(mode, hooks),
             ):
