@@ -5,11 +5,13 @@ else, what it is for is left out. Uses no other room.
 """
 
 from ._dispatcher import (
+    SAYS_HOOKS,
     has_own_operators,
     is_composite,
     is_higher_order,
     is_stand_in,
     leave_mode,
+    leave_saved_hooks,
     makes_stand_ins,
     mode_depth,
     run_inside,
@@ -49,18 +51,16 @@ from ._modules import (
     wrapped_by_compile,
 )
 from ._out_of_memory import on_out_of_memory
-from ._saved_hooks import DISABLING, SavedHooks
 from ._saved_values import SAVED, SavedValue, saved_values, value_in
 
 __all__ = [
     "CARRIES",
-    "DISABLING",
     "EXACT_BACKWARD",
     "LEAF_NODE",
     "NO_TASK",
     "SAVED",
+    "SAYS_HOOKS",
     "UNNUMBERED",
-    "SavedHooks",
     "SavedValue",
     "at_backward_end",
     "buffers_of",
@@ -79,6 +79,7 @@ __all__ = [
     "is_stand_in",
     "keeps_graph",
     "leave_mode",
+    "leave_saved_hooks",
     "makes_stand_ins",
     "mode_depth",
     "new_carrier",

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ._look_up import look_up
@@ -132,15 +133,31 @@ def _down_to(mode: TorchDispatchMode) -> list[TorchDispatchMode]:
     return []
 
 
-def says_saved_hooks() -> bool:
-    """Whether torch says which hooks for saved tensors are on."""
-    return look_up("_C._autograd._top_saved_tensors_default_hooks") is not None
+SAYS_HOOKS: bool = look_up("_C._autograd._top_saved_tensors_default_hooks") is not None
+"""Whether torch says which hooks for saved tensors are on."""
 
 
 def top_saved_hooks() -> tuple[Any, Any] | None:
     """Return the innermost hooks for saved tensors of this thread; None if none are known."""
     top = look_up("_C._autograd._top_saved_tensors_default_hooks")
     return None if top is None else top(True)
+
+
+def leave_saved_hooks(own: saved_tensors_hooks) -> None:
+    """Leave hooks for saved tensors, if they are on; those that were entered after them stay on.
+
+    Left by themselves, hooks take off whichever are on top.
+    """
+    taken: list[saved_tensors_hooks] = []
+    try:
+        while (hooks := top_saved_hooks()) is not None and hooks[0] != own.pack_hook:
+            taken.append(saved_tensors_hooks(*hooks))
+            taken[-1].__exit__()
+        if hooks is not None:
+            own.__exit__()
+    finally:
+        while taken:
+            taken.pop().__enter__()
 
 
 _plain_tensors = (torch.Tensor, torch.nn.Parameter)
