@@ -7,9 +7,8 @@ import torch
 from torch import nn
 from torch.distributed._tools.mod_tracker import ModTracker as TorchTracker
 
-from mod_tracker import ModTracker
+from mod_tracker import ModTracker, _torch_compat
 from mod_tracker._backward import PRUNE_EVERY
-from mod_tracker._torch_compat import _graph
 
 
 def test_nothing_is_attached_without_a_listener_for_backward(mlp, x):
@@ -93,7 +92,7 @@ def events_of(kind, step):
 @pytest.mark.parametrize("in_mode", [True, False])
 def test_several_outputs_of_a_node_are_told_apart_as_torch_does(monkeypatch, in_mode):
     """Events come in torch's order and with torch's gradients, by either way to hook a node."""
-    monkeypatch.setattr(_graph, "in_function_mode", lambda: in_mode)
+    monkeypatch.setattr(_torch_compat, "in_function_mode", lambda: in_mode)
     model, x = Joined(), torch.randn(3, 4, requires_grad=True)
 
     def step():
