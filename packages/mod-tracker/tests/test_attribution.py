@@ -221,27 +221,6 @@ def test_graph_with_more_nodes_than_the_thread_made_is_the_other_threads(x, log_
     assert [stack[-1] for stack in stacks_of(entries, BW, "mm")] == names
 
 
-def test_only_outermost_calls_are_marked_for_other_threads(x):
-    """One node per output of the model, none for the modules inside it."""
-    tracker, model = ModTracker(), nn.Sequential(Net(), nn.Tanh())
-    marked = []
-    tracker._backward.mark_origin = lambda state, output: marked.append(output)
-    with tracker:
-        in_thread(lambda: Other()(torch.ones(2, 4)))
-        y = model(x)
-    assert [id(output) for output in marked] == [id(y)]
-
-
-def test_one_thread_marks_nothing(x):
-    """Where one thread runs all modules, outputs carry no hook for others."""
-    tracker, model, marked = ModTracker(), Net(), []
-    tracker._backward.mark_origin = lambda state, output: marked.append(output)
-    tracker.on_switch(lambda call, phase: None)
-    with tracker:
-        model(x).sum().backward()
-    assert marked == []
-
-
 def test_lanes_of_many_threads_do_not_pile_up(x):
     """The newest stay, and the thread that runs on keeps its own."""
     tracker, model = ModTracker(), Net()

@@ -85,13 +85,6 @@ def test_compiled_call_of_a_module_is_used(x):
         assert torch.equal(module(x), x * 0)
 
 
-def test_without_the_shortcut_everything_is_the_same(monkeypatch, mlp, x, log_ops):
-    """If torch's `__call__` is not what we know, it is called."""
-    expected = log_ops(ModTracker(), lambda: mlp(x).sum().backward())
-    monkeypatch.setattr(entry, "SHORTCUT", None)
-    assert log_ops(ModTracker(), lambda: mlp(x).sum().backward()) == expected
-
-
 def test_exit_inside_a_forward_is_clean(x):
     """A tracker left while a module runs unwinds with that module."""
     tracker = ModTracker()

@@ -12,8 +12,7 @@ from torch._subclasses import FakeTensorMode
 from mod_tracker import StateError, profile_memory
 from mod_tracker._attribution import Attribution
 from mod_tracker._torch_compat import mode_depth, top_saved_hooks
-from mod_tracker.reports._allocations import KeptTensor
-from mod_tracker.reports._memory import _Saved
+from mod_tracker.reports._memory import KeptTensor, _Saved
 
 
 def test_saved_bytes_are_what_autograd_keeps():

@@ -14,6 +14,7 @@ from torch import nn
 
 from .._attribution import NOWHERE, OUTSIDE, Attribution
 from .._errors import OptionError
+from .._listeners import Callbacks
 from .._names import walk
 from .._numbers import time_shown
 from .._record import Call
@@ -122,7 +123,7 @@ def profile_time(*roots: nn.Module, clock: str = "cpu") -> Iterator[TimeReport]:
     with tracking(*roots) as tracker:
         if kind is None:
             line = Timeline(tracker._attribution, time.perf_counter_ns)
-            with tracker._listen_to_switches(line.switch):
+            with tracker._listen(Callbacks(switched=line.switch)):
                 line.start()
                 yield report
                 line.start()
@@ -132,7 +133,7 @@ def profile_time(*roots: nn.Module, clock: str = "cpu") -> Iterator[TimeReport]:
             for tensor in (t for root in roots for _, module in walk(root) for t in _held(module)):
                 if tensor.device.type == kind:
                     lines.use(tensor.device.index or 0)
-            with tracker._listen_to_switches(lines.switch):
+            with tracker._listen(Callbacks(switched=lines.switch)):
                 yield report
             totals = PhaseTotals()
             for index, found in sorted(lines.finish().items()):

@@ -22,6 +22,7 @@ from torch import nn
 
 from .._attribution import NOWHERE, OUTSIDE
 from .._errors import OptionError
+from .._listeners import Callbacks
 from .._record import Call, root_of
 from .._tracker import tracking
 from ._allocations import AllocationMode, measuring_storages
@@ -222,7 +223,7 @@ def trace(
             if memory
             else nullcontext()
         )
-        with tracker._listen_to_switches(listener), follow:
+        with tracker._listen(Callbacks(switched=listener)), follow:
             switch(NOWHERE, OUTSIDE)
             try:
                 yield report
