@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from flat_param import Blocks, ParamSpec, plan_layout, plan_shard
-from flat_param.checkpoint._block_rows import BlockRows, block_rows
 from flat_param.layout._boundary import numel_of_block
+from flat_param.sharded._block_rows import BlockRows, block_rows
 
 
 @pytest.mark.dist

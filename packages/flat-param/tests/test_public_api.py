@@ -62,7 +62,6 @@ SURFACE = [
     "plan_segments",
     "plan_shard",
     "plan_training",
-    "reshard_checkpoint",
     "save_sharded",
     "unflatten",
     "unit_shapes",

@@ -19,9 +19,8 @@ from ._errors import (
 )
 from ._planner import plan_training, unit_shapes
 from ._training_plan import Links, RankBytes, StateElsewhere, TrainingPlan, UnitShape
-from .checkpoint._reshard import reshard_checkpoint
-from .checkpoint._sharded_load import load_sharded
-from .checkpoint._sharded_save import async_save_sharded, save_sharded
+from .checkpoint._load import load_sharded
+from .checkpoint._save import async_save_sharded, save_sharded
 from .checkpoint._state_dict import (
     full_state_dict,
     load_full_state_dict,
@@ -99,7 +98,6 @@ __all__ = [
     "plan_segments",
     "plan_shard",
     "plan_training",
-    "reshard_checkpoint",
     "save_sharded",
     "unflatten",
     "unit_shapes",

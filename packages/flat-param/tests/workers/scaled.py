@@ -26,6 +26,7 @@ from _harness import (
     run_checks,
     sharded,
     share,
+    whole_state,
 )
 from _sent import as_sent
 from _whole import plain_grads, whole_bytes, whole_grads
@@ -88,7 +89,7 @@ def compare(model: Any, rank: int, world: int, how: Scaled) -> None:
         assert loss.item() == expected[rank], (loss.item(), expected)
         for optimizer in optimizers:
             optimizer.step()
-    assert distance(model.state_dict(), reference.state_dict()) == 0
+    assert distance(whole_state(model), whole_state(reference)) == 0
 
 
 @contextmanager
@@ -152,7 +153,7 @@ def check_whole_parameters_are_those_of_one_process(rank: int, world: int) -> No
         with torch.no_grad():
             found["blocks.1.up.weight"][2, 3] = 0.3
             reference.blocks[1].up.weight[2, 3] = 0.3
-    assert distance(model.state_dict(), reference.state_dict()) == 0
+    assert distance(whole_state(model), whole_state(reference)) == 0
 
 
 def check_computing_in_bfloat16(rank: int, world: int) -> None:
@@ -170,7 +171,7 @@ def check_computing_in_bfloat16(rank: int, world: int) -> None:
 def check_state_is_that_of_full_precision(rank: int, world: int) -> None:
     """State dicts, whole copies, and checkpoints that go both ways."""
     model, reference = sharded(mixed_precision=SENT), plain()
-    assert distance(model.state_dict(), reference.state_dict()) == 0
+    assert distance(whole_state(model), whole_state(reference)) == 0
     with model.whole_params():
         params = {name: param.detach() for name, param in model.named_parameters()}
         assert distance(params, dict(reference.named_parameters())) == 0
@@ -181,7 +182,7 @@ def check_state_is_that_of_full_precision(rank: int, world: int) -> None:
         source, target = sharded(**saved), sharded(seed=1, **loaded)
         flat_param.save_sharded(source, path)
         flat_param.load_sharded(target, path)
-        assert distance(target.state_dict(), reference.state_dict()) == 0
+        assert distance(whole_state(target), whole_state(reference)) == 0
 
 
 def check_accumulation(rank: int, world: int) -> None:
@@ -245,7 +246,7 @@ def check_odd_parameters(rank: int, world: int) -> None:
 def check_a_weight_that_is_not_finite_is_seen_everywhere(rank: int, world: int) -> None:
     """Whichever rank has it."""
     model = sharded(mixed_precision=SENT)
-    state = model.state_dict()
+    state = whole_state(model)
     state["blocks.0.down.weight"][-1, -1] = torch.inf
     model.load_state_dict(state)
     with whole(model) as found:
@@ -330,7 +331,7 @@ def check_compiled_blocks(rank: int, world: int) -> None:
             optimizer.zero_grad()
             loss_of(model, share(ids, rank)).backward()
             optimizer.step()
-    assert distance(models[0].state_dict(), models[1].state_dict()) == 0
+    assert distance(whole_state(models[0]), whole_state(models[1])) == 0
 
 
 def run(rank: int, world: int) -> dict[str, str]:
