@@ -25,14 +25,12 @@ from torch import Tensor, nn
 
 from ..comm._comm import Communicator, Pending
 from ..comm._groups import CommGroups
-from ..comm._scaled_gather import gather_scaled
 from ..layout._layout import Segment
 from ..layout._param_shard import keeps_dims, make_param_shards, stays_whole
 from ..layout._shard import plan_shard
 from ..layout._strategy import UnitOptions
 from ..memory._buffer import zeros
 from ..memory._dtensors import DTensorPlace, as_plain, is_dtensor, local_of, place_of_dtensor
-from ..memory._huge_pages import prefer_huge_pages
 from ..memory._views import memory_order, param_views
 from ._guards import mark_leaves, mark_param
 from ._param_piece import ParamPiece, PieceSegment
@@ -117,7 +115,7 @@ class ShardedParams:
     def _make_full(self) -> None:
         self._is_lent, self._is_attached = False, True
         dtype = self.options.mixed_precision.compute_dtype(self.shard.dtype)
-        alone = self.comms.gather.world_size == 1 and self.segment.scaled is None
+        alone = self.comms.gather.world_size == 1
         if alone and dtype == self.shard.dtype and self.shard.device == self.device:
             self.full = self.shard
         else:
@@ -161,10 +159,6 @@ class ShardedParams:
 
     def start_gather(self) -> Pending | None:
         """Begin to fill the whole buffer from every rank's shard. Collective."""
-        scaled, comm = self.segment.scaled, self.comms.gather
-        if scaled is not None:
-            at, need = self.device, self.need_full
-            return gather_scaled(comm, self.shard, self.plan, scaled, device=at, need_full=need)
         return None if self.aliased else self.gather_into(self.need_full())
 
     def need_full(self) -> Tensor:
@@ -331,7 +325,6 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def alloc_storage(tensor: Tensor) -> None:
     """Give a flat tensor its storage again, uninitialised."""
     tensor.untyped_storage().resize_(tensor.nbytes)
-    prefer_huge_pages(tensor)
 
 
 def free_storage(tensor: Tensor) -> None:

@@ -39,7 +39,6 @@ from ..memory._owners import (
     check_owners,
     check_unowned,
 )
-from ..memory._scaled_values import check_device
 from ._by_hand import units_at_rest
 from ._guards import install_guards, mark_replaced
 from ._half_sharded import half_sharded
@@ -238,10 +237,7 @@ def _plan_unit(
     check_apart("fully_shard", module, params)
     place = one_device(specs, params) if device is None else torch.device(device)
     options = replace(options, boundary=resolve(boundary, specs, module))
-    scaled = options.mixed_precision.gather
-    segments = tuple(plan_segments(specs, scaled=scaled)) if specs else ()
-    if scaled is not None:
-        check_device(scaled, place)
+    segments = tuple(plan_segments(specs)) if specs else ()
     for segment in segments:
         plan_shard(segment.layout, world_size=copies[1], boundary=options.boundary)
     settings: dict[str, object] = {
