@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -49,13 +50,32 @@ def load_sharded(
     source, world = Path(path), World(module, "load_sharded")
     with put_back_on_error(module, optimizer):
         error: Exception | None = None
+        read = _mark(source)
         try:
             _load(module, source, optimizer)
         except FlatParamError as raised:
             error = raised
         except Exception as raised:
             error = _unfit(source, raised)
+        marks = world.comm.share(read)
+        if _mark(source) != read or len(set(marks)) > 1:
+            error = _replaced(source)
         world.agree(error)
+
+
+def _mark(source: Path) -> str:
+    """What changes with every save to a path; the ranks must all have read the same save."""
+    try:
+        return hashlib.sha256((source / ".metadata").read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
+def _replaced(source: Path) -> CheckpointError:
+    return CheckpointError(
+        f"flat_param.load_sharded: a save to '{source}' replaced the checkpoint while it was "
+        "loaded. Load again when the save is over."
+    )
 
 
 def _load(module: nn.Module, source: Path, optimizer: Optimizer | None) -> None:
@@ -185,7 +205,10 @@ def _load_optimizer(module: nn.Module, optimizer: Optimizer, reader: Any, metada
     entries = metadata.state_dict_metadata
     target: dict[str, Any] = {}
     places: dict[str, tuple[str, str]] = {}
-    for key, entry in entries.items():
+    paths = metadata.planner_data or {}
+    order = {key: at for at, key in enumerate(paths)}  # of a state dict; entries are in another
+    for key in sorted(entries, key=lambda key: order.get(key, len(order))):
+        entry = entries[key]
         if key.startswith(STATE):
             name, _, word = key.removeprefix(STATE).rpartition(".")
             piece = flat[name].piece if name in flat else None
@@ -200,7 +223,7 @@ def _load_optimizer(module: nn.Module, optimizer: Optimizer, reader: Any, metada
     state: dict[str, dict[str, Any]] = {}
     for key, (name, word) in places.items():
         state.setdefault(name, {})[word] = values[key]
-    saved = _saved_groups(values, metadata.planner_data or {}, flat)
+    saved = _saved_groups(values, paths, flat)
     load_named_state(
         optimizer, groups, state, options=_options(saved, groups, optimizer, reader.path)
     )
