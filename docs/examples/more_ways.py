@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from train_gpt import GPT, Config, adamw, flat
 
 from ckpt_wrap import checkpoint_
-from flat_param import MixedPrecision, Scaled, by_name, fully_shard, offload_optimizer
+from flat_param import by_name, fully_shard, offload_optimizer
 from sac_policies import ATTENTION, MATMULS, checkpoint, replay_rule, save_ops
 
 
@@ -63,13 +63,5 @@ def sharded_whole_matrices(model: GPT, config: Config) -> Optimizer:
     return adamw(model.parameters())
 
 
-def sharded_float8(model: GPT, config: Config) -> Optimizer:
-    """As sharded, but ranks send each other weights as float8, with a scale for each tile."""
-    tiles = Scaled(block=(128, 128), scale_dtype=torch.float32)
-    for module in [*model.blocks, model]:
-        fully_shard(module, mixed_precision=MixedPrecision(gather=tiles))
-    return adamw(model.parameters())
-
-
-MORE = [own_operator, flat_state_in_files, sharded_whole_matrices, sharded_float8]
+MORE = [own_operator, flat_state_in_files, sharded_whole_matrices]
 MORE_CONFIGURATIONS = {way.__name__: way for way in MORE}

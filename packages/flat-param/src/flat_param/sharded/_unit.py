@@ -34,7 +34,7 @@ from ._kept_parts import KeptParts
 from ._param_sites import ParamSite, ParamSites
 from ._passes import UnitBackward, outdated, too_late
 from ._sharded_grads import Reduction, ShardedGrads
-from ._sharded_params import HandsOut, ShardedParams, as_gathered, placement_of
+from ._sharded_params import ShardedParams, placement_of
 from ._unit_schedule import UnitSchedule
 
 
@@ -48,7 +48,6 @@ class Unit:
         ignored: parameters of its module, and of units inside, that are left alone; _ignored.py.
         grads: gradients of the trainable segments.
         is_unsharded: whether every leaf may be read.
-        hands_out: what `state_dict()` has of gathered memory; None: pieces, and none is gathered.
         around: units in whose forward this one has run since the last backward.
         frees_after_forward: whether whole parameters are dropped between forward and backward.
         frees_after_backward: whether they are after it; None: as `Schedule.release` says.
@@ -84,7 +83,6 @@ class Unit:
         self._kept: KeptParts | None = None
         self.is_unsharded = False
         self.is_by_hand = False
-        self.hands_out: HandsOut | None = as_gathered
         self._gathering: list[Pending | None] | None = None
         self._version: tuple[int, int, bool] | None = None
         self._change = ""  # of dtype or device, until all ranks have made it
