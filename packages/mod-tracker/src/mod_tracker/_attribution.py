@@ -11,7 +11,7 @@ Rule 4: a gradient accumulation node has no number. It belongs to the module tha
 Rule 5: numbers mean something only within the thread that created the node. A backward that runs
         in another thread is looked up in the state of the thread whose root outputs it started
         from. Outputs made while modules ran in one thread only say nothing; then it is this thread
-        itself, or, where that made no nodes or not yet as many, another that made some.
+        itself or, where that made no nodes or not yet as many, another that made some.
 Rule 6: a thread of torch's own that runs a backward makes nodes, too, if that backward is to be
         gone back through, and uses numbers that another has used. While such a backward runs,
         `_makers` writes down on the nodes which thread made them.

@@ -5,8 +5,7 @@ and not before: neither is a requirement. Uses the reports; nothing else of the 
 this room.
 """
 
-from ._lightning import lightning_callback
+from ._callbacks import lightning_callback, transformers_callback
 from ._schedule import ReportSchedule
-from ._transformers import transformers_callback
 
 __all__ = ["ReportSchedule", "lightning_callback", "transformers_callback"]
