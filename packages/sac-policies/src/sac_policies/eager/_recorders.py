@@ -192,7 +192,7 @@ class Recorder:
         out = self.call(*args, **kwargs) if kwargs else self.call(*args)
         if self.asks and self._keeps(tape, out, args, kwargs):
             return out
-        if _is_grad_enabled() or (not self.is_aten and is_called_by_library(3)):
+        if self._records():
             if self._is_view:
                 version = version_of(args[0])
             else:
@@ -207,8 +207,7 @@ class Recorder:
         out = self.call(*args, **kwargs) if kwargs else self.call(*args)
         if self.asks and self._keeps(tape, out, args, kwargs):
             return out
-        records = _is_grad_enabled() or (not self.is_aten and is_called_by_library(3))
-        if records and type(out) in (tuple, list):
+        if self._records() and type(out) in (tuple, list):
             self._note_items(tape, args, kwargs, out)
         return out
 
@@ -303,6 +302,16 @@ class Recorder:
         if kwargs:
             named = {name: _listed(tape, arg, inputs) for name, arg in kwargs.items()}
         return Call(self, values, named, inputs, copies)
+
+    def _records(self) -> bool:
+        """Whether a call is recorded: a view in any case, others where gradients are on.
+
+        DTensor makes views inside autograd functions. A view shares the memory, so it is as well
+        known as what it is a view of.
+        """
+        if _is_grad_enabled() or self._is_view:
+            return True
+        return not self.is_aten and is_called_by_library(4)
 
     def _cuts(self, args: tuple[Any, ...], dtype: torch.dtype) -> bool:
         """Whether a result is made of integers that were chosen by numbers: it may not differ."""
