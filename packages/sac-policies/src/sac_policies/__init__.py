@@ -24,7 +24,7 @@ from sac_policies._errors import (
     UnmatchedEntryWarning,
     UnmatchedNameError,
 )
-from sac_policies.engines.contexts._moved_stats import (
+from sac_policies.eager._moved_stats import (
     OffloadStats,
     limit_offload,
     offload_stats,
@@ -60,7 +60,6 @@ from sac_policies.policies._functions import as_policy
 from sac_policies.policies._names import name
 from sac_policies.policies._plans import Plan, save_by_index
 from sac_policies.policies._policies import Policy, first_match
-from sac_policies.policies._spans import span
 from sac_policies.policies._views import OpView
 
 if TYPE_CHECKING:
@@ -89,8 +88,6 @@ if TYPE_CHECKING:
         profile_step,
         solve,
     )
-    from sac_policies.engines.recipe._explained import SavedTensor
-    from sac_policies.engines.recipe._own_rules import replay_rule
     from sac_policies.policies._json import from_json, to_json
 
 __all__ = [
@@ -125,7 +122,6 @@ __all__ = [
     "Report",
     "Row",
     "SacError",
-    "SavedTensor",
     "StepTrace",
     "Trace",
     "TracedConstant",
@@ -156,7 +152,6 @@ __all__ = [
     "profile_step",
     "recompute_all",
     "recompute_ops",
-    "replay_rule",
     "report",
     "save_all",
     "save_by_bytes",
@@ -169,7 +164,6 @@ __all__ = [
     "save_ops",
     "scoped",
     "solve",
-    "span",
     "to_json",
     "to_torch",
 ]
@@ -178,8 +172,6 @@ __version__ = "0.1.0"
 _ON_REQUEST = {
     **dict.fromkeys(("Report", "Row", "report"), "_report"),
     **dict.fromkeys(("from_json", "to_json"), "policies._json"),
-    "SavedTensor": "engines.recipe._explained",
-    "replay_rule": "engines.recipe._own_rules",
 }
 
 
