@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from torchparts_conformance._errors import NotProvided, RankError
-from torchparts_conformance._subject import Subject, guard
+from torchparts_conformance._subject import Subject, freeze_imports, guard
 from torchparts_conformance._worker import serve
 
 
@@ -26,6 +26,7 @@ def main() -> None:
     torch.set_num_threads(1)
     subjects: dict[tuple[str, str | None], Subject] = {}
     replaced = guard()
+    freeze_imports()
     serve(lambda job: _answer(job, subjects, replaced))
 
 
@@ -67,6 +68,7 @@ def _run(job: dict[str, Any], subject: Subject) -> Any:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        freeze_imports()
         gc.collect()  # groups that a case made end with the objects that refer to them
         if "torch._dynamo" in sys.modules:
             torch.compiler.reset()

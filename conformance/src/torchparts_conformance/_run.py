@@ -29,7 +29,7 @@ from torchparts_conformance._claims import Claims, check_capabilities, unfit_tor
 from torchparts_conformance._collected import CaseResult, Collected, area_of_path, claimed, ordered
 from torchparts_conformance._errors import AdapterError, NotProvided, one_line
 from torchparts_conformance._ranks import shared_pool
-from torchparts_conformance._subject import Subject, guard
+from torchparts_conformance._subject import Subject, freeze_imports, guard
 from torchparts_conformance._time_limit import time_limit
 from torchparts_conformance.requirements._cases import load_registry
 from torchparts_conformance.requirements._requirement import Requirement
@@ -138,6 +138,7 @@ class Run:
             return
         items = list(items)
         self.tell(f"total {len(items)}")
+        freeze_imports()
         is_first = self.settings.share is None or self.settings.share.name == "0"
         uses_ranks = (e for i in items if (e := self.cases.find(i)) and e.uses_ranks)
         if is_first and any(not self._why_not(entry)[0] for entry in uses_ranks):
@@ -190,6 +191,7 @@ class Run:
             yield
         if "torch._dynamo" in sys.modules:
             torch.compiler.reset()
+        freeze_imports()
 
     def phase_ended(
         self, item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport
