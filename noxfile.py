@@ -54,7 +54,6 @@ TEST_TOOLS = [
     "expecttest",
     "hypothesis",
     "sybil",
-    "jsonschema",
     "numpy",
     "hatchling",
     "hatch-fancy-pypi-readme>=25.1",
@@ -227,7 +226,6 @@ def conformance_on_simdev(session: nox.Session) -> None:
         return
     out = "conformance-output/simdev"
     session.run(
-        # Through pytest: `run` keeps everything out of its processes that is not installed.
         *("python", "-m", "simdev", "-m", "pytest", "-p", "torchparts_conformance.plugin"),
         *("--pyargs", "torchparts_conformance.cases", "--impl", "ours"),
         *("--device", "simdev", "--out", out, "-q", *session.posargs),

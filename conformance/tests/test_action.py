@@ -51,7 +51,7 @@ SAYS = "import sys; print(sys.argv[1:])"
 FAILS = """
 import pathlib
 pathlib.Path("out").mkdir()
-pathlib.Path("out/matrix.md").write_text("# M")
+pathlib.Path("out/summary.txt").write_text("all passed")
 raise SystemExit(1)
 """
 
@@ -67,9 +67,9 @@ def test_inputs_become_options_word_by_word(ended):
 
 
 def test_failed_run_fails_and_is_shown(ended, tmp_path):
-    """With the suite's exit code, and its matrix on the page of the run."""
+    """With the suite's exit code, and its summary on the page of the run."""
     assert ended(FAILS).returncode == 1
-    assert (tmp_path / "summary.md").read_text() == "# M"
+    assert (tmp_path / "summary.md").read_text() == "```\nall passed```\n"
 
 
 def test_every_input_is_used_and_none_is_put_into_a_command():

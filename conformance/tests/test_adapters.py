@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from torchparts_conformance._errors import AdapterError, NotProvided
+from torchparts_conformance import _adapters
+from torchparts_conformance._errors import AdapterError, NotProvided, one_line
 from torchparts_conformance.adapters import (
     fairscale,
     fsdp1,
@@ -17,7 +18,6 @@ from torchparts_conformance.adapters import (
     torch_profiler,
     torch_tools,
 )
-from torchparts_conformance.subject import _adapters
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_exception_without_a_text_is_named_by_its_class():
         def __str__(self):
             raise SystemExit(0)
 
-    assert _adapters.one_line(Mute()) == "Mute"
+    assert one_line(Mute()) == "Mute"
 
 
 def test_refusal_of_an_adapter_is_said_once(tmp_path, monkeypatch):
@@ -104,8 +104,8 @@ def test_refusal_of_an_adapter_is_said_once(tmp_path, monkeypatch):
     with pytest.raises(AdapterError) as refused:
         _adapters.load_implementation("nameless:it")
     assert str(refused.value) == (
-        "implementation 'nameless:it': torchparts_conformance.Implementation: name '' is "
-        "unusable, but 1 to 100 characters are needed."
+        "implementation 'nameless:it': torchparts_conformance.Implementation: name is ''; it must "
+        "be text of 1 to 100 characters."
     )
 
 

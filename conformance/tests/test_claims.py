@@ -1,112 +1,258 @@
-"""What an implementation is held to: what it claims, of what was chosen and is known."""
+"""What a case needs is read from its file, and what a part lacks is found before any case runs."""
 
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
+import types
+from importlib import metadata
 
 import pytest
 from small_suite import declared
 
-from torchparts_conformance import Implementation
-from torchparts_conformance._errors import OptionError
-from torchparts_conformance.subject import _claims
-from torchparts_conformance.subject._claims import Claims
+from torchparts_conformance import PROTOCOL, Implementation, _adapters, _claims
+from torchparts_conformance._claims import Claims
+from torchparts_conformance._errors import AdapterError
+from torchparts_conformance.requirements._cases import find_cases, load_registry
+from torchparts_conformance.requirements._needs import Needs, needs_of
 
+CASES = """
+import pytest
+import torch
+from torchparts_conformance.cases.ckpt_wrap._beside import helped
 
-def test_unknown_capability_is_refused(suite):
-    """What the registry does not know cannot be claimed; exit code 4 before any case."""
-    suite.write("adapter.py", (suite.root / "adapter.py").read_text().replace("in-place", "speed"))
-    result = suite.run()
-    assert result.ret == 4
-    said = result.stderr.str()
-    assert "implementation 'good' claims 'speed' for ckpt-wrap, but its profiles are core" in said
+def test_direct(part):
+    part.one(1, color=2).two()
 
+def test_method(part):
+    part.Made.of(size=1)
 
-def test_unclaimed_profile_is_never_passed(suite):
-    """A capability the adapter does not name is not claimed, and does not count against it."""
-    assert suite.run(impl="adapter:plain").ret == 0
-    assert suite.outcomes()["CW-003"] == "not_claimed"
+def _inner(part):
+    torch.compile(part.three.four)
 
+def test_through_a_function(part, ranks):
+    ranks(2, _inner)
 
-def test_part_that_is_missing_among_others_is_not_provided(suite):
-    """What an implementation lacks of all areas is said to be lacking, and never passed."""
-    suite.write("cases/mod_tracker/test_more.py", CASES_OF_TRACKER)
-    assert suite.run("--area", "ckpt-wrap,mod-tracker").ret == 0
-    assert suite.outcomes()["MT-001"] == "not_provided"
-    (verdict,) = [v for v in suite.report()["verdicts"] if v["area"] == "mod-tracker"]
-    assert verdict["verdict"] == "not provided"
+def test_through_a_file_beside(part):
+    helped(part)
 
+def test_alternative(part):
+    part.made = 3
+    _either(part)
 
-CASES_OF_TRACKER = f"""
-from torchparts_conformance import requirement
+def _either(part):
+    return part.new() if hasattr(part, "new") else part.old()
 
-{declared("MT-001")}
-def test_tracks(part):
-    assert part.tracks
+def test_wrong_on_purpose(part):
+    with pytest.raises(TypeError):
+        part.one(nonsense=1)
+    try:
+        part.one(policy=1)
+    except TypeError:
+        pass
+
+def test_all_parts(parts):
+    parts.ckpt_wrap.wrap(speed=1).parts
 """
+BESIDE = "def helped(part):\n    part.five(size=1)\n"
+
+
+@pytest.fixture
+def cases(tmp_path):
+    """A file of cases with another beside it."""
+    (tmp_path / "_beside.py").write_text(BESIDE)
+    (tmp_path / "test_them.py").write_text(CASES)
+    return tmp_path / "test_them.py"
+
+
+@pytest.mark.parametrize(
+    ("name", "needs"),
+    [
+        ("test_direct", Needs(frozenset({"one"}), frozenset({("one", "color")}))),
+        ("test_method", Needs(frozenset({"Made"}), frozenset({("Made.of", "size")}))),
+        ("test_through_a_function", Needs(frozenset({"three"}), is_slow=True)),
+        ("test_through_a_file_beside", Needs(frozenset({"five"}), frozenset({("five", "size")}))),
+        ("test_alternative", Needs()),
+        (
+            "test_wrong_on_purpose",
+            Needs(frozenset({"one"}), attempts=frozenset({("one", "nonsense"), ("one", "policy")})),
+        ),
+        ("test_all_parts", Needs()),
+    ],
+)
+def test_needs_of_a_case_are_read_from_its_file(cases, name, needs):
+    assert needs_of(cases, name) == needs
+
+
+def test_needs_of_a_combined_case_name_the_part(cases):
+    assert needs_of(cases, "test_all_parts", combined=True) == Needs(
+        frozenset({"ckpt_wrap", "ckpt_wrap.wrap"}), frozenset({("ckpt_wrap.wrap", "speed")})
+    )
+
+
+@pytest.mark.parametrize("name", ["torch", "ours"])
+def test_implementation_with_every_name_lacks_nothing(name):
+    implementation, registry = _adapters.load_implementation(name), load_registry()
+    missing = []
+    for case in find_cases():
+        held = [id for id in case.ids if implementation.claims(case.area, registry[id].profile)]
+        needs = needs_of(case.path, case.name.partition("::")[2], combined=case.area == "combined")
+        if held:
+            part = _adapters.load_part(implementation, case.area)
+            missing += [(case.name, why)] if (why := _claims.why_missing(part, needs, {})) else []
+    assert missing == []
+
+
+def _takes(module, depth=1):
+    """A function that takes what it names."""
+
+
+PART = types.SimpleNamespace(wrap=_takes, passes_on=lambda **options: None)
+
+
+@pytest.mark.parametrize(
+    ("needs", "lacks", "said"),
+    [
+        (Needs(frozenset({"wrap"})), {}, ""),
+        (Needs(frozenset({"wrap", "apply"})), {}, "there is no apply"),
+        (Needs(options=frozenset({("wrap", "depth")})), {}, ""),
+        (Needs(options=frozenset({("wrap", "policy")})), {}, "there is no policy= of wrap"),
+        (Needs(attempts=frozenset({("wrap", "policy")})), {}, ""),
+        (Needs(options=frozenset({("passes_on", "policy")})), {}, ""),
+        (Needs(options=frozenset({("passes_on", "policy")})), {"policy": "no"}, "policy: no"),
+        (Needs(frozenset({"wrap"})), {"wrap": "needs a GPU"}, "wrap: needs a GPU"),
+        (Needs(), {"CW-001": "has no inside"}, "CW-001: has no inside"),
+        (Needs(), {"CW-002": "has no inside"}, ""),
+    ],
+)
+def test_missing_names_options_and_declared_lacks(needs, lacks, said):
+    assert _claims.why_missing(PART, needs, lacks, ["CW-001"]) == said
+
+
+def test_attribute_that_raises_is_not_missing():
+    class Part:
+        @property
+        def wrap(self):
+            raise RuntimeError("broken")
+
+    assert _claims.why_missing(Part(), Needs(frozenset({"wrap"})), {}) == ""
+
+
+@pytest.mark.parametrize(
+    ("versions", "requires", "said"),
+    [
+        ("", None, ""),
+        (">=2", None, ""),
+        ("<2", None, "mine 1 is for torch <2, but"),
+        ("", ["torch>=99", "numpy"], "theirs is for torch >=99, but"),
+        ("", ['torch>=99; extra == "old"', "torch>=2"], ""),
+        ("", ["not a ( requirement"], ""),
+    ],
+)
+def test_torch_that_an_implementation_is_not_for(monkeypatch, versions, requires, said):
+    monkeypatch.setattr(metadata, "requires", lambda name: requires)
+    found = _claims.unfit_torch(
+        Implementation("mine", "1", distributions=("theirs",), torch=versions)
+    )
+    assert found.startswith(said)
+    assert bool(found) == bool(said)
 
 
 MINE = Implementation(
     "mine", "1", parts={"ckpt-wrap": 1}, capabilities={"ckpt-wrap": {"plan", "compile"}}
 )
-CLAIMS = Claims(MINE, ("ckpt-wrap", "mod-tracker"), ("cpu",))
-
-
-@pytest.fixture
-def asked(registry):
-    """Give a function that makes a requirement of an area and a profile."""
-    return lambda area, profile: dataclasses.replace(registry["CW-001"], area=area, profile=profile)
 
 
 @pytest.mark.parametrize(
-    ("claims", "area", "profile", "outcome", "why"),
+    ("claims", "id", "profile", "outcome"),
     [
-        (CLAIMS, "ckpt-wrap", "core", "", None),
-        (CLAIMS, "ckpt-wrap", "plan", "", None),
-        (CLAIMS, "ckpt-wrap", "offload", "not_claimed", "profile offload is not claimed"),
-        (CLAIMS, "mod-tracker", "core", "not_provided", "mod-tracker is not provided"),
-        (CLAIMS, "combined", "core", "not_provided", "combined is not provided"),
-        (
-            dataclasses.replace(CLAIMS, profiles=("plan",)),
-            *("ckpt-wrap", "core", "not_claimed", "profile core is not claimed"),
-        ),
-        (
-            dataclasses.replace(CLAIMS, unfit="mine is for torch <2"),
-            *("ckpt-wrap", "core", "not_provided", "mine is for torch <2"),
-        ),
-        (
-            dataclasses.replace(CLAIMS, unfit="mine is for torch <2"),
-            *("ckpt-wrap", "offload", "not_claimed", "mine is for torch <2"),
-        ),
+        (Claims(MINE), "CW-001", "core", ""),
+        (Claims(MINE), "CW-001", "plan", ""),
+        (Claims(MINE), "CW-001", "offload", "not_claimed"),
+        (Claims(MINE), "MT-001", "core", "not_provided"),
+        (Claims(MINE), "CB-001", "core", "not_provided"),
+        (Claims(MINE, profiles=("plan",)), "CW-001", "core", "not_claimed"),
+        (Claims(MINE, unfit="mine is for torch <2"), "CW-001", "core", "not_provided"),
+        (Claims(MINE, unfit="mine is for torch <2"), "CW-001", "offload", "not_claimed"),
     ],
 )
-def test_who_is_not_held_to_a_requirement_lacks_or_does_not_claim_it(
-    asked, claims, area, profile, outcome, why
-):
-    """With the reason, and nothing where the implementation is held to it."""
-    requirement = asked(area, profile)
-    assert claims.lacks(requirement) == outcome
-    assert claims.hold(requirement) is (outcome == "")
-    assert why is None or claims.why_not(requirement) == why
+def test_requirements_that_an_implementation_is_not_held_to(claims, id, profile, outcome):
+    requirement = dataclasses.replace(load_registry()[id], profile=profile)
+    assert claims.why_not(requirement)[0] == outcome
 
 
-def test_claims_are_told_in_an_order_of_their_own():
-    """So that equal claims give equal reports."""
-    assert CLAIMS.provided_areas() == ("ckpt-wrap",)
-    assert CLAIMS.to_json() == {
-        "areas": ["ckpt-wrap", "mod-tracker"],
-        "devices": ["cpu"],
-        "profiles": None,
-        "capabilities": {"ckpt-wrap": ["compile", "plan"]},
+def test_missing_names_are_not_counted(suite):
+    suite.write(
+        "partial.py",
+        """
+        import types
+        from torchparts_conformance import Implementation
+
+        def tell(**options):
+            raise RuntimeError("must not be called")
+
+        part = types.SimpleNamespace(answer=42, tell=tell)
+        lacks = {"ckpt-wrap": {"tell": "it has nothing to say"}}
+        impl = Implementation("partial", "1", parts={"ckpt-wrap": part}, lacks=lacks)
+        old = Implementation("old", "1", parts={"ckpt-wrap": part}, torch="<1")
+        """,
+    )
+    bodies = {
+        "CW-001": "part.question",
+        "CW-002": "part.tell(loud=True)",
+        "CW-004": "assert part.answer == 42",
     }
-    chosen = dataclasses.replace(CLAIMS, profiles=("robust", "core")).to_json()
-    assert chosen["profiles"] == ["robust", "core"]
+    text = "".join(
+        f"{declared(id)}\ndef test_{id[-1]}(part):\n    {body}\n" for id, body in bodies.items()
+    )
+    suite.write(
+        "cases/ckpt_wrap/test_cases.py", f"from torchparts_conformance import requirement\n{text}"
+    )
+    assert suite.run(impl="partial:impl").ret == 0
+    reasons = {row["id"]: (row["outcome"], row["reason"]) for row in suite.report()["rows"]}
+    assert reasons["CW-001"] == ("not_provided", "there is no question")
+    assert reasons["CW-002"] == ("not_provided", "tell: it has nothing to say")
+    (verdict,) = suite.report()["verdicts"]
+    assert (verdict["must"], verdict["not_provided"]) == ([1, 1], 2)
+    assert (
+        "core 1 of 1 (2 not provided) | cpu" in (suite.root / "out/badge-ckpt-wrap.svg").read_text()
+    )
+    assert suite.run(impl="partial:old").ret == 1
+    assert suite.report()["verdict"] == "not provided"
 
 
-def test_profile_that_no_requirement_has_cannot_be_chosen(registry):
-    """The known ones are named."""
-    _claims.refuse_unknown_profiles(["core", "robust"], registry)
-    with pytest.raises(
-        OptionError, match=r"--profile 'a', 'b' is unknown, but .* known: core, robust"
-    ):
-        _claims.refuse_unknown_profiles(["core", "b", "a"], registry)
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"protocol": "2"}, "protocol is '2'; this suite has '1'"),
+        ({"name": ""}, "name is ''; it must be text of 1 to 100 characters"),
+        ({"version": "1" * 101}, "it must be text of 1 to 100 characters"),
+        ({"parts": {"wheels": 1}}, r"parts names \['wheels'\]; the areas are"),
+        ({"capabilities": {"wheels": set()}}, r"capabilities names \['wheels'\]"),
+        ({"parts": 5}, "parts is a int; it must be a dict"),
+        ({"capabilities": {"ckpt-wrap": "compile"}}, "is 'compile'; write a set"),
+        ({"capabilities": {"ckpt-wrap": {5}}}, r"is \{5\}; write a set"),
+        ({"distributions": "mine"}, "distributions is 'mine'; it must be a tuple of names"),
+        ({"distributions": (5,)}, r"distributions is \(5,\); it must be a tuple"),
+        ({"lacks": {"ckpt-wrap": {"a"}}}, r"is \{'a'\}; write a dict"),
+        ({"lacks": {"ckpt-wrap": {"a": ""}}}, "write a dict"),
+        ({"torch": "new"}, "torch is 'new'; it must be versions"),
+        ({"torch": None}, "torch is None; it must be versions"),
+    ],
+)
+def test_bad_adapter_is_refused(changes, said):
+    with pytest.raises(AdapterError, match=said):
+        Implementation(**{"name": "mine", "version": "1", "protocol": PROTOCOL, **changes})
+
+
+def test_adapter_imports_neither_torch_nor_pytest():
+    code = (
+        "import sys; from torchparts_conformance import Implementation\n"
+        "Implementation('mine', '1.0', parts={'ckpt-wrap': 'mine.wrapper'})\n"
+        "print({'packaging.specifiers', 'pytest', 'torch'} & set(sys.modules))\n"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert told.stdout == "set()\n"

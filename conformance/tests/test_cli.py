@@ -1,122 +1,212 @@
-"""The command line: exit codes, and complaints of one line."""
+"""The commands that run nothing, and what the documentation tells a new user to type."""
 
 from __future__ import annotations
 
-import signal
+import importlib.metadata
+import os
+import re
+import shlex
+import shutil
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
-from torchparts_conformance.commands import _cli, _reports
+from torchparts_conformance import _adapters, _cli, _report
+from torchparts_conformance.requirements._cases import PACKAGE
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs/conformance"
+
+
+def test_list_names_shipped_adapters_and_what_is_missing(capsys, monkeypatch):
+    shipped = {
+        "ours": ("ours", ("pytest", "no-such-thing")),
+        "torch": ("inside_torch", ("pytest",)),
+    }
+    monkeypatch.setattr(_adapters, "SHIPPED", shipped)
+    assert _cli.main(["list"]) == 0
+    listed = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "not installed: no-such-thing" in listed["ours"]
+    assert f"pytest {pytest.__version__}" in listed["torch"]
+
+
+def test_entry_point_gives_a_short_name(tmp_path, monkeypatch, capsys):
+    info = tmp_path / "theirs-1.0.dist-info"
+    _report.write(info / "METADATA", "Name: theirs\nVersion: 1.0\n")
+    point = "[torchparts.conformance]\ntheirs = their_adapter:implementation\n"
+    _report.write(info / "entry_points.txt", point)
+    adapter = "from torchparts_conformance import Implementation\nimplementation = "
+    _report.write(tmp_path / "their_adapter.py", f"{adapter}Implementation('theirs', '1.0')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert _cli.main(["list"]) == 0
+    listed = "theirs         entry point  theirs 1.0  (their_adapter:implementation)"
+    assert listed in capsys.readouterr().out
+    assert _cli.main(["doctor", "theirs"]) == 0
+    assert "theirs 1.0, protocol 1" in capsys.readouterr().out
+
+
+PARTIAL = """
+import types
+from torchparts_conformance import Implementation
+
+def checkpoint_wrapper(module):
+    return module
+
+impl = Implementation(
+    "partial", "1.0", distributions=("no-such-thing",),
+    parts={"ckpt-wrap": types.SimpleNamespace(checkpoint_wrapper=checkpoint_wrapper)},
+    lacks={"ckpt-wrap": {"CW-001": "it is another kind of wrapper"}},
+)
+"""
+
+
+def test_doctor_says_what_a_verdict_would_cover(tmp_path, monkeypatch, capsys):
+    _report.write(tmp_path / "partial.py", PARTIAL)
+    monkeypatch.chdir(tmp_path)
+    assert _cli.main(["doctor", "partial:impl"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[:2] == ["partial 1.0, protocol 1", "distribution no-such-thing: not installed"]
+    counts = re.fullmatch(
+        r"ckpt-wrap: would be judged by core (\d+) of (\d+), robust (\d+) of (\d+) requirements",
+        said[2],
+    )
+    assert 0 < int(counts[1]) < int(counts[2])
+    assert 0 < int(counts[3]) < int(counts[4])
+    assert "  not provided CW-001: CW-001: it is another kind of wrapper" in said
+    assert any("there is no offload_wrapper" in line for line in said)
+    assert "mod-tracker: not provided" in said
+
+
+def test_doctor_of_another_torch_is_exit_code_1(tmp_path, monkeypatch, capsys):
+    _report.write(tmp_path / "unfit.py", PARTIAL.replace('"1.0",', '"1.0", torch="<1",'))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert _cli.main(["doctor", "unfit:impl"]) == 1
+    assert "partial 1.0 is for torch <1, but" in capsys.readouterr().err
+
+
+def test_badge_is_written_from_a_report(suite, stored, tmp_path):
+    assert _cli.main(["badge", str(stored()), "--out", str(tmp_path / "out")]) == 0
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"badge-ckpt-wrap.json", "badge-ckpt-wrap.svg"}
+
+
+def test_trace_leads_from_every_source_test_to_cases(capsys):
+    assert _cli.main(["trace"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "49 source tests, 0 problems"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("options", "said"),
     [
-        (["fly"], "invalid choice: 'fly'"),
-        (["verify"], "required: report"),
-        (["verify", "no-such-file.json"], "report 'no-such-file.json' cannot be read"),
-        (["doctor", "nobody"], "implementation 'nobody' is unknown"),
-        (["doctor", "no_such_module:x"], "raised ModuleNotFoundError"),
-        (["matrix", "no-such-file.json"], "cannot be read"),
-        (["mutants", "nowhere", "--area", "wheels"], "--area 'wheels' is unknown"),
-        (["mutants", "nowhere", "--requirement", "CW-001,speed"], "--requirement 'SPEED' is unk"),
-        (
-            ["mutants", "nowhere", "--requirement", "CW-001", "--area", "ckpt-wrap"],
-            "--requirement was given with --area. Give one of them",
-        ),
-        (["mutants", "nowhere", "--jobs", "0"], "--jobs is 0; it must be at least 1"),
+        (["run", "--imp", "ours"], "unrecognized arguments: --imp"),
+        (["run", "--impl", "torch", "--explain", "MT-999"], "--explain 'MT-999' is unknown"),
+        (["run", "--jobs", "0", "--impl", "torch"], "--jobs is 0"),
+        (["run", "--case-limit", "x"], "invalid float value: 'x'"),
+        (["recheck", "x"], "entry 'x' cannot be read"),
+        (["submit", "none.json"], "the following arguments are required"),
+        (["verify", "none.json"], "report 'none.json' cannot be read: No such file"),
+        (["nothing"], "invalid choice: 'nothing'"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_4(arguments, said, capsys):
-    """No traceback, whatever was typed."""
+def test_bad_input_is_one_line_and_exit_code_4(capsys, tmp_path, monkeypatch, options, said):
+    monkeypatch.chdir(tmp_path)
     try:
-        code = _cli.main(arguments)
+        code = _cli.main(options)
     except SystemExit as ended:
         code = ended.code
-    error = capsys.readouterr().err
-    assert code == 4
-    assert said in error
-    assert error.count("\n") == 1
+    err = capsys.readouterr().err
+    assert (code, err.count("\n")) == (4, 1)
+    assert said in err
 
 
-def test_folder_that_cannot_be_made_is_exit_code_4(tmp_path, capsys):
-    """Before any case runs it is known whether the results can be kept."""
-    (tmp_path / "file").write_text("")
-    assert _cli.main(["run", "--impl", "torch", "--out", str(tmp_path / "file")]) == 4
-    path = tmp_path / "file"
-    assert capsys.readouterr().err == (
-        f"torchparts-conformance: {path} cannot be used: File exists. Name another.\n"
+@pytest.mark.slow
+def test_explanation_runs_one_requirement_without_capturing():
+    command = [sys.executable, "-m", "torchparts_conformance", "run", "--impl", "torch"]
+    ended = subprocess.run(
+        [*command, "--explain", "mt-001"], capture_output=True, text=True, timeout=300
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.startswith("MT-001: ")
+    assert "passed" in ended.stdout
+
+
+def commands(page: Path) -> list[tuple[list[str], dict[str, str], list[str]]]:
+    """Return arguments, variables and shown lines of each command of the suite on a page."""
+    blocks = re.findall(r"```console\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    found = []
+    for command in re.split(r"^\$ ", "".join(blocks), flags=re.MULTILINE)[1:]:
+        line, *shown = command.splitlines()
+        words = shlex.split(line)
+        if "torchparts-conformance" in words:
+            place = words.index("torchparts-conformance")
+            variables = dict(word.split("=", 1) for word in words[:place])
+            found.append((words[place + 1 :], variables, [s for s in shown if s != "..."]))
+    return found
+
+
+@pytest.fixture
+def command(tmp_path):
+    """A function that runs a command of a page as it is installed; returns what it printed."""
+    script = tmp_path / "bin" / "torchparts-conformance"
+    script.parent.mkdir()
+    script.write_text(
+        "import sys\nfrom torchparts_conformance._cli import main\nsys.exit(main())\n"
     )
 
+    def run(arguments, variables):
+        ended = subprocess.run(
+            [sys.executable, str(script), *arguments],
+            cwd=tmp_path,
+            env={**os.environ, **variables},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        return ended.stdout.splitlines()
 
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (OSError("no room"), "a file cannot be used: no room. Name another.\n"),
-        (OSError(28, "No space left on device", "x"), "x cannot be used: No space left on device."),
-    ],
-)
-def test_error_of_the_system_is_one_line(stored, monkeypatch, capsys, error, said):
-    """It names the file where the system does, and says what the system says."""
-
-    def fail(*_):
-        raise error
-
-    monkeypatch.setattr(_reports._diff, "compare", fail)
-    report = str(stored() / "report.json")
-    assert _cli.main(["diff", report, report]) == 4
-    assert capsys.readouterr().err.startswith(f"torchparts-conformance: {said}")
+    return run
 
 
-def test_interruption_is_one_line(stored, monkeypatch, capsys):
-    """Ctrl-C ends a command without a traceback, and not with success."""
-    monkeypatch.setattr(_reports._diff, "compare", lambda *_: signal.raise_signal(signal.SIGINT))
-    report = str(stored() / "report.json")
-    # A process that a shell starts in the background ignores Ctrl-C.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        assert _cli.main(["diff", report, report]) == 1
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert capsys.readouterr().err == "torchparts-conformance: interrupted\n"
+@pytest.mark.nightly
+@pytest.mark.skipif(not DOCS.exists(), reason="only in the repository")
+def test_adapter_page_leads_from_an_empty_folder_to_a_badge(command, tmp_path):
+    began = time.monotonic()
+    page = DOCS / "write-an-adapter.md"
+    text = page.read_text(encoding="utf-8")
+    names = re.findall(r"[Ss]ave (?:it|this one) as `(\w+\.py)`", text)
+    adapters = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(names) == 2
+    for fragment in adapters[2:]:
+        exec(compile(fragment, page.name, "exec"), {})
+    for name, adapter in zip(names, adapters, strict=False):
+        (tmp_path / name).write_text(adapter, encoding="utf-8")
+    typed = commands(page)
+    assert [arguments[0] for arguments, _, _ in typed] == ["doctor", "run", "run", "run", "verify"]
+    for arguments, variables, shown in typed:
+        said = command(arguments, variables)
+        assert [line for line in shown if line not in said] == []
+    assert "core" in (tmp_path / "results/badge-sac-policies.svg").read_text()
+    assert time.monotonic() - began < 300
 
 
-def test_reader_that_goes_away_is_no_error():
-    """`trace | head` says nothing on standard error."""
-    command = [sys.executable, "-m", "torchparts_conformance", "trace"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        process.stdout.close()
-        assert process.stderr.read() == b""
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("submit report.json --contakt x", "'--contakt' is unknown, but --contact is near"),
-        (
-            "run --imlp=ours --aera x",
-            "'--imlp' is unknown, but --impl is near; "
-            "option '--aera' is unknown, but --area is near",
-        ),
-        ("run --nothing-like-it", "is unknown, but --help lists those that are known"),
-        ("run --area a --area b", "--area is given 2 times, but one value is used"),
-        ("recheck x --python y --pyt z", "--python is given 2 times"),
-    ],
-)
-def test_wrong_options_are_told_first_and_all(capsys, given, said):
-    """Though something is missing, or wrong, beside them."""
-    with pytest.raises(SystemExit) as ended:
-        _cli.main(given.split())
-    err = capsys.readouterr().err
-    assert ended.value.code == 4
-    assert said in err
-    assert err.count("\n") == 1
-
-
-def test_value_that_looks_like_an_option_is_none(capsys):
-    """As what is passed on to pip does; `--install` may be given several times."""
-    given = ["recheck", "none", "--pip-options", "--find-links wheels"]
-    assert _cli.main([*given, "--install", "a", "--install", "b"]) == 4
-    assert "entry 'none' cannot be read" in capsys.readouterr().err
+@pytest.mark.nightly
+@pytest.mark.skipif(not DOCS.exists(), reason="only in the repository")
+def test_listing_page_leads_to_an_entry(command, tmp_path, monkeypatch):
+    shutil.copytree(ROOT / "docs/examples/adapter", tmp_path / "my-tracker")
+    info = tmp_path / "my-tracker/my_tracker-1.0.dist-info"
+    _report.write(info / "METADATA", "Name: my-tracker\nVersion: 1.0\n")
+    point = "[torchparts.conformance]\nmy-tracker = my_tracker_adapter:implementation\n"
+    _report.write(info / "entry_points.txt", point)
+    path = os.pathsep.join([str(tmp_path / "my-tracker"), str(PACKAGE.parent)])
+    typed = commands(DOCS / "be-listed.md")
+    assert [arguments[0] for arguments, _, _ in typed] == ["run", "submit", "recheck"]
+    for arguments, _, _ in typed:
+        command(arguments, {"PYTHONPATH": path})
+    (listed,) = tmp_path.glob("**/registry/my-tracker-1.0.toml")
+    assert "core 12 of 12" in listed.read_text()
+    assert importlib.metadata.version("torch")

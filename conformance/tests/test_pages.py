@@ -1,37 +1,183 @@
-"""The requirement pages follow from the cases."""
+"""Badges, summaries, the results file and the pages of the site."""
 
 from __future__ import annotations
 
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
 import pytest
 
-from torchparts_conformance.commands import _cli
-from torchparts_conformance.render import _spec_pages
+from torchparts_conformance import _badge, _cli, _pages, _results, _summary
+from torchparts_conformance._errors import ReportError, printable
 from torchparts_conformance.requirements._areas import AREAS
+from torchparts_conformance.requirements._cases import cases_by_id, load_registry
 
-
-def test_spec_writes_a_page_for_each_area(tmp_path):
-    assert _cli.main(["spec", str(tmp_path)]) == 0
-    assert {path.name for path in tmp_path.iterdir()} == {f"spec-{area}.md" for area in AREAS}
-    assert "## CW-001\n" in (tmp_path / "spec-ckpt-wrap.md").read_text()
+PUBLISHED = Path(__file__).parents[2] / "docs/conformance/results.json"
 
 
 @pytest.mark.parametrize(
-    ("text", "written"),
+    ("outcomes", "message", "color"),
     [
-        ("a | b", "a \\| b"),
-        ("<b> & c", "&lt;b&gt; & c"),
-        ("  two\n\nlines ", "two lines"),
+        ({}, "core 1 of 1; robust 0 of 0; in-place 1 of 1 | cpu", "brightgreen"),
+        ({"CW-003": "fail"}, "core 1 of 1; robust 0 of 0; in-place 0 of 1 | cpu", "yellow"),
+        ({"CW-001": "fail"}, "core 0 of 1; robust 0 of 0; in-place 1 of 1 | cpu", "red"),
+        ({"CW-003": "not_claimed"}, "core 1 of 1; robust 0 of 0 | cpu", "brightgreen"),
+        (
+            dict.fromkeys(("CW-001", "CW-002", "CW-003"), "not_provided"),
+            "not provided",
+            "lightgrey",
+        ),
     ],
 )
-def test_words_of_a_requirement_stay_in_their_cell(text, written):
-    assert _spec_pages.escape(text) == written
+def test_badge_says_counts_and_has_the_colour_of_the_verdict(make_report, outcomes, message, color):
+    (badge,) = _badge.badges(make_report(outcomes))
+    assert (badge.message, badge.color) == (message, color)
+    assert json.loads(_badge.to_shields(badge))["label"] == "ckpt-wrap 0.1.0"
 
 
-def test_page_has_a_line_and_a_section_for_each_requirement(registry, made_cases):
-    page = _spec_pages.page("ckpt-wrap", registry.values(), {"CW-001": made_cases[:1]})
-    assert page.startswith("# ckpt-wrap: requirements\n")
-    assert "| [CW-001](#cw-001) | MUST | core | cpu, cuda | It MUST. |\n" in page
-    assert "## CW-002\n\nIt SHOULD.\n\n- SHOULD, profile `robust`, cpu and cuda, since" in page
-    assert page.count("- why: a reason") == 2
-    assert "- case `ckpt_wrap/test_a.py::test_a`: \n" in page
-    assert "deviates" not in page
+def test_badge_names_each_device(make_report):
+    outcomes = {"CW-002": "not_claimed", "CW-003": "not_claimed"}
+    (badge,) = _badge.badges(make_report(outcomes, devices=("cpu", "cuda")))
+    assert badge.message == "core 1 of 1 | cpu, core 1 of 1 | cuda"
+
+
+def test_picture_is_xml_and_shows_markup_as_text(make_report):
+    (badge,) = _badge.badges(make_report(name='<b>&"\x1b'))
+    root = ET.fromstring(_badge.to_svg(badge))
+    assert root.get("aria-label", "").startswith('<b>&"\N{REPLACEMENT CHARACTER} 1.0: ckpt-wrap')
+
+
+def test_summary_shows_each_reason_once_with_the_next_step(make_report):
+    report = make_report({"CW-001": "fail", "CW-003": "fail"}, reason="AssertionError: 1 == 2")
+    lines = _summary.summary(report, load_registry())
+    assert lines[:6] == [
+        "CW-001 MUST core, cpu: fail",
+        "  It MUST work.",
+        "  seen   AssertionError: 1 == 2",
+        "  also   CW-003",
+        "  next   torchparts-conformance run --impl mine:adapter --explain CW-001",
+        "",
+    ]
+    assert lines[-2:] == [
+        "ckpt-wrap     cpu   not conformant: core 0 of 1; robust 0 of 0 (SHOULD 1 of 1); "
+        "in-place 0 of 1",
+        "mine: not conformant",
+    ]
+
+
+def test_terminal_gets_no_control_characters_and_ci_no_commands():
+    assert printable("a\x1b[31m\n") == "a\N{REPLACEMENT CHARACTER}[31m\N{REPLACEMENT CHARACTER}"
+    assert printable(" ::error::x").startswith("\N{REPLACEMENT CHARACTER}")
+
+
+def test_explanation_names_reason_source_and_cases():
+    requirement = load_registry()["CW-001"]
+    lines = _summary.explained(requirement, cases_by_id()["CW-001"])
+    assert lines[0].startswith("CW-001: ")
+    assert any("test_checkpoint_wrapper.py::CheckpointWrapperTest::" in line for line in lines)
+    assert any(line.startswith("  case     ckpt_wrap/") for line in lines)
+
+
+@pytest.fixture
+def publish(suite, stored, tmp_path):
+    """A function that publishes reports, each given by its changes; returns code and results."""
+
+    def publish(*reports):
+        paths = [str(stored(place=f"{n}.json", **changes)) for n, changes in enumerate(reports)]
+        code = _cli.main(["publish", str(tmp_path / "results.json"), *paths])
+        return code, _results.read(tmp_path / "results.json")
+
+    return publish
+
+
+def test_verdicts_follow_from_the_results(publish, make_report):
+    changes = {"outcomes": {"CW-001": "fail", "CW-002": "not_provided"}, "devices": ("cpu", "cuda")}
+    code, (cpu, cuda) = publish(changes)
+    report = make_report(**changes)
+    assert code == 0
+    again = [_results.verdicts_of(result, load_registry()) for result in (cpu, cuda)]
+    assert [v for r in again for v in r["verdicts"]] == report["verdicts"]
+    assert (cpu.card, cuda.card, cuda.date) == (None, "A card", report["date"])
+
+
+def test_newer_report_replaces_that_of_its_adapter_and_device(publish):
+    publish({}, {"adapter": "fsdp1"})
+    code, found = publish({"outcomes": {"CW-001": "fail"}, "devices": ("cuda",)}, {})
+    assert code == 0
+    places = [(r.adapter, r.device) for r in found]
+    assert places == [("fsdp1", "cpu"), ("mine:adapter", "cpu"), ("mine:adapter", "cuda")]
+    assert found[2].outcomes == {"CW-001": "fail"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"problems": ("odd",)}, "odd"),
+        ({"outcomes": {"CW-002": "not_run"}}, "cases were left out"),
+        ({"outcomes": {"CW-001": "not_claimed"}}, "is of a claimed profile, but not judged"),
+    ],
+)
+def test_unsound_report_is_not_published(publish, capsys, changes, said):
+    assert publish(changes) == (1, [])
+    assert said in capsys.readouterr().err
+
+
+def test_requirements_that_came_or_went_since_a_run_are_not_counted(publish, make_report):
+    _, (found,) = publish({})
+    outcomes = {"CW-001": "pass", "CW-777": "fail"}
+    older = _results.Result(**{**vars(found), "outcomes": outcomes})
+    text = _results.to_text([older], load_registry())
+    (again,) = json.loads(text)["implementations"]
+    assert again["outcomes"]["ckpt-wrap"] == "P  "
+    (verdict,) = _results.verdicts_of(older, load_registry())["verdicts"]
+    assert (verdict["profile"], verdict["must"]) == ("core", [1, 1])
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"requirements": {}, "implementations": [1]}'])
+def test_other_file_is_no_results_file(tmp_path, text):
+    (tmp_path / "results.json").write_text(text)
+    with pytest.raises(ReportError, match=r"results 'results\.json' cannot be used"):
+        _results.read(tmp_path / "results.json")
+
+
+@pytest.mark.skipif(not PUBLISHED.exists(), reason="only in the repository")
+def test_published_results_are_small_and_fill_the_page():
+    assert PUBLISHED.stat().st_size < 50_000
+    page = _pages.results_page(_results.read(PUBLISHED))
+    assert page.count("\n## ") == len(AREAS)
+    assert "| torchparts, cpu | 19 of 19 | " in page
+    assert "| torchparts | | cuda | not run |" in page
+
+
+def test_results_page_counts_what_is_provided_and_names_what_failed(publish):
+    _, found = publish(
+        {"outcomes": {"CW-001": "fail", "CW-003": "not_provided"}},
+        {"devices": ("cuda",), "adapter": "other:one", "name": "a|b"},
+    )
+    page = _pages.results_page(found)
+    assert "| | core | robust | in-place |" in page
+    assert "| mine, cpu | 0 of 1 | 0 of 0 |  |" in page
+    assert "- mine, cpu: [CW-001](spec-ckpt-wrap.md#cw-001)" in page
+    assert "- a&#124;b, cuda: none" in page
+    assert "| mine | | cuda | not run |" in page
+    assert "| cuda, A card | " in page
+
+
+def test_requirement_pages_have_a_line_and_a_section_for_each(package):
+    pages = _pages.requirement_pages()
+    assert set(pages) == {f"spec-{area}.md" for area in AREAS}
+    for requirement in load_registry().values():
+        page = pages[f"spec-{requirement.area}.md"]
+        assert f"## {requirement.id}\n" in page
+        assert f"[{requirement.id}](#{requirement.id.lower()}) | {requirement.level}" in page
+    assert (
+        "from [`test_fqn`](https://github.com/pytorch/pytorch/blob/v" in pages["spec-ckpt-wrap.md"]
+    )
+
+
+def test_text_stays_in_its_cell():
+    assert _pages.escape(" a | <b>\n\nc ") == "a \\| &lt;b&gt; c"
+    assert _pages.markdown("[a](b) *c* www.x") == (
+        "&#91;a&#93;(b) &#42;c&#42; www\N{ZERO WIDTH SPACE}.x"
+    )

@@ -1,98 +1,167 @@
-"""What a run says about an implementation, and about options and adapters that are no good."""
+"""Runs of a small suite: outcomes, verdicts, options and adapters that cannot be used."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
+import torch
+from small_suite import declared
+
+from torchparts_conformance import _run
+from torchparts_conformance._collected import ordered
 
 
 def test_right_implementation_is_conformant(suite):
-    """Every requirement passes, the exit code is 0 and all renderings are written."""
     result = suite.run()
     assert result.ret == 0
-    result.stdout.fnmatch_lines(["*= conformance =*", "*ckpt-wrap*conformant*"])
+    result.stdout.fnmatch_lines(
+        ["*= conformance =*", "ckpt-wrap * conformant: core 1 of 1; robust 0 of 0 (SHOULD 1 of 1)*"]
+    )
     assert suite.outcomes() == {"CW-001": "pass", "CW-002": "pass", "CW-003": "pass"}
     written = {path.name for path in (suite.root / "out").iterdir()}
-    assert written == {
-        "report.json",
-        "junit.xml",
-        "matrix.html",
-        "matrix.md",
-        "badge-ckpt-wrap.json",
-        "badge-ckpt-wrap.svg",
-    }
+    badges = {"badge-ckpt-wrap.json", "badge-ckpt-wrap.svg"}
+    assert written == {"report.json", "summary.txt", *badges}
 
 
-def test_listing_cases_runs_nothing(suite):
-    """`--collect-only` says what there is, and leaves no report."""
+def test_listing_cases_writes_no_report(suite):
     result = suite.run("--collect-only", "-q")
     assert result.ret == 0
     assert "test_cases.py::test_one" in result.stdout.str()
     assert not (suite.root / "out").exists()
 
 
-def test_plugin_is_silent_where_no_implementation_is_named(pytester):
-    """In somebody's own tests it is installed, and does nothing."""
+def test_plugin_is_silent_without_an_implementation(pytester):
     pytester.makepyfile("def test_fine():\n    pass\n")
-    for options in ((), ("--collect-only",)):
-        result = pytester.runpytest_inprocess("-p", "torchparts_conformance.plugin", *options)
-        assert result.ret == 0
-        result.stdout.no_fnmatch_line("*= conformance =*")
-
-
-def test_what_is_not_claimed_is_not_asked_whether_it_would_skip(suite):
-    """A skip of another's would be an error; nobody is asked about what is not claimed."""
-    text = (suite.root / "cases/ckpt_wrap/test_cases.py").read_text()
-    marked = text.replace("def test_three", "@pytest.mark.skip\ndef test_three")
-    suite.write("cases/ckpt_wrap/test_cases.py", marked)
-    suite.run(impl="adapter:plain")
-    assert suite.outcomes()["CW-003"] == "not_claimed"
-    suite.run()
-    assert suite.outcomes()["CW-003"] == "error"
+    result = pytester.runpytest_inprocess("-p", "torchparts_conformance.plugin")
+    assert result.ret == 0
+    result.stdout.no_fnmatch_line("*= conformance =*")
 
 
 @pytest.mark.parametrize(
-    ("adapter", "said"),
+    ("body", "outcome"),
     [
-        ("adapter:empty", "part 'ckpt-wrap' is not provided by 'empty', but was asked for"),
-        ("strange:lost", "part 'ckpt-wrap' of 'lost': importing 'no_such_part' raised ModuleNot"),
-        ("strange:skips", "implementation 'strange:skips' raised Skipped: not today"),
-        ("strange:leaves", "implementation 'strange:leaves' raised SystemExit: 0"),
-        ("skipping:x", "importing 'skipping:x' raised Skipped: not today"),
+        ("assert part.answer == 43", "fail"),
+        ("pytest.fail('no')", "fail"),
+        ("raise RuntimeError('no')", "error"),
+        ("pytest.skip('no')", "error"),
+        ("pytest.xfail('no')", "error"),
+        ("pytest.importorskip('no_such_module')", "error"),
+        ("import unittest; raise unittest.SkipTest('no')", "error"),
     ],
 )
-def test_missing_part_is_exit_code_4(suite, adapter, said):
-    """A part that nobody gave or that cannot be had is said in one line before any case runs."""
-    suite.write("strange.py", STRANGE)
-    suite.write("skipping.py", "import pytest\npytest.skip('not today', allow_module_level=True)")
-    result = suite.run(impl=adapter)
-    assert result.ret == 4
-    assert said in result.stderr.str()
-    assert "Traceback" not in result.stderr.str() + result.stdout.str()
+def test_outcome_of_a_case(suite, body, outcome):
+    suite.write_case(body)
+    assert suite.run().ret == 1
+    assert suite.outcomes()["CW-001"] == outcome
 
 
-STRANGE = """
-import pytest
-from torchparts_conformance import Implementation
+@pytest.mark.parametrize(
+    "mark", ["skip(reason='no')", "xfail(reason='no')", "skipif(True, reason='')"]
+)
+def test_mark_on_a_case_is_an_error(suite, mark):
+    cases = suite.root / "cases/ckpt_wrap/test_cases.py"
+    text = cases.read_text().replace("def test_one", f"@pytest.mark.{mark}\ndef test_one")
+    suite.write("cases/ckpt_wrap/test_cases.py", text.replace("== 42", "== 41", 1))
+    assert suite.run().ret == 1
+    assert suite.outcomes()["CW-001"] == "error"
 
-lost = Implementation("lost", "1", parts={"ckpt-wrap": "no_such_part"})
 
-def skips():
-    pytest.skip("not today")
+def test_part_that_raises_not_provided_is_not_counted(suite):
+    suite.write(
+        "partial.py",
+        """
+        from torchparts_conformance import Implementation, NotProvided
 
-def leaves():
-    raise SystemExit(0)
-"""
+        class Answer:
+            def __eq__(self, other):
+                raise NotProvided("there is no answer")
+
+        class Part:
+            answer = Answer()
+
+        impl = Implementation("partial", "1", parts={"ckpt-wrap": Part()})
+        """,
+    )
+    assert suite.run(impl="partial:impl").ret == 1
+    assert set(suite.outcomes().values()) == {"not_provided", "not_claimed"}
+    assert suite.report()["verdict"] == "not provided"
+
+
+def test_case_that_does_not_end_is_an_error(suite):
+    body = "while True:\n        try:\n            while True: continue"
+    body += "\n        except Exception: continue"
+    suite.write_case(body, and_two=True)
+    assert suite.run("--case-limit=0.3").ret == 1
+    assert suite.outcomes() == {"CW-001": "error", "CW-002": "pass"}
+    assert suite.report()["rows"][0]["reason"] == "OutOfTime: took more than 0.3 s"
+
+
+def test_failure_names_its_place_and_no_folder_of_the_machine(suite):
+    text = "/home/me/env/lib/case.py of https://example.org/a/b at 0x7f12"
+    suite.write(
+        "adapter.py",
+        (suite.root / "adapter.py").read_text()
+        + f"""
+class Part:
+    @property
+    def answer(self):
+        raise RuntimeError({text!r})
+
+bad = Implementation("bad", "1", parts={{"ckpt-wrap": Part()}})
+""",
+    )
+    suite.run(impl="adapter:bad")
+    row = suite.report()["rows"][0]
+    assert row["reason"] == "RuntimeError: case.py of https://example.org/a/b at 0x..."
+    case, adapter = row["where"].split(" > ")
+    assert case.startswith("ckpt_wrap/test_cases.py:")
+    assert "/adapter.py:" in adapter
+
+
+def test_unclaimed_profile_does_not_count(suite):
+    assert suite.run(impl="adapter:plain").ret == 0
+    assert suite.outcomes()["CW-003"] == "not_claimed"
+
+
+def test_area_that_is_not_provided_does_not_count(suite):
+    more = f"from torchparts_conformance import requirement\n{declared('MT-001')}\n"
+    suite.write("cases/mod_tracker/test_more.py", f"{more}def test_a(part):\n    assert part.x\n")
+    assert suite.run("--area", "ckpt-wrap,mod-tracker").ret == 0
+    assert suite.outcomes()["MT-001"] == "not_provided"
+    assert "not provided: mod-tracker" in (suite.root / "out/summary.txt").read_text()
+
+
+def test_cases_that_were_left_out_are_not_run(suite):
+    assert suite.run("-k", "test_one").ret == 1
+    assert suite.outcomes() == {"CW-001": "pass", "CW-002": "not_run", "CW-003": "not_run"}
+    assert suite.report()["verdict"] == "not conformant"
+
+
+def test_quick_run_leaves_out_other_cases_and_gives_no_badge(suite):
+    result = suite.run("--quick")
+    assert result.ret == 0
+    assert suite.outcomes() == {"CW-001": "pass", "CW-002": "not_run", "CW-003": "not_run"}
+    assert "1 of 1 checks of MUST requirements passed; a verdict needs" in result.stdout.str()
+    assert not list((suite.root / "out").glob("badge*"))
+    suite.write_cases(one="assert part.answer == 1")
+    assert suite.run("--quick").ret == 1
+
+
+def test_file_of_cases_that_cannot_be_imported_is_a_problem(suite):
+    cases = suite.root / "cases/ckpt_wrap/test_cases.py"
+    cases.write_text("import no_such_module\n" + cases.read_text())
+    assert suite.run("--continue-on-collection-errors").ret == 1
+    (problem,) = suite.report()["problems"]
+    assert "test_cases.py cannot be imported: ModuleNotFoundError: No module" in problem
 
 
 def test_no_device_is_its_own_exit_code(suite, monkeypatch):
-    """Without a GPU nothing is shown about one: exit code 3, and no pass."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert suite.run("--device", "cuda").ret == 3
     assert {row["outcome"] for row in suite.report()["rows"]} == {"no_device"}
     badge = json.loads((suite.root / "out/badge-ckpt-wrap.json").read_text())
-    assert badge["message"] == "cuda: not run"
+    assert (badge["message"], badge["color"]) == ("not run | cuda", "lightgrey")
 
 
 @pytest.mark.parametrize(
@@ -102,31 +171,139 @@ def test_no_device_is_its_own_exit_code(suite, monkeypatch):
         (["--impl", "nobody", "--area", "wheels"], "--area 'wheels' is unknown"),
         (["--impl", "no_such:thing"], "importing 'no_such:thing' raised ModuleNotFoundError"),
         (["--impl", "adapter:nothing"], "has no attribute 'nothing'"),
-        (["--impl", "adapter:ADAPTER_IS_NOT_HERE"], "has no attribute"),
-        (["--impl", "adapter:types"], "is a module, but an Implementation"),
-        (["--area", "wheels"], "--area 'wheels' is unknown"),
+        (["--impl", "adapter:types"], "is a module; it must be an Implementation"),
+        (["--impl", "adapter:empty"], "'empty' does not provide 'ckpt-wrap'"),
         (["--device", "tpu"], "--device 'tpu' is unknown"),
-        (["--profile", "speed"], "--profile 'speed' is unknown, but these are known: core, in-"),
-        (["--case-limit", "nan"], "--case-limit nan asked for, but more than 0 and at most 86400"),
-        (["--case-limit", "0"], "--case-limit 0 asked for, but more than 0"),
-        (["--order", "seed:x"], "--order 'seed:x' is unknown, but listed, reversed and seed:N"),
+        (["--profile", "speed"], "--profile 'speed' is unknown. Known are core, in-place"),
+        (["--case-limit", "nan"], "--case-limit nan is not above 0"),
+        (["--case-limit", "0"], "--case-limit 0 is not above 0"),
+        (["--order", "seed:x"], "--order 'seed:x' is unknown. Known are listed, reversed, seed:N"),
+        (["--known-failures", "none.toml"], "known failures 'none.toml' cannot be read: No such"),
     ],
 )
 def test_bad_option_is_one_line_and_exit_code_4(suite, options, words):
-    """What cannot be used is said in one line, without a traceback."""
     result = suite.run(*options)
     assert result.ret == 4
     assert words in result.stderr.str()
     assert "Traceback" not in result.stderr.str() + result.stdout.str()
 
 
-def test_wrong_protocol_is_exit_code_4(suite):
-    """An adapter for another protocol is refused by both numbers."""
-    suite.write(
-        "old.py",
-        "from torchparts_conformance import Implementation\n"
-        "impl = Implementation('old', '1', protocol='0')\n",
-    )
-    result = suite.run(impl="old:impl")
+STRANGE = """
+import pytest
+from torchparts_conformance import Implementation
+
+lost = Implementation("lost", "1", parts={"ckpt-wrap": "no_such_part"})
+claims = Implementation("c", "1", parts={"ckpt-wrap": 1}, capabilities={"ckpt-wrap": {"speed"}})
+
+def skips():
+    pytest.skip("not today")
+
+def leaves():
+    raise SystemExit(0)
+
+def old():
+    return Implementation("old", "1", protocol="0")
+"""
+
+
+@pytest.mark.parametrize(
+    ("adapter", "said"),
+    [
+        ("lost", "part 'ckpt-wrap' of 'lost': importing 'no_such_part' raised ModuleNot"),
+        ("skips", "implementation 'strange:skips' raised Skipped: not today"),
+        ("leaves", "implementation 'strange:leaves' raised SystemExit: 0"),
+        ("old", "protocol is '0'; this suite has '1'"),
+        ("claims", "implementation 'c' claims 'speed' for ckpt-wrap. Its profiles are core"),
+    ],
+)
+def test_bad_adapter_is_one_line_and_exit_code_4(suite, adapter, said):
+    suite.write("strange.py", STRANGE)
+    result = suite.run(impl=f"strange:{adapter}")
     assert result.ret == 4
-    assert "protocol '0' is not spoken here, but '1' is" in result.stderr.str()
+    assert said in result.stderr.str()
+    assert "Traceback" not in result.stderr.str() + result.stdout.str()
+
+
+def test_wrong_decorator_ends_a_run_with_one_line(suite):
+    cases = suite.root / "cases/ckpt_wrap/test_cases.py"
+    cases.write_text(cases.read_text().replace('level="MUST"', 'level="MAY"', 1))
+    result = suite.run()
+    assert result.ret == 4
+    assert "ckpt_wrap/test_cases.py:4 requirement CW-001: level is 'MAY'" in result.stderr.str()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from torchparts_conformance import _report",
+        "import torchparts_conformance._report as r",
+        "from torchparts_conformance._run import Run",
+        "from torchparts_conformance.cases.ckpt_wrap import test_core",
+        "import importlib; r = importlib.import_module('torchparts_conformance.plugin')",
+    ],
+)
+def test_adapter_may_not_import_private_modules_of_the_suite(suite, line):
+    suite.write("adapter.py", f"{line}\n{(suite.root / 'adapter.py').read_text()}")
+    result = suite.run()
+    assert result.ret == 4
+    assert "adapter.py imports torchparts_conformance." in result.stderr.str()
+
+
+def test_adapter_may_import_public_names_and_adapters(suite):
+    lines = (
+        "import torchparts_conformance\nfrom torchparts_conformance.adapters import inside_torch\n"
+    )
+    suite.write("adapter.py", lines + (suite.root / "adapter.py").read_text())
+    assert suite.run().ret == 0
+
+
+_RUN = "import sys; run = sys.modules['torchparts' + '_conformance._run']; "
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ("import torch; torch.equal = lambda a, b: True", "torch.equal"),
+        (f"{_RUN}run._outcome = lambda *_: ('pass', '')", "torchparts_conformance._run._outcome"),
+        (
+            f"{_RUN}run._outcome.__code__ = (lambda call, report: ('pass', '')).__code__",
+            "torchparts_conformance._run._outcome",
+        ),
+    ],
+)
+def test_implementation_that_replaces_what_judges_is_not_conformant(suite, change, name):
+    outcome, code, equal = _run._outcome, _run._outcome.__code__, torch.equal
+    suite.write("adapter.py", (suite.root / "adapter.py").read_text() + f"\n{change}\n")
+    try:
+        assert suite.run().ret == 1
+    finally:
+        _run._outcome, torch.equal = outcome, equal
+        outcome.__code__ = code
+    assert suite.report()["problems"] == [f"{name} was replaced by the code under test"]
+
+
+NOTE_ORDER = """
+def pytest_runtest_call(item):
+    with open("order", "a") as file:
+        file.write(item.name + " ")
+"""
+
+
+@pytest.mark.parametrize("order", ["reversed", "seed:1"])
+def test_order_of_cases_changes_no_outcome(suite, order):
+    suite.write("cases/conftest.py", NOTE_ORDER)
+    suite.run()
+    first, listed = suite.outcomes(), (suite.root / "order").read_text().split()
+    suite.run("--order", order)
+    other = (suite.root / "order").read_text().split()[len(listed) :]
+    assert suite.outcomes() == first
+    assert sorted(other) == sorted(listed) != []
+    assert other != listed
+
+
+def test_seed_decides_the_order_and_loses_nothing():
+    items = list(range(50))
+    first, again, other = (ordered(items, f"seed:{seed}") for seed in (7, 7, 8))
+    assert first == again != items
+    assert first != other
+    assert sorted(first) == items

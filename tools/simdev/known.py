@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from torchparts_conformance import _toml
+from torchparts_conformance.requirements._cases import parse_toml
 
 LIST = Path(__file__).with_name("known.toml")
 NOT_FAILED = {"pass", "not_claimed", "not_provided"}
@@ -30,7 +30,7 @@ def differences(report: dict, known: dict[str, str]) -> list[str]:
 def main() -> int:
     """Print what differs."""
     report = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    known = _toml.parse(LIST.read_text(encoding="utf-8"))
+    known = parse_toml(LIST.read_text(encoding="utf-8"))
     found = differences(report, known)
     for line in found:
         print(line)

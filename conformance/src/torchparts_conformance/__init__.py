@@ -1,8 +1,8 @@
 """Requirements for four training parts, and a suite that checks any implementation of them.
 
 A part is one of checkpointing wrappers (`ckpt-wrap`), module tracking (`mod-tracker`), flat
-parameters (`flat-param`) and selective policies (`sac-policies`); `combined` holds them together.
-The suite never imports an implementation by itself: an `Implementation` names where its parts are.
+parameters (`flat-param`) and selective policies (`sac-policies`); `combined` uses them together.
+An `Implementation` says where its parts are.
 
     from torchparts_conformance import Implementation
 
@@ -12,8 +12,8 @@ The suite never imports an implementation by itself: an `Implementation` names w
 """
 
 from torchparts_conformance._errors import NotProvided
+from torchparts_conformance._implementation import PROTOCOL, Implementation
 from torchparts_conformance.requirements._requirement import requirement
-from torchparts_conformance.subject._protocol import PROTOCOL, Implementation
 
 __all__ = ["PROTOCOL", "Implementation", "NotProvided", "requirement"]
 __version__ = "0.1.0"

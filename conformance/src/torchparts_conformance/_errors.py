@@ -1,26 +1,35 @@
-"""What can be wrong with the input of the suite; every one of these ends with exit code 4."""
+"""Errors of the suite, its exit codes, and printing."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
+
+CONFORMANT = 0
+NOT_CONFORMANT = 1
+NO_DEVICE = 3
+BAD_INPUT = 4
+SUITE_BROKEN = 5
+
 
 class ConformanceError(Exception):
-    """Something given to the suite cannot be used; the message is one line."""
+    """Input of the suite cannot be used: one line, and exit code 4."""
 
 
 class AdapterError(ConformanceError, ValueError):
-    """An implementation cannot be found, imported or spoken to."""
+    """An implementation cannot be found or imported, or says something impossible."""
 
 
 class OptionError(ConformanceError, ValueError):
-    """An option has a value that means nothing."""
+    """An option has an impossible value."""
 
 
 class RegistryError(ConformanceError, ValueError):
-    """The requirements contradict their own rules."""
+    """A requirement or a broken implementation is declared wrongly."""
 
 
 class ReportError(ConformanceError, ValueError):
-    """A report, badge or list of known failures cannot be read or believed."""
+    """A report or another file cannot be read."""
 
 
 class RankError(ConformanceError, RuntimeError):
@@ -28,8 +37,41 @@ class RankError(ConformanceError, RuntimeError):
 
 
 class NotProvided(AttributeError):
-    """An adapter's part lacks what a case needs, and says so.
+    """Raised by a part that lacks what a case needs.
 
-    The case's outcome is `not_provided`. That is never a pass, and no profile with such a row is
-    conformant; it tells a matrix what was left out from what was tried and is wrong.
+    The outcome of the case is `not_provided`, which is neither a pass nor a failure: verdicts do
+    not count it.
     """
+
+
+def say(*lines: str, is_wrong: bool = False) -> None:
+    """Print lines, to standard error if something is wrong."""
+    print("\n".join(map(printable, lines)), file=sys.stderr if is_wrong else sys.stdout, flush=True)
+
+
+def printable(line: str) -> str:
+    """Replace control characters, and defuse text that CI services read as a command."""
+    shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
+    is_command = shown.lstrip().startswith(("::", "##["))
+    return f"\N{REPLACEMENT CHARACTER}{shown}" if is_command else shown
+
+
+def fail(problems: Iterable[str], code: int) -> int:
+    """Print problems, one a line; returns the code if there are any, else 0."""
+    lines = list(problems)
+    if lines:
+        say(*lines, is_wrong=True)
+    return code if lines else CONFORMANT
+
+
+def one_line(error: BaseException, *, limit: int = 300) -> str:
+    """Return the class and the message of an exception in one printable line."""
+    try:
+        message = str(error)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # an exception's __str__ may raise as well
+        message = ""
+    text = ": ".join(filter(None, (type(error).__name__, message)))
+    flat = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return flat if len(flat) <= limit else flat[: limit - 3] + "..."

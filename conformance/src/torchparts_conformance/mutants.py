@@ -1,9 +1,8 @@
-"""Broken implementations, made from a working one, that prove the suite can fail.
+"""Broken implementations, made from a working one, that show that cases can fail.
 
-A mutant is a function that takes the part of a working implementation and gives one with a fault;
-it declares the requirements that fault breaks, and has to fail exactly those. What files of a
-folder of mutants share lies in a folder below it, and they import it as siblings:
-`from .faults.my_area import broken`.
+A mutant is a function that takes the part of a working implementation and returns one with a fault.
+It declares the requirements that the fault breaks. Files of a folder of mutants may share code in a
+folder below it: `from .faults.my_area import broken`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ __all__ = ["Mutant", "find_mutants", "load_mutant", "mutant", "overlay"]
 
 
 class _Overlay:
-    """An object that is another one, but for the names laid over it."""
+    """Another object with some names replaced."""
 
     def __init__(self, part: Any, names: dict[str, Any]) -> None:
         vars(self).update(names)
@@ -39,10 +38,10 @@ class _Overlay:
 
 
 def overlay(part: Any, **names: Any) -> Any:
-    """Give the same part with some names replaced.
+    """Return a part with some names replaced.
 
     Raises:
-        AttributeError: a name does not exist on the part, so replacing it would break nothing.
+        AttributeError: the part does not have a name, so replacing it would break nothing.
     """
     for name in names:
         getattr(part, name)
@@ -59,16 +58,16 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        """Give the name of the function."""
+        """The name of the function."""
         return self.function.__name__
 
     @property
     def text(self) -> str:
-        """Give the first line of the function's docstring: what is broken."""
+        """The first line of the function's docstring."""
         return (self.function.__doc__ or "").strip().partition("\n")[0]
 
     def apply(self, part: Any) -> Any:
-        """Put the fault into a part."""
+        """Return the part with the fault."""
         return self.function(part)
 
 
@@ -86,8 +85,8 @@ def mutant(*, area: str, kills: Iterable[str]) -> Callable[[Callable[[Any], Any]
         declared = Mutant(function, area, frozenset(kills))
         if area not in AREAS or not declared.kills or not declared.text:
             raise RegistryError(
-                f"mutant {function.__name__!r}: area {area!r}, kills {sorted(declared.kills)}, "
-                "but it needs a known area, at least one id and a docstring that names the fault."
+                f"mutant {function.__name__!r}: area {area!r}, kills {sorted(declared.kills)}. It "
+                "needs a known area, at least one id and a docstring that names the fault."
             )
         return declared
 
@@ -95,35 +94,29 @@ def mutant(*, area: str, kills: Iterable[str]) -> Callable[[Callable[[Any], Any]
 
 
 def find_mutants(path: Path) -> list[Mutant]:
-    """Give the mutants declared in a file, in order of appearance."""
-    return [value for value in vars(_module(path)).values() if isinstance(value, Mutant)]
+    """Return the mutants declared in a file, in order of appearance."""
+    return [value for value in vars(_import(path.resolve())).values() if isinstance(value, Mutant)]
 
 
 def load_mutant(spec: str) -> Mutant:
-    """Give one mutant by `file.py::name`.
+    """Return one mutant by `file.py::name`.
 
     Raises:
         RegistryError: the file has no mutant of this name.
     """
     path, _, name = spec.rpartition("::")
-    found = vars(_module(Path(path))).get(name)
+    found = vars(_import(Path(path).resolve())).get(name)
     if not isinstance(found, Mutant):
-        raise RegistryError(f"mutant {spec!r} is not there, but must be declared in that file.")
+        raise RegistryError(f"mutant {spec!r}: the file declares no such mutant.")
     return found
 
 
-def _module(path: Path) -> Any:
-    return _import_file(path.resolve())
-
-
 @functools.cache
-def _import_file(path: Path) -> Any:
+def _import(path: Path) -> Any:
     name = f"{_package_of(path.parent)}.{path.stem}"
     specification = importlib.util.spec_from_file_location(name, path)
     if specification is None or specification.loader is None or not path.exists():
-        raise RegistryError(
-            f"mutants file {path.name!r} cannot be read, but must be a Python file."
-        )
+        raise RegistryError(f"mutants file {path.name!r} is no Python file.")
     module = importlib.util.module_from_spec(specification)
     sys.modules[name] = module
     specification.loader.exec_module(module)
@@ -131,7 +124,7 @@ def _import_file(path: Path) -> Any:
 
 
 def _package_of(folder: Path) -> str:
-    """Name of the package whose modules are a folder's files, so that they can share some."""
+    """Make the files of a folder modules of one package, so that they can share some."""
     name = f"torchparts_mutants_{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
     package = sys.modules.setdefault(name, types.ModuleType(name))
     package.__path__ = [str(folder)]

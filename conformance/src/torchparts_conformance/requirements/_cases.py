@@ -1,46 +1,47 @@
-"""The cases and the requirements they declare, read from syntax trees without importing them."""
+"""Cases, the requirements they declare, and the tests of PyTorch these come from.
+
+Decorators are read from syntax trees: no file of cases is imported.
+"""
 
 from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from torchparts_conformance._errors import RegistryError
-from torchparts_conformance._package import PACKAGE
 from torchparts_conformance.requirements._areas import AREAS, folder_of
 from torchparts_conformance.requirements._requirement import Requirement, area_of_id, declared
 
+PACKAGE = Path(__file__).parents[1]
 CASES = PACKAGE / "cases"
-
-
-@dataclass(frozen=True)
-class Mark:
-    """One `@requirement(...)`: its id, its line, and the requirement if it declares one."""
-
-    id: str
-    line: int
-    requirement: Requirement | None
+SOURCE_ROOT = "https://github.com/pytorch/pytorch/blob/v2.13.0/"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One case function: its place, the first line of its docstring, and its marks."""
+    """One case function: its place, the first line of its docstring, and what it checks.
+
+    Attributes:
+        area: of the folder that it is in.
+        name: `folder/file.py::function`.
+        text: the first line of its docstring.
+        path: of its file.
+        ids: of the requirements that it checks.
+        declares: those that it declares.
+    """
 
     area: str
     name: str
-    line: int
     text: str
     path: Path
-    marks: tuple[Mark, ...]
-
-    @property
-    def ids(self) -> tuple[str, ...]:
-        """The requirements that it checks."""
-        return tuple(mark.id for mark in self.marks)
+    ids: tuple[str, ...]
+    declares: tuple[Requirement, ...]
 
 
 def function_of(case: str) -> str:
@@ -54,29 +55,24 @@ def load_registry(root: Path | None = None) -> dict[str, Requirement]:
     Raises:
         RegistryError: a decorator is wrong, or an id is declared twice or not at all.
     """
-    cases = find_cases(root)
     found: dict[str, Requirement] = {}
     places: dict[str, str] = {}
-    for case, mark in _marks(cases):
-        if mark.requirement is None:
-            continue
-        if mark.id in found:
+    cases = find_cases(root)
+    for case in cases:
+        for requirement in case.declares:
+            if (id := requirement.id) in found:
+                raise RegistryError(
+                    f"{id} is declared twice, by {places[id]} and by {case.name}. Declare it once; "
+                    f"further cases of it read @requirement({id!r})."
+                )
+            found[id], places[id] = requirement, case.name
+    for case in cases:
+        if unknown := [id for id in case.ids if id not in found]:
             raise RegistryError(
-                f"{mark.id} is declared twice, by {places[mark.id]} and by {case.name}. Declare it "
-                f"once; further cases of it read @requirement({mark.id!r})."
-            )
-        found[mark.id], places[mark.id] = mark.requirement, case.name
-    for case, mark in _marks(cases):
-        if mark.id not in found:
-            raise RegistryError(
-                f"{case.name} checks {mark.id}, which no case declares. Give level, text, since, "
-                f"profile and rationale or source in one @requirement({mark.id!r}, ...)."
+                f"{case.name} checks {unknown[0]}, which no case declares. Give level, text, since "
+                f"profile and rationale or source in one @requirement({unknown[0]!r}, ...)."
             )
     return dict(sorted(found.items(), key=lambda item: (AREAS.index(item[1].area), item[0])))
-
-
-def _marks(cases: Iterable[Case]) -> Iterator[tuple[Case, Mark]]:
-    return ((case, mark) for case in cases for mark in case.marks)
 
 
 def find_cases(root: Path | None = None) -> list[Case]:
@@ -89,7 +85,7 @@ def find_cases(root: Path | None = None) -> list[Case]:
         case
         for area in AREAS
         for path in sorted(((root or CASES) / folder_of(area)).glob("test_*.py"))
-        for case in _cases_in(path, area)
+        for case in _read(path, area, path.stat().st_mtime_ns, path.stat().st_size)
     ]
 
 
@@ -102,11 +98,6 @@ def cases_by_id(root: Path | None = None) -> dict[str, list[Case]]:
     return found
 
 
-def _cases_in(path: Path, area: str) -> tuple[Case, ...]:
-    here = path.stat()
-    return _read(path, area, here.st_mtime_ns, here.st_size)
-
-
 @functools.cache
 def _read(path: Path, area: str, written_ns: int, size_bytes: int) -> tuple[Case, ...]:
     """Read a file; time and size are in the key, so that a changed file is read again."""
@@ -115,20 +106,32 @@ def _read(path: Path, area: str, written_ns: int, size_bytes: int) -> tuple[Case
         tree = ast.parse(path.read_text(encoding="utf-8"), filename=path.name)
     except SyntaxError as error:
         raise RegistryError(f"{place}:{error.lineno} is not Python: {error.msg}.") from error
-    found = []
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-            marks = tuple(_marks_of(node, place, area))
-            if not marks:
-                raise RegistryError(
-                    f"{place}:{node.lineno} {node.name} has no @requirement. Every case checks one."
-                )
-            text = (ast.get_docstring(node) or "").partition("\n")[0]
-            found.append(Case(area, f"{place}::{node.name}", node.lineno, text, path, marks))
-    return tuple(found)
+    return tuple(
+        _case(node, path, place, area)
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    )
 
 
-def _marks_of(node: ast.FunctionDef, place: str, area: str) -> Iterator[Mark]:
+def _case(node: ast.FunctionDef, path: Path, place: str, area: str) -> Case:
+    marks = list(_marks(node, place, area))
+    if not marks:
+        raise RegistryError(
+            f"{place}:{node.lineno} {node.name} has no @requirement. Every case checks one."
+        )
+    return Case(
+        area,
+        f"{place}::{node.name}",
+        (ast.get_docstring(node) or "").partition("\n")[0],
+        path,
+        ids=tuple(id for id, _ in marks),
+        declares=tuple(made for _, made in marks if made is not None),
+    )
+
+
+def _marks(
+    node: ast.FunctionDef, place: str, area: str
+) -> Iterator[tuple[str, Requirement | None]]:
     """Return the marks in decorators, those inside a parametrization included."""
     for inner in (inner for decorator in node.decorator_list for inner in ast.walk(decorator)):
         if isinstance(inner, ast.Call) and ast.unparse(inner.func) == "requirement":
@@ -138,14 +141,14 @@ def _marks_of(node: ast.FunctionDef, place: str, area: str) -> Iterator[Mark]:
                 raise RegistryError(f"{place}:{inner.lineno} {error}") from error
 
 
-def _mark(call: ast.Call, area: str) -> Mark:
+def _mark(call: ast.Call, area: str) -> tuple[str, Requirement | None]:
     facts: dict[str, Any] = {str(word.arg): _literal(word.value) for word in call.keywords}
     ids = [_literal(argument) for argument in call.args]
     if len(ids) != 1:
         raise ValueError("requirement takes one id; stack decorators for several.")
     if (area_of := area_of_id(ids[0])) != area:
         raise ValueError(f"requirement {ids[0]} is of {area_of}, but the case is of {area}.")
-    return Mark(ids[0], call.lineno, declared(ids[0], **facts) if facts else None)
+    return ids[0], declared(ids[0], **facts) if facts else None
 
 
 def _literal(node: ast.expr) -> Any:
@@ -156,3 +159,50 @@ def _literal(node: ast.expr) -> Any:
             f"requirement: {ast.unparse(node)!r:.60} is no literal. Write its value; the suite "
             "reads decorators without running the file."
         ) from None
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Parse a TOML document.
+
+    Raises:
+        ValueError: it is not TOML.
+    """
+    parser = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    parsed: dict[str, Any] = parser.loads(text)
+    return parsed
+
+
+@functools.cache
+def source_tests() -> dict[tuple[str, str], str]:
+    """Return the file and class of each test of PyTorch, by area and name."""
+    areas = parse_toml((PACKAGE / "source_tests.toml").read_text(encoding="utf-8"))
+    return {
+        (area, name): f"{entry['path']}::{entry['class']}"
+        for area, entry in areas.items()
+        for name in entry["tests"]
+    }
+
+
+def trace(root: Path | None = None) -> tuple[list[str], list[str]]:
+    """Follow each test of PyTorch to its requirements and their cases.
+
+    Returns:
+        A line for each test, and a line for each that leads nowhere or does not exist.
+    """
+    cases, by_source = cases_by_id(root), dict[tuple[str, str], list[str]]()
+    for requirement in load_registry(root).values():
+        if requirement.source:
+            key = (requirement.area, requirement.source)
+            by_source.setdefault(key, []).append(requirement.id)
+    lines, problems = [], []
+    for (area, name), place in source_tests().items():
+        ids = by_source.pop((area, name), [])
+        checked_by = dict.fromkeys(case.name for id in ids for case in cases[id])
+        lines.append(f"{Path(place).name}::{name} -> {', '.join(ids)} -> {', '.join(checked_by)}")
+        if not ids:
+            problems.append(f"{name} of {area} has no requirement")
+    problems += [
+        f"{', '.join(ids)} names {name}, which is no test of PyTorch for {area}"
+        for (area, name), ids in by_source.items()
+    ]
+    return lines, problems

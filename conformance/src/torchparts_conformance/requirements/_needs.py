@@ -1,8 +1,8 @@
-"""What of a part a case cannot do without, read from the syntax tree of its file.
+"""Names and options of a part that a case uses, read from the syntax tree of its file.
 
-Rule 1: a case needs what it names of `part` or `parts`, and what the functions it names do.
-Rule 2: a function that asks with `hasattr` whether the part has something needs nothing for sure.
-Rule 3: an option that is given where an error is awaited may be a wrong one on purpose.
+- A case needs the names it reads from `part` or `parts`, and those that its helpers read.
+- A function that asks `hasattr(part, ...)` needs nothing for sure.
+- An option that is passed where an error is expected may be wrong on purpose.
 """
 
 from __future__ import annotations
@@ -19,36 +19,42 @@ _Places = dict[str, tuple[Path, ast.AST]]
 
 @dataclass(frozen=True)
 class Needs:
-    """Names of a part as they are written after `part.`, and options of functions of it.
+    """Names of a part, and options of its functions.
 
-    `options` are pairs of a name and a keyword that it is called with; `attempts` are those where
-    an error is awaited or caught.
+    Attributes:
+        names: as written after `part.`.
+        options: pairs of a name and a keyword that it is called with.
+        attempts: such pairs where an error is expected or caught.
+        is_slow: the case compiles.
     """
 
     names: frozenset[str] = frozenset()
     options: frozenset[tuple[str, str]] = frozenset()
     attempts: frozenset[tuple[str, str]] = frozenset()
+    is_slow: bool = False
 
 
 def needs_of(path: Path, function: str, *, combined: bool = False) -> Needs:
-    """Give what one case needs.
+    """Return what one case needs.
 
     Args:
         path: its file.
         function: its name there.
         combined: `part` and `parts` hold all parts, so that a name is `ckpt_wrap.offload_wrapper`.
     """
-    found = [_said_by(node, combined) for node in _reached(path, function) if not _asks(node)]
+    nodes = list(_reached(path, function))
+    found = [_said_by(node, combined) for node in nodes if not _asks(node)]
     return Needs(
         frozenset().union(*(needs.names for needs in found)),
         frozenset().union(*(needs.options for needs in found)),
         frozenset().union(*(needs.attempts for needs in found)),
+        is_slow=any(map(_compiles, nodes)),
     )
 
 
 @functools.cache
 def _said_by(node: ast.AST, combined: bool) -> Needs:
-    """Give what a function or a class needs by itself; several cases name the same."""
+    """Return what a function or a class needs by itself."""
     names: set[str] = set()
     options: set[tuple[str, str]] = set()
     attempts: set[tuple[str, str]] = set()
@@ -63,12 +69,12 @@ def _said_by(node: ast.AST, combined: bool) -> Needs:
 
 
 def _name(node: ast.AST, combined: bool) -> str:
-    """Give the first words after `part.`, or nothing where it is not about a part."""
+    """Return the first words after `part.`, or an empty string."""
     return ".".join(_called(node, combined).split(".")[: 2 if combined else 1])
 
 
 def _called(node: ast.AST, combined: bool) -> str:
-    """Give all words after `part.`: whose options are given may be a method of a class."""
+    """Return all words after `part.`, as the callee may be a method of a class."""
     words: list[str] = []
     while isinstance(node, ast.Attribute):
         words.append(node.attr)
@@ -79,7 +85,7 @@ def _called(node: ast.AST, combined: bool) -> str:
 
 
 def _awaited(node: ast.AST) -> Iterator[ast.AST]:
-    """Give the nodes of blocks that await an error or catch one."""
+    """Return the nodes of blocks that expect or catch an error."""
     for inner in ast.walk(node):
         if isinstance(inner, ast.Try) or (isinstance(inner, ast.With) and _awaits(inner)):
             for statement in inner.body:
@@ -91,7 +97,7 @@ def _awaits(block: ast.With) -> bool:
 
 
 def _reached(path: Path, function: str) -> Iterator[ast.AST]:
-    """Give a case's function, and what else of its file and of files beside it that it names."""
+    """Return a case's function, and what it names of its file and of files beside it."""
     waiting, seen = [(path, function)], set()
     while waiting:
         here, name = waiting.pop()
@@ -108,6 +114,12 @@ def _named(node: ast.AST) -> tuple[str, ...]:
 
 
 @functools.cache
+def _compiles(node: ast.AST) -> bool:
+    words = (inner.attr for inner in ast.walk(node) if isinstance(inner, ast.Attribute))
+    return not {"compile", "export"}.isdisjoint(words)
+
+
+@functools.cache
 def _asks(node: ast.AST) -> bool:
     return any(
         isinstance(inner, ast.Call)
@@ -120,14 +132,14 @@ def _asks(node: ast.AST) -> bool:
 
 
 def _definitions(path: Path) -> _Places:
-    """Give what a file defines at its top, and what it has from files of the same folder."""
+    """Return what a file defines at its top, and what it imports from the same folder."""
     here = path.stat()
     return _defined(path, here.st_mtime_ns, here.st_size)
 
 
 @functools.cache
 def _defined(path: Path, written_ns: int, size_bytes: int) -> _Places:
-    """Give the same of a file as it was written then; reading it is the slow part."""
+    """Read a file; time and size are in the key, so that a changed file is read again."""
     found: _Places = {}
     for node in ast.parse(path.read_text(encoding="utf-8"), filename=path.name).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):

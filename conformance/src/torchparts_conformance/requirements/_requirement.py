@@ -7,20 +7,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from torchparts_conformance.requirements._addresses import addresses
-from torchparts_conformance.requirements._areas import (
-    ACCELERATOR,
-    CLAIMED_BY_ALL,
-    GROUPS,
-    LEVELS,
-    PREFIXES,
-    is_device,
-)
+from torchparts_conformance.requirements._areas import ACCELERATOR, LEVELS, PREFIXES, is_device
 
 _Case = TypeVar("_Case", bound=Callable[..., Any])
 _ID = re.compile(rf"({'|'.join(PREFIXES.values())})-\d{{3}}")
-_PROFILE = re.compile(r"[a-z][a-z0-9-]{0,31}")
+_WORD = re.compile(r"[a-z][a-z0-9-]{0,31}")
 _AREA_OF = {prefix: area for area, prefix in PREFIXES.items()}
+# `owner/repo#7`, or `name#7` for these.
+REPOSITORIES = {
+    "pytorch": "pytorch/pytorch",
+    "Lightning": "Lightning-AI/pytorch-lightning",
+    "metaseq": "facebookresearch/metaseq",
+}
+_ISSUE = re.compile(r"(?:([\w.-]+/[\w.-]+)|(\w+))#([1-9]\d{0,6})\b")
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Requirement:
         source: name of the test of PyTorch that it comes from, or empty.
         rationale: why it exists, or empty if the source test says so.
         torch_deviation: how torch's own implementation breaks it, or empty.
-        group: part of the area that can stand alone, or empty.
+        group: what it is about, in one word, or empty.
     """
 
     id: str
@@ -83,7 +82,7 @@ def requirement(
         source: name of the test of PyTorch it comes from.
         since: version of the suite that introduced it.
         profile: `"core"`, `"robust"` or a capability.
-        group: part of the area that can stand alone; by default the area's first group.
+        group: what it is about, in one word.
         devices: kinds of devices it applies to.
         torch_deviation: how torch's own implementation breaks it.
     Raises:
@@ -106,7 +105,7 @@ def requirement(
         declared(id, devices=devices, **facts)
     else:
         area_of_id(id)
-    import pytest  # a process that starts isolated imports this package before it can find pytest
+    import pytest  # adapters import this package, and need not wait for pytest
 
     return pytest.mark.requirement(id)
 
@@ -133,15 +132,16 @@ def declared(id: str, **facts: Any) -> Requirement:
     """
     area = area_of_id(id)
     facts = {"devices": ("cpu", ACCELERATOR), **facts}
-    if reason := _violation(area, facts):
+    if reason := _violation(facts):
         raise ValueError(f"requirement {id}: {reason}")
-    default = next(iter(GROUPS.get(area, ())), "") if facts["profile"] in CLAIMED_BY_ALL else ""
-    facts["group"] = facts.get("group") or default
-    return Requirement(id=id, area=area, **{**facts, "devices": tuple(facts["devices"])})
+    return Requirement(id=id, area=area, **facts)
 
 
-def _violation(area: str, facts: dict[str, Any]) -> str:
+def _violation(facts: dict[str, Any]) -> str:
     """Return what is wrong with the facts of a requirement, or an empty string."""
+    devices = facts["devices"]
+    if not isinstance(devices, tuple) or not devices or not all(map(is_device, devices)):
+        return f"devices is {devices!r:.60}; it must be a tuple such as ('cpu', 'accelerator')."
     texts = {word: value for word, value in facts.items() if word != "devices"}
     if wrong := sorted(word for word, value in texts.items() if not isinstance(value, str)):
         return f"{', '.join(wrong)} must be text."
@@ -155,22 +155,28 @@ def _violation(area: str, facts: dict[str, Any]) -> str:
         return f"level is {texts['level']!r}; it must be {' or '.join(LEVELS)}."
     if not re.search(rf"\b{texts['level']}\b", texts["text"]):
         return f"the text must contain the word {texts['level']}, which is its level."
-    if not _PROFILE.fullmatch(texts["profile"]):
-        return f"profile is {texts['profile']!r}; it must be a short lower-case word."
-    groups = GROUPS.get(area, {})
-    if (group := texts.get("group")) and group not in groups:
-        return f"group is {group!r}; groups of {area} are {', '.join(groups) or 'none'}."
+    for word in ("profile", "group"):
+        if texts.get(word) and not _WORD.fullmatch(texts[word]):
+            return f"{word} is {texts[word]!r}; it must be a short lower-case word."
     if not texts.get("source") and not texts.get("rationale"):
         return "it has neither source nor rationale. Say where it comes from."
-    return _violation_in_lists(facts)
-
-
-def _violation_in_lists(facts: dict[str, Any]) -> str:
-    devices = facts["devices"]
-    if not isinstance(devices, tuple) or not devices or not all(map(is_device, devices)):
-        return f"devices is {devices!r:.60}; it must be a tuple such as ('cpu', 'accelerator')."
-    try:
-        addresses(f"{facts.get('rationale', '')} {facts.get('torch_deviation', '')}")
-    except ValueError as error:
-        return f"in the rationale, {error}"
+    unknown = [found[0] for found in _ISSUE.finditer(_reasons(texts)) if not _repository(found)]
+    if unknown:
+        return f"{unknown[0]!r} names no repository. Write owner/repo#7."
     return ""
+
+
+def _reasons(facts: dict[str, Any]) -> str:
+    return f"{facts.get('rationale', '')} {facts.get('torch_deviation', '')}"
+
+
+def _repository(issue: re.Match[str]) -> str:
+    return issue[1] or REPOSITORIES.get(issue[2], "")
+
+
+def with_links(text: str) -> str:
+    """Turn the issues that a text names, such as `pytorch#96136`, into Markdown links."""
+    return _ISSUE.sub(
+        lambda found: f"[{found[0]}](https://github.com/{_repository(found)}/issues/{found[3]})",
+        text,
+    )

@@ -1,0 +1,170 @@
+"""Find an implementation by name, path, environment variable or entry point, and import it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torchparts_conformance._errors import AdapterError, one_line
+from torchparts_conformance._implementation import Implementation
+from torchparts_conformance.requirements._areas import PARTS
+
+ENTRY_POINTS = "torchparts.conformance"
+VARIABLE = "TORCHPARTS_IMPL"
+_FOLDER = "torchparts_conformance.adapters"
+# Short name -> module of the adapter, and the distributions that it needs.
+SHIPPED: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "ours": ("ours", PARTS),
+    "torch": ("inside_torch", ("torch",)),
+    "fsdp1": ("fsdp1", ("torch",)),
+    "fsdp2": ("fsdp2", ("torch",)),
+    "torch-tools": ("torch_tools", ("torch",)),
+    "torch-profiler": ("torch_profiler", ("torch",)),
+    "torch-budget": ("torch_budget", ("torch",)),
+    "fairscale": ("fairscale", ("fairscale",)),
+    "xformers": ("xformers", ("xformers",)),
+    "torch-remat": ("torch_remat", ("torch-remat",)),
+    "torchtune": ("torchtune", ("torchtune",)),
+    "deepspeed": ("deepspeed", ("deepspeed",)),
+    "transformers": ("transformers", ("transformers",)),
+    "lightning": ("lightning", ("lightning",)),
+    "torchtitan": ("torchtitan", ("torchtitan",)),
+}
+
+
+def known_adapters() -> dict[str, str]:
+    """Return every short name with its `module:attribute`."""
+    shipped = {name: f"{_FOLDER}.{module}:implementation" for name, (module, _) in SHIPPED.items()}
+    return {**{point.name: point.value for point in _entry_points()}, **shipped}
+
+
+def _entry_points() -> list[importlib.metadata.EntryPoint]:
+    return sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda point: point.name)
+
+
+def installed(name: str) -> str:
+    """Return the distributions behind a short name with their versions, or which are missing."""
+    if name in SHIPPED:
+        wanted = SHIPPED[name][1]
+    else:
+        points = [point for point in _entry_points() if point.name == name]
+        wanted = tuple(point.dist.name for point in points if point.dist is not None)
+    versions = {distribution: version_of(distribution) for distribution in wanted}
+    if missing := [distribution for distribution, found in versions.items() if not found]:
+        return f"not installed: {', '.join(missing)}"
+    return ", ".join(f"{distribution} {found}" for distribution, found in versions.items())
+
+
+def version_of(distribution: str) -> str:
+    """Return the version of a distribution; empty if neither it nor its package is there."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        found = importlib.util.find_spec(distribution.replace("-", "_"))
+        return "from source" if found is not None else ""
+
+
+def load_implementation(spec: str | None = None) -> Implementation:
+    """Find and import an adapter.
+
+    Args:
+        spec: a short name, or `module:attribute`; by default the environment variable
+            `TORCHPARTS_IMPL`.
+    Raises:
+        AdapterError: nothing was named, it cannot be imported, or it is no `Implementation`.
+    """
+    wanted = spec or os.environ.get(VARIABLE, "")
+    if not wanted:
+        raise AdapterError(f"no implementation was named. Add --impl NAME or set {VARIABLE}.")
+    path = known_adapters().get(wanted, wanted)
+    if ":" not in path:
+        raise AdapterError(
+            f"implementation {wanted!r} is unknown. Name one of "
+            f"{', '.join(sorted(known_adapters()))}, or module:attribute."
+        )
+    _see_working_directory()
+    role = f"implementation {wanted!r}"
+    adapter = import_object(path, role=role)
+    if callable(adapter) and not isinstance(adapter, Implementation):
+        adapter = _call(adapter, role)
+    if not isinstance(adapter, Implementation):
+        raise AdapterError(
+            f"{role} is a {type(adapter).__name__}; it must be an Implementation, or a function "
+            "that returns one."
+        )
+    return adapter
+
+
+def _see_working_directory() -> None:
+    """Import from the working directory, where an installed command does not look."""
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path and not getattr(sys.flags, "safe_path", False):
+        sys.path.append(here)
+
+
+def _call(factory: Any, role: str) -> Any:
+    try:
+        return factory()
+    except KeyboardInterrupt:
+        raise
+    except AdapterError as error:
+        raise AdapterError(f"{role}: {error}") from error
+    except BaseException as error:  # an adapter may also skip, or exit
+        raise AdapterError(f"{role} raised {one_line(error)}. Correct the adapter.") from error
+
+
+def import_object(path: str, *, role: str) -> Any:
+    """Import `module` or `module:attribute`; an attribute may be dotted.
+
+    Raises:
+        AdapterError: it is not there, or the import raised.
+    """
+    module, _, attribute = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for name in attribute.split(".") if attribute else ():
+            found = getattr(found, name)
+    except KeyboardInterrupt:
+        raise
+    except AdapterError as error:  # its message says what to do
+        raise AdapterError(f"{role}: {error}") from error
+    except BaseException as error:  # an adapter may also skip, or exit
+        raise AdapterError(
+            f"{role}: importing {path!r} raised {one_line(error)}. Install what it needs, or "
+            "correct the name."
+        ) from error
+    return found
+
+
+def load_part(implementation: Implementation, area: str) -> Any:
+    """Return the object of one area; for `combined`, a namespace with all four, by module name.
+
+    Raises:
+        AdapterError: the part is not provided or cannot be imported.
+    """
+    if area == "combined":
+        return types.SimpleNamespace(
+            **{part.replace("-", "_"): load_part(implementation, part) for part in PARTS}
+        )
+    if area not in implementation.parts:
+        raise AdapterError(
+            f"{implementation.name!r} does not provide {area!r}. Run another area, or give it in "
+            "the adapter's parts."
+        )
+    part = implementation.parts[area]
+    role = f"part {area!r} of {implementation.name!r}"
+    return import_object(part, role=role) if isinstance(part, str) else part
+
+
+def adapter_file(spec: str) -> Path | None:
+    """Return the file of an adapter that was imported."""
+    module = known_adapters().get(spec, spec).partition(":")[0]
+    origin = getattr(sys.modules.get(module), "__file__", None)
+    return Path(origin) if origin else None

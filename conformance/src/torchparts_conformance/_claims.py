@@ -1,0 +1,149 @@
+"""What a run holds an implementation to: profiles that it claims, and names that its parts have.
+
+What a part does not have is found before any case runs. No function of a part is called for that:
+names are looked up, and options are compared with signatures.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torchparts_conformance._errors import AdapterError, OptionError
+from torchparts_conformance._implementation import Implementation
+from torchparts_conformance.requirements._needs import Needs
+from torchparts_conformance.requirements._requirement import Requirement
+
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Claims:
+    """The claims of one run.
+
+    Attributes:
+        implementation: that is run.
+        profiles: that were chosen; None for all.
+        unfit: why nothing is provided with the installed torch, or empty.
+    """
+
+    implementation: Implementation
+    profiles: tuple[str, ...] | None = None
+    unfit: str = ""
+
+    def why_not(self, requirement: Requirement) -> tuple[str, str]:
+        """Return outcome and reason if the implementation is not held to a requirement, or ''."""
+        if not self.implementation.provides(requirement.area):
+            return "not_provided", f"{requirement.area} is not provided"
+        is_chosen = self.profiles is None or requirement.profile in self.profiles
+        if not is_chosen or not self.implementation.claims(requirement.area, requirement.profile):
+            return "not_claimed", f"profile {requirement.profile} is not claimed"
+        return ("not_provided", self.unfit) if self.unfit else ("", "")
+
+
+def check_profiles(chosen: Iterable[str], registry: Mapping[str, Requirement]) -> None:
+    """Refuse chosen profiles that no requirement has.
+
+    Raises:
+        OptionError: there is one.
+    """
+    known = {requirement.profile for requirement in registry.values()}
+    if unknown := sorted(set(chosen) - known):
+        raise OptionError(
+            f"--profile {unknown[0]!r:.60} is unknown. Known are {', '.join(sorted(known))}."
+        )
+
+
+def check_capabilities(implementation: Implementation, registry: Mapping[str, Requirement]) -> None:
+    """Refuse capabilities that no requirement has.
+
+    Raises:
+        AdapterError: the implementation claims one.
+    """
+    for area, profiles in sorted(implementation.capabilities.items()):
+        known = {
+            requirement.profile for requirement in registry.values() if requirement.area == area
+        }
+        if unknown := sorted(profiles - known):
+            raise AdapterError(
+                f"implementation {implementation.name!r} claims {unknown[0]!r:.60} for {area}. "
+                f"Its profiles are {', '.join(sorted(known)) or 'none'}."
+            )
+
+
+def why_missing(part: Any, needs: Needs, lacks: Mapping[str, str], ids: Iterable[str] = ()) -> str:
+    """Return which of its needs a case would not find, or an empty string.
+
+    Args:
+        part: the object under test.
+        needs: of the case.
+        lacks: name, option or requirement -> why the adapter says it is not there.
+        ids: of the requirements that the case checks.
+    """
+    said = (*ids, *needs.names, *(option for _, option in needs.options | needs.attempts))
+    if declared := sorted(set(said) & set(lacks)):
+        return f"{declared[0]}: {lacks[declared[0]]}"
+    missing = [name for name in sorted(needs.names) if _found(part, name) is _ABSENT]
+    missing += _missing_options(part, needs)
+    return f"there is no {', '.join(missing)}" if missing else ""
+
+
+def _missing_options(part: Any, needs: Needs) -> Iterator[str]:
+    for name, option in sorted(needs.options):
+        try:
+            parameters = inspect.signature(_found(part, name)).parameters.values()
+        except (TypeError, ValueError):  # not callable, or without a signature
+            continue
+        takes = {p.name for p in parameters if p.kind in _NAMED}
+        if option not in takes and all(p.kind is not p.VAR_KEYWORD for p in parameters):
+            yield f"{option}= of {name}"
+
+
+def _found(part: Any, name: str) -> Any:
+    """Look a dotted name up; an attribute that raises counts as found, and the case shows how."""
+    for word in name.split("."):
+        try:
+            part = getattr(part, word)
+        except AttributeError:
+            return _ABSENT
+        except Exception:
+            return None
+    return part
+
+
+def unfit_torch(implementation: Implementation) -> str:
+    """Return why an implementation is not for the installed torch, or an empty string.
+
+    The adapter may say so, or the metadata of one of its distributions.
+    """
+    import torch
+    from packaging.specifiers import SpecifierSet
+
+    wanted = [(f"{implementation.name} {implementation.version}", implementation.torch)]
+    for name in implementation.distributions:
+        wanted += [(name, versions) for versions in _torch_wanted_by(name)]
+    for who, versions in wanted:
+        if not SpecifierSet(versions).contains(str(torch.__version__), prereleases=True):
+            return f"{who} is for torch {versions}, but {torch.__version__} is installed"
+    return ""
+
+
+def _torch_wanted_by(distribution: str) -> Iterator[str]:
+    from packaging.requirements import InvalidRequirement
+    from packaging.requirements import Requirement as Wanted
+
+    try:
+        lines = importlib.metadata.requires(distribution) or []
+    except importlib.metadata.PackageNotFoundError:
+        return
+    for line in lines:
+        try:
+            needed = Wanted(line)
+        except InvalidRequirement:
+            continue
+        if needed.name == "torch" and (needed.marker is None or needed.marker.evaluate()):
+            yield str(needed.specifier)

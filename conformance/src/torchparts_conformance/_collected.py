@@ -1,0 +1,215 @@
+"""Cases as pytest collected them: what each one checks, what came out, and which ones run."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchparts_conformance import _report
+from torchparts_conformance._errors import OptionError, RegistryError
+from torchparts_conformance.requirements._areas import AREAS, CLAIMED_BY_ALL, area_of, folder_of
+from torchparts_conformance.requirements._cases import find_cases, function_of
+from torchparts_conformance.requirements._needs import Needs, needs_of
+from torchparts_conformance.requirements._requirement import Requirement
+
+_FOLDERS = {folder_of(area) for area in AREAS}
+
+
+@dataclass
+class CaseResult:
+    """One case on one device: the requirements it checks there, and what came out so far.
+
+    Attributes:
+        where: lines of the case and of the adapter that led to an exception.
+        missing: what of the part the case would not find, or empty.
+        uses_ranks: it starts worker processes.
+    """
+
+    case: str
+    device: str
+    requirements: tuple[Requirement, ...]
+    needs: Needs = field(default_factory=Needs)
+    uses_ranks: bool = False
+    outcome: str = "not_run"
+    reason: str = ""
+    where: str = ""
+    missing: str = ""
+    duration_s: float = 0.0
+
+    @property
+    def area(self) -> str:
+        """The area of the case."""
+        return self.requirements[0].area
+
+    def row(self, requirement: Requirement, lacks: tuple[str, str]) -> dict[str, Any]:
+        """Return the row of a report about one of the requirements."""
+        outcome, reason = lacks if lacks[0] else (self.outcome, self.reason)
+        return {
+            "id": requirement.id,
+            "case": self.case,
+            "device": self.device,
+            "outcome": outcome,
+            "reason": reason[: _report.MAX_TEXT],
+            "where": "" if lacks[0] else self.where[: _report.MAX_TEXT],
+            "duration_s": round(self.duration_s, 3),
+        }
+
+
+def area_of_path(path: Path) -> str | None:
+    """Return the area a file's cases belong to, from the folder below `cases`."""
+    for above, folder in itertools.pairwise(path.parts):
+        if above == "cases" and folder in _FOLDERS:
+            return area_of(folder)
+    return None
+
+
+def device_of(item: pytest.Item) -> str:
+    """Return the device an item runs on."""
+    callspec = getattr(item, "callspec", None)
+    return "cpu" if callspec is None else str(callspec.params.get("device", "cpu"))
+
+
+def case_name(item: pytest.Item) -> str:
+    """Name a case by area folder, file, function and parameters without the device."""
+    path = Path(item.path)
+    function, bracket, parameters = item.name.partition("[")
+    words = [word for word in parameters.rstrip("]").split("-") if word != device_of(item)]
+    inside = f"[{'-'.join(words)}]" if bracket and words else ""
+    return f"{path.parent.name}/{path.name}::{function}{inside}"
+
+
+class Collected:
+    """The result of every case that checks something on its device, in order of collection.
+
+    Attributes:
+        problems: files of cases that could not be imported, and why.
+    """
+
+    def __init__(self, registry: Mapping[str, Requirement]) -> None:
+        """Start without cases; `registry` has the requirements that cases may name."""
+        self._registry = registry
+        self._results: dict[str, CaseResult] = {}
+        self.problems: list[str] = []
+
+    def __iter__(self) -> Iterator[CaseResult]:
+        return iter(self._results.values())
+
+    def find(self, item: pytest.Item) -> CaseResult | None:
+        """Return the result of an item; None if it checks nothing on its device."""
+        return self._results.get(item.nodeid)
+
+    def take(self, items: Iterable[pytest.Item]) -> None:
+        """Take every case before selection.
+
+        Raises:
+            RegistryError: a case names a requirement that does not exist.
+        """
+        for item in items:
+            device = device_of(item)
+            wanted = tuple(r for r in self._requirements(item) if r.is_for(device))
+            if wanted:
+                function = getattr(item, "originalname", item.name)
+                is_combined = area_of_path(item.path) == "combined"
+                self._results[item.nodeid] = CaseResult(
+                    case_name(item),
+                    device,
+                    wanted,
+                    needs_of(item.path, function, combined=is_combined),
+                    "ranks" in getattr(item, "fixturenames", ()),
+                )
+
+    def _requirements(self, item: pytest.Item) -> list[Requirement]:
+        ids = [id for mark in item.iter_markers("requirement") for id in mark.args]
+        unknown = [id for id in ids if id not in self._registry]
+        if unknown or not ids:
+            raise RegistryError(
+                f"case {case_name(item)} names {unknown or 'no requirement'}. Declare it, or "
+                "correct the id."
+            )
+        return [self._registry[id] for id in dict.fromkeys(ids)]
+
+    def broken(self, path: Path, why: str) -> None:
+        """Note that a file of cases could not be imported; `why` is pytest's text."""
+        lines = [line.strip() for line in why.splitlines() if line.strip()]
+        errors = [line[1:].strip() for line in lines if line.startswith("E ")]
+        error = (errors or lines or ["no reason is known"])[-1]
+        self.problems.append(f"{path.parent.name}/{path.name} cannot be imported: {error}")
+
+    def not_collected(self, areas: Iterable[str], devices: Sequence[str]) -> Iterator[CaseResult]:
+        """Return a result for each case of the areas and devices that pytest did not collect."""
+        there = {
+            (r.id, function_of(entry.case), entry.device)
+            for entry in self
+            for r in entry.requirements
+        }
+        areas = set(areas)
+        for case in find_cases():
+            for id in case.ids if case.area in areas else ():
+                for device in devices:
+                    requirement, place = self._registry[id], (id, case.name, device)
+                    if requirement.is_for(device) and place not in there:
+                        yield CaseResult(case.name, device, (requirement,), reason="not collected")
+
+    def quick(self) -> set[str]:
+        """Return one case of each MUST of core and robust, without ranks; uncompiled if possible.
+
+        Returns:
+            The node ids of the cases.
+        """
+        found: dict[str, tuple[bool, str]] = {}
+        for nodeid, entry in self._results.items():
+            if not entry.uses_ranks and not entry.missing:
+                for requirement in entry.requirements:
+                    if requirement.level == "MUST" and requirement.profile in CLAIMED_BY_ALL:
+                        best = found.get(requirement.id)
+                        if best is None or best[0] > entry.needs.is_slow:
+                            found[requirement.id] = entry.needs.is_slow, nodeid
+        return {nodeid for _, nodeid in found.values()}
+
+
+def known_order(order: str) -> str:
+    """Return an order: `listed`, `reversed`, or shuffled by a seed, such as `seed:7`.
+
+    Raises:
+        OptionError: it is none of these.
+    """
+    if not re.fullmatch(r"listed|reversed|seed:\d{1,9}", order):
+        raise OptionError(f"--order {order!r:.60} is unknown. Known are listed, reversed, seed:N.")
+    return order
+
+
+def ordered(items: Sequence[Any], order: str) -> list[Any]:
+    """Return items in a known order."""
+    arranged = list(reversed(items)) if order == "reversed" else list(items)
+    if seed := order.partition(":")[2]:
+        random.Random(int(seed)).shuffle(arranged)
+    return arranged
+
+
+def claimed(
+    items: Sequence[pytest.Item], share: Path, uses_ranks: Mapping[str, bool]
+) -> Iterator[pytest.Item]:
+    """Claim one item after another, while other processes claim items of the same run.
+
+    Args:
+        items: of this process; every process has the same ones.
+        share: `folder/N` for process N; the folder is shared.
+        uses_ranks: by node id. The first process takes those early, the others late, so that
+            worker processes do not compete while anything else is left.
+    """
+    numbers = {nodeid: str(n) for n, nodeid in enumerate(sorted(item.nodeid for item in items))}
+    is_first = share.name == "0"
+    for item in sorted(items, key=lambda i: uses_ranks.get(i.nodeid, False) != is_first):
+        try:
+            os.close(os.open(share.parent / numbers[item.nodeid], os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            continue
+        yield item

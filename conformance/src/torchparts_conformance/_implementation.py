@@ -1,0 +1,121 @@
+"""What an implementation tells the suite about itself."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchparts_conformance._errors import AdapterError
+from torchparts_conformance.requirements._areas import AREAS, CLAIMED_BY_ALL, PARTS
+
+PROTOCOL = "1"
+MAX_NAME = 100
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """Where the parts of one implementation are, and what it claims beyond core and robust.
+
+    Args:
+        name: shown in reports and badges; 1 to 100 characters.
+        version: of the implementation, likewise.
+        distributions: names of the installed distributions that contain the code.
+        parts: area -> the object whose attributes the cases use, or `"module"` or
+            `"module:attribute"`. Areas left out are not provided.
+        capabilities: area -> names of the capability profiles the implementation claims there.
+        lacks: area -> {name, option or id of a requirement: why}, for what is missing although it
+            looks as if it were there. Names that the part does not have are found by the suite.
+        torch: the versions of torch it is for, as in `">=2.9,<2.12"`; by default those that the
+            metadata of its distributions allow.
+        protocol: version of this interface the adapter was written for.
+    Raises:
+        AdapterError: a name is empty or too long, an area is unknown, the protocol is another
+            one, or a field has another form.
+    Example:
+        >>> Implementation("mine", "1.0", parts={"ckpt-wrap": "mine.wrapper"}).provides("combined")
+        False
+    """
+
+    name: str
+    version: str
+    distributions: tuple[str, ...] = ()
+    parts: Mapping[str, Any] = field(default_factory=dict)
+    capabilities: Mapping[str, frozenset[str] | set[str]] = field(default_factory=dict)
+    lacks: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    torch: str = ""
+    protocol: str = PROTOCOL
+
+    def __post_init__(self) -> None:
+        if reason := _violation(self):
+            raise AdapterError(f"torchparts_conformance.Implementation: {reason}")
+        frozen = {
+            "distributions": tuple(self.distributions),
+            "parts": types.MappingProxyType(dict(self.parts)),
+            "capabilities": types.MappingProxyType(
+                {area: frozenset(found) for area, found in self.capabilities.items()}
+            ),
+            "lacks": types.MappingProxyType({a: dict(found) for a, found in self.lacks.items()}),
+        }
+        for word, value in frozen.items():
+            object.__setattr__(self, word, value)
+
+    def provides(self, area: str) -> bool:
+        """Return whether this implementation has the part; `combined` needs all four."""
+        return all(part in self.parts for part in (PARTS if area == "combined" else (area,)))
+
+    def claims(self, area: str, profile: str) -> bool:
+        """Return whether the implementation is held to this profile of an area."""
+        if not self.provides(area):
+            return False
+        return profile in CLAIMED_BY_ALL or profile in self.capabilities.get(area, frozenset())
+
+
+def _violation(implementation: Implementation) -> str:
+    """Return what is wrong with an adapter, or an empty string."""
+    if implementation.protocol != PROTOCOL:
+        return (
+            f"protocol is {implementation.protocol!r:.60}; this suite has {PROTOCOL!r}. Install "
+            "the suite the adapter was written for, or update the adapter."
+        )
+    for word in ("name", "version"):
+        value = getattr(implementation, word)
+        if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME:
+            return f"{word} is {value!r:.120}; it must be text of 1 to {MAX_NAME} characters."
+    if not _are_words(implementation.distributions):
+        return (
+            f"distributions is {implementation.distributions!r:.120}; it must be a tuple of names, "
+            "as pip list shows them."
+        )
+    for word, allowed in (("parts", PARTS), ("capabilities", AREAS), ("lacks", AREAS)):
+        given = getattr(implementation, word)
+        if not isinstance(given, Mapping):
+            return f"{word} is a {type(given).__name__}; it must be a dict from area to value."
+        if unknown := sorted(set(given) - set(allowed), key=repr):
+            return f"{word} names {unknown!r:.120}; the areas are {', '.join(allowed)}."
+    for area, profiles in implementation.capabilities.items():
+        if not _are_words(profiles):
+            return f"capabilities of {area} is {profiles!r:.120}; write a set such as {{'compile'}}"
+    for area, said in implementation.lacks.items():
+        if not isinstance(said, Mapping) or not _are_words([*said, *said.values()]):
+            return f"lacks of {area} is {said!r:.120}; write a dict such as {{'name': 'reason'}}."
+    return _violation_in_torch(implementation.torch)
+
+
+def _are_words(given: Any) -> bool:
+    is_collection = isinstance(given, Collection) and not isinstance(given, (str, bytes, Mapping))
+    return is_collection and all(isinstance(word, str) and word for word in given)
+
+
+def _violation_in_torch(versions: Any) -> str:
+    if versions == "":
+        return ""
+    # Imported here: most adapters name no versions.
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+    try:
+        SpecifierSet(versions)
+    except (InvalidSpecifier, TypeError, AttributeError):
+        return f"torch is {versions!r:.120}; it must be versions such as '>=2.9,<2.12'."
+    return ""

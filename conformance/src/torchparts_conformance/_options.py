@@ -1,0 +1,156 @@
+"""The options of a run, for the command line of the suite and for pytest's."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchparts_conformance._adapters import VARIABLE
+from torchparts_conformance._claims import check_profiles
+from torchparts_conformance._collected import known_order
+from torchparts_conformance._devices import accelerator, is_known
+from torchparts_conformance._errors import OptionError
+from torchparts_conformance._run import CASE_LIMIT_S, Settings
+from torchparts_conformance.requirements._areas import ACCELERATOR, AREAS, is_device
+from torchparts_conformance.requirements._cases import load_registry
+
+MAX_CASE_LIMIT_S = 86400.0
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option; `flag` options take no value."""
+
+    name: str
+    help: str
+    default: Any = None
+    type: Callable[[str], Any] = str
+    flag: bool = False
+
+    def add_to(self, add: Callable[..., Any]) -> None:
+        """Declare it with a parser's method."""
+        name = f"--{self.name.replace('_', '-')}"
+        if self.flag:
+            add(name, action="store_true", help=self.help)
+        else:
+            add(name, default=self.default, type=self.type, help=self.help)
+
+
+OPTIONS = (
+    Option("impl", f"implementation: short name or module:attribute; else the variable {VARIABLE}"),
+    Option("area", f"{', '.join(AREAS)} or all; commas between; default: all", "all"),
+    Option("device", "cpu, cuda, xpu...; commas between; all: what is here; default: cpu", "cpu"),
+    Option("profile", "profiles to claim; commas between; default: all", "all"),
+    Option("order", "listed, reversed or seed:N; no outcome depends on it", "listed"),
+    Option("case_limit", "seconds until a case is ended", CASE_LIMIT_S, float),
+    Option("quick", "one fast case of each MUST of core and robust, without a verdict", flag=True),
+)
+KNOWN_FAILURES = Option("known_failures", "TOML file of announced failures", type=Path)
+OUT = Option("out", "folder for the report and the badges", type=Path)
+PYTEST_ONLY = (
+    Option("mutant", "file.py::name of a fault to put in"),
+    Option("requirement", "run the cases of these only; commas between", ""),
+    Option("progress", "print a line as each case begins and ends", flag=True),
+    Option("share", "folder/N: run the cases that no other process of the folder runs", type=Path),
+)
+
+
+def arguments(parsed: argparse.Namespace) -> list[str]:
+    """Return the options of the cases as arguments again."""
+    values = {f"--{o.name.replace('_', '-')}": getattr(parsed, o.name) for o in OPTIONS}
+    flags = [name for name, value in values.items() if value is True]
+    given = {name: value for name, value in values.items() if value not in (None, True, False)}
+    return [*flags, *(f"{name}={value}" for name, value in given.items())]
+
+
+def settings(option: Callable[[str], Any], spec: str) -> Settings:
+    """Check options and return the settings of a run.
+
+    Args:
+        option: returns the value of an option by name.
+        spec: of the implementation.
+    Raises:
+        OptionError: a value is impossible; it names all such.
+    """
+    checked = _each_of(
+        areas=lambda: _listed(option("area"), AREAS, "--area"),
+        devices=lambda: _devices_of(option("device")),
+        profiles=lambda: _profiles(option("profile")),
+        order=lambda: known_order(option("order")),
+        case_limit_s=lambda: _limit(option("case_limit")),
+    )
+    return Settings(
+        spec=spec,
+        out=option("out"),
+        known_failures=option("known_failures"),
+        mutant=option("mutant"),
+        progress=option("progress"),
+        requirements=frozenset(option("requirement").split(",")) - {""},
+        quick=option("quick"),
+        share=option("share"),
+        **checked,
+    )
+
+
+def _each_of(**checks: Callable[[], Any]) -> Mapping[str, Any]:
+    found, wrong = {}, []
+    for name, check in checks.items():
+        try:
+            found[name] = check()
+        except OptionError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise OptionError(" ".join(wrong))
+    return found
+
+
+def _listed(text: str, allowed: Iterable[str], option: str) -> tuple[str, ...]:
+    """Split `a,b`, in the order of `allowed`; `all` is every one."""
+    allowed = tuple(allowed)
+    wanted = set(allowed) if text == "all" else set(text.split(","))
+    if unknown := sorted(wanted - set(allowed)):
+        raise OptionError(
+            f"{option} {unknown[0]!r:.60} is unknown. Known are {', '.join(allowed)}."
+        )
+    return tuple(word for word in allowed if word in wanted)
+
+
+def areas_of(text: str) -> tuple[str, ...]:
+    """Split the value of `--area`.
+
+    Raises:
+        OptionError: an area is unknown.
+    """
+    return _listed(text, AREAS, "--area")
+
+
+def _devices_of(text: str) -> tuple[str, ...]:
+    """Split `cpu,cuda`, the CPU first; `all` is the CPU and the machine's accelerator."""
+    here = accelerator() or ACCELERATOR
+    wanted = {"cpu", here} if text == "all" else set(text.split(","))
+    wanted = {here if word == ACCELERATOR else word for word in wanted}
+    if unknown := sorted(w for w in wanted if w != here and not (is_device(w) and is_known(w))):
+        raise OptionError(
+            f"--device {unknown[0]!r:.60} is unknown. Give cpu or a kind that torch knows, such as "
+            "cuda, without an index."
+        )
+    return tuple(sorted(wanted, key=lambda kind: (kind != "cpu", kind)))
+
+
+def _profiles(text: str) -> tuple[str, ...] | None:
+    if text == "all":
+        return None
+    chosen = tuple(text.split(","))
+    check_profiles(chosen, load_registry())
+    return chosen
+
+
+def _limit(seconds: float) -> float:
+    if not 0 < seconds <= MAX_CASE_LIMIT_S:
+        raise OptionError(
+            f"--case-limit {seconds:g} is not above 0 and up to {MAX_CASE_LIMIT_S:g}."
+        )
+    return seconds

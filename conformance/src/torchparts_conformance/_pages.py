@@ -1,0 +1,189 @@
+"""Markdown pages of the site: requirements, results and the public list."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from torchparts_conformance import _listing, _report, _results
+from torchparts_conformance._results import Result
+from torchparts_conformance.requirements._areas import AREAS, folder_of, profile_order
+from torchparts_conformance.requirements._cases import (
+    SOURCE_ROOT,
+    Case,
+    cases_by_id,
+    load_registry,
+    source_tests,
+)
+from torchparts_conformance.requirements._requirement import Requirement, with_links
+
+# Signs without a meaning in Markdown, in a table and in the middle of a line.
+_PLAIN = frozenset("-.,/+()'%;? ")
+_NOT_RUN = "not run"
+
+
+def markdown(text: str) -> str:
+    """Write text of somebody else, so that nothing of it is markup, a link or a mention."""
+    flat = " ".join(text.split()).replace("www.", "www\N{ZERO WIDTH SPACE}.")
+    return "".join(
+        f"&#{ord(c)};" if c in string.punctuation and c not in _PLAIN else c for c in flat
+    )
+
+
+def escape(text: str) -> str:
+    """Keep our own text in its table cell, without tags."""
+    flat = " ".join(text.split())
+    return flat.replace("|", "\\|").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def requirement_pages() -> dict[str, str]:
+    """Return the page of each area by file name."""
+    registry, cases = load_registry(), cases_by_id()
+    return {
+        f"spec-{area}.md": requirement_page(
+            area, [r for r in registry.values() if r.area == area], cases
+        )
+        for area in AREAS
+    }
+
+
+def requirement_page(
+    area: str, requirements: Sequence[Requirement], cases: Mapping[str, Sequence[Case]]
+) -> str:
+    """Return the page of one area."""
+    lines = [
+        f"# {area}: requirements",
+        "",
+        "Each requirement is declared by the first of its cases, in "
+        f"`torchparts_conformance/cases/{folder_of(area)}`.",
+        "",
+        "| id | level | profile | requirement |",
+        "|---|---|---|---|",
+        *(
+            f"| [{r.id}](#{r.id.lower()}) | {r.level} | {r.profile} | {escape(r.text)} |"
+            for r in requirements
+        ),
+        "",
+        *(line for r in requirements for line in _section(r, cases.get(r.id, ()))),
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _section(requirement: Requirement, cases: Iterable[Case]) -> list[str]:
+    r = requirement
+    source = source_tests().get((r.area, r.source), "")
+    file = source.partition("::")[0]
+    facts = [
+        f"{r.level}, profile `{r.profile}`, {' and '.join(r.devices)}, since {r.since}",
+        f"about {r.group}" if r.group else "",
+        f"from [`{r.source}`]({SOURCE_ROOT}{file}) of PyTorch" if source else "",
+        f"why: {with_links(escape(r.rationale))}" if r.rationale else "",
+        f"torch deviates: {with_links(escape(r.torch_deviation))}" if r.torch_deviation else "",
+        *(f"case `{case.name}`: {escape(case.text)}" for case in cases),
+    ]
+    return [f"## {r.id}", "", escape(r.text), "", *(f"- {fact}" for fact in facts if fact), ""]
+
+
+def results_page(results: Sequence[Result]) -> str:
+    """Return the page of all results: runs, counts by profile, and every requirement."""
+    registry = load_registry()
+    counted = [(result, _counts(result, registry)) for result in results]
+    lines = [
+        "# Results",
+        "",
+        "Each cell counts MUST requirements that passed, of those that the implementation provides "
+        "and claims. What is not provided is not counted. On an accelerator, "
+        f"{_NOT_RUN} means that the suite was not run there.",
+        "",
+        "| implementation | torch | device | date |",
+        "|---|---|---|---|",
+        *_runs(results),
+    ]
+    for area in AREAS:
+        profiles = {r.profile for r in registry.values() if r.area == area}
+        columns = sorted(profiles, key=profile_order)
+        rows = [
+            f"| {_title(result)} | {' | '.join(counts.get((area, p), '') for p in columns)} |"
+            for result, counts in counted
+            if any((area, profile) in counts for profile in columns)
+        ]
+        head = f"| | {' | '.join(columns)} |"
+        lines += ["", f"## {area}", "", head, "|---|" + "---|" * len(columns), *rows, ""]
+        lines += _cells(area, results, registry)
+    return "\n".join(lines) + "\n"
+
+
+def _title(result: Result) -> str:
+    return f"{markdown(result.name)}, {result.device}"
+
+
+def _runs(results: Sequence[Result]) -> Iterator[str]:
+    for result in results:
+        place = f"{result.device}, {markdown(result.card)}" if result.card else result.device
+        who = f"{markdown(result.name)} {markdown(result.version)}"
+        yield f"| {who} | {markdown(result.torch)} | {place} | {result.date} |"
+    on_accelerators = {result.adapter for result in results if result.device != "cpu"}
+    for result in results:
+        if result.adapter not in on_accelerators:
+            yield f"| {markdown(result.name)} | | cuda | {_NOT_RUN} |"
+
+
+def _counts(result: Result, registry: Mapping[str, Requirement]) -> dict[tuple[str, str], str]:
+    verdicts = _results.verdicts_of(result, registry)["verdicts"]
+    return {
+        (v["area"], v["profile"]): _report.counts_of(v).partition(" ")[2]
+        for v in verdicts
+        if v["verdict"] not in ("not provided", "not claimed")
+    }
+
+
+def _cells(
+    area: str, results: Sequence[Result], registry: Mapping[str, Requirement]
+) -> Iterator[str]:
+    """Return which requirements of an area each implementation does not pass."""
+    ids = [r.id for r in registry.values() if r.area == area]
+    yield from ("Requirements that did not pass:", "")
+    for result in results:
+        failed = [id for id in ids if result.outcomes.get(id) in ("fail", "error", "xfail")]
+        links = ", ".join(f"[{id}](spec-{area}.md#{id.lower()})" for id in failed)
+        ran = any(result.outcomes.get(id) == "pass" for id in ids)
+        if failed or ran:
+            yield f"- {_title(result)}: {links or 'none'}"
+
+
+_LIST_HEAD = """# Listed implementations
+
+Implementations whose maintainers [asked to be listed](../be-listed.md). A workflow ran each of them
+again with these results.
+
+"""
+_LIST_TABLE = """| implementation | results | torch | suite | run on | contact |
+|---|---|---|---|---|---|
+"""
+
+
+def list_page(folder: Path) -> str:
+    """Return the page of all entries of a folder.
+
+    Raises:
+        ReportError: an entry cannot be read.
+    """
+    entries = [_listing.read(path) for path in sorted(folder.glob("*.toml"))]
+    if not entries:
+        return f"{_LIST_HEAD}There are none yet.\n"
+    return _LIST_HEAD + _LIST_TABLE + "".join(map(_list_row, entries))
+
+
+def _list_row(entry: Mapping[str, str | Mapping[str, str]]) -> str:
+    texts = {word: markdown(text) for word, text in entry.items() if isinstance(text, str)}
+    results = entry["results"]
+    assert isinstance(results, Mapping)
+    shown = "<br>".join(f"{markdown(a)}: {markdown(text)}" for a, text in results.items())
+    contact = texts["contact"]
+    if re.match("https:", str(entry["contact"])):
+        contact = f"[{contact}]({entry['contact']})"
+    who = f"[{texts['name']} {texts['version']}]({entry['source']})"
+    cells = (who, shown, texts["torch"], texts["suite"], texts["date"], contact)
+    return f"| {' | '.join(cells)} |\n"

@@ -1,0 +1,365 @@
+"""One run of the suite inside pytest: what has to run, what happened, and the report."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchparts_conformance import (
+    __all__,
+    _adapters,
+    _badge,
+    _devices,
+    _errors,
+    _known_failures,
+    _report,
+    _summary,
+)
+from torchparts_conformance._claims import Claims, check_capabilities, unfit_torch, why_missing
+from torchparts_conformance._collected import CaseResult, Collected, area_of_path, claimed, ordered
+from torchparts_conformance._errors import AdapterError, NotProvided, one_line
+from torchparts_conformance._ranks import shared_pool
+from torchparts_conformance._subject import Subject, freeze_imports, guard
+from torchparts_conformance._time_limit import time_limit
+from torchparts_conformance.requirements._cases import load_registry
+from torchparts_conformance.requirements._requirement import Requirement
+
+CASE_LIMIT_S = 300.0
+PROGRESS = "torchparts> "
+_NOT_ASKED = ("not_claimed", "not_provided", "no_device")
+_PYTEST_INTERNAL_ERROR = 3
+_PYTEST_USAGE_ERROR = 4
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What was asked for.
+
+    Attributes:
+        profiles: that were chosen; None for all.
+        requirements: only their cases run, if there are any.
+        quick: only one fast case of each MUST of core and robust runs.
+        share: `folder/N`: other processes run the other cases.
+    """
+
+    spec: str
+    areas: tuple[str, ...]
+    devices: tuple[str, ...]
+    profiles: tuple[str, ...] | None = None
+    out: Path | None = None
+    known_failures: Path | None = None
+    mutant: str | None = None
+    order: str = "listed"
+    case_limit_s: float = CASE_LIMIT_S
+    progress: bool = False
+    requirements: frozenset[str] = frozenset()
+    quick: bool = False
+    share: Path | None = None
+
+
+class Run:
+    """The state of one run; the plugin's hooks call its methods in this order."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Read the requirements and the announced failures; the adapter is not imported yet.
+
+        Raises:
+            ConformanceError: one of them cannot be used.
+        """
+        self.settings = settings
+        self.subject = Subject(settings.spec, settings.mutant)
+        self.registry: Mapping[str, Requirement] = load_registry()
+        self.cases = Collected(self.registry)
+        self.known = _known_failures.load(settings.known_failures)
+        self.pool = shared_pool()
+        self.report: dict[str, Any] | None = None
+        self._has_met = False
+
+    def meet(self) -> None:
+        """Import the adapter and its parts, after every case.
+
+        Raises:
+            ConformanceError: the adapter or a part cannot be used.
+        """
+        self._replaced = guard()
+        # Before the adapter: autograd counts the devices when anything first runs backward.
+        self._absent = {kind for kind in self.settings.devices if not _devices.is_there(kind)}
+        with time_limit(self.settings.case_limit_s):
+            self._implementation = self.subject.implementation
+            unfit = unfit_torch(self._implementation)
+            self._claims = Claims(self._implementation, self.settings.profiles, unfit)
+            check_capabilities(self._implementation, self.registry)
+            self._adapter = _adapters.adapter_file(self.settings.spec)
+            refuse_private_imports(self._adapter)
+            if not unfit:
+                self._find_parts()
+        self._has_met = True
+
+    def _find_parts(self) -> None:
+        """Import what was asked for, and find what cases would miss before any of them runs."""
+        provided = [a for a in self.settings.areas if self._implementation.provides(a)]
+        parts = {
+            area: _adapters.load_part(self._implementation, area)
+            for area in provided or self.settings.areas
+        }
+        if self.settings.mutant is None:  # a fault may remove a name, and cases have to see that
+            for entry in self.cases:
+                if entry.area in parts:
+                    lacks = self._implementation.lacks.get(entry.area, {})
+                    ids = [requirement.id for requirement in entry.requirements]
+                    entry.missing = why_missing(parts[entry.area], entry.needs, lacks, ids)
+
+    def arranged(self, items: list[pytest.Item]) -> list[pytest.Item]:
+        """Leave out cases that are not to run; return the rest in the order asked for."""
+        wanted, quick = self.settings.requirements, self.cases.quick()
+        kept = []
+        for item in items:
+            entry = self.cases.find(item)
+            if entry is None and area_of_path(item.path):
+                continue
+            is_wanted = entry is not None and any(r.id in wanted for r in entry.requirements)
+            if (is_wanted or not wanted) and (item.nodeid in quick or not self.settings.quick):
+                kept.append(item)
+        return ordered(kept, self.settings.order)
+
+    def selected(self, items: Iterable[pytest.Item]) -> None:
+        """Start worker processes if a case uses them: they import torch while other cases run."""
+        if not self._has_met:  # pytest ends the collection of a refused run as well
+            return
+        items = list(items)
+        self.tell(f"total {len(items)}")
+        freeze_imports()
+        is_first = self.settings.share is None or self.settings.share.name == "0"
+        uses_ranks = (e for i in items if (e := self.cases.find(i)) and e.uses_ranks)
+        if is_first and any(not self._why_not(entry)[0] for entry in uses_ranks):
+            self.pool.start(2)
+
+    def claimed(self, items: list[pytest.Item]) -> Iterator[pytest.Item]:
+        """Return the items that this process runs, if others run the rest."""
+        assert self.settings.share is not None
+        found = {item.nodeid: self.cases.find(item) for item in items}
+        uses_ranks = {id: entry is not None and entry.uses_ranks for id, entry in found.items()}
+        return claimed(items, self.settings.share, uses_ranks)
+
+    def tell(self, line: str) -> None:
+        """Print a line for the process that shows progress."""
+        if self.settings.progress:
+            sys.stderr.write(f"{PROGRESS}{line}\n")
+            sys.stderr.flush()
+
+    def _why_not(self, entry: CaseResult) -> tuple[str, str]:
+        """Return outcome and reason of a case that is not to run, or empty strings."""
+        lacks = [self._claims.why_not(requirement) for requirement in entry.requirements]
+        if all(outcome for outcome, _ in lacks):
+            return lacks[0]
+        if entry.missing:
+            return "not_provided", entry.missing
+        if entry.device in self._absent:
+            return "no_device", f"no device of kind {entry.device} on this machine"
+        return "", ""
+
+    def reason_to_skip(self, item: pytest.Item) -> str:
+        """Return why a case is not to run, or an empty string; notes it as the outcome."""
+        entry = self.cases.find(item)
+        if entry is None:
+            return ""
+        outcome, reason = self._why_not(entry)
+        if outcome:
+            entry.outcome, entry.reason = outcome, reason
+        return reason
+
+    @contextlib.contextmanager
+    def same_start(self) -> Iterator[None]:
+        """Seed torch, keep it to one thread, limit the time, and show all warnings."""
+        import torch
+
+        torch.manual_seed(0)
+        torch.set_num_threads(1)
+        with warnings.catch_warnings(), time_limit(self.settings.case_limit_s):
+            warnings.resetwarnings()
+            warnings.simplefilter("always")
+            yield
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.reset()
+        freeze_imports()
+
+    def phase_ended(
+        self, item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport
+    ) -> None:
+        """Take in setup, call or teardown of one case; a skip of anybody else is an error."""
+        entry = self.cases.find(item)
+        assert entry is not None
+        entry.duration_s += report.duration
+        if entry.outcome not in _NOT_ASKED:
+            outcome, reason = _outcome(call, report)
+            if outcome == "error" and not report.failed:
+                report.outcome, report.longrepr = "failed", reason
+                vars(report).pop("wasxfail", None)
+            if outcome and entry.outcome in ("not_run", "pass"):
+                entry.outcome, entry.reason = outcome, reason
+                entry.where = _where(call.excinfo.value, self._adapter) if call.excinfo else ""
+        if report.when == "teardown":
+            self.tell(f"end {entry.outcome}")
+
+    def finish(self, pytest_status: int) -> int:
+        """Write the report, and return the exit code."""
+        if pytest_status == _PYTEST_INTERNAL_ERROR:
+            return _errors.SUITE_BROKEN
+        if pytest_status == _PYTEST_USAGE_ERROR:
+            return _errors.BAD_INPUT
+        if not self._has_met:
+            return _errors.NOT_CONFORMANT
+        rows, problems = self._rows(), [*self.cases.problems, *self._faults()]
+        rows, untrue = _known_failures.announce(rows, self.known)
+        problems += untrue
+        who = self._implementation
+        self.report = _report.build(
+            implementation={
+                "name": _errors.printable(who.name),
+                "version": _errors.printable(who.version),
+                "adapter": self.settings.spec,
+                "distributions": {n: _adapters.version_of(n) for n in who.distributions},
+            },
+            environment=_devices.environment(),
+            claims={
+                "areas": list(self.settings.areas),
+                "devices": list(self.settings.devices),
+                "profiles": None if self.settings.profiles is None else [*self.settings.profiles],
+                "capabilities": {area: sorted(c) for area, c in who.capabilities.items()},
+            },
+            rows=rows,
+            problems=problems,
+        )
+        if self.settings.out is not None:
+            write_all(self.report, self.settings.out, self.summary(), quick=self.settings.quick)
+        return exit_code(self.report, self.settings.requirements, quick=self.settings.quick)
+
+    def _rows(self) -> list[dict[str, Any]]:
+        lost = self.cases.not_collected(self.settings.areas, self.settings.devices)
+        return [
+            entry.row(requirement, self._claims.why_not(requirement))
+            for entry in (*self.cases, *lost)
+            for requirement in entry.requirements
+        ]
+
+    def _faults(self) -> Iterator[str]:
+        if self.settings.mutant:
+            yield f"the implementation was broken by {self.settings.mutant.rpartition('::')[2]}"
+        for name in self._replaced():
+            yield f"{name} was replaced by the code under test"
+
+    def summary(self) -> list[str]:
+        """Return what a terminal shows about the report."""
+        if self.report is None:
+            return []
+        if not self.settings.requirements:
+            notes = _known_failures.notes(self.known)
+            return [
+                *notes,
+                *_summary.summary(self.report, self.registry, quick=self.settings.quick),
+            ]
+        return [
+            f"{row['outcome']:<12} {row['case']} {row['device']}: {row['reason'] or '-'}"
+            + (f" (at {row['where']})" if row["where"] else "")
+            for row in self.report["rows"]
+            if row["id"] in self.settings.requirements
+        ]
+
+
+def exit_code(report: Mapping[str, Any], requirements: Iterable[str], *, quick: bool) -> int:
+    """Return the exit code of a run, which may be about some requirements only."""
+    if not requirements and not quick:
+        return _report.exit_code(report)
+    wanted = set(requirements)
+    rows = [row for row in report["rows"] if row["id"] in wanted or not wanted]
+    outcomes = {row["outcome"] for row in rows} - ({"not_run", *_NOT_ASKED} if quick else set())
+    return _errors.CONFORMANT if outcomes == {"pass"} else _errors.NOT_CONFORMANT
+
+
+def write_all(
+    report: Mapping[str, Any], folder: Path, summary: Iterable[str], *, quick: bool = False
+) -> None:
+    """Write badges and summary of a report, and at last the report."""
+    if not quick:
+        write_badges(report, folder)
+    _report.write(folder / "summary.txt", "\n".join(map(_errors.printable, summary)) + "\n")
+    _report.write(folder / "report.json", _report.to_text(report))
+
+
+def write_badges(report: Mapping[str, Any], folder: Path) -> None:
+    """Write the badges of a report."""
+    for badge in _badge.badges(report):
+        _report.write(folder / f"badge-{badge.area}.json", _badge.to_shields(badge))
+        _report.write(folder / f"badge-{badge.area}.svg", _badge.to_svg(badge))
+
+
+def refuse_private_imports(adapter: Path | None) -> None:
+    """Refuse an adapter that imports more of the suite than its public names.
+
+    Raises:
+        AdapterError: it does.
+    """
+    package = Path(__file__).parent
+    if adapter is None or adapter.suffix != ".py" or package in adapter.parents:
+        return
+    tree = ast.parse(adapter.read_text(encoding="utf-8"))
+    private = (name for node in ast.walk(tree) for name in _imports(node) if _PRIVATE.match(name))
+    if (name := next(private, None)) is not None:
+        raise AdapterError(
+            f"{adapter.name} imports {name}. An adapter may use the public names of "
+            "torchparts_conformance, and torchparts_conformance.adapters."
+        )
+
+
+_PRIVATE = re.compile(rf"torchparts_conformance\.(?!({'|'.join(__all__)}|adapters)\b)")
+
+
+def _imports(node: ast.AST) -> Iterator[str]:
+    """Return the names that a node may import; any text may be given to `import_module`."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+
+
+def _outcome(call: pytest.CallInfo[None], report: pytest.TestReport) -> tuple[str, str]:
+    """Return outcome and reason of one phase; no outcome if the phase decides nothing."""
+    raised = call.excinfo.value if call.excinfo else None
+    if report.skipped or hasattr(report, "wasxfail"):
+        said = one_line(raised) if raised else "a mark on the case"
+        return "error", f"only the suite may skip, but {report.when} did: {said}"
+    if not report.failed:
+        return ("pass", "") if report.when == "call" else ("", "")
+    raised = raised or AssertionError("failed")
+    if isinstance(raised, NotProvided) and report.when == "call":
+        return "not_provided", _reason(raised)
+    failed = isinstance(raised, (AssertionError, pytest.fail.Exception))
+    return ("fail" if failed and report.when == "call" else "error"), _reason(raised)
+
+
+def _reason(raised: BaseException) -> str:
+    """Return a reason without what differs from run to run: addresses, and folders of files."""
+    text = re.sub(r"0x[0-9a-fA-F]+", "0x...", one_line(raised))
+    return re.sub(r"(?<![\w:/])(?:/[\w.+@-]+)+/", "", text)
+
+
+def _where(raised: BaseException, adapter: Path | None) -> str:
+    """Return the last line of the case, of the adapter, and of the code that raised."""
+    frames = [(Path(f.filename), f.lineno) for f in traceback.extract_tb(raised.__traceback__)]
+    in_case = [frame for frame in frames if area_of_path(frame[0])]
+    in_adapter = [frame for frame in frames if frame[0] == adapter]
+    last = [] if isinstance(raised, AssertionError) else frames[-1:]
+    steps = dict.fromkeys([*in_case[-1:], *in_adapter[-1:], *last]) if in_case else {}
+    return " > ".join(f"{path.parent.name}/{path.name}:{line}" for path, line in steps)

@@ -1,0 +1,118 @@
+"""What a terminal shows at the end of a run: failures, verdicts, and what to do next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torchparts_conformance import _report
+from torchparts_conformance.requirements._areas import AREAS
+from torchparts_conformance.requirements._cases import Case, source_tests
+from torchparts_conformance.requirements._requirement import Requirement
+
+SHOWN_IN_FULL = 20
+_WIDTH = 200
+_Rows = Sequence[Mapping[str, Any]]
+
+
+def summary(
+    report: Mapping[str, Any], registry: Mapping[str, Requirement], *, quick: bool = False
+) -> list[str]:
+    """Return failures by reason, a verdict for each area, problems, and the overall verdict.
+
+    Args:
+        report: of the run.
+        registry: its requirements.
+        quick: most cases were left out, so that there is no verdict.
+    """
+    if quick:
+        ran = [row for row in report["rows"] if row["outcome"] in ("pass", "fail", "error")]
+        passed = sum(row["outcome"] == "pass" for row in ran)
+        counts = f"{passed} of {len(ran)} checks of MUST requirements passed"
+        last = (
+            f"{report['implementation']['name']}: {counts}; a verdict needs a run without --quick"
+        )
+        return [*_failures(report, registry), *report["problems"], last]
+    return [
+        *_failures(report, registry),
+        *_not_run(report),
+        *verdicts(report),
+        *report["problems"],
+        f"{report['implementation']['name']}: {report['verdict']}",
+    ]
+
+
+def verdicts(report: Mapping[str, Any]) -> Iterator[str]:
+    """Return a line for each area and device, and one for what was not judged."""
+    absent = []
+    for area in AREAS:
+        judged = _report.judged(report, area)
+        if not judged and area in report["claims"]["areas"]:
+            absent.append(area)
+        for device in report["claims"]["devices"]:
+            found = [v for v in judged if v["device"] == device]
+            if found:
+                yield f"{area:<13} {device:<5} {_words(found)}: {'; '.join(map(_counts, found))}"
+    if absent:
+        yield f"not provided: {', '.join(absent)}"
+
+
+def _words(found: Sequence[Mapping[str, Any]]) -> str:
+    words = {v["verdict"] for v in found}
+    return words.pop() if len(words) == 1 else "not conformant"
+
+
+def _counts(verdict: Mapping[str, Any]) -> str:
+    passed, counted = verdict["should"]
+    should = f" (SHOULD {passed} of {counted})" if counted else ""
+    return f"{_report.counts_of(verdict)}{should}"
+
+
+def _failures(report: Mapping[str, Any], registry: Mapping[str, Requirement]) -> Iterator[str]:
+    together: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in report["rows"]:
+        if row["outcome"] in ("error", "fail", "xpass"):
+            together.setdefault((row["outcome"], row["reason"]), []).append(row)
+    for number, rows in enumerate(together.values()):
+        if number < SHOWN_IN_FULL:
+            yield from _failure(rows, registry, report["implementation"]["adapter"])
+            yield ""
+        else:
+            yield f"{', '.join(_ids(rows))} {rows[0]['outcome']}: {rows[0]['reason']:.{_WIDTH}}"
+
+
+def _not_run(report: Mapping[str, Any]) -> Iterator[str]:
+    if not_run := _ids([row for row in report["rows"] if row["outcome"] == "not_run"]):
+        yield f"not run: {len(not_run)} requirements, {', '.join(not_run[:5])} ..."
+
+
+def _failure(rows: _Rows, registry: Mapping[str, Requirement], adapter: str) -> Iterator[str]:
+    first, *others = _ids(rows)
+    requirement, row = registry[first], rows[0]
+    yield f"{first} {requirement.level} {requirement.profile}, {row['device']}: {row['outcome']}"
+    yield f"  {requirement.text}"
+    if row["reason"]:
+        yield f"  seen   {row['reason']:.{_WIDTH}}"
+    if row["where"]:
+        yield f"  at     {row['where']}"
+    if others:
+        yield f"  also   {', '.join(others)}"
+    yield f"  next   torchparts-conformance run --impl {adapter} --explain {first}"
+
+
+def _ids(rows: _Rows) -> list[str]:
+    return list(dict.fromkeys(row["id"] for row in rows))
+
+
+def explained(requirement: Requirement, cases: Iterable[Case]) -> list[str]:
+    """Return everything that is known of a requirement before it is run."""
+    source = source_tests().get((requirement.area, requirement.source), "")
+    facts = {
+        "profile": f"{requirement.area} {requirement.profile}",
+        "why": requirement.rationale,
+        "source": source and f"{source}::{requirement.source}",
+        "torch": requirement.torch_deviation,
+    }
+    lines = [f"  {word:<8} {text}" for word, text in facts.items() if text]
+    lines += [f"  case     {case.name}: {case.text}" for case in cases]
+    return [f"{requirement.id}: {requirement.text}", *lines]

@@ -1,0 +1,110 @@
+"""A process that is given one JSON job a line and answers one JSON line for each."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+SHOWN_CHARACTERS = 1500
+
+
+class Worker:
+    """One process, the queue its answers arrive in, and the file it prints to."""
+
+    def __init__(self, module: str, *, log: Path, leads: bool = False) -> None:
+        """Start `python -m module`, which calls `serve`, without waiting for it.
+
+        Args:
+            module: that calls `serve`.
+            log: file for what it prints.
+            leads: it may start processes itself, which end with it.
+        """
+        self.answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self.is_ready = False
+        self._log = log
+        self._leads = leads and hasattr(os, "killpg")
+        with log.open("w", encoding="utf-8") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=environment(),
+                start_new_session=self._leads,
+            )
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        """Put every answer into the queue, and None when the process has ended."""
+        out = self.process.stdout
+        assert out is not None
+        with out, contextlib.suppress(ValueError):
+            for line in out:
+                self.answers.put(json.loads(line))
+        self.answers.put(None)
+
+    def becomes_ready(self, timeout_s: float) -> bool:
+        """Wait for the first answer, which says that the process can take jobs."""
+        with contextlib.suppress(queue.Empty):
+            self.is_ready = self.answers.get(timeout=max(timeout_s, 0.1)) is not None
+        return self.is_ready
+
+    def send(self, job: dict[str, Any]) -> None:
+        """Give the process a job; `None` among its answers says that it has ended."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(job) + "\n")
+            self.process.stdin.flush()
+        except OSError:
+            self.answers.put(None)
+
+    def end(self) -> None:
+        """Kill the process, and what it started if it leads."""
+        if self._leads and self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.wait()
+        with contextlib.suppress(OSError):  # a job may still be on its way
+            if self.process.stdin is not None:
+                self.process.stdin.close()
+
+    def printed(self) -> str:
+        """Return the end of what the process printed."""
+        return self._log.read_text(encoding="utf-8", errors="replace")[-SHOWN_CHARACTERS:]
+
+
+def serve(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Say that the process is ready, and answer each job until standard input ends.
+
+    What is printed while a job is done goes to standard error.
+    """
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as replies:
+        os.dup2(2, 1)
+        _send(replies, {"ready": True})
+        for line in sys.stdin:
+            _send(replies, answer(json.loads(line)))
+
+
+def _send(replies: IO[str], answer: dict[str, Any]) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the process that asked may have ended
+        replies.write(json.dumps(answer) + "\n")
+        replies.flush()
+
+
+def environment() -> dict[str, str]:
+    """Return the variables for a process of the suite: no plugin of pytest changes an outcome."""
+    pytests = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTEST_DEBUG")
+    kept = {word: value for word, value in os.environ.items() if word not in pytests}
+    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+    own = {"OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    return {**loopback, **kept, **own}

@@ -1,0 +1,242 @@
+"""Requirements and cases are read from decorators, without importing the files of cases."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+from small_suite import declared as text_of
+
+from torchparts_conformance import requirement
+from torchparts_conformance._errors import RegistryError
+from torchparts_conformance.requirements._areas import AREAS, PARTS
+from torchparts_conformance.requirements._cases import (
+    cases_by_id,
+    find_cases,
+    load_registry,
+    source_tests,
+    trace,
+)
+from torchparts_conformance.requirements._requirement import declared, with_links
+
+FACTS = {
+    "level": "MUST",
+    "text": "It MUST work.",
+    "rationale": "it is the point",
+    "since": "0.1.0",
+    "profile": "core",
+}
+
+
+def test_decorator_marks_the_case_with_its_id():
+    @requirement("CW-001", **FACTS)
+    @requirement("CW-002")
+    def case(part):
+        return part
+
+    assert [mark.args for mark in case.pytestmark] == [("CW-002",), ("CW-001",)]
+    assert case(3) == 3
+
+
+def test_declared_requirement_has_defaults():
+    found = declared("CW-001", **FACTS)
+    assert (found.area, found.devices, found.source) == ("ckpt-wrap", ("cpu", "accelerator"), "")
+    assert found.is_for("cpu") and found.is_for("cuda")
+    assert not declared("CW-001", **FACTS, devices=("cpu",)).is_for("cuda")
+
+
+@pytest.mark.parametrize(
+    ("id", "facts", "said"),
+    [
+        ("CW-1", {}, "'CW-1': an id is a prefix of CW, MT, FP, SP, CB and three digits"),
+        ("XX-001", {}, "an id is a prefix of"),
+        (None, {}, "requirement None: an id"),
+        ("CW-001", {"level": ""}, "CW-001: level is missing. The first case of a requirement"),
+        ("CW-001", {"text": " "}, "CW-001: text is missing"),
+        ("CW-001", {"level": "MAY"}, "level is 'MAY'; it must be MUST or SHOULD"),
+        ("CW-001", {"level": "SHOULD"}, "the text must contain the word SHOULD"),
+        ("CW-001", {"profile": "Very Core"}, "profile is 'Very Core'; it must be a short"),
+        ("CW-001", {"group": "A B"}, "group is 'A B'; it must be a short"),
+        ("CW-001", {"rationale": ""}, "it has neither source nor rationale"),
+        ("CW-001", {"text": 3}, "text must be text"),
+        ("CW-001", {"devices": ["cpu"]}, r"devices is \['cpu'\]; it must be a tuple"),
+        ("CW-001", {"rationale": "see torch#1"}, "'torch#1' names no repository"),
+    ],
+)
+def test_wrong_declaration_is_refused(id, facts, said):
+    with pytest.raises(ValueError, match=said):
+        requirement(id, **{**FACTS, **facts})
+
+
+def test_id_without_facts_is_checked():
+    with pytest.raises(ValueError, match="an id is a prefix of"):
+        requirement("CW-0001")
+
+
+def test_issues_become_links():
+    found = with_links("pytorch#96136, a/b-c#7")
+    assert "[pytorch#96136](https://github.com/pytorch/pytorch/issues/96136)" in found
+    assert "[a/b-c#7](https://github.com/a/b-c/issues/7)" in found
+
+
+HEAD = "from torchparts_conformance import requirement\n"
+FILE = f"""
+import pytest
+raise SystemExit
+
+{text_of("CW-001")}
+@requirement("CW-002")
+def test_two(part):
+    \"\"\"It holds.
+
+    And more.
+    \"\"\"
+
+@pytest.mark.parametrize("x", [pytest.param(1, marks={text_of("CW-003")[1:]})])
+@pytest.mark.parametrize("y", ["CW-004"])
+def test_marked_inside(part, x, y):
+    pass
+
+{text_of("CW-002")}
+def test_three(part):
+    pass
+
+@requirement("CW-005")
+def helper(part):
+    def test_inner(): ...
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    """A function that writes files of cases of ckpt-wrap, and returns the root."""
+
+    def write(**files):
+        for name, text in files.items():
+            path = tmp_path / "ckpt_wrap" / f"{name}.py"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+        return tmp_path
+
+    return write
+
+
+def test_cases_are_read_without_importing_them(write):
+    root = write(test_a=FILE, _beside=FILE)
+    two, inside, three = find_cases(root)
+    assert (two.area, two.name) == ("ckpt-wrap", "ckpt_wrap/test_a.py::test_two")
+    assert (two.ids, two.text) == (("CW-001", "CW-002"), "It holds.")
+    assert (inside.ids, inside.text) == (("CW-003",), "")
+    assert cases_by_id(root)["CW-002"] == [two, three]
+    assert list(load_registry(root)) == ["CW-001", "CW-002", "CW-003"]
+
+
+def test_changed_file_is_read_again(write):
+    write(test_a=HEAD + text_of("CW-001") + "\ndef test_a(part): ...\n")
+    root = write(test_a=HEAD + text_of("CW-007") + "\ndef test_longer(part): ...\n")
+    assert list(load_registry(root)) == ["CW-007"]
+
+
+@pytest.mark.parametrize(
+    ("decorators", "said"),
+    [
+        ("", "ckpt_wrap/test_a.py:2 test_a has no @requirement"),
+        ('@requirement("CW-001")\n', "test_a checks CW-001, which no case declares"),
+        (f"{text_of('MT-001')}\n", "requirement MT-001 is of mod-tracker, but the case"),
+        ('@requirement("CW-001", level="MUST")\n', "CW-001: text, since, profile is missing"),
+        (text_of("CW-001")[:-1] + ', levle="")\n', "unexpected keyword argument 'levle'"),
+        ('@requirement("CW-001", "CW-002")\n', "requirement takes one id; stack decorators"),
+        ("@requirement(ID)\n", "'ID' is no literal"),
+        ("@requirement(\n", "ckpt_wrap/test_a.py:2 is not Python"),
+    ],
+)
+def test_wrong_decorator_is_refused_with_its_place(write, decorators, said):
+    root = write(test_a=f"{HEAD}{decorators}def test_a(part): ...\n")
+    with pytest.raises(RegistryError) as refused:
+        load_registry(root)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_requirement_declared_twice_is_refused(write):
+    one = f"{HEAD}{text_of('CW-001')}\ndef test_a(part): ...\n"
+    root = write(test_a=one, test_b=one.replace("test_a", "test_b"))
+    with pytest.raises(RegistryError, match="CW-001 is declared twice, by ckpt_wrap"):
+        load_registry(root)
+
+
+def test_all_source_tests_are_traced():
+    by_area = {area: sum(of == area for of, _ in source_tests()) for area in PARTS}
+    assert by_area == {"ckpt-wrap": 7, "mod-tracker": 4, "flat-param": 10, "sac-policies": 28}
+    lines, problems = trace()
+    assert (len(lines), problems) == (49, [])
+
+
+def test_lost_and_invented_source_tests_are_named(write):
+    source = text_of("CW-001")[:-1] + ', source="test_fqn")'
+    invented = text_of("CW-002")[:-1] + ', source="test_of_nobody")'
+    root = write(
+        test_a=f"{HEAD}{source}\ndef test_a(part): ...\n{invented}\ndef test_b(part): ...\n"
+    )
+    lines, problems = trace(root)
+    assert "test_checkpoint_wrapper.py::" in lines[5]
+    assert "test_fqn -> CW-001 -> ckpt_wrap/test_a.py::test_a" in lines[5]
+    assert len(problems) == 49
+    assert problems[-1] == "CW-002 names test_of_nobody, which is no test of PyTorch for ckpt-wrap"
+
+
+def test_every_area_has_requirements_and_every_case_a_docstring():
+    assert {r.area for r in load_registry().values()} == set(AREAS)
+    assert [case.name for case in find_cases() if not case.text] == []
+
+
+def test_cases_import_no_implementation(package):
+    ours = {"ckpt_wrap", "mod_tracker", "flat_param", "sac_policies"}
+    imported = {
+        (path.name, name.partition(".")[0])
+        for path in package.glob("cases/*/*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for name in _modules(node)
+    }
+    assert [found for found in imported if found[1] in ours] == []
+
+
+def _modules(node):
+    return [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+
+
+# Names with an underscore that torch documents as the way to extend it, or that have no other.
+EXTENSION_POINTS = (
+    "torch.Tensor._make_wrapper_subclass",
+    "torch._dynamo.reset",
+    "torch._subclasses.FakeTensorMode",
+    "torch._subclasses.fake_tensor.FakeTensorMode",
+    "torch.autograd.Variable._execution_engine",
+    "torch.utils._python_dispatch.TorchDispatchMode",
+    "torch.utils._pytree.tree_map_only",
+)
+
+
+def test_private_torch_names_are_in_one_file(package):
+    found = {
+        (path.relative_to(package).as_posix(), name)
+        for path in package.rglob("*.py")
+        for name in _torch_names(path)
+        if any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+        and not any(f"{point}.".startswith(f"{name}.") for point in EXTENSION_POINTS)
+    }
+    assert {path for path, _ in found} <= {"adapters/inside_torch.py"}
+
+
+def _torch_names(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch."):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if a.name.startswith("torch."))
+        elif isinstance(node, ast.Attribute):
+            name = ast.unparse(node)
+            if name.startswith("torch."):
+                yield name
