@@ -12,6 +12,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -398,6 +399,8 @@ def check_files_of_whole_tensors(rank: int, world: int) -> None:
 
     Buffers and parameters; a file cut short or a missing key changes nothing.
     """
+    if find_spec("safetensors") is None:
+        return
     from safetensors.torch import save_file
 
     model = plain()

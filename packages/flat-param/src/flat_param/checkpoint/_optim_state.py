@@ -262,7 +262,8 @@ def load_named_state(
     """
     flat = [named for group in groups for named in group]
     position = {named.name: index for index, named in enumerate(flat)}
-    now = {named.name: optimizer.state.get(named.param, {}) for named in flat}
+    found = state_of(optimizer)
+    now = {named.name: found.get(named.param, {}) for named in flat}
     given = {
         named.name: _given(by_name[named.name], named, now[named.name])
         for named in flat
@@ -279,6 +280,16 @@ def load_named_state(
     optimizer.load_state_dict({"state": state, "param_groups": merged})
     for named in flat:
         _keep_codes(optimizer.state.get(named.param, {}), given.get(named.name, {}))
+
+
+def state_of(optimizer: Optimizer) -> Any:
+    """An optimizer's state, from where it lies: an offloaded one refuses it after a stopped step.
+
+    Wrapped optimizers, such as accelerate's, have theirs elsewhere.
+    """
+    if "state" in vars(optimizer):
+        return vars(optimizer)["state"]
+    return optimizer.state
 
 
 def _given(

@@ -15,6 +15,7 @@ from ..layout._spec import place_of
 from ..memory._dtensors import local_of
 from ..sharded._by_hand import units_at_rest
 from ..sharded._full_params import local_state
+from ._optim_state import state_of
 
 EXTRA = "_extra_state"  # the last word of torch's keys for `get_extra_state()`
 
@@ -37,7 +38,7 @@ def put_back_on_error(module: nn.Module, optimizer: Optimizer | None) -> Iterato
     tensors += [local_of(value).detach() for value in beside]
     copies = [tensor.to("cpu", copy=True) for tensor in tensors]
     extra = {key: _copied(value) for key, value in rest.items() if is_extra(key)}
-    state = None if optimizer is None else (_state_of(optimizer), optimizer.param_groups)
+    state = None if optimizer is None else (state_of(optimizer), optimizer.param_groups)
     options = None if optimizer is None else [dict(group) for group in optimizer.param_groups]
     try:
         yield
@@ -55,17 +56,6 @@ def put_back_on_error(module: nn.Module, optimizer: Optimizer | None) -> Iterato
         for key, value in extra.items():
             owner_of_extra(module, key).set_extra_state(value)
         raise
-
-
-def _state_of(optimizer: Optimizer) -> Any:
-    """An optimizer's state, from where it lies: an offloaded one refuses it after a stopped step.
-
-    Wrapped optimizers, such as accelerate's, have theirs elsewhere.
-    """
-    own = vars(optimizer)
-    if "state" not in own:
-        return optimizer.state
-    return own["state"]
 
 
 def _copied(value: Any) -> Any:

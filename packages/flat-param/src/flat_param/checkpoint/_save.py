@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 from .._errors import CheckpointError
 from ..memory._dtensors import is_dtensor
 from ..memory._tensors import map_tensors
-from ..sharded._by_hand import units_below
+from ..sharded._by_hand import units_at_rest, units_below
+from ..sharded._strays import check_strays
 from ._optim_state import named_optimizer_state
 from ._world import World
 from ._writer import start, wait_for_last
@@ -94,6 +95,9 @@ def _prepare(
     world = World(module, "save_sharded")
     try:
         wait_for_last()
+        units_at_rest(module)  # refuses copies that whole_params shows
+        if hasattr(module, "_flat_param"):  # the parameters around units may be anybody's
+            check_strays("save_sharded", module, units_below(module))
         state["model"] = module.state_dict()
         if optimizer is not None:
             state["optim"] = named_optimizer_state(module, optimizer)
@@ -135,13 +139,16 @@ def _steps_of(module: nn.Module) -> list[int]:
 def _write(state: dict[str, Any], path: Path, word: str, world: World) -> None:
     """Write and commit a state. Collective."""
     from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.state_dict_saver import save
 
     from ._files import CheckedWriter
 
     writer = CheckedWriter(path, word)
     try:
-        save(state, storage_writer=writer, process_group=world.comm.group)
+        # Of values that several ranks have, the first rank's are saved.
+        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+        save(state, storage_writer=writer, planner=planner, process_group=world.comm.group)
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
         if world.is_first:

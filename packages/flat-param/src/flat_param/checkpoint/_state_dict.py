@@ -178,6 +178,8 @@ def load_full_state_dict(
         StateError: a shape, a name or a parameter group does not fit.
     """
     world = World(module, "load_full_state_dict") if _is_sharded(module) else None
+    if not isinstance(state.get("model"), Mapping):
+        state = {"model": state}
     with put_back_on_error(module, optimizer):
         error: Exception | None = None
         try:
@@ -194,13 +196,14 @@ def load_full_state_dict(
 
 def load_whole(module: nn.Module, state: Mapping[str, Any], optimizer: Optimizer | None) -> None:
     """Load whole tensors, see `load_full_state_dict`. Not a collective."""
-    nested = isinstance(state.get("model"), Mapping)
-    if optimizer is not None and (not nested or "optim" not in state):
+    if not isinstance(state.get("model"), Mapping):
+        state = {"model": state}
+    if optimizer is not None and "optim" not in state:
         raise StateError(
-            f"flat_param.load_full_state_dict: the state has the keys {sorted(state)[:4]}, but an "
-            "optimizer is loaded from 'optim' next to 'model'. Leave the optimizer out."
+            "flat_param.load_full_state_dict: the state has no 'optim' next to 'model', from "
+            "which an optimizer is loaded. Leave the optimizer out."
         )
-    load_model(module, state["model"] if nested else state)
+    load_model(module, state["model"])
     if optimizer is not None:
         load_optimizer_state(module, optimizer, state["optim"])
 
@@ -243,7 +246,7 @@ def _from_first(
     state: Mapping[str, Any], module: nn.Module, optimizer: Optimizer | None, world: World
 ) -> Mapping[str, Any]:
     """The state itself, or this rank's part of it where only the first rank has it. Collective."""
-    empty = not any(state.values()) and set(state) <= {"model", "optim"}
+    empty = not any(len(part) for part in state.values())
     told = world.comm.share(empty)
     if not any(told[1:]) or told[0]:
         return state

@@ -136,7 +136,7 @@ def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         piece.is_stepped |= piece.has_grad
     for segment in {piece.segment for piece in pieces}:
         segment.steps += 1
-    _steps[0] += bool(pieces)
+    _steps[0] += any(hasattr(param, "_flat_param_mark") for param in _params_of(optimizer))
 
 
 def _over_ranks(original: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -34,6 +34,7 @@ class ShardedModule(nn.Module):
 
     _flat_param: Unit
     _flat_param_class: type[nn.Module]
+    _is_fsdp_managed_module: ClassVar[bool] = True  # transformers' generate() keeps ranks in step
     _flat_param_methods: ClassVar[dict[str, Callable[..., Any]]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -80,6 +80,7 @@ def _take(
     errors: list[str],
 ) -> None:
     _rest(unit, "load_state_dict")
+    unit.reshard()
     for name, site in _named(sites, prefix):
         value, param = state.get(name), site.part.params[site.index]
         if not isinstance(value, Tensor) or value is param:

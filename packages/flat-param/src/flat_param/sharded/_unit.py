@@ -13,7 +13,7 @@ Rule 3: a leaf that this backward does not reach may be one of a backward inside
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -53,6 +53,8 @@ class Unit:
         frees_after_backward: whether they are after it; None: as `Schedule.release` says.
         reduction: how its gradients are summed.
         regroup: the smaller group that has the unit whole from forward to backward, if any.
+        module: a weak reference to its module.
+        is_new: whether it has not run as an outermost unit yet.
         is_by_hand: whether its user has had it gathered, and no forward or backward has begun yet.
     """
 
@@ -65,8 +67,13 @@ class Unit:
         options: UnitOptions,
         schedule: UnitSchedule[Unit],
         ignored: Sequence[nn.Parameter] = (),
+        module: nn.Module | None = None,
     ) -> None:
         self.name = ""
+        self.module: Callable[[], nn.Module | None] = (
+            (lambda: None) if module is None else weakref.ref(module)
+        )
+        self.is_new = True
         self.owners: tuple[Owner, ...] = ()
         self.parts = tuple(parts)
         self.ignored = tuple(ignored)

@@ -327,6 +327,7 @@ def _make_unit(
         options=planned.options,
         schedule=schedule,
         ignored=planned.ignored,
+        module=module,
     )
     now = {
         spec.name: param
