@@ -160,8 +160,8 @@ CASES = {
     "determinism_check": (
         lambda: checkpoint_(nn.ReLU(), determinism_check="nope"),
         OptionError,
-        "ckpt_wrap.checkpoint_: option 'determinism_check' is 'nope', but it must be one of "
-        "('default', 'none'). Pass one of them.",
+        "ckpt_wrap.checkpoint_: option 'determinism_check' is 'nope', but it must be 'default' or "
+        "'none'. Pass one of them.",
     ),
     "bool": (
         lambda: checkpoint_(nn.ReLU(), early_stop=1),

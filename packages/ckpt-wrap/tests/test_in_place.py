@@ -6,6 +6,7 @@ import copy
 import inspect
 import io
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -257,3 +258,13 @@ def test_forward_set_on_the_instance_later_wins():
     inner = module.forward
     module.forward = lambda x: inner(x) * 0
     assert not module(torch.ones(1, 2)).any()
+
+
+def test_the_exact_class_is_a_subclass():
+    """As the README says: tools that look classes up exactly skip the module."""
+    module = checkpoint_(nn.Linear(2, 2))
+    assert type(module) is not nn.Linear
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated
+        model = torch.ao.quantization.quantize_dynamic(nn.Sequential(module), {nn.Linear})
+    assert type(model[0]) is type(module)

@@ -62,7 +62,7 @@ def test_a_switch_is_a_bool(name, value):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"determinism_check": "all"}, "it must be one of ('default', 'none'). Pass one of them."),
+        ({"determinism_check": "all"}, "it must be 'default' or 'none'. Pass one of them."),
         ({"context_fn": 3}, "it must be a function that returns two context managers. Pass such"),
         ({"use_reentrant": 1}, "it must be a bool. Pass True or False."),
         ({"earlystop": True}, "option 'earlystop' is unknown"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -69,40 +68,6 @@ class Asks(nn.Module):
 
     def forward(self, x):
         return is_recomputing()
-
-
-def test_all_running_forwards_note_the_question():
-    """The outer one too, and only while they run."""
-    outer, inner = Note(), Note()
-    with FirstRun(outer):
-        with FirstRun(inner):
-            assert not is_recomputing()
-        assert outer.asked
-        assert inner.asked
-        inner.asked = False
-        is_recomputing()
-    assert not inner.asked
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_run_ends_whichever_way(fails):
-    """Nested in one another, the outer goes on where the inner ended."""
-    with FirstRun(Note()):
-        error = pytest.raises(ValueError, match="told to") if fails else nullcontext()
-        with error, SecondRun():
-            assert is_recomputing()
-            if fails:
-                raise ValueError("told to")
-        assert not is_recomputing()
-        assert is_checkpointing()
-    assert not is_checkpointing()
-
-
-def test_a_first_run_inside_a_second_is_recomputing():
-    """A nested region runs for the first time, but it is not the first time for its forward."""
-    with SecondRun(), FirstRun(Note()):
-        assert is_recomputing()
-        assert is_checkpointing()
 
 
 def test_another_thread_is_in_no_run():

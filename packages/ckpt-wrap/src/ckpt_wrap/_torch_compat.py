@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -217,35 +218,9 @@ def run_torch_policy(policy: Any, model: nn.Module) -> dict[nn.Module, dict[str,
     return selected
 
 
-class StorageHeld:
-    """Identity of a tensor's storage, from public names: keeps the storage to be sure of it."""
-
-    __slots__ = ("_storage",)
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._storage = storage
-
-    def __hash__(self) -> int:
-        return self._storage.data_ptr()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, StorageHeld) and hash(self) == hash(other)
-
-
-def _find_storage_ref() -> Callable[[torch.UntypedStorage], Any]:
-    try:
-        from torch.multiprocessing.reductions import StorageWeakRef
-    except ImportError:
-        return StorageHeld
-    return StorageWeakRef
-
-
-_storage_ref = _find_storage_ref()
-
-
 def storage_key(tensor: torch.Tensor) -> Any:
     """A hashable that is equal for tensors of the same storage, and for no others while kept."""
-    return _storage_ref(tensor.untyped_storage())
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def version_of(tensor: torch.Tensor) -> int:

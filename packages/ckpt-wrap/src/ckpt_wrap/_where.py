@@ -16,8 +16,8 @@ def owner(function: Callable[..., Any]) -> nn.Module | None:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether the module defines forward; containers such as `nn.ModuleList` do not."""
-    return type(module).forward is not nn.Module.forward
+    """Whether a module has a forward, in its class or itself; `nn.ModuleList` has none."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def count_elements(module: nn.Module) -> int:

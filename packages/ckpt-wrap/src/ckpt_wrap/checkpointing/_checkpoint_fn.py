@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
-from torch.utils.checkpoint import noop_context_fn
 
 from ckpt_wrap._errors import OptionError
 from ckpt_wrap.checkpointing._checkpoint import Checkpoint, by_position
-from ckpt_wrap.checkpointing._options import CheckpointImpl, CheckpointOptions, ContextFn
+from ckpt_wrap.checkpointing._options import CheckpointImpl, CheckpointOptions
 
 CheckpointFn = Callable[..., Any]
 
@@ -52,14 +52,9 @@ def make_checkpoint_fn(
     checkpoint_impl: CheckpointImpl = CheckpointImpl.NO_REENTRANT,
     checkpoint_fn: CheckpointFn | None = None,
     use_reentrant: bool | None = None,
-    preserve_rng_state: bool = True,
-    context_fn: ContextFn = noop_context_fn,
-    determinism_check: str = "default",
-    debug: bool = False,
-    early_stop: bool = True,
-    **checkpoint_fn_options: Any,
+    **options: Any,
 ) -> CheckpointFn:
-    """The checkpoint function for these options.
+    """The checkpoint function for the options of `checkpoint_`.
 
     Args:
         made_by: the public function that was called, for messages.
@@ -68,18 +63,11 @@ def make_checkpoint_fn(
         OptionError: `checkpoint_fn` is not callable, a value is invalid, options conflict, or
             there are options for a `checkpoint_fn` that is not given.
     """
-    own: dict[str, Any] = {
-        "preserve_rng_state": preserve_rng_state,
-        "context_fn": context_fn,
-        "determinism_check": determinism_check,
-        "debug": debug,
-        "early_stop": early_stop,
-    }
     if checkpoint_fn is None:
-        _require_no_more(checkpoint_fn_options, made_by)
+        _require_known(options, made_by)
         impl = _implementation(use_reentrant, checkpoint_impl, made_by)
         try:
-            return Checkpoint(CheckpointOptions(impl=impl, **own), made_by)
+            return Checkpoint(CheckpointOptions(impl=impl, **options), made_by)
         except OptionError as error:
             raise OptionError(f"ckpt_wrap.{made_by}: {error}") from None
     if not callable(checkpoint_fn):
@@ -87,28 +75,28 @@ def make_checkpoint_fn(
             f"ckpt_wrap.{made_by}: option 'checkpoint_fn' is {checkpoint_fn!r}, but it must be a "
             "function called as checkpoint_fn(function, *args, **kwargs). Pass such a function."
         )
-    given = {name: own[name] for name in own if own[name] != _DEFAULTS[name]}
+    given = {name: value for name, value in options.items() if value != _OWN.get(name, _OTHER)}
     if use_reentrant is not None:
         given["use_reentrant"] = use_reentrant
     # torch's checkpoint looks for tensors among positional arguments only.
     positional = checkpoint_impl is CheckpointImpl.REENTRANT or checkpoint_fn is torch_checkpoint
-    return BoundCheckpointFn(
-        checkpoint_fn, {**given, **checkpoint_fn_options}, positional=positional
-    )
+    return BoundCheckpointFn(checkpoint_fn, given, positional=positional)
 
 
-_DEFAULTS: Mapping[str, Any] = make_checkpoint_fn.__kwdefaults__ or {}
+_OWN = {field.name: field.default for field in fields(CheckpointOptions) if field.name != "impl"}
+_OTHER = object()
 
 
-def _require_no_more(options: Mapping[str, Any], made_by: str) -> None:
-    if "policy" in options:
+def _require_known(options: Mapping[str, Any], made_by: str) -> None:
+    unknown = [name for name in options if name not in _OWN]
+    if "policy" in unknown:
         raise OptionError(
             f"ckpt_wrap.{made_by}: option 'policy' needs checkpoint_fn=. For a policy of "
             "sac-policies, pass checkpoint_fn=sac_policies.checkpoint, policy=..."
         )
-    for name in options:
+    if unknown:
         raise OptionError(
-            f"ckpt_wrap.{made_by}: option {name!r} is unknown. Options that are not those of "
+            f"ckpt_wrap.{made_by}: option {unknown[0]!r} is unknown. Options that are not those of "
             "torch.utils.checkpoint.checkpoint are only accepted together with checkpoint_fn=, "
             "which receives them."
         )

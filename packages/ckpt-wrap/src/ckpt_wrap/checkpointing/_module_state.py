@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,76 +46,63 @@ class _Habit:
 _habits: weakref.WeakKeyDictionary[nn.Module, _Habit] = weakref.WeakKeyDictionary()
 
 
+@dataclass(slots=True, eq=False)
 class _Entry:
     """One buffer or tensor attribute, as forward found it.
 
     Attributes:
         place: the dict of the module that holds it.
+        habit: of the module, for a buffer.
+        first: whether this is the first forward in this value of `training`.
+        tensor: the tensor that forward found, or None where the buffer was None.
+        copied: its contents before forward, if they were copied.
+        before: its version before forward; -1 if it was lazy.
         value: the tensor for recomputation, or `_ABSENT` where no copy was made.
+        version: of `value`.
         written: whether forward has written or replaced it.
+        put_in: tensor and version that the running recomputation started from.
     """
 
-    __slots__ = (
-        "_before",
-        "_copy",
-        "_put",
-        "_tensor",
-        "_training",
-        "first",
-        "habit",
-        "module",
-        "name",
-        "place",
-        "value",
-        "version",
-        "written",
-    )
+    module: nn.Module
+    place: dict[str, Any]
+    name: str
+    habit: _Habit | None
+    first: bool
+    tensor: torch.Tensor | None
+    copied: torch.Tensor | None = None
+    before: int = 0
+    value: Any = None
+    version: int = 0
+    written: bool = False
+    put_in: tuple[torch.Tensor, int] | None = None
 
-    def __init__(
-        self,
-        module: nn.Module,
-        place: dict[str, Any],
-        name: str,
-        copies: dict[int, torch.Tensor],
-        habit: _Habit | None = None,
-        first: bool = False,
-    ) -> None:
-        self.module = module
-        self.place = place
-        self.name = name
-        self.first = first
-        self.written = False
-        self.habit = habit
-        self._training = module.training
-        self._put: tuple[torch.Tensor, int] | None = None  # by the recomputation that runs
-        self._tensor: torch.Tensor | None = place[name]
-        self.value: Any = self._tensor
-        self._copy: torch.Tensor | None = None
-        self._before = self.version = 0  # version of the tensor, and of the value
-        if self._tensor is None:
+    def note(self, copies: dict[int, torch.Tensor]) -> None:
+        """Forward starts: note the version, and copy what it may write."""
+        tensor = self.value = self.tensor
+        if tensor is None:
             return
-        if is_lazy(self._tensor):
-            self.version = -1
+        if is_lazy(tensor):
+            self.before = self.version = -1
             self.value = _ABSENT
             return
-        self._before = self.version = version_of(self._tensor)
-        known = habit is not None and (first or name in habit.written)
-        if self._tensor.grad_fn is None and (known or self._tensor.numel() <= _SMALL):
+        self.before = self.version = version_of(tensor)
+        known = self.habit is not None and (self.first or self.name in self.habit.written)
+        if tensor.grad_fn is None and (known or tensor.numel() <= _SMALL):
             # One tensor in two places stays one tensor.
-            if id(self._tensor) not in copies:
-                copies[id(self._tensor)] = _copy(self._tensor)
-            self._copy = copies[id(self._tensor)]
+            if id(tensor) not in copies:
+                copies[id(tensor)] = _copy(tensor)
+            self.copied = copies[id(tensor)]
 
     def settle(self) -> None:
         """Choose the value for recomputation; forward has ended, or recomputes inside itself."""
-        if self._tensor is None:
+        tensor, copied = self.tensor, self.copied
+        if tensor is None:
             self.written = self.place.get(self.name) is not None
             return
-        if self.version < 0:  # it had no values; only a write makes a difference
-            self.written = not is_lazy(self._tensor)
+        if self.before < 0:  # it had no values; only a write makes a difference
+            self.written = not is_lazy(tensor)
             return
-        tensor, copied = self._tensor, self._copy
-        in_place = version_of(tensor) != self._before
+        in_place = version_of(tensor) != self.before
         if self.first and copied is not None and not _same_bits(tensor, copied):
             in_place = True
         if in_place and self.habit is not None:
@@ -127,31 +115,23 @@ class _Entry:
         if self.value is not _ABSENT:
             self.version = version_of(self.value)
 
-    def end(self) -> None:
-        """Let go of a copy that recomputation does not need."""
-        self.settle()
-        self._copy = None
-        if self.habit is not None:
-            self.habit.modes.add(self._training)
-
     def put(self, fresh: dict[int, torch.Tensor]) -> None:
         """Have the value in its place; one tensor in two places stays one tensor."""
-        if self.value is _ABSENT:
-            return
         tensor = self.value
-        if tensor is None:
-            self.place[self.name] = None
+        if tensor is _ABSENT or tensor is None:
+            if tensor is None:
+                self.place[self.name] = None
             return
-        if tensor is not self._tensor:  # a copy, for recomputation to write to
+        if tensor is not self.tensor:  # a copy, for recomputation to write to
             if id(tensor) not in fresh:
                 fresh[id(tensor)] = _copy(tensor)
             tensor = fresh[id(tensor)]
         self.place[self.name] = tensor
-        self._put = tensor, version_of(tensor)
+        self.put_in = tensor, version_of(tensor)
 
     def was_written_again(self) -> bool:
         """Recomputation has ended: whether it wrote the value that was put in."""
-        put, self._put = self._put, None
+        put, self.put_in = self.put_in, None
         if put is None:
             return True
         return self.place.get(self.name) is not put[0] or version_of(put[0]) != put[1]
@@ -166,24 +146,13 @@ class ModuleState:
         own_hooks: whether the hooks of the module itself run in recomputation.
     """
 
-    __slots__ = (
-        "_ended",
-        "_entries",
-        "_given",
-        "_parameters",
-        "_surroundings",
-        "_versions",
-        "_where",
-        "asked",
-        "module",
-    )
-
     def __init__(self, module: nn.Module | None, where: Where, *, own_hooks: bool = False) -> None:
         self.asked = False  # whether forward has called `is_recomputing()`
         self.module = module
         self._where = where
         self._ended = False
         self._entries: list[_Entry] = []
+        self._modes: list[tuple[_Habit, bool]] = []
         self._parameters: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         self._versions: list[int] = []
         self._given: list[tuple[dict[str, Any], str]] = []
@@ -208,21 +177,24 @@ class ModuleState:
                 else:
                     self._given.append((module._parameters, name))
                     weights.append(parameter)
-            self._note_tensors(module, copies)
+            self._find_tensors(module)
+        for entry in self._entries:
+            entry.note(copies)
         self._versions = versions_of([tensor for _, _, tensor in self._parameters])
         self._surroundings.begin(modules)
         return weights
 
-    def _note_tensors(self, module: nn.Module, copies: dict[int, torch.Tensor]) -> None:
+    def _find_tensors(self, module: nn.Module) -> None:
         buffers = module._buffers
         if buffers and isinstance(buffers, dict):  # TorchScript keeps them elsewhere
             habit = _habits.get(module)
             if habit is None:
                 habit = _habits[module] = _Habit()
             first = module.training not in habit.modes
+            self._modes.append((habit, module.training))
             for name, tensor in buffers.items():
                 if tensor is None or isinstance(tensor, torch.Tensor):
-                    self._entries.append(_Entry(module, buffers, name, copies, habit, first))
+                    self._entries.append(_Entry(module, buffers, name, habit, first, tensor))
         attributes = vars(module)
         for name, value in attributes.items():
             # Tensors that require grad, and views, are weights: sharding replaces them at will.
@@ -231,13 +203,16 @@ class ModuleState:
                 and not value.requires_grad
                 and counter_owner(value) is value
             ):
-                self._entries.append(_Entry(module, attributes, name, copies))
+                self._entries.append(_Entry(module, attributes, name, None, False, value))
 
     def end(self, *, keep: bool) -> None:
         """Forward has ended; keep what recomputation needs, or nothing."""
         self._ended = True
         for entry in self._entries:
-            entry.end()
+            entry.settle()
+            entry.copied = None  # kept in `value` where recomputation needs it
+        for habit, training in self._modes:
+            habit.modes.add(training)
         if keep:
             self._surroundings.end()
         else:
@@ -282,32 +257,33 @@ class ModuleState:
             self._surroundings.end_again()
 
     def _require(self, entry: _Entry) -> None:
+        kind = "buffer" if entry.place is entry.module._buffers else "attribute"
+        name, where = self._name(entry.module, entry.name), self._where
         if entry.value is _ABSENT:
             if not entry.written:
                 return
-            what, advice = (
-                "by its own forward",
-                (
-                    "Run the step again: the next forward copies a buffer first."
-                    if entry.place is entry.module._buffers
-                    else "Register the tensor as a buffer."
-                ),
+            advice = (
+                "Run one forward under torch.no_grad() first."
+                if entry.before < 0
+                else "Run the step again: the next forward copies a buffer first."
+                if kind == "buffer"
+                else "Register the tensor as a buffer."
             )
-            if entry.version < 0:
-                advice = "Run one forward under torch.no_grad() first."
-        elif entry.value is None or version_of(entry.value) == entry.version:
-            return
-        else:
-            what, advice = "since its forward", "Change a clone of it, or change it after backward."
+            raise RecomputeError(
+                f"ckpt_wrap.{where.made_by}: {kind} {name!r} of module {where} was changed in "
+                "place by its own forward, and recomputation needs it as it was before. " + advice
+            )
+        if entry.value is not None and version_of(entry.value) != entry.version:
             if entry.habit is not None:
                 entry.habit.written.add(entry.name)
-        kind = "buffer" if entry.place is entry.module._buffers else "attribute"
-        raise self._error(
-            f"{kind} {self._name(entry.module, entry.name)!r}",
-            f"was changed in place {what}, and recomputation needs it as it was before. {advice}",
-        )
+            raise RecomputeError(
+                f"ckpt_wrap.{where.made_by}: {kind} {name!r} of module {where} was changed in "
+                "place since its forward, and recomputation needs it as it was before. Change a "
+                "clone of it, or change it after backward."
+            )
 
     def _require_parameters(self) -> None:
+        where = self._where
         now = versions_of([tensor for _, _, tensor in self._parameters])
         found = zip(self._parameters, self._versions, now, strict=True)
         for (place, name, tensor), then, count in found:
@@ -315,28 +291,31 @@ class ModuleState:
             if present is not tensor:
                 # Sharding puts other types into the places of parameters.
                 if type(present) is nn.Parameter and type(tensor) is nn.Parameter:
-                    raise self._error(
-                        f"parameter {self._parameter_name(place, name)!r}",
-                        "was replaced since the forward, and recomputation with other values gives "
-                        "another gradient. Replace parameters after backward.",
+                    name = self._parameter_name(place, name)
+                    raise RecomputeError(
+                        f"ckpt_wrap.{where.made_by}: parameter {name!r} of module {where} was "
+                        "replaced since the forward, and recomputation with other values gives "
+                        "another gradient. Replace parameters after backward."
                     )
             elif then != count:
-                raise self._error(
-                    f"parameter {self._parameter_name(place, name)!r}",
-                    "was changed in place since its forward started, and recomputation with other "
-                    "values gives another gradient. Step the optimizer after backward, and do not "
-                    "checkpoint a module whose forward writes its parameters, such as "
-                    "nn.Embedding with max_norm.",
+                name = self._parameter_name(place, name)
+                raise RecomputeError(
+                    f"ckpt_wrap.{where.made_by}: parameter {name!r} of module {where} was changed "
+                    "in place since its forward started, and recomputation with other values gives "
+                    "another gradient. Step the optimizer after backward, and do not checkpoint a "
+                    "module whose forward writes its parameters, such as nn.Embedding with "
+                    "max_norm."
                 )
 
     def _require_no_guard(self) -> None:
         for entry in self._entries:
             if not entry.was_written_again() and entry.written and self.asked:
-                raise self._error(
-                    f"buffer {self._name(entry.module, entry.name)!r}",
-                    "was written by forward and not by recomputation, after forward called "
+                name = self._name(entry.module, entry.name)
+                raise RecomputeError(
+                    f"ckpt_wrap.{self._where.made_by}: buffer {name!r} of module {self._where} was "
+                    "written by forward and not by recomputation, after forward called "
                     "is_recomputing(). Write the buffer in both: the write in recomputation is "
-                    "dropped.",
+                    "dropped."
                 )
 
     def _parameter_name(self, place: dict[str, Any], name: str) -> str:
@@ -347,11 +326,6 @@ class ModuleState:
         named = () if self.module is None else self.module.named_modules()
         prefix = next((name for name, candidate in named if candidate is module), "")
         return f"{prefix}.{name}" if prefix else name
-
-    def _error(self, what: str, rule: str) -> RecomputeError:
-        return RecomputeError(
-            f"ckpt_wrap.{self._where.made_by}: {what} of module {self._where} {rule}"
-        )
 
 
 def below(module: nn.Module | None) -> list[nn.Module]:

@@ -15,8 +15,6 @@ from ckpt_wrap._errors import ModuleError, OptionError
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
-_DETERMINISM_CHECKS = ("default", "none")
-
 
 class CheckpointImpl(enum.Enum):
     """Which implementation recomputes.
@@ -56,40 +54,32 @@ class CheckpointOptions:
                 "Pass CheckpointImpl.NO_REENTRANT or CheckpointImpl.REENTRANT."
             )
         for name in ("preserve_rng_state", "debug", "early_stop"):
-            if not isinstance(getattr(self, name), bool):
-                value = getattr(self, name)
+            value = getattr(self, name)
+            if not isinstance(value, bool):
                 return f"option {name!r} is {value!r}, but it must be a bool. Pass True or False."
-        if self.determinism_check not in _DETERMINISM_CHECKS:
+        if self.determinism_check not in ("default", "none"):
             return (
                 f"option 'determinism_check' is {self.determinism_check!r}, but it must be "
-                f"one of {_DETERMINISM_CHECKS}. Pass one of them."
+                "'default' or 'none'. Pass one of them."
             )
         if not callable(self.context_fn):
             return (
                 f"option 'context_fn' is {self.context_fn!r}, but it must be a function that "
                 "returns two context managers. Pass such a function."
             )
-        return self._conflict()
-
-    def _conflict(self) -> str:
-        custom_context = self.context_fn is not noop_context_fn
-        if self.impl is CheckpointImpl.REENTRANT and custom_context:
-            return _only_no_reentrant("context_fn")
-        if self.impl is CheckpointImpl.REENTRANT and self.debug:
-            return _only_no_reentrant("debug")
-        if self.debug and custom_context:
+        contexts = self.context_fn is not noop_context_fn
+        if self.impl is CheckpointImpl.REENTRANT and (contexts or self.debug):
+            name = "context_fn" if contexts else "debug"
+            return (
+                f"option {name!r} is set with checkpoint_impl=CheckpointImpl.REENTRANT, but only "
+                "NO_REENTRANT supports it. Leave one of the two out."
+            )
+        if self.debug and contexts:
             return (
                 "option 'debug' is True together with 'context_fn', but debug brings a context "
                 "of its own. Pass only one of them."
             )
         return ""
-
-
-def _only_no_reentrant(name: str) -> str:
-    return (
-        f"option {name!r} is set with checkpoint_impl=CheckpointImpl.REENTRANT, but only "
-        "NO_REENTRANT supports it. Leave one of the two out."
-    )
 
 
 def require_module(value: object, function: str) -> None:

@@ -3,12 +3,11 @@
 The class becomes a subclass made for it, see `_subclass`, whose `forward` goes through a
 checkpoint, an offload, or both.
 
-Rule 1. All state is one frozen value in the instance, `_ckpt_wrap`. Copies share nothing that
-        changes.
-Rule 2. Offload goes around checkpoint, whichever was asked for first. What is recomputed is not
-        kept, so what is left to offload are the inputs.
-Rule 3. `unwrap` gives the class back. Where another class was put on top in the meantime, as
-        `fully_shard` does, the subclass stays below it and does nothing.
+- The options are one frozen value in the instance, `_ckpt_wrap`, so copies share nothing mutable.
+- Offload goes around checkpoint, whichever was asked for first. Activations are recomputed, so only
+  the inputs can be offloaded.
+- `unwrap` gives the class back. Where another class was put on top in the meantime, as
+  `fully_shard` does, the subclass stays below it and does nothing.
 """
 
 from __future__ import annotations
@@ -47,14 +46,14 @@ Action = Literal["checkpoint", "offload"]
 
 @dataclass(frozen=True, slots=True)
 class Behaviour:
-    """What calls a module's forward."""
+    """The checkpoint function and the offload that a module's forward goes through."""
 
     checkpoint: CheckpointFn | None = None
     offload: Offload | None = None
 
     @never_compiled
     def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """The forward by way of them, see Rule 2."""
+        """Call the forward through them."""
         if self.offload is None:
             return self.checkpoint(forward, *args, **kwargs)  # type: ignore[misc]  # one is set
         if self.checkpoint is None:
