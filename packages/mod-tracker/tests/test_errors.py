@@ -11,9 +11,7 @@ from torch import nn
 
 import mod_tracker
 from mod_tracker import (
-    HookSlotError,
     MissingExtraError,
-    ModTracker,
     ModTrackerError,
     OptionError,
     ReportSchedule,
@@ -35,19 +33,6 @@ def test_every_error_has_the_base_class_and_a_builtin_one():
     for error in found:
         assert issubclass(error, ModTrackerError)
         assert error is ModTrackerError or issubclass(error, (ValueError, RuntimeError, KeyError))
-
-
-def test_taken_hook_slot():
-    """The sentence is torch's; no hook of the call is registered."""
-    tracker, calls = ModTracker(), []
-    tracker.register_user_hooks(post_fw_hook=lambda *_: calls.append("old"))
-    with pytest.raises(HookSlotError, match="Only one post_fw_hook can be registered at a time"):
-        tracker.register_user_hooks(
-            pre_fw_hook=lambda *_: calls.append("new"), post_fw_hook=lambda *_: None
-        )
-    with tracker:
-        nn.ReLU()(torch.ones(1))
-    assert calls == ["old"]
 
 
 def test_unknown_clock():
