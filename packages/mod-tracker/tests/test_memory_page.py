@@ -131,16 +131,6 @@ def test_first_lines_say_what_there_is_most_of_and_what_grew():
     assert str(page_of(held(9, "inputs"))).splitlines()[2] == "most of it is inputs: 9 B"
 
 
-def test_bytes_inside_count_once_for_each_module_around():
-    """Of the kinds that are asked for, also where a module is around itself; largest first."""
-    page = page_of(
-        held(5, "saved", "Net", "Net.0", "Net"), held(7, "saved", "Net"), held(9, "inputs", "Net")
-    )
-    assert list(page.inside("saved").items()) == [("Net", 12), ("Net.0", 5)]
-    assert page.inside("saved", "inputs")["Net"] == 21
-    assert page.inside() == {}
-
-
 def test_tables_have_eight_rows_at_most():
     """The largest; sums are over all."""
     storages = [

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-
 import pytest
 import torch
 from torch import nn
@@ -86,23 +82,6 @@ def test_largest_modules_are_kept_and_the_others_counted(limit, names):
     assert found["total_flops"] == 11
     assert found.get("modules_left_out", 0.0) == 3 - len(names)
     assert ("modules_left_out" in found) == (limit < 3)
-
-
-@pytest.mark.parametrize("report_of", REPORTS)
-def test_every_report_can_be_written_in_every_way(report_of, mlp, x):
-    """Table, JSON, CSV; the difference to itself is zero everywhere."""
-    with report_of(mlp) as report:
-        mlp(x).sum().backward()
-    lines = report.table(limit=1).splitlines()
-    assert lines[2].startswith("MLP ")
-    assert lines[3].startswith("(outside)")
-    assert json.loads(report.to_json())
-    names = [row["name"] for row in csv.DictReader(io.StringIO(report.to_csv()))]
-    assert set(names) == {"(outside)", "MLP", "MLP.a", "MLP.b"}
-    same = report.diff(report)
-    assert same.total == 0
-    assert all(getattr(row, column) == 0 for row in same for column in same.columns)
-    assert len(report) == 3
 
 
 def test_difference_counts_missing_modules_as_zero(x):
@@ -217,14 +196,6 @@ def test_page_is_written_where_it_is_to_be(mlp, x, tmp_path):
         report.to_html(by="forward")
     with pytest.raises(StateError, match="is a difference"):
         report.diff(report).to_html()
-
-
-def test_names_in_a_page_are_words_and_never_markup():
-    """A module may have any name."""
-    name = "</script><img src=x onerror=alert(1)>"
-    page = flame_page("Title", {(name,): {"forward": 1}}, str, table=name)
-    assert "<img" not in page
-    assert page.count("</script>") == 1
 
 
 def test_frames_of_a_page_are_as_wide_as_their_part():

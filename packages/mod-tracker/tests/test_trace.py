@@ -60,19 +60,6 @@ def test_file_of_the_profiler_has_operators_below_the_modules_that_ran_them(mlp,
         assert products_in(f"{name} [backward]") == 2
 
 
-def test_trace_emits_nvtx_ranges(monkeypatch, mlp, x):
-    """As many pops as pushes, and never more."""
-    log = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: log.append(1))
-    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: log.append(-1))
-    with trace(ranges="nvtx", memory=False):
-        mlp(x).sum().backward()
-    depths = [sum(log[: end + 1]) for end in range(len(log))]
-    assert min(depths) == depths[-1] == 0
-    assert len(log) > 8
-
-
 def call_of(name, around=None, index=0):
     """A call of a module of this name inside another one."""
     outer = outside() if around is None else around

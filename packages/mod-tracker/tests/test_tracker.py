@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
 
@@ -62,46 +61,6 @@ def test_subscriptions_come_and_go_inside_the_block(mlp, x):
         first.remove()
         step(mlp.a, x)
     assert heard == ["first", "second"]
-
-
-def test_post_backward_gets_a_gradient_per_input(x):
-    """In the order of the inputs, with the values autograd computes."""
-
-    class Product(nn.Module):
-        def forward(self, a, b):
-            return a * b
-
-    tracker, grads = ModTracker(), []
-    tracker.subscribe(post_backward=lambda call, found: grads.append(found))
-    a, b = x * 1, x * 2
-    a.retain_grad()
-    b.retain_grad()
-    with tracker:
-        Product()(a, b).sum().backward()
-    assert len(grads) == 1
-    assert all(torch.equal(g, t.grad) for g, t in zip(grads[0], (a, b), strict=True))
-
-
-def test_forces_inside_a_forward_are_backward_then_forward_again(x):
-    """A model that calls autograd.grad in its forward: the phase follows."""
-    phases = []
-
-    class Forces(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.energy = nn.Linear(4, 1)
-
-        def forward(self, x):
-            energy = self.energy(x)
-            energy.register_hook(lambda _: phases.append((tracker.phase, tracker.current)))
-            with torch.enable_grad():
-                force = torch.autograd.grad(energy.sum(), x)[0]
-            phases.append((tracker.phase, tracker.current))
-            return force
-
-    with ModTracker() as tracker:
-        Forces()(x)
-    assert phases == [("backward", "Forces.energy"), ("forward", "Forces")]
 
 
 def test_gradients_turned_on_inside_a_module_are_attributed(x):
@@ -193,35 +152,3 @@ def test_keyword_call_of_an_argument_named_module(x):
 
     with ModTracker():
         assert Takes()(module=x) is x
-
-
-def test_forward_that_is_a_generator_is_over_before_it_runs(x):
-    """What it calls while it is consumed is called from where it is consumed."""
-
-    class Lazily(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = nn.Linear(4, 4)
-
-        def forward(self, x):
-            for _ in range(2):
-                yield self.a(x)
-
-    tracker, stacks = ModTracker(), []
-    tracker.subscribe(pre_forward=lambda call, *_: stacks.append(call.stack))
-    with tracker:
-        outputs = Lazily()(x)
-        next(outputs)
-        nn.ReLU()(x)
-        next(outputs).sum().backward()
-        assert tracker.parents == {"Global"}
-    assert stacks == [("Lazily",), ("Lazily.a",), ("ReLU",), ("Lazily.a",)]
-
-
-def test_copy_of_a_tracker_of_ones_own_class():
-    """A subclass is pickled as itself."""
-    assert type(copy.copy(Own(history=3))) is Own
-
-
-class Own(ModTracker):
-    pass
