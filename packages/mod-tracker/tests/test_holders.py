@@ -33,16 +33,6 @@ class Refusing(torch.Tensor):
         raise cls.error("no")
 
 
-class Gone(torch.Tensor):
-    """As one whose memory torch has taken away answers: there is nothing."""
-
-    def untyped_storage(self):
-        raise NotImplementedError("Cannot access storage of UndefinedTensorImpl")
-
-    def detach(self):
-        raise RuntimeError("tensor does not have a device")
-
-
 @pytest.mark.parametrize("error", [RuntimeError, TypeError, ValueError])
 def test_tensor_that_refuses_to_answer_is_on_the_page(error, monkeypatch):
     """Whatever its class raises: the bytes are there."""
@@ -54,18 +44,6 @@ def test_tensor_that_refuses_to_answer_is_on_the_page(error, monkeypatch):
         ("unseen", (12345,))
     ]
     del refusing
-
-
-@pytest.mark.parametrize("kind", ["of a lazy layer", "gone"])
-def test_tensor_without_memory_is_not_in_the_way(kind):
-    """Of a layer that has not run yet, or one that torch has emptied: the page is written."""
-    held = torch.ones(3).as_subclass(Gone) if kind == "gone" else nn.LazyLinear(3)
-    roots = [held] if isinstance(held, nn.Module) else []
-    with watch_memory(*roots) as watch:
-        torch.ones(2)
-        page = watch.page()
-    assert page.total == sum(page.by_kind().values())
-    assert not page.by_kind().get("parameters")
 
 
 def test_tensors_that_stand_for_others_hold_no_memory():
@@ -105,21 +83,6 @@ def test_what_was_made_before_is_found_where_python_holds_it():
     assert "not seen made" in str(page)
 
 
-def test_every_input_is_on_the_page_as_one():
-    """Sparse ones, which have several storages, and those that come after them."""
-
-    class Mixes(nn.Module):
-        def forward(self, mix, x):
-            return torch.sparse.mm(mix, x)
-
-    mix, x = torch.eye(4).to_sparse(), torch.ones(4, 30)
-    with watch_memory() as watch:
-        y = Mixes()(mix, x)
-        page = watch.page()
-    assert page.by_kind()["inputs"] == mix._indices().nbytes + mix._values().nbytes + x.nbytes
-    assert page.by_kind()["temporaries"] == y.nbytes
-
-
 @pytest.fixture
 def held():
     """`held(*roots, optimizer=None)`: what is alive by a ledger that saw nothing being made."""
@@ -141,17 +104,6 @@ def test_storage_is_held_as_the_first_kind_that_it_is(held):
     assert found == [("parameters", "Sequential.1")]
 
 
-def test_state_in_lists_is_the_optimizers(held):
-    """As LBFGS keeps it; numbers and None are in no way."""
-    model = nn.Linear(4, 4, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    state = {"step": 3, "none": None, "past": [torch.zeros(777), {"more": torch.zeros(778)}]}
-    optimizer.state[model.weight] = state
-    found = {each.size: each for each in held(model, optimizer=optimizer)}
-    assert [found[4 * size].kind for size in (777, 778)] == ["optimizer"] * 2
-    assert found[4 * 777].module == "Linear"
-
-
 def test_shared_and_viewed_storages_are_there_once(held):
     """With the module that registers them first, and their whole size."""
     model = nn.Sequential(nn.Linear(33, 33, bias=False), nn.Linear(33, 33, bias=False))
@@ -164,20 +116,6 @@ def test_shared_and_viewed_storages_are_there_once(held):
         ("parameters", "Sequential.0", ("Sequential", "Sequential.0"))
     ]
     assert (found[0].phase, found[0].line) == ("", "")
-
-
-def test_largest_is_first_and_nothing_has_no_bytes(held):
-    """Empty tensors are left out."""
-    model = nn.Module()
-    for name, size in (("small", 1), ("large", 5000), ("empty", 0)):
-        model.register_buffer(name, torch.zeros(size, dtype=torch.bfloat16))
-    found = held(model)
-    assert [each.size for each in found] == sorted((each.size for each in found), reverse=True)
-    mine = [each for each in found if each.kind == "parameters"]
-    assert [(each.size, each.dtype, each.shape) for each in mine] == [
-        (10_000, "bfloat16", (5000,)),
-        (2, "bfloat16", (1,)),
-    ]
 
 
 @pytest.mark.parametrize(

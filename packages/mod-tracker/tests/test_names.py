@@ -1,4 +1,4 @@
-"""Names: walking, cycles, identity, owners."""
+"""Names: what a module is called, that it stays called so, and whom a parameter belongs to."""
 
 from __future__ import annotations
 
@@ -136,3 +136,42 @@ def test_two_threads_name_two_roots(monkeypatch, meanwhile):
     names.adopt(first)
     meanwhile.ends()
     assert (names.of(first), names.of(second)) == ("Sequential", "Sequential#2")
+
+
+def test_named_root_names_its_parts_before_they_are_called(mlp, x):
+    """With the root given, a part called first has its full name from the start."""
+    tracker, names = ModTracker(mlp), []
+    tracker.subscribe(pre_forward=lambda call, *_: names.append(call.name))
+    with tracker:
+        mlp.a(x)
+        mlp(x)
+    assert names == ["MLP.a", "MLP", "MLP.a", "MLP.b"]
+
+
+def test_name_is_root_label_and_state_dict_prefix(x):
+    """Without the label, a name is the prefix of the module's keys in the state_dict."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
+    with ModTracker() as tracker:
+        model(x)
+    names = [tracker.get_known_fqn(m) for m in (model[0], model[1][0])]
+    keys = {key.rpartition(".")[0] for key in model.state_dict()}
+    assert {name.partition(".")[2] for name in names} == keys
+
+
+class Square(nn.Module):
+    def forward(self, x):
+        return x * x
+
+
+def test_deleted_module_keeps_its_name(x, log_ops):
+    """The hook gets None for a dead module, but the stack still has its name."""
+    tracker, hooks, names = ModTracker(), [], []
+    tracker.register_user_hooks(pre_bw_hook=lambda m, _: hooks.append(m))
+    tracker.subscribe(pre_backward=lambda call, _: names.append((call.name, call.module)))
+    with tracker:
+        model = Square()
+        loss = model(x).sum()
+        del model
+    entries = log_ops(tracker, loss.backward)
+    assert {stack for _, _, stack in entries} == {("Square",)}
+    assert (hooks, names) == ([None], [("Square", None)])

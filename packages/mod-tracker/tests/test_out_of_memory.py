@@ -69,13 +69,6 @@ def test_an_error_of_a_listener_stays_away_from_torch(cuda, caplog):
     assert "mod_tracker: memory ran out, and its page could not be written" in caplog.text
 
 
-def test_nothing_happens_where_torch_has_no_observer(monkeypatch):
-    """As in a build without CUDA."""
-    monkeypatch.delattr(torch._C, "_cuda_attach_out_of_memory_observer", raising=False)
-    _torch_compat.on_out_of_memory(print)()
-    assert print not in _torch_compat._listeners
-
-
 def test_page_is_of_the_moment_before_the_error(cuda):
     """With what a function held that lets go of it as the error comes through; once in a step."""
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import copy
 import importlib.util
-import pickle
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from torch._subclasses import FakeTensor, FakeTensorMode
-from torch._subclasses.functional_tensor import FunctionalTensor
+from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -48,14 +45,6 @@ def test_every_name_asked_for_is_there(dotted):
     if dotted in ONLY_WITH_CUDA and not torch.backends.cuda.is_built():
         pytest.skip("this torch was built without CUDA")
     assert compat.look_up(dotted) is not None
-
-
-@pytest.mark.parametrize(
-    "dotted", ["no_such", "no_such.deeper", "_C.no_such", "_C.no_such.deeper.still", ""]
-)
-def test_name_that_is_not_there_is_none(dotted):
-    """Wherever the way to it ends."""
-    assert compat.look_up(dotted) is None
 
 
 @pytest.mark.parametrize(
@@ -132,14 +121,6 @@ def test_function_modes_are_not_asked_for_hooks():
     assert len(calls) == 1
 
 
-def test_number_is_the_creation_order():
-    """A node's number is what the counter said before."""
-    x = torch.ones(1, requires_grad=True)
-    expected = compat.next_number()
-    assert compat.number_of((x * 2).grad_fn) == expected
-    assert compat.next_number() == expected + 1
-
-
 def test_callback_runs_at_the_end_of_a_backward_only():
     """Within a backward it is queued; outside it is refused."""
     x, calls = torch.ones(1, requires_grad=True), []
@@ -154,8 +135,8 @@ def test_callback_runs_at_the_end_of_a_backward_only():
 def test_without_private_names_forward_is_complete(monkeypatch, mlp, x):
     """The fallbacks: the stack in forward, and no backward."""
     for module in (attribution, tracker_file):
-        monkeypatch.setattr(module, "graph_task", compat._no_task)
-    monkeypatch.setattr(attribution, "current_node", compat._no_node)
+        monkeypatch.setattr(module, "graph_task", lambda: compat.NO_TASK)
+    monkeypatch.setattr(attribution, "current_node", lambda: None)
     tracker, stacks = ModTracker(), []
     mlp.a.register_forward_hook(lambda *_: stacks.append(tracker.stack) or None)
     with tracker:
@@ -163,7 +144,6 @@ def test_without_private_names_forward_is_complete(monkeypatch, mlp, x):
         y.register_hook(lambda _: stacks.append((tracker.stack, tracker.is_bw)))
         y.sum().backward()
     assert stacks == [("MLP", "MLP.a"), ((), False)]
-    assert (compat._no_node(), compat._constant_number()) == (None, 0)
 
 
 def test_node_creation_hook_tags_what_a_backward_creates(monkeypatch, x):
@@ -194,15 +174,6 @@ def test_node_creation_hook_tags_what_a_backward_creates(monkeypatch, x):
         grad.sum().backward()
     assert seen == [("Sequential", "Sequential.0")]
     assert hooks == []
-
-
-def test_node_creation_hook_is_optional(monkeypatch):
-    """Without it the option does nothing."""
-    monkeypatch.delattr(torch.autograd.graph, "node_creation_hook", raising=False)
-    assert compat.node_creation_hook(print) is None
-    with ModTracker(higher_order=True) as tracker:
-        nn.ReLU()(torch.ones(1))
-    assert tracker.parents == {"Global"}
 
 
 def imported_again():
@@ -252,20 +223,6 @@ def test_first_import_may_be_anywhere(way):
     assert not found[0]._EMPTY.is_inference()
 
 
-def test_hook_of_a_gradient_is_called_by_grad_and_with_undefined_ones():
-    """`torch.autograd.grad` for that very output; None where nothing arrives at it."""
-    x, given = torch.ones(2, requires_grad=True), []
-    y = x * 1
-    compat.hook_gradient(y.grad_fn, 0, compat.new_carrier(), given.append)
-    torch.autograd.grad(y.sum(), y)
-    first = y.unbind()[0]
-    compat.hook_gradient(first.grad_fn, 1, compat.new_carrier(), given.append)
-    first.backward()
-    assert [None if grad is None else grad.tolist() for grad in given] == [
-        *([1.0, 1.0], None, [1.0, 0.0])
-    ]
-
-
 def test_torch_without_private_names_has_neither_way(monkeypatch):
     """Importing succeeds; every mode counts as on, so that hooks go the long way."""
     monkeypatch.delattr(torch._C, "_current_graph_task_id")
@@ -280,86 +237,18 @@ def test_torch_without_private_names_has_neither_way(monkeypatch):
     assert len(given) == 1
 
 
-def test_children_and_parameters_without_the_private_tables():
-    """The public methods stand in."""
-    model = nn.Sequential(nn.Linear(2, 2))
-    tables = {name: model.__dict__[name] for name in ("_modules", "_parameters")}
-
-    class Bare(nn.Module):
-        def named_children(self):
-            return iter([("0", model[0])])
-
-        def named_parameters(self, *args, **kwargs):
-            return iter([("w", model[0].weight)])
-
-    bare = Bare()
-    assert compat.children_of(model) == tables["_modules"]
-    for name in tables:
-        del bare.__dict__[name]
-    assert compat.children_of(bare) == {"0": model[0]}
-    assert list(compat.parameters_of(bare)) == ["w"]
-
-
-def test_module_that_was_not_initialised_fails_as_ever():
-    """The error is the one without a tracker."""
-
-    class Forgetful(nn.Module):
-        def __init__(self):
-            pass
-
-        def forward(self, x):
-            return x
-
-    errors = []
-    for context in (contextlib.nullcontext(), ModTracker()):
-        with context, pytest.raises(AttributeError) as caught:
-            Forgetful()(torch.ones(1))
-        errors.append(str(caught.value))
-    assert errors[0] == errors[1]
-    assert compat.buffers_of(Forgetful()) == {}
-
-
 def test_module_behind_a_compiled_one_is_the_users():
     """And nothing is behind one that has a part of that name."""
     model, holder = nn.Linear(2, 2), nn.Module()
     holder.register_module("_orig_mod", model)
-    assert compat.wrapped_by_compile(torch.compile(model, backend="eager")) is model
-    assert compat.wrapped_by_compile(model) is compat.wrapped_by_compile(holder) is None
-
-
-def test_shared_child_is_listed_under_every_name_and_none_too():
-    """Which `named_children`, that a module may override besides, would leave out."""
-
-    class Hides(nn.Module):
-        def named_children(self):
-            raise ZeroDivisionError
-
-    model, shared = Hides(), nn.ReLU()
-    model.a = model.b = shared
-    model.register_module("none", None)
-    assert dict(compat.children_of(model)) == {"a": shared, "b": shared, "none": None}
-
-
-def test_parameters_and_buffers_are_the_modules_own(x):
-    """Those that are None are listed, those of children are not."""
-    model = nn.Sequential(nn.Linear(2, 2))
-    model.register_parameter("none", None)
-    model.register_buffer("mask", x.detach())
-    model.register_buffer("gone", None, persistent=False)
-    assert dict(compat.parameters_of(model)) == {"none": None}
-    assert dict(compat.buffers_of(model)) == {"mask": model.mask, "gone": None}
+    assert compat.unwrap(torch.compile(model, backend="eager")) is model
+    assert compat.unwrap(model) is model
+    assert compat.unwrap(holder) is holder
 
 
 def traced():
     """A graph that the user traced."""
     return torch.fx.symbolic_trace(nn.Linear(2, 2))
-
-
-def test_graph_that_the_user_traced_is_a_module_of_the_users():
-    """Copied and pickled as well; and any other module is no graph."""
-    graph = traced()
-    for module in (graph, copy.deepcopy(graph), pickle.loads(pickle.dumps(graph)), nn.Linear(2, 2)):
-        assert not compat.is_compiled_graph(module)
 
 
 @pytest.mark.parametrize("mark", ["id", "reason", "boxed"])
@@ -405,29 +294,11 @@ def test_tensor_subclasses_are_plain_inside_the_context(monkeypatch):
 ATEN = torch.ops.aten
 
 
-class Own(torch.Tensor):
-    """Carries out operators itself."""
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
-class Plain(torch.Tensor):
-    """A class of tensors that does nothing of its own."""
-
-
 class Passes(TorchDispatchMode):
     """A mode that lets everything through."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("operator", [ATEN.mm.default, ATEN.silu_backward.default, ATEN.mm, None])
-def test_operator_with_a_kernel_of_its_own_has_no_parts(operator):
-    """Also where it could be taken apart; a packet and what is no operator have none."""
-    assert not compat.is_composite(operator)
 
 
 @pytest.mark.parametrize("lacks", [None, "_COMPOSITE", "_has_kernel"])
@@ -451,35 +322,6 @@ def test_operators_that_take_functions_are_known(monkeypatch):
     ]
     monkeypatch.setattr(compat, "_HigherOrderOperator", None)
     assert not compat.is_higher_order(cond)
-
-
-@pytest.mark.parametrize(
-    ("kind", "own", "stand_in"),
-    [
-        (torch.Tensor, False, False),
-        (torch.nn.Parameter, False, False),
-        (Plain, False, False),
-        (Own, True, False),
-        (type("Below", (Own,), {}), True, False),
-        (FakeTensor, False, True),
-        (type("BelowFake", (FakeTensor,), {}), False, True),
-        (FunctionalTensor, False, True),
-    ],
-)
-def test_classes_of_tensors_are_told_apart(kind, own, stand_in):
-    """The user's that carry out operators, torch's stand-ins, and those that do neither."""
-    assert compat.has_own_operators(kind) == own
-
-
-def test_top_hooks_for_saved_tensors_are_the_innermost():
-    """Both of them, as they were given; none where there are none."""
-    outer, inner = (len, abs), (id, repr)
-    assert compat.top_saved_hooks() is None
-    with torch.autograd.graph.saved_tensors_hooks(*outer):
-        with torch.autograd.graph.saved_tensors_hooks(*inner):
-            assert compat.top_saved_hooks() == inner
-        assert compat.top_saved_hooks() == outer
-    assert compat.top_saved_hooks() is None
 
 
 def test_mode_that_is_left_leaves_those_on_top_of_it():
@@ -583,13 +425,3 @@ def test_a_reentrant_checkpoint_keeps_its_input_by_a_node():
     assert kept_behind(checkpoint(torch.sin, given, use_reentrant=True)) == [
         (torch.Tensor, False, True)
     ]
-
-
-@shows_what_nodes_keep
-def test_class_that_refuses_is_no_obstacle():
-    """It keeps nothing that could be asked for."""
-
-    class Refusing(torch.Tensor):
-        grad_fn = property(lambda self: 1 // 0)
-
-    assert kept_behind(torch.ones(2).as_subclass(Refusing)) == []

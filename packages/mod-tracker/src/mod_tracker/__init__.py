@@ -21,23 +21,16 @@ from ._errors import (
 from ._module_call import ModuleCall
 from ._subscription import Subscription
 from ._tracker import ModTracker
-from .integrations import ReportSchedule, lightning_callback, transformers_callback
-from .reports import (
-    FlopReport,
-    MemoryPage,
-    MemoryReport,
-    MemoryWatch,
-    PhaseRow,
-    Report,
-    TimeReport,
-    TraceReport,
-    assert_no_growth,
-    profile_flops,
-    profile_memory,
-    profile_time,
-    trace,
-    watch_memory,
-)
+from .integrations._callbacks import lightning_callback, transformers_callback
+from .integrations._schedule import ReportSchedule
+from .reports._flops import FlopReport, profile_flops
+from .reports._growth import assert_no_growth
+from .reports._memory import MemoryReport, profile_memory
+from .reports._memory_page import MemoryPage
+from .reports._report import PhaseRow, Report
+from .reports._time import TimeReport, profile_time
+from .reports._trace import TraceReport, trace
+from .reports._watch import MemoryWatch, watch_memory
 
 __all__ = [
     "FlopReport",

@@ -150,7 +150,7 @@ class Attribution:
         if maker is None or maker is state:
             return state
         if self._makers is None:
-            self._makers = Makers(self)
+            self._makers = Makers(lambda: self.state() or self.open_state())
         self._makers.follow(node, maker)
         if state is None:
             state = self.open_state()

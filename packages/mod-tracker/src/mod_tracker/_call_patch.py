@@ -1,4 +1,4 @@
-"""The only place that patches `nn.Module.__call__`.
+"""The only place that patches `nn.Module.__call__`, and what a call goes through then.
 
 Note [Owning the patch]
 Rule 1: every time a tracker is entered it puts a new layer around whatever is there. A layer is
@@ -13,6 +13,11 @@ Rule 5: while torch.compile traces, a layer is one branch that Dynamo folds away
         contains nothing of it and has no guard on it.
 Rule 6: a foreign patch may carry the attributes of the layer it wraps, as `functools.wraps` has
         it. A function is our layer only if the layer says so, too.
+
+Note [Calls with events]
+Whatever the module or a listener raises goes to the caller of the module, and leaves the thread's
+state clean; which listeners may raise, `_subscription` says. Listeners told of the entry are told
+of the exit, with output None if the call failed.
 """
 
 from __future__ import annotations
@@ -27,8 +32,9 @@ import torch
 from torch import nn
 
 from ._backward import Backward
-from ._call_events import call_with_events
-from ._listeners import INTERNAL
+from ._listeners import INTERNAL, Callback, PathListeners
+from ._record import Path
+from ._thread_state import ThreadState
 from ._torch_compat import graph_task
 
 Proceed = Callable[..., Any]
@@ -137,3 +143,39 @@ def tracked(layer: Layer, backward: Backward) -> Proceed:
                 attribution.tell_switch()
 
     return call
+
+
+def call_with_events(
+    backward: Backward,
+    state: ThreadState,
+    path: Path,
+    run: Callable[..., Any],
+    args: tuple,
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call the module, by `run`, between its events. See Note [Calls with events].
+
+    The thread state is in the call already.
+    """
+    listeners: PathListeners = path.listeners
+    backward.attribution.tell_switch()
+    outermost, seen = not state.leaves, path.module()
+    told: list[Callback] = []
+    output = None
+    try:
+        call_backward = backward.open(state, listeners, args, kwargs)
+        for entered, left in listeners.forward:
+            if entered is not None:
+                entered(seen, args, kwargs)
+            if left is not None:
+                told.append(left)
+        output = run(*args, **kwargs)
+    finally:
+        try:
+            for notify in told:
+                notify(seen, args, kwargs, output)
+        finally:
+            if outermost:
+                state.leaves.clear()
+    backward.close(state, call_backward, output)
+    return output

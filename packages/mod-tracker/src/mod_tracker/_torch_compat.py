@@ -61,18 +61,6 @@ def in_fresh_thread(function: Callable[[], Found]) -> Found:
     return found[0]
 
 
-def _no_task() -> int:
-    return NO_TASK
-
-
-def _no_node() -> Any:
-    return None
-
-
-def _constant_number() -> int:
-    return 0
-
-
 def probe(
     next_number: Callable[[], int] | None,
     graph_task: Callable[[], int] | None,
@@ -109,9 +97,9 @@ _current_node = look_up("_C._current_autograd_node")
 EXACT_BACKWARD: bool = in_fresh_thread(lambda: probe(_next_number, _graph_task, _current_node))
 """Whether backward attribution works on this torch."""
 
-next_number: Callable[[], int] = _next_number if EXACT_BACKWARD else _constant_number
-graph_task: Callable[[], int] = _graph_task if EXACT_BACKWARD else _no_task
-current_node: Callable[[], Any] = _current_node if EXACT_BACKWARD else _no_node
+next_number: Callable[[], int] = _next_number if EXACT_BACKWARD else lambda: 0
+graph_task: Callable[[], int] = _graph_task if EXACT_BACKWARD else lambda: NO_TASK
+current_node: Callable[[], Any] = _current_node if EXACT_BACKWARD else lambda: None
 
 
 LEAF_NODE: Any = look_up("_C._functions.AccumulateGrad")
@@ -341,26 +329,18 @@ def _listed(listing: Callable[..., Any], **options: Any) -> dict[str, Any]:
         return {}
 
 
-def wrapped_by_compile(module: nn.Module) -> nn.Module | None:
-    """Return the user's module behind the object `torch.compile(module)` returns, else None."""
-    if type(module).__name__ != "OptimizedModule":
-        return None
-    return children_of(module).get("_orig_mod")
-
-
 def unwrap(module: nn.Module) -> nn.Module:
     """Return the user's module: itself, or the one inside what torch.compile returned."""
-    # Asked of every module several times: the common answer takes no second function.
     if type(module).__name__ != "OptimizedModule":
         return module
-    inner = wrapped_by_compile(module)
+    inner = children_of(module).get("_orig_mod")
     return module if inner is None else inner
 
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether calls of the module, or of what `torch.compile` returned for it, run compiled."""
     in_place = module.__dict__.get("_compiled_call_impl")
-    return in_place is not None or wrapped_by_compile(module) is not None
+    return in_place is not None or unwrap(module) is not module
 
 
 def is_compiled_graph(module: nn.Module) -> bool:

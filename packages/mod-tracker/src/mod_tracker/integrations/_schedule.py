@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from .._errors import OptionError
-from ..reports import Report
+from ..reports._report import Report
 
 _GIVE = (
     "Give profile_flops, profile_time, profile_memory or trace, or a function that calls one: "

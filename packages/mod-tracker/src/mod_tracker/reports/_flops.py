@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -115,23 +115,13 @@ class FlopReport(Report[PhaseRow]):
         return {**super().to_dict(), **extra}
 
 
-class Rule(NamedTuple):
-    """How an operator is counted.
+FREE, UNKNOWN = "free", "unknown"
+COMPOSITE = "composite"  # its parts are counted
+BRANCHES = "branches"  # torch.cond: one of its functions is counted
+INSIDE = "inside"  # a higher-order operator: what its functions do is counted
 
-    Attributes:
-        formula: None for an operator without one.
-        kind: what is to be done with one that has none.
-    """
-
-    formula: Count | None
-    kind: str = ""
-
-
-FREE = Rule(None, "free")
-COMPOSITE = Rule(None, "composite")  # its parts are counted
-BRANCHES = Rule(None, "branches")  # torch.cond: one of its functions is counted
-INSIDE = Rule(None, "inside")  # a higher-order operator: what its functions do is counted
-UNKNOWN = Rule(None, "unknown")
+Rule = Count | str
+"""How an operator is counted: its formula, or what is to be done with one that has none."""
 
 
 class Counts:
@@ -188,7 +178,7 @@ class FlopMode(MeasuringMode):
             rule = self._rules[func] = self._rule_of(func)
         # A subclass is counted as a whole where there is a formula, and else by what it does. A
         # rank of a sharded tensor does a part of the whole.
-        if types and has_own_way(types) and (rule.formula is None or _not_whole(types, args)):
+        if types and has_own_way(types) and (isinstance(rule, str) or _not_whole(types, args)):
             return self.pass_on(func, types, args, kwargs)
         if types and self.is_tried_out(types):
             return func(*args, **kwargs)
@@ -196,11 +186,11 @@ class FlopMode(MeasuringMode):
         if rule is FREE:
             self.counts.uncounted[func] += 1
             return func(*args, **kwargs)
-        if rule.formula is None or _is_ragged(args):
+        if isinstance(rule, str) or _is_ragged(args):
             return self._without_formula(rule, func, types, args, kwargs)
         output = func(*args, **kwargs)
         try:
-            amount = rule.formula(func, args, kwargs, output)
+            amount = rule(func, args, kwargs, output)
         except Exception as error:
             self.errors[func] = error
             self.counts.uncounted[func] += 1
@@ -212,7 +202,7 @@ class FlopMode(MeasuringMode):
         packet = getattr(func, "overloadpacket", func)
         formula = self._formulas.get(func) or self._formulas.get(packet)
         if formula is not None:
-            return Rule(formula)
+            return formula
         if is_higher_order(func):
             return BRANCHES if func is torch.ops.higher_order.cond else INSIDE
         if is_composite(func):

@@ -27,8 +27,9 @@ from .._record import Call, root_of
 from .._tracker import tracking
 from ._allocations import AllocationMode, measuring_storages
 from ._compiled import WHOLE, compiled_note, nothing_called_note
+from ._device_time import totals_of
 from ._report import phase_rows
-from ._time import Timeline, TimeReport, totals_of
+from ._time import Timeline, TimeReport
 
 Event = dict[str, Any]
 Frame = tuple[Call, str]
