@@ -90,11 +90,14 @@ class ShardedParams:
     def _remember(self) -> None:
         self.pointers = tuple(param.data_ptr() for param in self.params)
         world_size = self.plan.world_size
+        known: tuple[ParamPiece, ...] = getattr(self, "param_pieces", ())
         segment = PieceSegment(self.plan, self.comms.gather, self.device)
         self.param_pieces = tuple(
             ParamPiece(piece, index, segment, self.places[index])
             for index, piece in enumerate(self.pieces)
         )
+        for piece_now, before in zip(self.param_pieces, known, strict=False):
+            piece_now.follow(before)
         for index, (piece, param) in enumerate(zip(self.pieces, self.params, strict=True)):
             mark_param(
                 param,
