@@ -123,7 +123,8 @@ def _prepare(
                     f"{world.ranks[0]} and {_short(note[at])} on rank {rank}, but all ranks must "
                     "save one state. Call it after the same step on all ranks, or pass step=."
                 )
-    return lambda: _write(state, Path(path), notes[0][3], world)
+    writers = world.for_thread() if snapshot else world
+    return lambda: _write(state, Path(path), notes[0][3], writers)
 
 
 def _short(told: Any) -> Any:

@@ -34,7 +34,9 @@ class ShardedModule(nn.Module):
 
     _flat_param: Unit
     _flat_param_class: type[nn.Module]
-    _is_fsdp_managed_module: ClassVar[bool] = True  # transformers' generate() keeps ranks in step
+    # As FSDP2's modules have them: transformers' generate() keeps ranks in step, dynamo compiles.
+    _is_fsdp_managed_module: ClassVar[bool] = True
+    _fsdp_use_orig_params: ClassVar[bool] = True
     _flat_param_methods: ClassVar[dict[str, Callable[..., Any]]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
