@@ -18,9 +18,6 @@ from torch.nn import utils
 from torch.nn.utils import clip_grad
 
 from .._errors import StateError
-from ._backward_returns import replace_inputs as replace_inputs
-from ._backward_returns import tell_of_returns as tell_of_returns
-from ._backward_returns import when_backward_returns as when_backward_returns
 
 _version_of = attrgetter("_version")
 
@@ -72,13 +69,18 @@ def will_run(node: Any) -> bool:
     return True if ask is None else ask(node)
 
 
-def backward_is_running() -> bool:
-    """Whether this thread is inside a backward pass.
+def current_backward() -> int:
+    """A number of the backward pass that this thread is inside of; -1 outside of one.
 
-    Fallback: True; a forward after a failed backward is then taken for a recomputation.
+    Fallback: 0; a forward after a failed backward is then taken for a recomputation.
     """
     task: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_id", None)
-    return True if task is None else task() != -1
+    return 0 if task is None else task()
+
+
+def backward_is_running() -> bool:
+    """Whether this thread is inside a backward pass."""
+    return current_backward() != -1
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

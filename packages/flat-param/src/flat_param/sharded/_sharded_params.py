@@ -32,7 +32,7 @@ from ..layout._strategy import UnitOptions
 from ..memory._buffer import zeros
 from ..memory._dtensors import DTensorPlace, as_plain, is_dtensor, local_of, place_of_dtensor
 from ..memory._views import memory_order, param_views
-from ._guards import mark_leaves, mark_param
+from ._guards import mark_param
 from ._param_piece import ParamPiece, PieceSegment
 
 
@@ -129,7 +129,6 @@ class ShardedParams:
             nn.Parameter(self.placed(index, view.data), requires_grad=self.segment.trainable)
             for index, view in enumerate(param_views(self.full, self.segment.layout))
         )
-        mark_leaves(self.params, self.leaves)
         self.free()
 
     def placed(self, index: int, local: Tensor) -> Tensor:
