@@ -10,8 +10,8 @@ Rule 3: the flat gradient is made at the first gradient; a frozen segment never 
 Rule 4: looking at every parameter costs as much as a small model's whole step. What runs several
 times per step looks at the first and the last parameter, and at all of them after a backward: a
 gradient assigned by hand to one in between is seen by `vector`, the norms and clipping.
-Rule 5: a backward that was stopped leaves what it has computed, as torch does. The next read or the
-next backward finds that it is over.
+Rule 5: a backward that was stopped leaves what it has computed, as torch does. It is over when the
+engine drops its callbacks, at the next backward or at the next read.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class FlatGrad:
         self._flat: Tensor | None = None
         self._views: tuple[Tensor, ...] = ()
         self._backward: int | None = None  # the one that runs
+        self._callback: object = None
         self._zeroed: list[int] | None = None  # versions of small views given to this backward
         announcing = _announcing(segment)
         self._large = {index for index in announcing if _is_large(segment, index)}
@@ -188,7 +189,10 @@ class FlatGrad:
         if self._backward is not None:  # it was stopped, or this one is inside it
             self._end()
         self._backward = this = current_backward()
-        at_end_of_backward(partial(self._end_of, this))
+        callback = partial(_end, ref(self), this)
+        at_end_of_backward(callback)
+        # The engine drops its callbacks, and does not call them, when an exception stops it.
+        self._callback = ref(callback, partial(_dropped, ref(self), this))
         self._ensure_allocated()
         # With create_graph, autograd would not add in place but make another tensor.
         if not torch.is_grad_enabled():
@@ -216,10 +220,6 @@ class FlatGrad:
         else:
             self._detach_unreached()
 
-    def _end_of(self, this: int) -> None:
-        if self._backward == this:
-            self._end()
-
     def _detach_unreached(self) -> None:
         before, self._zeroed = self._zeroed, None
         after = versions(self._small_views)
@@ -235,6 +235,16 @@ class FlatGrad:
         """End a backward that was stopped and of which nobody has told."""
         if self._backward is not None and not backward_is_running():
             self._end()
+
+
+def _end(of: ref[FlatGrad], this: int) -> None:
+    grad = of()
+    if grad is not None and grad._backward == this:
+        grad._end()
+
+
+def _dropped(of: ref[FlatGrad], this: int, _: object) -> None:
+    _end(of, this)
 
 
 def _small_arrived(of: ref[FlatGrad], param: Tensor) -> None:
