@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -244,52 +242,3 @@ def replace_total_norm(make: Callable[[Callable[..., Tensor]], Callable[..., Ten
     if getattr(utils, "get_total_norm", None) is original:
         utils.get_total_norm = clip_grad._get_total_norm
     return True
-
-
-class _Outline(io.RawIOBase):
-    """Takes an archive without the bytes of tensors: what is between them, and how many there are.
-
-    Attributes:
-        between: what was written before, between and behind.
-        skipped: bytes that were not.
-    """
-
-    def __init__(self) -> None:
-        self.between, self.skipped = [bytearray()], list[int]()
-
-    def writable(self) -> bool:
-        """It is: `torch.save` asks."""
-        return True
-
-    def write(self, data: Any) -> int:
-        """What is no tensor's."""
-        self.between[-1] += data
-        return len(data)
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        """Over a tensor."""
-        self.skipped.append(offset if whence == os.SEEK_CUR else -1)
-        self.between.append(bytearray())
-        return 0
-
-
-def archive_around(tensor: Tensor) -> tuple[bytes, bytes] | None:
-    """What `torch.save` writes of a tensor before and behind the bytes of its storage.
-
-    With its checksum of these left out, which torch does not compare when it reads, and which
-    takes as long as writing them. `skip_data` is public, but may change.
-    Fallback: None, where torch has no such thing, or it writes anything else.
-    """
-    skip = getattr(torch.serialization, "skip_data", None)
-    outline = _Outline()
-    if skip is None:
-        return None
-    try:
-        with skip():
-            torch.save(tensor, cast(Any, outline))
-    except (OSError, RuntimeError, TypeError, ValueError):
-        return None
-    if outline.skipped != [tensor.untyped_storage().nbytes()]:
-        return None
-    head, tail = outline.between
-    return bytes(head), bytes(tail)
