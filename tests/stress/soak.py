@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import gc
 import os
-import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -185,8 +184,6 @@ def _sharded(model: nn.Module, folder: Path) -> tuple[Callable[[], None], Callab
         path = folder / "checkpoint"
         flat_param.save_sharded(model, path, optimizer=optimizer)
         flat_param.load_sharded(model, path, optimizer=optimizer)
-        shutil.rmtree(folder / "copy", ignore_errors=True)
-        flat_param.reshard_checkpoint(path, folder / "copy", world_size=2)
 
     return step, save
 

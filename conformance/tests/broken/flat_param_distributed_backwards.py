@@ -2,35 +2,11 @@
 
 from __future__ import annotations
 
-from functools import wraps
-
-import torch
-
 from torchparts_conformance.mutants import mutant
 
 from .faults.flat_param_distributed import with_sharded
 
 AREA = "flat-param"
-
-
-@mutant(area=AREA, kills={"FP-245"})
-def inputs_bring_whole_units(part):
-    """Gives gradients to every parameter of a module of which one is named."""
-
-    def change(module, options):
-        backward = torch.autograd.backward
-
-        @wraps(backward)
-        def changed(*args, inputs=None, **kwargs):
-            others = {p for p in module.parameters() if p.requires_grad} - set(inputs or ())
-            if inputs is not None and not set(inputs).isdisjoint(module.parameters()):
-                inputs = [*inputs, *others]
-            backward(*args, inputs=inputs, **kwargs)
-
-        torch.autograd.backward = changed
-        return module
-
-    return with_sharded(part, change)
 
 
 @mutant(area=AREA, kills={"FP-246"})

@@ -44,16 +44,6 @@ def tiles_are_runs_of_elements(part):
     return _choosing(part, choose)
 
 
-@mutant(area=AREA, kills={"FP-242"})
-def scales_are_of_rows(part):
-    """Gives each row of a tile a scale of its own."""
-
-    def scaled(*args, block=32, **options):
-        return part.Scaled(*args, block=block if isinstance(block, int) else block[1], **options)
-
-    return overlay(part, Scaled=scaled)
-
-
 @mutant(area=AREA, kills={"FP-243"})
 def codes_are_cast(part):
     """Loads all optimizer state in the dtype of its parameter."""

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from flat_param import StateError, collect_params, flatten, plan_segments, unflatten
+from flat_param import collect_params, flatten, plan_segments
 from flat_param.in_process import _flat_grad
 from flat_param.in_process._flat_segment import FlatSegment
 
@@ -149,12 +149,6 @@ def test_a_failed_backward_leaves_no_gradient_where_none_arrived(wide):
     assert wide[2].bias.grad is not None
 
 
-def test_where_nobody_is_told_a_failed_backward_is_over_when_anybody_asks(wide, monkeypatch):
-    """With somebody else's engine object, there is only that."""
-    monkeypatch.setattr(_flat_grad, "when_backward_returns", lambda callback: None)
-    test_a_failed_backward_is_not_in_the_step_after_it(wide, False, True, _clear_by_optimizer)
-
-
 def _clear_by_optimizer(model, optimizer):
     optimizer.zero_grad()
 
@@ -208,24 +202,6 @@ def test_a_failed_backward_is_not_in_the_step_after_it(wide, inside, anew, clear
         found, _after_a_stop(plain, by_param, inside, anew, clear), strict=True
     ):
         assert torch.equal(param, expected)
-
-
-def test_an_end_that_is_told_late_does_not_end_the_backward_that_runs(wide, monkeypatch):
-    """Its own is still to come."""
-    told = []
-    monkeypatch.setattr(_flat_grad, "when_backward_returns", told.append)
-    flatten(wide)
-    wide(torch.randn(2, 96)).sum().backward()
-
-    def tell(grad):
-        told[0]()
-        with pytest.raises(StateError, match="is in a backward"):
-            unflatten(wide)
-
-    wide[1].weight.register_hook(tell)
-    wide(torch.randn(2, 96)).sum().backward()
-    assert len(told) == 2
-    unflatten(wide)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -30,7 +30,6 @@ NOT_HERE = {
     "units_are_gathered_once": "counts gathers",
     "units_in_another_order_are_named_on_every_rank": "there is one order",
     "units_listed_and_not_used_are_freed": "counts gathers",
-    "values_that_are_kept_stay": "the one rank's shard is what is whole",
     "whole_tensor_optimizers_match_one_process_or_refuse": "no tensor is cut",
 }
 """Claims that are not tried in a group of one, and why."""

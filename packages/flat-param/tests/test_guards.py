@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 
 from flat_param import ParameterError, fully_shard
 from flat_param.sharded import _guards
@@ -93,28 +90,6 @@ def test_scaling_cut_gradients_is_refused_without_the_wrapped_search() -> None:
     assert torch.equal(param.detach(), torch.zeros(2))
 
 
-def test_inputs_of_a_backward_may_be_sharded_parameters_and_others() -> None:
-    """Units, an activation, and a model beside them, in one graph; the rest gets nothing."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        plain = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-        sharded, beside = copy.deepcopy(plain), nn.Linear(3, 3)
-        fully_shard(sharded[0])
-        fully_shard(sharded)
-        grads = []
-        for model in (plain, sharded):
-            x = torch.ones(2, 3, requires_grad=True)
-            inputs = [model[0].bias, x, beside.weight, model[1].weight]
-            beside.zero_grad()
-            beside(model(x)).square().sum().backward(inputs=inputs)
-            grads.append([tensor.grad for tensor in inputs])
-            assert [p.grad is None for p in model.parameters()] == [True, False, False, True]
-            assert beside.bias.grad is None
-        assert all(map(torch.equal, *grads))
-    finally:
-        dist.destroy_process_group()
-
-
 def test_gradients_that_are_handed_out_are_of_what_was_asked_for() -> None:
     """`torch.autograd.grad` says that a sharded parameter is not in the graph."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -124,16 +99,3 @@ def test_gradients_that_are_handed_out_are_of_what_was_asked_for() -> None:
             torch.autograd.grad(model(torch.ones(2, 3)).sum(), list(model.parameters()))
     finally:
         dist.destroy_process_group()
-
-
-def test_input_that_is_no_parameter_of_a_unit_is_what_it_is() -> None:
-    """Also an edge of the graph, and a copy of a parameter."""
-    param, leaf = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(4))
-    edge = get_gradient_edge(param * 2)
-    _guards.mark_leaves([param], [leaf])
-    assert _guards._leaf_of(param) is leaf
-    assert _guards._leaf_of(edge) is edge
-    for other in (leaf, copy.deepcopy(param)):
-        assert _guards._leaf_of(other) is other
-    del leaf, other
-    assert _guards._leaf_of(param) is param

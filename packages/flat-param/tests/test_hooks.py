@@ -12,7 +12,6 @@ from ._claims import all_are_listed, holds_on_every_rank
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 CLAIMS = (
-    "a_backward_of_some_parameters_gives_the_gradients_of_those",
     "an_optimizer_in_backward_trains_as_after_it",
     "gradient_hooks_see_whole_gradients_or_are_refused",
     "hooks_are_told_once_of_each_sum",

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from flat_param import Blocks, MixedPrecision
 from flat_param.sharded._sharded_params import ShardedParams, as_bytes, placement_of
@@ -95,7 +94,7 @@ def test_parameters_keep_their_identity_and_view_the_shard(
 def test_whole_is_the_shard_where_one_rank_holds_all_of_it(
     parts_of_ranks: Make, options: dict[str, Any], aliased: bool
 ) -> None:
-    """Then nothing is gathered, freed, remade or lent away."""
+    """Then nothing is gathered, freed or remade."""
     (part,) = parts_of_ranks(1, torch.randn(5, 3), **options)
     assert part.aliased == aliased
     assert (part.full is part.shard) == aliased
@@ -104,9 +103,8 @@ def test_whole_is_the_shard_where_one_rank_holds_all_of_it(
     if pending is not None:
         pending.wait()
     before = part.leaves
-    (lent,) = part.lend()
-    assert (lent.data_ptr() == part.params[0].data_ptr()) == aliased
-    part.take_writes()
+    (leaf,) = part.leaves
+    assert (leaf.data_ptr() == part.params[0].data_ptr()) == aliased
     part.free()
     part.remake()
     assert (part.leaves is before) == aliased
@@ -128,96 +126,6 @@ def test_only_ranks_without_the_rows_leave_a_parameter_out(
             assert part.leaves_out(index) == expected
     out = [part.leaves_out(index) for part in parts for index in (0, 1)]
     assert any(out) == (boundary != "element" and world > 1)
-
-
-def test_lent_tensors_stay_as_they_are(parts_of_ranks: Make) -> None:
-    """The leaves move to other memory, and the next gather does not touch what was lent."""
-    tensors = (torch.randn(5, 3), torch.randn(4))
-    parts = parts_of_ranks(2, *tensors)
-    _gather(parts)
-    lent = [part.lend() for part in parts]
-    for part in parts:
-        part.take_writes()
-        part.free()
-        assert _bytes(part) == 0
-        with torch.no_grad():
-            for param in part.params:
-                param.zero_()
-    _gather(parts)
-    for part, (weight, bias) in zip(parts, lent, strict=True):
-        assert isinstance(weight, nn.Parameter)
-        assert torch.equal(weight, tensors[0])
-        assert torch.equal(bias, tensors[1])
-        assert not any(leaf.any() for leaf in part.leaves)
-
-
-def test_what_is_computed_with_lent_tensors_has_gradients_in_the_leaves(
-    parts_of_ranks: Make,
-) -> None:
-    """Also where they were lent inside of inference mode, and after their memory was left."""
-    (part, _) = parts = parts_of_ranks(2, torch.randn(5, 3))
-    _gather(parts)
-    with torch.inference_mode():
-        (lent,) = part.lend()
-    loss = lent.square().sum()
-    part.free()
-    _gather(parts)
-    loss.backward()
-    assert torch.equal(part.leaves[0].grad, 2 * lent)
-
-
-@pytest.mark.parametrize("low", [False, True], ids=["own", "low"])
-def test_only_what_was_written_comes_to_the_shard(parts_of_ranks: Make, low: bool) -> None:
-    """Bit by bit: a NaN is taken, and -0.0; a step meanwhile on what was not written stays."""
-    options = {"mixed_precision": LOW} if low else {}
-    parts = parts_of_ranks(2, torch.ones(4, 3).mul_(1 / 3), torch.zeros(2), **options)
-    _gather(parts)
-    before = [part.shard.clone() for part in parts]
-    for part in parts:
-        weight, bias = part.lend()
-        with torch.no_grad():
-            weight[1] = 2.0
-            weight[3, 2] = float("nan")
-            bias[0] = -0.0
-            for param in part.params:
-                param.add_(1)
-        part.take_writes()
-        weight.data[2] = 7.0  # too late
-        part.take_writes()
-    _gather(parts)
-    (weight, bias), stepped = parts[0].leaves, torch.cat([each + 1 for each in before])
-    assert torch.equal(weight[1], torch.full((3,), 2.0, dtype=weight.dtype))
-    assert weight[3, 2].isnan()
-    assert torch.equal(torch.signbit(bias), torch.tensor([True, False]))
-    assert torch.equal(weight[0], stepped[:3].to(weight.dtype))
-    first = torch.cat([param.detach().flatten() for part in parts for param in part.params])
-    assert (first == 1 / 3 + torch.ones(())).sum() == 8  # of the step, in full precision
-
-
-def test_lent_memory_is_left_before_there_is_other(
-    parts_of_ranks: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where nobody has it any more, there are never two buffers; later ones are freed in place."""
-    parts = parts_of_ranks(2, torch.ones(4, 4))
-    _gather(parts)
-    attach, expired = ShardedParams._attach_leaves, []
-
-    def attaches(part: ShardedParams) -> None:
-        expired.append(old[part].expired())
-        attach(part)
-
-    monkeypatch.setattr(ShardedParams, "_attach_leaves", attaches)
-    old = {part: StorageWeakRef(part.full.untyped_storage()) for part in parts}
-    for part in parts:
-        part.lend()
-        part.take_writes()
-        part.free()
-    assert expired == [True, True]
-    full = [part.full for part in parts]
-    _gather(parts)
-    for part, before in zip(parts, full, strict=True):
-        part.free()
-        assert part.full is before
 
 
 def test_offloaded_shards_lie_on_the_cpu(parts_of_ranks: Make) -> None:
@@ -248,48 +156,6 @@ def test_parameters_are_marked_with_what_may_become_of_them(
         part.rebind([param.detach().double() for param in part.params])
 
 
-def test_writes_that_are_stopped_are_taken_the_next_time(
-    parts_of_ranks: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ctrl-C as they are looked for."""
-    parts = parts_of_ranks(2, torch.zeros(4, 4))
-    _gather(parts)
-    for part in parts:
-        (lent,) = part.lend()
-        lent.data.fill_(3)
-
-    def stops(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(torch, "where", stops)
-    for part in parts:
-        with pytest.raises(KeyboardInterrupt):
-            part.take_writes()
-    monkeypatch.undo()
-    for part in parts:
-        part.take_writes()
-        assert torch.equal(part.params[0], torch.full((8,), 3.0))
-
-
-def test_leaving_lent_memory_may_be_stopped(
-    parts_of_ranks: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where there is no room for another buffer: the next gather attaches the leaves."""
-    tensor = torch.randn(4, 4)
-    parts = parts_of_ranks(2, tensor)
-    _gather(parts)
-    for part in parts:
-        part.lend()
-        attach = part._attach_leaves
-        monkeypatch.setattr(part, "_attach_leaves", lambda: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            part.free()
-        assert _bytes(part) == 0
-        monkeypatch.setattr(part, "_attach_leaves", attach)
-    _gather(parts)
-    assert all(torch.equal(part.leaves[0], tensor) for part in parts)
-
-
 def test_buffer_made_anew_leaves_the_old_one_to_its_users(parts_of_ranks: Make) -> None:
     """A gather that was stopped may still write there."""
     parts = parts_of_ranks(2, torch.ones(4, 4))
@@ -304,18 +170,13 @@ def test_buffer_made_anew_leaves_the_old_one_to_its_users(parts_of_ranks: Make) 
 
 
 @pytest.mark.parametrize("boundary", BOUNDARIES)
-def test_whole_value_is_cut_and_loaded_alike(parts_of_ranks: Make, boundary: str) -> None:
-    """In new memory, of any dtype and stride; empty pieces take nothing."""
+def test_whole_value_is_loaded(parts_of_ranks: Make, boundary: str) -> None:
+    """Of any dtype and stride; empty pieces take nothing."""
     parts = parts_of_ranks(3, torch.zeros(5, 3).t(), torch.zeros(2), boundary=boundary)
     whole = torch.randn(5, 3, dtype=torch.float64).t()
     for part in parts:
         versions = part.version
         part.load_full(0, whole)
-        cut = part.cut(0, whole)
-        assert cut.dtype == torch.float64
-        assert cut.shape == part.params[0].shape
-        assert torch.equal(cut.float(), part.params[0])
-        assert cut.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
         assert part.version == versions
         assert not part.params[1].any()
     _gather(parts)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -193,48 +192,6 @@ def test_default_group_arguments_are_dropped(monkeypatch: pytest.MonkeyPatch) ->
     assert vars(module)["reduce"].__defaults__ == ("sum", None)
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.randn(3, 5),
-        torch.arange(7),
-        torch.randn(9).to(torch.bfloat16),
-        torch.randn(4).to(torch.float8_e4m3fn),
-        torch.randn(2, dtype=torch.complex64),
-        torch.tensor(True),
-        torch.randn(1 << 18),
-    ],
-    ids=lambda tensor: str(tensor.dtype),
-)
-def test_an_archive_is_what_is_around_a_tensor(tensor: torch.Tensor) -> None:
-    """Together they are torch's own but for its checksums, and torch reads them."""
-    around, whole = compat.archive_around(tensor), io.BytesIO()
-    assert around is not None
-    head, tail = around
-    middle = tensor.view(-1).view(torch.uint8).numpy().tobytes()
-    torch.save(tensor, whole)
-    assert len(head + middle + tail) == len(whole.getvalue())
-    again = torch.load(io.BytesIO(head + middle + tail), weights_only=True)
-    assert again.dtype == tensor.dtype
-    assert torch.equal(again.view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8))
-
-
-@pytest.mark.parametrize("missing", ["there is none", "it skips nothing", "it raises"])
-def test_without_skipping_there_is_no_archive_around(
-    monkeypatch: pytest.MonkeyPatch, missing: str
-) -> None:
-    """The caller saves with torch then."""
-
-    @contextmanager
-    def raises() -> Iterator[None]:
-        raise RuntimeError(missing)
-        yield
-
-    instead = {"there is none": None, "it skips nothing": nullcontext, "it raises": raises}
-    monkeypatch.setattr(torch.serialization, "skip_data", instead[missing])
-    assert compat.archive_around(torch.ones(3)) is None
-
-
 def test_frames_are_passed_over_and_what_they_call_is_compiled() -> None:
     """A function that is not named is compiled with what it calls."""
     graphs = list[torch.fx.GraphModule]()
@@ -268,3 +225,66 @@ def test_without_the_compilers_own_name_frames_are_compiled(
     """Nothing is raised."""
     monkeypatch.setitem(sys.modules, "torch._dynamo.eval_frame", ModuleType("eval_frame"))
     compat.pass_over_frames(test_view_is_told_from_its_base)
+
+
+def test_wrapper_has_shape_and_no_memory() -> None:
+    """Of a subclass, with the dtype of what it stands around."""
+
+    class Around(torch.Tensor):
+        __torch_function__ = compat.no_torch_function
+
+        @classmethod
+        def __torch_dispatch__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            raise AssertionError(func)
+
+    made = compat.make_wrapper(Around, torch.Size((2, 3)), (3, 1), torch.ones(4).half())
+    assert (made.shape, made.stride(), made.dtype) == ((2, 3), (3, 1), torch.float16)
+    assert type(made) is Around
+    assert made.untyped_storage().data_ptr() == 0
+
+
+def test_context_passes_over_a_subclass() -> None:
+    """Its `__torch_function__` is not called inside."""
+
+    class Counts(torch.Tensor):
+        calls = 0
+
+        @classmethod
+        def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+            cls.calls += 1
+            return super().__torch_function__(*args, **kwargs)
+
+    tensor = torch.ones(2).as_subclass(Counts)
+    tensor.size()
+    before = Counts.calls
+    with compat.without_torch_function():
+        tensor.size()
+    assert before > 0
+    assert Counts.calls == before
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_spec_of_a_dtensor_is_what_it_is_given() -> None:
+    """Mesh, placements, shape, stride and dtype."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate
+
+    mesh = init_device_mesh("cpu", (1,))
+    spec = compat.dtensor_spec(mesh, (Replicate(),), torch.Size((2, 3)), (1, 2), torch.float64)
+    assert spec.mesh is mesh
+    assert spec.placements == (Replicate(),)
+    assert tuple(spec.tensor_meta) == (torch.Size((2, 3)), (1, 2), torch.float64)
+
+
+def test_backward_has_a_number() -> None:
+    """Inside of it; -1 outside."""
+    seen: list[int] = []
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda _: seen.append(compat.current_backward()))
+    (2 * x).backward()
+    (2 * x).backward()
+    assert compat.current_backward() == -1
+    assert -1 not in seen
+    assert seen[0] != seen[1]

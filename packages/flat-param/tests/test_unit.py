@@ -105,9 +105,9 @@ CLAIMS = {
         "steps_where_a_rank_has_no_piece_are_seen",
         "units_are_gathered_once",
         "use_beside_forward_has_its_gradients",
-        "values_that_are_kept_stay",
         "writes_that_a_backward_misses_are_an_error",
-        "written_values_stay",
+        "assigned_values_stay",
+        "writes_in_place_are_lost",
     ),
     "unit_by_hand_uses": (
         "everything_else_sees_pieces",

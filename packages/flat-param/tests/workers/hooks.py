@@ -84,22 +84,6 @@ def check_gradient_hooks_see_whole_gradients_or_are_refused(rank: int, world: in
     assert all(param.grad is None for param in cut.parameters())
 
 
-def check_a_backward_of_some_parameters_gives_the_gradients_of_those(rank: int, world: int) -> None:
-    """The same bits as of a backward of all; the others keep what they had."""
-    some, every = sharded(), sharded()
-    first, second = batches(world, 2)
-    params, wanted = list(some.parameters()), range(1, 9, 3)
-    for model in (some, every):
-        loss_of(model, share(first, rank)).backward()
-    before = [None if param.grad is None else param.grad.clone() for param in params]
-    loss_of(some, share(second, rank)).backward(inputs=[params[index] for index in wanted])
-    loss_of(every, share(second, rank)).backward()
-    for index, (param, whole) in enumerate(zip(params, every.parameters(), strict=True)):
-        expected = whole.grad if index in wanted else before[index]
-        assert (param.grad is None) == (expected is None)
-        assert param.grad is None or torch.equal(param.grad, expected)
-
-
 def check_torchs_total_norm_is_of_all_ranks(rank: int, world: int) -> None:
     """The functions that were imported before anything was sharded are right, too."""
     (ids,) = batches(world, 1)

@@ -295,6 +295,8 @@ def check_async_save_is_of_its_call(rank: int, world: int) -> None:
     future = flat_param.async_save_sharded(model, path, optimizer=optimizer)
     train(model, optimizer, 3, 5)
     model.note = "later"
+    beside = flat_param.full_state_dict(model, optimizer=optimizer)
+    flat_param.load_full_state_dict(sharded(9), beside["model"])
     future.result()
     assert future.done()
     other, fresh = trained(1, 5)

@@ -1,4 +1,4 @@
-"""Backward passes of a sharded module that are not one pass of all: of some, and inside another.
+"""Backward passes of a sharded module inside of another.
 
 On the CPU one and two ranks of a gloo group; on an accelerator as many of the backend of its kind
 as it has devices, two at most.
@@ -21,7 +21,6 @@ from torchparts_conformance.cases.flat_param._sharded import (
 )
 
 WIDTH, UNITS, STEPS, ROWS = 6, 3, 3, 4
-NAMED = (1, 2, 13)  # a bias around all units, a weight of the first, a bias of the last
 
 
 class _Again(nn.Module):
@@ -73,61 +72,6 @@ def _losses(plain, model, data, rank):
 def _are_same(model, plain):
     """Whether a step ends in the same values: the mean of one rank, or of two, is exact."""
     return distance(stepped(model), stepped(plain)) == 0
-
-
-def _named(module):
-    return [param for at, param in enumerate(module.parameters()) if at in NAMED]
-
-
-def _of_some(loss, way, inputs):
-    if way == "function":
-        torch.autograd.backward(loss, inputs=inputs)
-    else:
-        loss.backward(inputs=inputs)
-
-
-def _asked_for_some(part, rank, world_size, kind, way):
-    """What has a gradient of one backward; whether gradients are those of one process."""
-    where, options = place(kind, rank)
-    plain, model = _plain(where), _sharded(part, where, **options)
-    of_plain, params = _named(plain), _named(model)
-    data, mine = _batches(world_size, where), _batches(world_size, where)[rank]
-    with no_races(kind):
-        lag(kind, kernel_us=20, comm_us=50)
-        _of_some(sum(_loss(plain, batch) for batch in data) / world_size, way, [*of_plain, *data])
-        _of_some(_loss(model, mine), way, [mine, *params])
-        have = [at for at, param in enumerate(model.parameters()) if param.grad is not None]
-        same = [torch.equal(mine.grad, world_size * data[rank].grad), _are_same(model, plain)]
-        for loss in _losses(plain, model, _batches(world_size, where, 1), rank):
-            loss.backward()  # adds to what is there, as does the next
-        for loss, inputs in zip(_losses(plain, model, data, rank), (of_plain, params), strict=True):
-            _of_some(loss, way, inputs)
-        return have, [*same, _are_same(model, plain)]
-
-
-@requirement(
-    "FP-245",
-    level="MUST",
-    text=(
-        "`backward(inputs=...)` MUST give the parameters of a sharded module that it names the "
-        "gradients that a plain module's have then, bitwise, in any unit and beside other "
-        "tensors, and MUST leave those of all others as they are."
-    ),
-    rationale=(
-        "the graph of a sharded module has whole parameters in the place of those that an "
-        "optimizer trains: asked for the latter, torch finds nothing and gives no gradient, "
-        "without a word"
-    ),
-    since="0.1.0",
-    profile="distributed",
-)
-@pytest.mark.parametrize("way", ["method", "function"])
-@pytest.mark.parametrize("count", [1, 2])
-def test_backward_of_some_parameters(part, device, ranks, count, way):
-    """Of two units and of what is around them; with gradients of before, and without."""
-    results = ranks(min(count, most_ranks(device)), _asked_for_some, device, way)
-    assert {at for have, _ in results for at in have} == set(NAMED)
-    assert all(all(same) for _, same in results), results
 
 
 def _again(part, rank, world_size, kind, way):

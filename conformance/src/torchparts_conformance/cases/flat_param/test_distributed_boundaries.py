@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchparts_conformance import requirement
 from torchparts_conformance.cases.flat_param._sharded import (
@@ -90,55 +90,6 @@ def test_rows_of_tiles_stay_whole(part, ranks):
             assert all(end % together == 0 or end == param.numel() for end in ends), name
     assert sum(pieces["inner.0.0.weight"] > 0 for pieces, _ in found) > 1
     assert max(error for _, error in found) < 1e-5
-
-
-def _scales_by_hand(weight: Tensor, tile: tuple[int, int]) -> Tensor:
-    """Filled up to whole tiles: each one's largest element over float8's, for every element."""
-    rows, columns = weight.shape
-    whole = nn.functional.pad(weight, (0, -columns % tile[1], 0, -rows % tile[0]))
-    tiles = whole.unflatten(1, (-1, tile[1])).unflatten(0, (-1, tile[0]))
-    scales = tiles.abs().amax((1, 3)) / torch.finfo(torch.float8_e4m3fn).max
-    return scales.repeat_interleave(tile[0], 0).repeat_interleave(tile[1], 1)[:rows, :columns]
-
-
-def _sent_in_tiles(part: Any, rank: int, world_size: int) -> bool:
-    tile = (4, 3)
-    sent = part.Scaled(torch.float8_e4m3fn, block=tile, scale_dtype=torch.float32)
-    torch.manual_seed(0)
-    layer = nn.Linear(8, 14)
-    with torch.no_grad():
-        layer.weight *= torch.logspace(-6, 6, 8)
-    weight = layer.weight.detach().clone()
-    model = part.fully_shard(layer, mixed_precision=part.MixedPrecision(gather=sent))
-    model.unshard()
-    found = model.weight.detach().clone()
-    model.reshard()
-    scales = _scales_by_hand(weight, tile)
-    arrives = (weight / scales).to(torch.float8_e4m3fn).to(torch.float32) * scales
-    kept = part.full_state_dict(model)["model"]["weight"]
-    return torch.equal(found, arrives) and torch.equal(kept, weight)
-
-
-@requirement(
-    "FP-242",
-    level="MUST",
-    text=(
-        "With `gather=Scaled(block=(rows, columns))` a matrix MUST be computed with as its "
-        "tiles are rounded in one process, bit by bit and on any number of ranks; smaller tiles"
-        " at its end have scales, too."
-    ),
-    rationale=(
-        "weights that depend on the number of ranks change with the machine, and a scale for "
-        "half of a tile is another one"
-    ),
-    since="0.1.0",
-    profile="distributed",
-    devices=("cpu",),
-)
-def test_tiles_have_a_scale_each(part, ranks):
-    """On one, two and three ranks of a matrix with smaller tiles at both ends."""
-    for world_size in (1, 2, 3):
-        assert all(ranks(world_size, _sent_in_tiles)), world_size
 
 
 def _with_codes(part: Any, rank: int, world_size: int, path: str, saves: bool) -> dict[str, Any]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,9 +16,6 @@ from torch.nn import utils
 from torch.nn.utils import clip_grad
 
 from .._errors import StateError
-from ._backward_returns import replace_inputs as replace_inputs
-from ._backward_returns import tell_of_returns as tell_of_returns
-from ._backward_returns import when_backward_returns as when_backward_returns
 
 _version_of = attrgetter("_version")
 
@@ -72,13 +67,18 @@ def will_run(node: Any) -> bool:
     return True if ask is None else ask(node)
 
 
-def backward_is_running() -> bool:
-    """Whether this thread is inside a backward pass.
+def current_backward() -> int:
+    """A number of the backward pass that this thread is inside of; -1 outside of one.
 
-    Fallback: True; a forward after a failed backward is then taken for a recomputation.
+    Fallback: 0; a forward after a failed backward is then taken for a recomputation.
     """
     task: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_id", None)
-    return True if task is None else task() != -1
+    return 0 if task is None else task()
+
+
+def backward_is_running() -> bool:
+    """Whether this thread is inside a backward pass."""
+    return current_backward() != -1
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -242,52 +242,3 @@ def replace_total_norm(make: Callable[[Callable[..., Tensor]], Callable[..., Ten
     if getattr(utils, "get_total_norm", None) is original:
         utils.get_total_norm = clip_grad._get_total_norm
     return True
-
-
-class _Outline(io.RawIOBase):
-    """Takes an archive without the bytes of tensors: what is between them, and how many there are.
-
-    Attributes:
-        between: what was written before, between and behind.
-        skipped: bytes that were not.
-    """
-
-    def __init__(self) -> None:
-        self.between, self.skipped = [bytearray()], list[int]()
-
-    def writable(self) -> bool:
-        """It is: `torch.save` asks."""
-        return True
-
-    def write(self, data: Any) -> int:
-        """What is no tensor's."""
-        self.between[-1] += data
-        return len(data)
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        """Over a tensor."""
-        self.skipped.append(offset if whence == os.SEEK_CUR else -1)
-        self.between.append(bytearray())
-        return 0
-
-
-def archive_around(tensor: Tensor) -> tuple[bytes, bytes] | None:
-    """What `torch.save` writes of a tensor before and behind the bytes of its storage.
-
-    With its checksum of these left out, which torch does not compare when it reads, and which
-    takes as long as writing them. `skip_data` is public, but may change.
-    Fallback: None, where torch has no such thing, or it writes anything else.
-    """
-    skip = getattr(torch.serialization, "skip_data", None)
-    outline = _Outline()
-    if skip is None:
-        return None
-    try:
-        with skip():
-            torch.save(tensor, cast(Any, outline))
-    except (OSError, RuntimeError, TypeError, ValueError):
-        return None
-    if outline.skipped != [tensor.untyped_storage().nbytes()]:
-        return None
-    head, tail = outline.between
-    return bytes(head), bytes(tail)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._errors import CheckpointError
+from .._torch_compat import without_storage_warning
 from ..memory._dtensors import is_dtensor
 from ..memory._tensors import map_tensors
 from ..sharded._by_hand import units_at_rest, units_below
@@ -123,7 +124,8 @@ def _prepare(
                     f"{world.ranks[0]} and {_short(note[at])} on rank {rank}, but all ranks must "
                     "save one state. Call it after the same step on all ranks, or pass step=."
                 )
-    return lambda: _write(state, Path(path), notes[0][3], world)
+    writers = world.for_thread() if snapshot else world
+    return lambda: _write(state, Path(path), notes[0][3], writers)
 
 
 def _short(told: Any) -> Any:
@@ -148,7 +150,8 @@ def _write(state: dict[str, Any], path: Path, word: str, world: World) -> None:
     try:
         # Of values that several ranks have, the first rank's are saved.
         planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-        save(state, storage_writer=writer, planner=planner, process_group=world.comm.group)
+        with without_storage_warning():
+            save(state, storage_writer=writer, planner=planner, process_group=world.comm.group)
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
         if world.is_first:

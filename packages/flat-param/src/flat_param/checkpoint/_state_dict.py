@@ -83,9 +83,10 @@ def _complete(
     for told in world.comm.share(note):
         for name, values in told.items():
             for key, value in values.items():
-                if isinstance(value, _Silent):
-                    continue
-                first = found.setdefault(name, {}).setdefault(key, value)
+                known = found.setdefault(name, {})
+                first = known.setdefault(key, value)  # which keeps the order of keys
+                if isinstance(first, _Silent):
+                    first = known[key] = value
                 if isinstance(value, _Shard) and first != value:
                     raise StateError(
                         f"flat_param.full_state_dict: optimizer state '{key}' of parameter "

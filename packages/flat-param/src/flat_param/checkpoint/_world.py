@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import cast
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -15,7 +16,7 @@ from ..memory._dtensors import place_of_dtensor
 from ..sharded._by_hand import units_below
 
 _Group = dist.ProcessGroup
-_groups: WeakKeyDictionary[_Group, dict[tuple[int, ...], ReferenceType[_Group]]]
+_groups: WeakKeyDictionary[_Group, dict[tuple[object, ...], ReferenceType[_Group]]]
 _groups = WeakKeyDictionary()
 
 
@@ -38,7 +39,13 @@ class World:
             )
         self.function = function
         self.ranks = _ranks_of(module)
-        self.comm = Communicator(_checkpoint_group(self.ranks), log=CommLog())
+        self.comm = Communicator(_checkpoint_group(self.ranks, "caller"), log=CommLog())
+
+    def for_thread(self) -> World:
+        """The same ranks in another group, for a thread beside the caller's. Collective."""
+        other = copy.copy(self)
+        other.comm = Communicator(_checkpoint_group(self.ranks, "thread"), log=CommLog())
+        return other
 
     @property
     def is_first(self) -> bool:
@@ -86,17 +93,18 @@ def _groups_of(module: nn.Module) -> Iterator[_Group]:
             yield mesh.get_group(axis)
 
 
-def _checkpoint_group(ranks: tuple[int, ...]) -> _Group:
-    """A gloo group of these ranks, made once. Collective.
+def _checkpoint_group(ranks: tuple[int, ...], user: str) -> _Group:
+    """A gloo group of these ranks, made once for each user. Collective.
 
-    Of its own, as an asynchronous save's collectives go on beside those of training.
+    Collectives of training, of saves and loads that are called, and of an asynchronous save go on
+    beside each other, each in a group of its own.
     """
     world = dist.group.WORLD
     assert world is not None, "a sharded module has process groups"
-    known = _groups.setdefault(world, {})
-    group = known[ranks]() if ranks in known else None
+    known, key = _groups.setdefault(world, {}), (user, ranks)
+    group = known[key]() if key in known else None
     if group is None:
         made = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
         group = cast(_Group, made)
-        known[ranks] = ref(group)
+        known[key] = ref(group)
     return group

@@ -10,8 +10,8 @@ Rule 3: the flat gradient is made at the first gradient; a frozen segment never 
 Rule 4: looking at every parameter costs as much as a small model's whole step. What runs several
 times per step looks at the first and the last parameter, and at all of them after a backward: a
 gradient assigned by hand to one in between is seen by `vector`, the norms and clipping.
-Rule 5: a backward that was stopped leaves what it has computed, as torch does, and it is over when
-whoever called it has the exception.
+Rule 5: a backward that was stopped leaves what it has computed, as torch does. It is over when the
+engine drops its callbacks, at the next backward or at the next read.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ from .._errors import StateError
 from .._torch_compat import (
     at_end_of_backward,
     backward_is_running,
-    tell_of_returns,
+    current_backward,
     versions,
-    when_backward_returns,
 )
 from ..layout._layout import FlatLayout, Segment
 from ..memory._buffer import zeros
@@ -61,20 +60,20 @@ class FlatGrad:
         self._seen_arrivals = -1
         self._flat: Tensor | None = None
         self._views: tuple[Tensor, ...] = ()
-        self._backward: object | None = None  # stands for the one that runs
+        self._backward: int | None = None  # the one that runs
+        self._callback: object = None
         self._zeroed: list[int] | None = None  # versions of small views given to this backward
         announcing = _announcing(segment)
         self._large = {index for index in announcing if _is_large(segment, index)}
         self._small = [index for index in range(len(params)) if index not in self._large]
         self._note_small()
         self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
-        tell_of_returns()
         try:
             for index in announcing:  # last: they find all that they need
                 self._hooks[index] = self._watch(index)
         except BaseException:
             self.close()
-            self._backward = object()  # a hook that was placed and not noted does nothing
+            self._backward = -1  # a hook that was placed and not noted does nothing
             raise
 
     def close(self) -> None:
@@ -187,9 +186,13 @@ class FlatGrad:
         self._small_params = [self._params[index] for index in self._small]
 
     def _begin(self) -> None:
-        this = self._backward = object()
-        at_end_of_backward(self._end)
-        when_backward_returns(partial(self._end_stopped, this))
+        if self._backward is not None:  # it was stopped, or this one is inside it
+            self._end()
+        self._backward = this = current_backward()
+        callback = partial(_end, ref(self), this)
+        at_end_of_backward(callback)
+        # The engine drops its callbacks, and does not call them, when an exception stops it.
+        self._callback = ref(callback, partial(_dropped, ref(self), this))
         self._ensure_allocated()
         # With create_graph, autograd would not add in place but make another tensor.
         if not torch.is_grad_enabled():
@@ -217,10 +220,6 @@ class FlatGrad:
         else:
             self._detach_unreached()
 
-    def _end_stopped(self, this: object) -> None:
-        if self._backward is this:  # torch has dropped what it would have called
-            self._end()
-
     def _detach_unreached(self) -> None:
         before, self._zeroed = self._zeroed, None
         after = versions(self._small_views)
@@ -238,9 +237,19 @@ class FlatGrad:
             self._end()
 
 
+def _end(of: ref[FlatGrad], this: int) -> None:
+    grad = of()
+    if grad is not None and grad._backward == this:
+        grad._end()
+
+
+def _dropped(of: ref[FlatGrad], this: int, _: object) -> None:
+    _end(of, this)
+
+
 def _small_arrived(of: ref[FlatGrad], param: Tensor) -> None:
     grad = of()
-    if grad is not None and grad._backward is None:
+    if grad is not None and grad._backward != current_backward() and grad._backward != -1:
         grad._begin()
 
 
@@ -248,7 +257,9 @@ def _large_arrived(of: ref[FlatGrad], index: int, param: Tensor) -> None:
     grad = of()
     if grad is None:  # the model was deleted, and a parameter of it is still in use
         return
-    if grad._backward is None:
+    if grad._backward != current_backward():
+        if grad._backward == -1:
+            return
         grad._begin()
     if grad._views:
         _accumulate(param, grad._views[index])

@@ -115,12 +115,19 @@ def _check(module: nn.Module) -> None:
             )
         if not param.is_leaf:
             raise ParameterError(
-                f"flat_param.flatten: parameter '{name}' is computed from another tensor, as the "
-                "parameters of an unsharded module are, but only a leaf can be moved into a "
-                "buffer. Call reshard() or remove what computes it."
+                f"flat_param.flatten: parameter '{name}' is computed from another tensor, but only "
+                "a leaf can be moved into a buffer. Remove what computes it."
             )
     check_owners("flatten", module, module.named_parameters(), (UNIT, FLATTENED))
     check_unowned("flatten", module.named_parameters(), UNIT)
+    for name, submodule in module.named_modules():
+        if hasattr(submodule, "_flat_param"):
+            raise ParameterError(
+                f"flat_param.flatten: module {name or type(module).__name__!r} is sharded by "
+                "fully_shard, so this rank has pieces of its parameters, but only whole parameters "
+                "can be flattened. Give the optimizer module.parameters(), or flatten modules that "
+                "are not sharded."
+            )
     for name, submodule in module.named_modules():
         if is_watched(submodule):
             raise StateError(

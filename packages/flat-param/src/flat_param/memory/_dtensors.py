@@ -108,23 +108,6 @@ class DTensorPlace:
         return tuple(self.mesh.get_coordinate() or ())
 
     @property
-    def cut_at(self) -> tuple[int, ...]:
-        """This rank's position along each axis that cuts; ranks where it is equal hold the same."""
-        pairs = zip(self.placements, self.coordinate, strict=True)
-        return tuple(at for placement, at in pairs if not placement.is_replicate())
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank has the tensor's beginning, before all others that have it."""
-        return not any(self.coordinate)
-
-    @property
-    def is_first_copy(self) -> bool:
-        """Whether no rank before this one has the same part."""
-        pairs = zip(self.placements, self.coordinate, strict=True)
-        return not any(at for placement, at in pairs if placement.is_replicate())
-
-    @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """Of the axes over which it is cut; where it is whole, all ranks have the same values."""
         return tuple(

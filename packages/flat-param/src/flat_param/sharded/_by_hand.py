@@ -1,8 +1,7 @@
 """Units that are gathered and freed when their user says so.
 
 Rule 1: what is gathered by hand is shown, outside of forward and backward too, until it is freed or
-        the unit's next forward or backward has used it up. What was written to it meanwhile is in
-        the shards then, see Note [Lent memory] in _sharded_params.py.
+        the unit's next forward or backward has used it up.
 Rule 2: whatever reads shards or shows pieces begins with `units_at_rest`, which frees such units
         and takes in what was put in place of parameters.
 Rule 3: a gather that is stopped leaves the unit freed.

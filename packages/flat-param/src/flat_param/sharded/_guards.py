@@ -13,15 +13,12 @@ Rule 4: an optimizer that was made before sharding and has DTensors refuses to s
 Rule 5: an overflow that `torch.amp.GradScaler` finds on one rank is one on all that share the unit,
         which skip the step together.
 Rule 6: an optimizer whose state is of whole parameters refuses to step on pieces of them.
-Rule 7: a backward is over when whoever called it has it back, also where it raised.
-Rule 8: `backward(inputs=...)` that names a sharded parameter means the whole one of the graph.
-Rule 9: `optimizer.state_dict()` says which elements its state is of, see _optim_state.py.
+Rule 7: `optimizer.state_dict()` says which elements its state is of, see _optim_state.py.
 All are installed once, at the first `fully_shard`, and change nothing for other tensors.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
@@ -35,10 +32,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.weak import WeakIdKeyDictionary
 
 from .._errors import ParameterError, StateError
-from .._torch_compat import replace_inputs, replace_total_norm, replace_unscale, tell_of_returns
+from .._torch_compat import replace_total_norm, replace_unscale
 from ..comm._clip import Spread, norm_over
 from ..comm._comm import CommLog, Communicator
 from ..memory._loaded_state import LoadedStates
@@ -53,15 +49,12 @@ UNMARKED = ("", False, 1)  # name, whether it may be cut, number of ranks
 
 _steps = [0]
 _any_replaced = [False]
-_leaves = WeakIdKeyDictionary()  # by parameter, a weak reference to the whole one
 _ALONE = Communicator(None, log=CommLog())
 
 
 @cache
 def install_guards() -> None:
     """Install the guards; a second call does nothing."""
-    tell_of_returns()
-    replace_inputs(_leaf_of)
     register_optimizer_step_pre_hook(_refuse_cut_params)
     _loaded_states.install()
     register_optimizer_step_post_hook(_count_step)
@@ -99,19 +92,6 @@ def mark_param(
     param._flat_param_whole = whole  # type: ignore[attr-defined]  # our own mark
     setattr(param, PIECE, piece)
     _loaded_states.forget()
-
-
-def mark_leaves(params: Iterable[Tensor], leaves: Iterable[Tensor]) -> None:
-    """Tell the guards with which whole parameters a module computes (Rule 8)."""
-    for param, leaf in zip(params, leaves, strict=True):
-        _leaves[param] = weakref.ref(leaf)
-
-
-def _leaf_of(asked: Any) -> Any:
-    """What autograd knows of something whose gradient is asked for."""
-    known = _leaves.get(asked) if isinstance(asked, Tensor) else None
-    leaf = None if known is None else known()
-    return asked if leaf is None else leaf
 
 
 def mark_replaced(param: Tensor, *, name: str) -> None:

@@ -67,6 +67,11 @@ class ParamPiece:
         self.plan, self.comm, self.device = segment.plan, segment.comm, segment.device
         self.has_grad = self.is_stepped = False
 
+    def follow(self, before: ParamPiece) -> None:
+        """Take over what is known of the optimizer from the piece that this one replaces."""
+        self.has_grad, self.is_stepped = before.has_grad, before.is_stepped
+        self.segment.steps = before.segment.steps
+
     def ranges(self) -> tuple[tuple[int, int], ...]:
         """The elements that each rank has."""
         return self.segment.ranges(self.index)

@@ -5,8 +5,8 @@ Rule 1: outside forward and backward the module holds the optimizer's parameters
 Rule 2: values that somebody else has put there are taken into the shard before the next gather, and
         before anything reads shards; what cannot be is refused by name, before anything is
         communicated.
-Rule 3: after `unshard` the module shows whole tensors that are lent, see Note [Lent memory] in
-        _sharded_params.py, until the leaves or the optimizer's parameters take their place.
+Rule 3: after `unshard` the module holds the leaves outside forward and backward, too, until the
+        unit is resharded. As with FSDP2, what is written to them is lost then.
 Rule 4: inside `whole_params` the module shows copies, in the place of the optimizer's parameters. A
         copy is no value that somebody has put there: what would read shards, or gather, is refused.
 """
@@ -16,10 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 
 from .._errors import ParameterError, StateError
 from ._sharded_params import ShardedParams
@@ -45,7 +43,7 @@ class ParamSites:
 
     def __init__(self, sites: Sequence[ParamSite]) -> None:
         self._param_sites = tuple(sites)
-        self._shown: tuple[Tensor, ...] = ()
+        self._shows = False
         self._copies: tuple[nn.Parameter, ...] = ()
         self.refresh()
 
@@ -89,51 +87,47 @@ class ParamSites:
         """Whether copies are shown (Rule 4)."""
         return bool(self._copies)
 
-    def show(self, lent: Mapping[ShardedParams, Sequence[Tensor]]) -> None:
-        """Let everybody see whole tensors (Rule 3)."""
-        self._shown = tuple(lent[site.part][site.index] for site in self._param_sites)
-        self._swap_in_shown()
-
-    def _swap_in_shown(self) -> None:
-        for (registry, key, _, _), tensor in zip(self._entries, self._shown, strict=True):
-            entries: dict[str, Any] = registry  # a lent tensor leads to its leaf, and is none
-            entries[key] = tensor
+    def show(self) -> None:
+        """Let everybody see unsharded parameters (Rule 3)."""
+        self._shows = True
+        self.swap_in()
 
     @property
     def shows(self) -> bool:
-        """Whether whole tensors are shown (Rule 3)."""
-        return bool(self._shown)
+        """Whether unsharded parameters are shown (Rule 3)."""
+        return self._shows
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Let everybody see the optimizer's parameters for a while, where whole ones are shown."""
-        if self._shown:
+        """Let everybody see the optimizer's parameters for a while, where unsharded ones are shown.
+
+        Not what was put in the place of one: that is taken in when they are not shown any more.
+        """
+        shown = [registry.get(key) for registry, key, _, _ in self._entries] if self._shows else []
+        if shown:
             self.swap_out()
         try:
             yield
         finally:
-            if self._shown:
-                self._swap_in_shown()
+            for (registry, key, _, _), tensor in zip(self._entries, shown, strict=False):
+                if self._shows:
+                    registry[key] = tensor
 
     def end_show(self) -> bool:
-        """Show the optimizer's parameters again; say whether somebody re-assigned one (Rule 2).
-
-        What was written in place is a change of the leaf, too: a backward that still needs what was
-        there is an error, as in one process.
-        """
+        """Show the optimizer's parameters again; whether one was re-assigned meanwhile (Rule 2)."""
         found = False
-        for site, (registry, key, param, leaf), tensor in zip(
-            self._param_sites, self._entries, self._shown, strict=True
+        for site, (registry, key, param, leaf) in zip(
+            self._param_sites, self._entries, strict=True
         ):
             current = registry.get(key)
-            is_lent = current is tensor and tensor.data_ptr() == leaf.data_ptr()
-            if not is_lent and current is not param and current is not leaf:
+            has_moved = current is leaf and site.part.has_moved(site.index)
+            if has_moved or (current is not param and current is not leaf):
                 _absorb(site, current)
                 found = True
-            if tensor._version:
-                increment_version(leaf)
+            if has_moved:  # by `.data = ...`
+                site.part.attach(site.index)
         self.swap_out()
-        self._shown = ()
+        self._shows = False
         return found
 
     def absorb_changes(self) -> bool:

@@ -9,14 +9,12 @@ Note [Passes]
     forward   a pass     None        one more inside    -> idle             -> backward, inside
     backward  None       a pass      recomputes         still backward      one more
 
-    An exception takes a forward back to idle on its way out. Torch tells nobody of one that stops a
-    backward. It is over when `backward()` has raised, and the pass notes that then: whatever is
-    called next, `settle` finds the note, and the tree goes to idle before anything else happens.
+    An exception takes a forward back to idle on its way out. torch does not call back when one
+    stops a backward. Whatever is called next, outside of a backward, `settle` finds that none runs,
+    and the tree goes to idle before anything else happens.
 
-    The pass also holds a weak reference to the callback with which the engine would have ended it,
-    which the engine drops with its work. That alone would come too late, as a thread of a device
-    may hold the work for a while yet, on one rank and not on another; but it is all there is where
-    a backward is not called from Python.
+    The pass also holds a weak reference to the callback with which the engine would have ended it.
+    The engine drops the callback with its work: the next backward finds the reference dead.
 """
 
 from __future__ import annotations

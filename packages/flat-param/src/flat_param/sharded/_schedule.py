@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 
-from .._torch_compat import at_end_of_backward, when_backward_returns
+from .._torch_compat import at_end_of_backward
 from ..comm._comm import CommLog
 from ._order import publish
 from ._passes import BackwardPass, ForwardPass, UnitBackward, inner_first
@@ -223,7 +223,6 @@ class Schedule:
             self._accumulated |= dict.fromkeys(trained)
         self._chain_is_spent = True
         self.backward = current
-        when_backward_returns(partial(_on_end, weakref.ref(self), current.callback))
         return current
 
     def standing(self, unit: Unit) -> UnitBackward:

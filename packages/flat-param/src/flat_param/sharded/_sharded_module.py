@@ -34,7 +34,9 @@ class ShardedModule(nn.Module):
 
     _flat_param: Unit
     _flat_param_class: type[nn.Module]
-    _is_fsdp_managed_module: ClassVar[bool] = True  # transformers' generate() keeps ranks in step
+    # As FSDP2's modules have them: transformers' generate() keeps ranks in step, dynamo compiles.
+    _is_fsdp_managed_module: ClassVar[bool] = True
+    _fsdp_use_orig_params: ClassVar[bool] = True
     _flat_param_methods: ClassVar[dict[str, Callable[..., Any]]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -60,10 +62,11 @@ class ShardedModule(nn.Module):
 
         Units inside are left alone. Parameters stay whole until `reshard()`, or until the unit's
         next forward or backward is over; that forward gathers nothing then. What is computed with
-        them leads backward into the unit. What is written to them stays, as if the one process had
-        written it: every rank must write the same. `parameters()` has the whole tensors meanwhile,
+        them leads backward into the unit. As with FSDP2, in-place writes to them are lost when they
+        are resharded: write to `parameters()` before, or under `whole_params(write_back=True)`. A
+        parameter that is re-assigned is kept. `parameters()` has the unsharded tensors meanwhile,
         so make optimizers and read gradients after `reshard()`. In the unit's own forward or
-        backward they are whole already, and nothing happens.
+        backward they are unsharded already, and nothing happens.
 
         Args:
             async_op: only begin; the next forward waits, or the handle.
@@ -79,7 +82,7 @@ class ShardedModule(nn.Module):
     def reshard(self) -> None:
         """Free this unit's own whole parameters until they are needed. Not a collective.
 
-        Tensors that were taken from the module while it was unsharded stay as they are. Where a
+        Tensors that were taken from the module while it was unsharded lose their memory. Where a
         backward is to come, it gathers them again: every rank must call this, or none.
 
         Raises:

@@ -6,19 +6,11 @@ Note [Buffers]
                            leaves, which view it, are made once.
 Where one rank holds everything in the computing dtype, `full` is `shard`; not so where parameters
 are sent in low precision, since the number of ranks must not change what is computed.
-
-Note [Lent memory]
-    What `unshard` shows may be kept by anybody: in a variable, or in a graph whose backward comes
-    later. So it is lent: tensors of their own over `full`, whose gradients are the leaves'. When
-    `full` is freed, the leaves move to a new buffer instead of losing their storage, and the old
-    memory lasts as long as somebody has it. What was written to it is found by comparing with what
-    lay there, in this rank's part alone, so a step of the optimizer meanwhile is not undone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +22,9 @@ from ..layout._param_shard import keeps_dims, make_param_shards, stays_whole
 from ..layout._shard import plan_shard
 from ..layout._strategy import UnitOptions
 from ..memory._buffer import zeros
-from ..memory._dtensors import DTensorPlace, as_plain, is_dtensor, local_of, place_of_dtensor
-from ..memory._views import memory_order, param_views
-from ._guards import mark_leaves, mark_param
+from ..memory._dtensors import DTensorPlace, as_plain, local_of, place_of_dtensor
+from ..memory._views import memory_order, param_view, param_views
+from ._guards import mark_param
 from ._param_piece import ParamPiece, PieceSegment
 
 
@@ -71,7 +63,6 @@ class ShardedParams:
         self.plan = plan_shard(segment.layout, world_size=world_size, boundary=options.boundary)
         self.pieces = make_param_shards(self.plan, comms.gather.rank)
         self.places = tuple(place_of_dtensor(param) for param in params)
-        self._lent_values: Tensor | None = None
         self._move_into_shard()
         self._make_full()
 
@@ -90,11 +81,14 @@ class ShardedParams:
     def _remember(self) -> None:
         self.pointers = tuple(param.data_ptr() for param in self.params)
         world_size = self.plan.world_size
+        known: tuple[ParamPiece, ...] = getattr(self, "param_pieces", ())
         segment = PieceSegment(self.plan, self.comms.gather, self.device)
         self.param_pieces = tuple(
             ParamPiece(piece, index, segment, self.places[index])
             for index, piece in enumerate(self.pieces)
         )
+        for piece_now, before in zip(self.param_pieces, known, strict=False):
+            piece_now.follow(before)
         for index, (piece, param) in enumerate(zip(self.pieces, self.params, strict=True)):
             mark_param(
                 param,
@@ -113,7 +107,6 @@ class ShardedParams:
         return (self.comms.reduce, self.comms.replicate, *beside)
 
     def _make_full(self) -> None:
-        self._is_lent, self._is_attached = False, True
         dtype = self.options.mixed_precision.compute_dtype(self.shard.dtype)
         alone = self.comms.gather.world_size == 1
         if alone and dtype == self.shard.dtype and self.shard.device == self.device:
@@ -126,7 +119,6 @@ class ShardedParams:
             nn.Parameter(self.placed(index, view.data), requires_grad=self.segment.trainable)
             for index, view in enumerate(param_views(self.full, self.segment.layout))
         )
-        mark_leaves(self.params, self.leaves)
         self.free()
 
     def placed(self, index: int, local: Tensor) -> Tensor:
@@ -163,8 +155,6 @@ class ShardedParams:
 
     def need_full(self) -> Tensor:
         """The whole buffer with memory of its own, which is not filled yet."""
-        if not self._is_attached:
-            self._attach_leaves()
         alloc_storage(self.full)
         return self.full
 
@@ -188,65 +178,20 @@ class ShardedParams:
         if not self.aliased:
             self._make_full()
 
+    def has_moved(self, index: int) -> bool:
+        """Whether a leaf has been given other memory than the whole buffer's."""
+        leaf = local_of(self.leaves[index])
+        return leaf.untyped_storage().data_ptr() != self.full.untyped_storage().data_ptr()
+
+    def attach(self, index: int) -> None:
+        """Give a leaf its place in the whole buffer again."""
+        view = param_view(self.full, self.segment.layout, index)
+        local_of(self.leaves[index]).data = view.data
+
     def free(self) -> None:
         """Give the whole buffer's memory back; the leaves stay."""
-        if self._is_lent:
-            self._leave_lent()
-        elif not self.aliased:
-            free_storage(self.full)
-
-    def lend(self) -> tuple[Tensor, ...]:
-        """Whole parameters that anybody may keep, in layout order; see Note [Lent memory]."""
         if not self.aliased:
-            self._lent_values = self._own_part().clone()
-            self._is_lent = True
-        with torch.inference_mode(False), torch.enable_grad():
-            lent = [_Lent.apply(leaf) for leaf in self.leaves]
-            return tuple(_as_param(tensor) for tensor in lent)
-
-    def _own_part(self) -> Tensor:
-        """What lies in this rank's range of the whole buffer, of the computing dtype."""
-        start, stop = self.plan.ranges[self.comms.gather.rank]
-        return self.full.detach()[start:stop]
-
-    @torch.no_grad()
-    def take_writes(self) -> None:
-        """Copy to the shard what was written to lent memory. Not a collective.
-
-        Each rank finds what lies in its own part. May be stopped, and then begins again.
-        """
-        if self._lent_values is None:
-            return
-        now = self._own_part()
-        mine = self.shard[: now.numel()]
-        written = (_rows(now) != _rows(self._lent_values)).any(-1).to(mine.device)
-        mine.copy_(torch.where(written, now.to(mine), mine))
-        self._lent_values = None
-
-    def _leave_lent(self) -> None:
-        """Leave lent memory to whoever has it, see Note [Lent memory]."""
-        self._is_attached = False
-        for leaf in self.leaves:
-            local = local_of(leaf)
-            local.data = local.data.new_empty(0)
-        self.full = self.full.new_empty(0)  # before there is another: never two at once
-        self._attach_leaves()
-
-    def _attach_leaves(self) -> None:
-        """Let the leaves view a new, freed buffer. May be stopped, and then begins again."""
-        self.full = torch.empty(self.plan.numel, dtype=self.full.dtype, device=self.device)
-        for leaf, view in zip(
-            self.leaves, param_views(self.full, self.segment.layout), strict=True
-        ):
-            local_of(leaf).data = view.data
-        self._is_lent, self._is_attached = False, True
-        free_storage(self.full)
-
-    def cut(self, index: int, whole: Tensor) -> Tensor:
-        """This rank's piece of a whole tensor shaped like a parameter, in new memory."""
-        piece = self.pieces[index]
-        elements = memory_order(whole.detach(), piece.spec)[piece.start : piece.stop]
-        return elements.clone().as_strided(piece.shape, piece.stride)
+            free_storage(self.full)
 
     @torch.no_grad()
     def load_full(self, index: int, whole: Tensor) -> None:
@@ -293,28 +238,6 @@ def placement_of(parts: Sequence[ShardedParams]) -> str:
     """Dtypes and kinds of device of shards, in words that are the same on every rank."""
     kinds = (f"{part.shard.dtype} on {part.shard.device.type}" for part in parts)
     return f"parameters are {', '.join(kinds)}"
-
-
-class _Lent(torch.autograd.Function):
-    """A leaf as a tensor of its own over the same memory, see Note [Lent memory]."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor) -> Tensor:
-        return leaf.data
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
-
-
-def _as_param(tensor: Tensor) -> Tensor:
-    """Let a plain tensor that leads to a leaf be taken for a parameter."""
-    return tensor if is_dtensor(tensor) else tensor.as_subclass(nn.Parameter)
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    """The bytes of each element, `(numel, element size)`."""
-    return as_bytes(tensor).view(-1, tensor.element_size())
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -28,10 +28,10 @@ def check_strays(function: str, module: nn.Module, units: Iterable[Unit]) -> Non
     if all(unit.comms.world_size == 1 for unit in units):
         return
     owned = {(id(site.registry), site.key) for unit in units for site in unit.sites}
-    ignored = {id(param) for unit in units for param in unit.ignored}
+    owned |= {place for unit in units for place in unit.ignored_places}
     for path, child in module.named_modules():
         for key, param in child._parameters.items():
-            if param is None or not param.requires_grad or id(param) in ignored:
+            if param is None or not param.requires_grad:
                 continue
             if (id(child._parameters), key) not in owned and not is_dtensor(param):
                 name = f"{path}.{key}" if path else key

@@ -13,7 +13,7 @@ Rule 3: a leaf that this backward does not reach may be one of a backward inside
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -46,6 +46,7 @@ class Unit:
         owners: say of its parameters that they are this unit's, and of those it ignores.
         parts: its segments.
         ignored: parameters of its module, and of units inside, that are left alone; _ignored.py.
+        ignored_places: where they are registered, by `id` of a module's parameters, and key.
         grads: gradients of the trainable segments.
         is_unsharded: whether every leaf may be read.
         around: units in whose forward this one has run since the last backward.
@@ -77,6 +78,7 @@ class Unit:
         self.owners: tuple[Owner, ...] = ()
         self.parts = tuple(parts)
         self.ignored = tuple(ignored)
+        self.ignored_places = frozenset(_places(module, ignored))
         self.sites = ParamSites(sites)
         self.comms = comms
         self.options = options
@@ -164,13 +166,11 @@ class Unit:
     def show(self) -> None:
         """Show whole parameters to everybody, once they are gathered. Not a collective."""
         self.unshard()
-        self.sites.show({part: part.lend() for part in self.parts})
+        self.sites.show()
 
     def end_show(self) -> None:
-        """Take what was written to parameters while they were shown. Not a collective."""
+        """Take in parameters that were re-assigned while they were shown. Not a collective."""
         if self.sites.shows:
-            for part in self.parts:
-                part.take_writes()
             with self.comms.telling_others():
                 if self.sites.end_show():
                     self._version = None
@@ -341,6 +341,14 @@ class Unit:
         """No backward pass will come back to what went in so far."""
         self._inputs.clear()
         self.around.clear()
+
+
+def _places(module: nn.Module | None, params: Sequence[nn.Parameter]) -> Iterator[tuple[int, str]]:
+    known = {id(param) for param in params}
+    for child in () if module is None or not known else module.modules():
+        for key, param in child._parameters.items():
+            if id(param) in known:
+                yield id(child._parameters), key
 
 
 def _on_grad(
