@@ -195,7 +195,7 @@ STEPS: tuple[Step, ...] = (
     lambda y, w: y.softmax(-1),
     lambda y, w: F.softplus(y).sqrt(),
     lambda y, w: y.pow(2) * 0.1,
-    lambda y, w: sp.name(y @ w.w, "n"),
+    lambda y, w: sp.checkpoint_name(y @ w.w, "n"),
     lambda y, w: y + y.mean(0, keepdim=True).expand_as(y),
     lambda y, w: torch.stack(y.unbind(0)[::-1]),
     lambda y, w: torch.where(y > 0, y, y.abs().sin()),

@@ -82,7 +82,8 @@ def region(function: Step, y: torch.Tensor, world: World, rng: random.Random) ->
     def run(t: torch.Tensor) -> torch.Tensor:
         return function(t, world)
 
-    return sp.checkpoint(Fresh(run) if rng.random() < 0.5 else run, y, policy=policy)
+    chosen = Fresh(run) if rng.random() < 0.5 else run
+    return sp.checkpoint(chosen, y, policy=policy, determinism_check="bits")
 
 
 def cached_region(y: torch.Tensor, world: World, rng: random.Random) -> torch.Tensor:
@@ -95,6 +96,7 @@ def cached_region(y: torch.Tensor, world: World, rng: random.Random) -> torch.Te
         y,
         world.cache,
         policy=policy,
+        determinism_check="bits",
     )
 
 

@@ -1,5 +1,8 @@
 """Steps of random programs that write where autograd does not look: state, values past a counter.
 
+No step writes past the counter of a value that a node has saved: plain autograd reads what was
+written then, and a region the value as it was.
+
 Each takes a value and the state of its world, a table of rows as wide as the value and an average.
 """
 
@@ -62,12 +65,4 @@ def clamped(y: torch.Tensor, state: State) -> torch.Tensor:
     return z.tanh() * z
 
 
-def halved(y: torch.Tensor, state: State) -> torch.Tensor:
-    """Write to a part of a value between two that save it."""
-    z = y.sin() * y
-    first = z.cos()
-    z.data[1:].mul_(0.5)
-    return first + z.sin() * z
-
-
-STEPS: tuple[Step, ...] = (average, counted, codebook, overwritten, clamped, halved)
+STEPS: tuple[Step, ...] = (average, counted, codebook, overwritten, clamped)

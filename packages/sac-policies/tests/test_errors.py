@@ -40,7 +40,7 @@ def test_errors_are_caught_both_ways(error, builtin):
         lambda: sac_policies.scoped("attn", sac_policies.save_all()),
         lambda: sac_policies.first_match([sac_policies.save_all()]),
         lambda: sac_policies.save_modules(["attn"]),
-        lambda: sac_policies.name(3, 4),
+        lambda: sac_policies.checkpoint_name(3, 4),
         lambda: sac_policies.solve(sac_policies.Trace("ns", (), ()), 1, backend="fast"),
     ],
 )

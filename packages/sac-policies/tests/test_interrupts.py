@@ -15,7 +15,7 @@ from torch.nn.modules import module as torchs_modules
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import sac_policies
-from sac_policies import Policy, checkpoint, name, save_named, save_ops, scoped
+from sac_policies import Policy, checkpoint, checkpoint_name, save_named, save_ops, scoped
 from sac_policies.eager import _run, _tape
 from sac_policies.policies import _names
 
@@ -48,7 +48,7 @@ class _Both(nn.Module):
 
     def inner(self, t: torch.Tensor) -> torch.Tensor:
         """Any shape that the layer takes."""
-        return F.silu(name(self.layer(t), "wave")).sin()
+        return F.silu(checkpoint_name(self.layer(t), "wave")).sin()
 
     def forward(self, t: torch.Tensor, cache: list[torch.Tensor]) -> torch.Tensor:
         """The same."""

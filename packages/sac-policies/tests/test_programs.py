@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from sac_policies import (
     Policy,
     checkpoint,
-    name,
+    checkpoint_name,
     offload,
     recompute_all,
     save_all,
@@ -54,7 +54,7 @@ STEPS: tuple[Step, ...] = (
     lambda y, w: torch.cat([y[2:], y[:2].sin()]),
     lambda y, w: y.sin().exp(),
     lambda y, w: y.softmax(-1),
-    lambda y, w: name(y @ w, "n"),
+    lambda y, w: checkpoint_name(y @ w, "n"),
     lambda y, w: y + y.mean(0, keepdim=True).expand(4, 4),
 )
 

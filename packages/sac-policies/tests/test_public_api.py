@@ -47,7 +47,7 @@ SURFACE = {
         "QUANTISED",
         "RANDOM",
     },
-    "running": {"Report", "Row", "checkpoint", "context_fn", "name", "report"},
+    "running": {"Report", "Row", "checkpoint", "checkpoint_name", "context_fn", "report"},
     "errors": {
         "BudgetError",
         "ConflictError",

@@ -8,8 +8,8 @@ import torch
 from sac_policies import (
     Decision,
     checkpoint,
+    checkpoint_name,
     first_match,
-    name,
     recompute_all,
     report,
     save_all,
@@ -64,7 +64,7 @@ def test_named_tensor_has_a_row_whatever_the_policy_reads():
     """So that what could be kept by name is seen."""
 
     def body(p, q):
-        return name((p @ q).sin(), "wave") @ q
+        return checkpoint_name((p @ q).sin(), "wave") @ q
 
     rows = report(body, *_leaves(), policy=save_ops("aten.mm")).rows
     assert [row.label for row in rows if row.label] == ["wave"]

@@ -19,9 +19,9 @@ from sac_policies import (
     Decision,
     as_policy,
     checkpoint,
+    checkpoint_name,
     context_fn,
     first_match,
-    name,
     offload,
     recompute_all,
     recompute_ops,
@@ -97,7 +97,7 @@ def _counted(function):
 
 def _with_name(block):
     up = block.up.forward
-    block.up.forward = lambda x: name(up(x), "hidden")
+    block.up.forward = lambda x: checkpoint_name(up(x), "hidden")
     return block
 
 

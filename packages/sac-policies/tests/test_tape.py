@@ -21,8 +21,8 @@ from sac_policies import (
     UnmatchedEntryWarning,
     UnmatchedNameError,
     checkpoint,
+    checkpoint_name,
     first_match,
-    name,
     recompute_all,
     recompute_ops,
     report,
@@ -647,7 +647,7 @@ class Two(nn.Module):
 
     def forward(self, x):
         """Apply them."""
-        h = name(self.first(x), "hidden").sin().cos()
+        h = checkpoint_name(self.first(x), "hidden").sin().cos()
         return self.last(h).sin().cos()
 
 

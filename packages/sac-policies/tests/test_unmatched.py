@@ -17,8 +17,8 @@ from sac_policies import (
     UnmatchedEntryWarning,
     UnmatchedNameError,
     checkpoint,
+    checkpoint_name,
     from_json,
-    name,
     report,
     save_by_index,
     save_every_nth,
@@ -42,7 +42,7 @@ class _Stack(nn.Module):
 
     def forward(self, x):
         for block in self.blocks:
-            x = name(block(x), "hidden").sin()
+            x = checkpoint_name(block(x), "hidden").sin()
         return self.router(x) if self.routed else x
 
 
@@ -105,7 +105,7 @@ def test_name_of_a_later_region_is_there(x):
     y = checkpoint(plain, x, policy=policy)
     y = checkpoint(_Stack(routed=True), y, policy=policy)
     last = nn.Tanh()
-    last.register_forward_hook(lambda module, args, out: name(out, "last"))
+    last.register_forward_hook(lambda module, args, out: checkpoint_name(out, "last"))
     checkpoint(last, y, policy=policy).sum().backward()
 
 
@@ -124,7 +124,7 @@ def test_gradient_in_the_middle_of_a_forward_does_not_ask(x):
     def body(t):
         inner = checkpoint(torch.sin, t, policy=policy).sum()
         (slope,) = torch.autograd.grad(inner, t, create_graph=True)
-        return name(slope * t, "late")
+        return checkpoint_name(slope * t, "late")
 
     checkpoint(body, x, policy=policy).sum().backward()
 

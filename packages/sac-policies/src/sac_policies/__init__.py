@@ -59,7 +59,7 @@ from sac_policies.policies._catalogue import (
 )
 from sac_policies.policies._decisions import Decision, from_torch, to_torch
 from sac_policies.policies._functions import as_policy
-from sac_policies.policies._names import name
+from sac_policies.policies._names import checkpoint_name
 from sac_policies.policies._plans import Plan, save_by_index
 from sac_policies.policies._policies import Policy, first_match
 from sac_policies.policies._views import OpView
@@ -134,6 +134,7 @@ __all__ = [
     "UnmatchedNameError",
     "as_policy",
     "checkpoint",
+    "checkpoint_name",
     "context_fn",
     "first_match",
     "fit",
@@ -144,7 +145,6 @@ __all__ = [
     "in_slices",
     "limit_offload",
     "measure_host_bandwidth",
-    "name",
     "offload",
     "offload_stats",
     "pareto",

@@ -36,7 +36,7 @@ class Row:
         out_bytes: bytes of its output.
         flops: floating point operations of the call.
         module: path of the module that ran it; "" outside of policies that name modules.
-        label: name given to the tensor, for the rows of `name`.
+        label: name given to the tensor, for the rows of `checkpoint_name`.
         line: the user's line that ran it.
         read: whether backward needs the value that the policy keeps; None if the policy does not
             keep it. A value that backward does not need is not held.

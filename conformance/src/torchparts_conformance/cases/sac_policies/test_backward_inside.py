@@ -26,10 +26,10 @@ def _or_refusal(call):
     "SP-209",
     level="MUST",
     text=(
-        "Where a backward runs inside another, what a region of either reads again and was "
-        "changed past its version counter MUST lead to the gradients of no checkpointing, or to"
-        " an error of that backward, which names an operator of the region; the other one MUST "
-        "have the gradients of no checkpointing, bitwise."
+        "Where a backward runs inside another, what the first step of a region of either reads "
+        "again and was changed past its version counter MUST lead to the gradients of no "
+        "checkpointing, or to an error of that backward, which names an operator of the region; "
+        "the other one MUST have the gradients of no checkpointing, bitwise."
     ),
     rationale=(
         "where comparisons are looked at when a backward ends, one inside another ended them "

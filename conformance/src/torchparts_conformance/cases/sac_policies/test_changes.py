@@ -73,9 +73,9 @@ def is_seen_or_harmless(checkpoint, device, make, change):
     "SP-132",
     level="MUST",
     text=(
-        "A parameter or input that is changed between forward and backward past its version "
-        "counter, through `.data` or by other data, MUST lead to the gradients of no "
-        "checkpointing or to an error."
+        "A parameter or input that is changed between forward and backward of the first step of "
+        "a region past its version counter, through `.data` or by other data, MUST lead to the "
+        "gradients of no checkpointing or to an error."
     ),
     rationale=(
         "a replay reads a bias that the plain backward never does; other gradients for eight "
@@ -310,8 +310,8 @@ def nothing(ctx, op, *args, **kwargs):
     "SP-140",
     level="MUST",
     text=(
-        "A parameter or input that is changed past its version counter before its region runs "
-        "again in backward MUST lead to the gradients of no checkpointing or to an error."
+        "A parameter or input that is changed past its version counter before backward of the "
+        "first step of a region MUST lead to the gradients of no checkpointing or to an error."
     ),
     rationale="the recomputation reads the changed tensor",
     since="0.1.0",
@@ -343,9 +343,9 @@ def write_in_place(tensor):
     level="MUST",
     text=(
         "A weight or a value that a region was given or found, changed in place, past its "
-        "version counter, or by other data, after the region ran, MUST lead to the gradients of"
-        " no checkpointing, with the change or without it, or to an error: where the operators "
-        "that read it are kept, too."
+        "version counter, or by other data, after the forward of its first step, MUST lead to "
+        "the gradients of no checkpointing, with the change or without it, or to an error: where "
+        "the operators that read it are kept, too."
     ),
     rationale=(
         "a kept product saves its weight again as a view, of whatever data the weight has by "
@@ -417,7 +417,7 @@ class EverySecond(nn.Module):
     text=(
         "A region whose weight does not lie in one piece of memory, as every second column of a"
         " larger one, MUST have the gradients of no checkpointing; if the weight is changed "
-        "past its version counter, those or an error."
+        "past its version counter in the first step, those or an error."
     ),
     rationale="what notices a changed weight may take its bytes for one piece",
     since="0.1.0",

@@ -353,7 +353,7 @@ class Branches(nn.Module):
 
     def forward(self, x):
         """(rows, 16) in and out."""
-        x = x + self.part.name(self.attn(x), "attn").sigmoid()
+        x = x + self.part.checkpoint_name(self.attn(x), "attn").sigmoid()
         return x + self.mlp(F.silu(x)).sigmoid()
 
 

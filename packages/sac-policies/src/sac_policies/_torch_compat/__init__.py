@@ -15,9 +15,7 @@ import torch
 import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ._places import annotated as annotated
 from ._places import node_meta as node_meta
-from ._places import place_of as place_of
 from ._places import running_modules as running_modules
 from ._saved_hooks import pop_hooks as pop_hooks
 from ._saved_hooks import push_hooks as push_hooks

@@ -28,8 +28,8 @@ def repeating(model: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
     """Return the outermost modules of which a container has several of one class, by path.
 
     Others of these classes are found with them, wherever they are. Modules without children do not
-    count, nor do containers: their blocks do. Where no container has any, a parent with several of
-    one class will do; else the model is one region.
+    count, nor do containers of blocks: their blocks do. Where no container has any, a parent with
+    several of one class will do; else the model is one region.
 
     Example:
         >>> block = lambda: nn.TransformerEncoderLayer(8, 2)
@@ -119,8 +119,10 @@ def _below(path: str, module: nn.Module, parents: Any) -> Iterator[tuple[str, nn
 
 def _is_block(module: nn.Module) -> bool:
     module = original(module)
-    has_children = next(module.children(), None) is not None
-    return has_children and not isinstance(module, _CONTAINERS)
+    children = list(module.children())
+    if isinstance(module, nn.Sequential):  # of layers a block, of blocks a stage
+        return bool(children) and not any(map(_is_block, children))
+    return bool(children) and not isinstance(module, _CONTAINERS)
 
 
 class Seen(WatchingMode):

@@ -42,7 +42,7 @@ NAME_OP = torch.ops.sac_policies.named.default
 """The operator that stands for a naming in views, decision lists and compiled graphs."""
 
 
-def name(tensor: torch.Tensor, label: str) -> torch.Tensor:
+def checkpoint_name(tensor: torch.Tensor, label: str) -> torch.Tensor:
     """Name a tensor, so that `save_named` can refer to it.
 
     In eager code returns `tensor` itself, and does nothing outside a checkpointed region. Under
@@ -56,19 +56,19 @@ def name(tensor: torch.Tensor, label: str) -> torch.Tensor:
         PolicyError: `tensor` is not a tensor, or `label` not text.
 
     Example:
-        >>> name(torch.ones(2), "hidden")
+        >>> checkpoint_name(torch.ones(2), "hidden")
         tensor([1., 1.])
     """
     if not isinstance(tensor, torch.Tensor):
         raise PolicyError(
-            f"sac_policies.name: tensor {shown(tensor)} is a {type(tensor).__name__}, but only a "
-            "tensor can be named. Name the tensors inside it one by one."
+            f"sac_policies.checkpoint_name: tensor {shown(tensor)} is a "
+            f"{type(tensor).__name__}, but only a tensor can be named. Name the tensors inside it "
+            "one by one."
         )
     if not isinstance(label, str):
         raise PolicyError(
-            f"sac_policies.name: label {shown(label)} is a {type(label).__name__}, but a name is "
-            "text. "
-            "Write for example name(tensor, 'hidden')."
+            f"sac_policies.checkpoint_name: label {shown(label)} is a {type(label).__name__}, "
+            "but a name is text. Write for example checkpoint_name(tensor, 'hidden')."
         )
     if torch.compiler.is_compiling():
         return NAME_OP(tensor, label)

@@ -78,11 +78,6 @@ class Policy(ABC):
         del op
         return DEPENDS
 
-    def constant_in(self, op: Operator, module: str) -> Constant:
-        """Do the same for calls inside the module with this path, and inside none of its own."""
-        del module
-        return self.constant(op)
-
     def counts(self, op: Operator) -> bool:
         """Whether `decide` reads how often `op` has been called (`view.region`)."""
         return any(part.counts(op) for part in self.parts)
@@ -199,11 +194,6 @@ class _Pair(Policy):
         """Constant where both sides are."""
         return self._constant(self.left.constant(op), self.right.constant(op), op)
 
-    def constant_in(self, op: Operator, module: str) -> Constant:
-        """Constant where both sides are."""
-        left, right = (side.constant_in(op, module) for side in self.parts)
-        return self._constant(left, right, op)
-
     @abstractmethod
     def _constant(self, left: Constant, right: Constant, op: Operator) -> Constant:
         """Put two answers together."""
@@ -272,10 +262,6 @@ class Complement(Policy):
         """Constant where `inner` is."""
         return _swapped(self.inner.constant(op))
 
-    def constant_in(self, op: Operator, module: str) -> Constant:
-        """Constant where `inner` is."""
-        return _swapped(self.inner.constant_in(op, module))
-
     @property
     def parts(self) -> tuple[Policy, ...]:
         """The policy negated."""
@@ -311,10 +297,6 @@ class FirstMatch(Policy):
     def constant(self, op: Operator) -> Constant:
         """Constant where every rule before the first answer is."""
         return _first(rule.constant(op) for rule in self.rules)
-
-    def constant_in(self, op: Operator, module: str) -> Constant:
-        """Constant where every rule before the first answer is."""
-        return _first(rule.constant_in(op, module) for rule in self.rules)
 
     @property
     def parts(self) -> tuple[Policy, ...]:

@@ -174,11 +174,6 @@ class Scoped(SourceLocated):
         """No answer where `inner` never has one."""
         return None if self.inner.constant(op) is None else DEPENDS
 
-    def constant_in(self, op: Operator, module: str) -> Constant:
-        """The answer of `inner` inside the modules, none outside."""
-        inside = any(is_inside(module, each) for each in self.modules)
-        return self.inner.constant_in(op, module) if inside else None
-
     @property
     def parts(self) -> tuple[Policy, ...]:
         """The policy restricted."""
@@ -275,10 +270,6 @@ class Offloaded(Policy):
     def constant(self, op: Operator) -> Constant:
         """Constant where `inner` is."""
         return _constantly_moved(self.inner.constant(op))
-
-    def constant_in(self, op: Operator, module: str) -> Constant:
-        """Constant where `inner` is."""
-        return _constantly_moved(self.inner.constant_in(op, module))
 
     @property
     def parts(self) -> tuple[Policy, ...]:

@@ -52,7 +52,7 @@ class OpView:
         args: positional arguments.
         kwargs: keyword arguments.
         module: path of the innermost module that ran the operator, "" for the region itself.
-        label: the name given by `sac_policies.name`, None otherwise.
+        label: the name given by `sac_policies.checkpoint_name`, None otherwise.
         region: counts of the region so far, this call included.
     """
 

@@ -1,16 +1,16 @@
 """What copies to host memory cost, as far as no other work hides them.
 
-It is what the contexts engine does (`engines/contexts/_moved`), for one forward of a region that is
-one of several equal ones in a row.
+It is what a region does (`eager/_moved`), for one forward of a region that is one of several equal
+ones in a row.
 
 Rule 1. A value's copy starts when the value is made and the copies before it have ended. Work goes
         on beside it.
 Rule 2. Besides the copy that is under way, others fall behind by less than the largest value that
         is offloaded: where it would be more, work waits. Where the region ends it waits for all
-        that are left. (The engine lets the last one run on, here it counts.)
+        that are left. (The last one runs on, here it counts.)
 Rule 3. Values are asked for when backward comes to their region, or to the region after theirs if
-        there is one. So the region that backward reaches first waits for all of them: it reads
-        them as it runs again, and what it repeats in between does not count as hiding them. The
+        there is one. So the region that backward reaches first waits for all of them: what
+        it repeats in between does not count as hiding them. The
         others wait for what takes longer than backward of the region after them, which takes no
         less than a forward.
 Rule 4. Work is what the profiled operators took that made something. Views and writes in place take

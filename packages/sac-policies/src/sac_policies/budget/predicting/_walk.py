@@ -148,11 +148,7 @@ class Walk:
         return self._values[self._saved[at]].storage in self._kept_at
 
     def _kept_for(self, number: int, at: int, constants: frozenset[int]) -> frozenset[int]:
-        """Find out what a value is replayed from, once a recipe for the saved tensor `at` is made.
-
-        What is kept later than that is not known then. Counts the readers of all that is made
-        again, which constants are not.
-        """
+        """Find out what a value is replayed from; count the readers of all that is made again."""
         if number not in self._sources:
             found, again = set(), []
             call = self._values[number].call
