@@ -107,11 +107,7 @@ class Collected:
         return self._results.get(item.nodeid)
 
     def take(self, items: Iterable[pytest.Item]) -> None:
-        """Take every case before selection.
-
-        Raises:
-            RegistryError: a case names a requirement that does not exist.
-        """
+        """Take every case before selection."""
         for item in items:
             device = device_of(item)
             wanted = tuple(r for r in self._requirements(item) if r.is_for(device))
@@ -176,11 +172,7 @@ class Collected:
 
 
 def known_order(order: str) -> str:
-    """Return an order: `listed`, `reversed`, or shuffled by a seed, such as `seed:7`.
-
-    Raises:
-        OptionError: it is none of these.
-    """
+    """Return an order: `listed`, `reversed`, or shuffled by a seed, such as `seed:7`."""
     if not re.fullmatch(r"listed|reversed|seed:\d{1,9}", order):
         raise OptionError(f"--order {order!r:.60} is unknown. Known are listed, reversed, seed:N.")
     return order

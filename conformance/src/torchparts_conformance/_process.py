@@ -58,12 +58,7 @@ def pytest_command() -> list[str]:
 
 
 def run_cases(options: Sequence[str], *, jobs: int = 1) -> dict[str, Any]:
-    """Run the cases, show progress, and return the report.
-
-    Raises:
-        ConformanceError: the adapter or an option cannot be used.
-        RunError: a process ended without a report.
-    """
+    """Run the cases, show progress, and return the report."""
     with tempfile.TemporaryDirectory(prefix="torchparts-run-") as scratch:
         folder = Path(scratch)
         (folder / "share").mkdir()

@@ -185,11 +185,7 @@ def _lines(value: Any) -> str:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read a report, which may have been edited.
-
-    Raises:
-        ReportError: it is missing, too large, no report, or of another version of the suite.
-    """
+    """Read a report, which may have been edited."""
     name = f"report {path.name!r:.100}"
     try:
         report = json.loads(read_text(path, role="report", max_bytes=MAX_BYTES))
@@ -235,11 +231,7 @@ def title(report: Mapping[str, Any]) -> str:
 
 
 def read_text(path: Path, *, role: str, max_bytes: int) -> str:
-    """Read a UTF-8 file that may come from somebody else.
-
-    Raises:
-        ReportError: it is missing, no ordinary file, too large, or not UTF-8.
-    """
+    """Read a UTF-8 file that may come from somebody else."""
     name = f"{role} {path.name!r:.200}"
     if path.exists() and not path.is_file():
         raise ReportError(f"{name} is no ordinary file.")

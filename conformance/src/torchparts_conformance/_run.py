@@ -71,11 +71,7 @@ class Run:
     """The state of one run; the plugin's hooks call its methods in this order."""
 
     def __init__(self, settings: Settings) -> None:
-        """Read the requirements and the announced failures; the adapter is not imported yet.
-
-        Raises:
-            ConformanceError: one of them cannot be used.
-        """
+        """Read the requirements and the announced failures; the adapter is not imported yet."""
         self.settings = settings
         self.subject = Subject(settings.spec, settings.mutant)
         self.registry: Mapping[str, Requirement] = load_registry()
@@ -86,11 +82,7 @@ class Run:
         self._has_met = False
 
     def meet(self) -> None:
-        """Import the adapter and its parts, after every case.
-
-        Raises:
-            ConformanceError: the adapter or a part cannot be used.
-        """
+        """Import the adapter and its parts, after every case."""
         self._replaced = guard()
         # Before the adapter: autograd counts the devices when anything first runs backward.
         self._absent = {kind for kind in self.settings.devices if not _devices.is_there(kind)}
@@ -304,11 +296,7 @@ def write_badges(report: Mapping[str, Any], folder: Path) -> None:
 
 
 def refuse_private_imports(adapter: Path | None) -> None:
-    """Refuse an adapter that imports more of the suite than its public names.
-
-    Raises:
-        AdapterError: it does.
-    """
+    """Refuse an adapter that imports more of the suite than its public names."""
     package = Path(__file__).parent
     if adapter is None or adapter.suffix != ".py" or package in adapter.parents:
         return
