@@ -132,7 +132,7 @@ class Collected:
             )
         return [self._registry[id] for id in dict.fromkeys(ids)]
 
-    def broken(self, path: Path, why: str) -> None:
+    def note_import_error(self, path: Path, why: str) -> None:
         """Note that a file of cases could not be imported; `why` is pytest's text."""
         lines = [line.strip() for line in why.splitlines() if line.strip()]
         errors = [line[1:].strip() for line in lines if line.startswith("E ")]

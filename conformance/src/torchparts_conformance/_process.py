@@ -1,4 +1,4 @@
-"""Run the cases in processes of their own, which an implementation may crash.
+"""Run the cases in child processes, which an implementation may crash.
 
 With two processes, each takes the next case that the other has not taken. A process prints lines
 that begin with `PROGRESS`; the last other line that it prints is shown if it ends without a report.

@@ -79,9 +79,9 @@ class Run:
         self.known = _known_failures.load(settings.known_failures)
         self.pool = shared_pool()
         self.report: dict[str, Any] | None = None
-        self._has_met = False
+        self._is_ready = False
 
-    def meet(self) -> None:
+    def import_adapter(self) -> None:
         """Import the adapter and its parts, after every case."""
         self._replaced = guard()
         # Before the adapter: autograd counts the devices when anything first runs backward.
@@ -95,7 +95,7 @@ class Run:
             refuse_private_imports(self._adapter)
             if not unfit:
                 self._find_parts()
-        self._has_met = True
+        self._is_ready = True
 
     def _find_parts(self) -> None:
         """Import what was asked for, and find what cases would miss before any of them runs."""
@@ -126,7 +126,7 @@ class Run:
 
     def selected(self, items: Iterable[pytest.Item]) -> None:
         """Start worker processes if a case uses them: they import torch while other cases run."""
-        if not self._has_met:  # pytest ends the collection of a refused run as well
+        if not self._is_ready:  # pytest ends the collection of a refused run as well
             return
         items = list(items)
         self.tell(f"total {len(items)}")
@@ -209,7 +209,7 @@ class Run:
             return _errors.SUITE_BROKEN
         if pytest_status == _PYTEST_USAGE_ERROR:
             return _errors.BAD_INPUT
-        if not self._has_met:
+        if not self._is_ready:
             return _errors.NOT_CONFORMANT
         rows, problems = self._rows(), [*self.cases.problems, *self._faults()]
         rows, untrue = _known_failures.announce(rows, self.known)
