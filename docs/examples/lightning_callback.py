@@ -15,14 +15,14 @@ from kept import side_by_side
 from torch import nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
 
-from ckpt_wrap import by_class, make_plan
+from ckpt_wrap import checkpoint_layers_
 
 
 class Checkpointing(pl.Callback):
     """Checkpoint the layers of encoders; `ckpt_wrap.unwrap` would take it off again."""
 
     def setup(self, trainer: object, pl_module: nn.Module, stage: str) -> None:
-        make_plan(pl_module, by_class(nn.TransformerEncoderLayer)).apply(pl_module)
+        checkpoint_layers_(pl_module)
 
 
 class Task(pl.LightningModule):

@@ -18,7 +18,7 @@ from kept import side_by_side
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpt_wrap import checkpoint_
-from sac_policies import context_fn
+from sac_policies import checkpoint
 
 warnings.simplefilter("ignore")
 torch.manual_seed(0)
@@ -30,8 +30,7 @@ ours, theirs = copy.deepcopy(plain), copy.deepcopy(plain)
 ids = torch.randint(config.vocab_size, (2, 64))
 
 for layer in ours.model.layers:
-    routing = context_fn(["mlp.gate :: aten.mm", "aten.topk"], root=layer)
-    checkpoint_(layer, context_fn=routing)
+    checkpoint_(layer, checkpoint_fn=checkpoint, policy=["mlp.gate :: aten.mm"])
 
 theirs.gradient_checkpointing_enable()
 

@@ -47,7 +47,8 @@ def worker() -> None:
     whole = flat_param.by_name({"*weight": "tensor"})  # biases are cut between elements
     train(model := flat_param.fully_shard(model_of(), boundary=whole), [halves[dist.get_rank()]])
     train(alone := model_of(), halves)
-    assert all(map(torch.equal, model.state_dict().values(), alone.state_dict().values()))
+    whole_state = flat_param.full_state_dict(model)["model"]
+    assert all(map(torch.equal, whole_state.values(), alone.state_dict().values()))
     dist.destroy_process_group()
 
 

@@ -51,16 +51,7 @@ class Part:
     judge: str = "step"
 
 
-def _regions(engine: str) -> list[Part]:
-    if engine == "contexts":
-        written = "checkpoint_(block, context_fn=context_fn({}))"
-    else:
-        told = "" if engine == "auto" else f', engine="{engine}"'
-        written = f"checkpoint_(block, checkpoint_fn=checkpoint, policy={{}}{told})"
-    return [
-        Part(f"{engine}, nothing kept", "sac-policies", written.format("recompute_all()")),
-        Part(f"{engine}, products kept", "sac-policies", written.format(KEPT)),
-    ]
+REGION = "checkpoint_(block, checkpoint_fn=checkpoint, policy={})"
 
 
 SOLVED = """
@@ -96,9 +87,8 @@ PARTS = [
     Part("in place", "ckpt-wrap", "checkpoint_(block)"),
     Part("nested", "ckpt-wrap", NESTED.strip(), each_block=False),
     Part("offload", "ckpt-wrap", "offload_(block, to=folder, min_bytes=1)"),
-    *_regions("recipe"),
-    *_regions("contexts"),
-    *_regions("auto"),
+    Part("nothing kept", "sac-policies", REGION.format("recompute_all()")),
+    Part("products kept", "sac-policies", REGION.format(KEPT)),
     Part("solve", "sac-policies", SOLVED.strip()),
     Part("fit_", "sac-policies", FITTED.strip(), each_block=False),
     Part("names", "mod-tracker", "with ModTracker() as tracker: ...", False, "names"),

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from sac_policies import checkpoint
 
 PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
-ENGINES = ["auto", "contexts"]
 
 
 class Block(nn.Module):
@@ -49,6 +48,6 @@ def swap(function: Any, block: nn.Module, x: Tensor, **options: Any) -> Tensor:
     return out
 
 
-def ours(policy: Any, engine: str = "auto") -> Any:
+def ours(policy: Any) -> Any:
     """Our `checkpoint` in its place."""
-    return functools.partial(swap, checkpoint, policy=policy, engine=engine)
+    return functools.partial(swap, checkpoint, policy=policy)

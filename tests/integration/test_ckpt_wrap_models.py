@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from _cases import each
+from _cases import GROUPED, each, of_transformers
 from _checks import assert_same_step, kept_bytes, shape_of, tensors_of, twins
-from _models import Case
+from _models import IDS, Case, need
 from torch import nn
 
 from ckpt_wrap import (
+    RecomputeError,
     apply_activation_checkpointing,
     checkpoint_,
+    checkpoint_layers_,
     checkpoint_wrapper,
     offload_,
     offload_stats,
@@ -160,3 +162,56 @@ def test_beside_transformers_own_checkpointing(case: Case, reentrant: bool) -> N
     for block in case.blocks_of(model).values():
         checkpoint_(block)
     assert_same_step(case, model, plain)
+
+
+@each
+def test_layers_that_are_found_are_the_blocks(case: Case) -> None:
+    """`checkpoint_layers_` takes the layers that transformers itself would checkpoint."""
+    if case.blocks:
+        pytest.skip(f"the blocks of {case.name} are chosen by hand")
+    model, plain = twins(case)
+    assert set(checkpoint_layers_(model).names) == set(case.outer_blocks_of(plain))
+    assert_same_step(case, model, plain)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_every_nth_layer_keeps_what_transformers_keeps(every: int) -> None:
+    """As many bytes as `every_n_layers=`, and the gradients of the plain model."""
+    case = Case(
+        "Llama-4",
+        "transformers",
+        lambda: of_transformers("LlamaForCausalLM", **{**GROUPED, "num_hidden_layers": 4}),
+        lambda: {"input_ids": IDS, "labels": IDS, "use_cache": False},
+    )
+    model, plain = twins(case)
+    if not hasattr(plain, "activation_checkpointing_enable"):
+        pytest.skip("this transformers has no every_n_layers=")
+    theirs = copy.deepcopy(plain)
+    theirs.activation_checkpointing_enable(every_n_layers=every)
+    assert len(checkpoint_layers_(model, every=every).names) == len(range(0, 4, every))
+    assert_same_step(case, model, plain)
+    ours, of_transformers_, all_ = (
+        kept_bytes(lambda m=m: case.loss(m)) for m in (model, theirs, plain)
+    )
+    assert ours <= of_transformers_ < all_
+
+
+def test_adapters_switched_before_backward_are_an_error() -> None:
+    """Two forwards with an adapter each and one backward: the error names the attribute."""
+    peft = need("peft")
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = of_transformers("LlamaForCausalLM", **GROUPED).train()
+    model = peft.get_peft_model(model, lora, adapter_name="a")
+    model.add_adapter("b", lora)
+    checkpoint_layers_(model)
+
+    def loss(adapter: str) -> torch.Tensor:
+        model.set_adapter(adapter)
+        return model(input_ids=IDS, labels=IDS, use_cache=False).loss
+
+    first = loss("a")
+    second = loss("b")
+    with pytest.raises(RecomputeError, match=r"'_active_adapter' of submodule 'self_attn\.q_proj'"):
+        (first + second).backward()
+    for adapter in "ab":  # one backward for each forward is right
+        loss(adapter).backward()

@@ -90,21 +90,17 @@ def test_kept_products_cost_what_torch_sac_keeps(case: Case) -> None:
     """
     need(case.library)
     torch_bytes = kept_bytes_of("torch, products kept", case)
-    for engine in ("contexts", "recipe", "auto"):
-        found = kept_bytes_of(f"{engine}, products kept", case)
-        assert found <= BOOKKEEPING * torch_bytes, (engine, found, torch_bytes)
+    found = kept_bytes_of("products kept", case)
+    assert found <= BOOKKEEPING * torch_bytes, (found, torch_bytes)
 
 
 @each_model
 def test_kept_nothing_costs_no_more_than_kept_products(case: Case) -> None:
-    """Each engine: nothing kept, then products, then the plain model."""
+    """Nothing kept, then products, then the plain model."""
     need(case.library)
     plain = kept_bytes_of("plain", case)
-    for engine in ("contexts", "recipe", "auto"):
-        nothing, products = (
-            kept_bytes_of(f"{engine}, {kept} kept", case) for kept in ("nothing", "products")
-        )
-        assert nothing <= products < plain, engine
+    nothing, products = (kept_bytes_of(f"{kept} kept", case) for kept in ("nothing", "products"))
+    assert nothing <= products < plain
 
 
 @each_model

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 from _checks import assert_same_grads, kept_bytes
 from _models import need
-from _regions import ENGINES, PRODUCTS, Block, model_of, ours, step
+from _regions import PRODUCTS, Block, model_of, ours, step
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -49,8 +48,7 @@ def test_regions_of_source_code() -> None:
     assert work["ours"] <= work["theirs"]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_everything_is_recomputed_as_by_torch_remat(engine: str) -> None:
+def test_everything_is_recomputed_as_by_torch_remat() -> None:
     """`checkpoint(region_name=)(f)(x)` and `checkpoint(f, x, policy=recompute_all())`."""
     remat = need("torch_remat")
     plain = model_of()
@@ -59,7 +57,7 @@ def test_everything_is_recomputed_as_by_torch_remat(engine: str) -> None:
     model, other = copy.deepcopy(plain), copy.deepcopy(plain)
     loss = step(plain)
     assert torch.equal(step(other, lambda b, x: remat.checkpoint(region_name="b")(b)(x)), loss)
-    assert torch.equal(step(model, ours(recompute_all(), engine)), loss)
+    assert torch.equal(step(model, ours(recompute_all())), loss)
     assert_same_grads(model, plain)
     assert_same_grads(other, plain)
 
@@ -68,15 +66,13 @@ def test_dropout_in_a_region() -> None:
     """torch-remat keeps no random state; ours needs nothing said, and no bit changes."""
     need("torch_remat")
     plain = model_of()
-    for engine in ENGINES:
-        model = model_of()
-        plain.zero_grad()
-        assert torch.equal(step(plain), step(model, ours(save_ops(*PRODUCTS), engine)))
-        assert_same_grads(model, plain)
+    model = model_of()
+    assert torch.equal(step(plain), step(model, ours(save_ops(*PRODUCTS))))
+    assert_same_grads(model, plain)
 
 
 def test_bytes_kept_beside_torch_remat() -> None:
-    """With the same products kept, the recipe engine keeps no more than a marked region."""
+    """With the same products kept, a region keeps no more than a marked one."""
     remat = need("torch_remat")
 
     class Marked(nn.Module):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from _checks import assert_same_grads
 from _models import need
-from _regions import ENGINES, PRODUCTS, model_of, ours, step, swap
+from _regions import PRODUCTS, model_of, ours, step, swap
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -49,7 +49,6 @@ def flops(run: Any) -> int:
     return int(counter.get_total_flops())
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     "policy",
     [
@@ -60,12 +59,12 @@ def flops(run: Any) -> int:
         ["aten.mm.default", "aten.addmm.default"],
     ],
 )
-def test_a_list_of_operators(policy: list[Any], engine: str) -> None:
+def test_a_list_of_operators(policy: list[Any]) -> None:
     """The argument they call `policy_fn`: gradients are the plain model's."""
     plain = model_of()
     model = copy.deepcopy(plain)
     loss = step(plain)
-    assert torch.equal(step(model, ours(policy, engine)), loss)
+    assert torch.equal(step(model, ours(policy)), loss)
     assert_same_grads(model, plain)
 
 
@@ -77,8 +76,7 @@ def test_their_own_step_is_close() -> None:
     torch.testing.assert_close(theirs_runs(lambda: step(model_of(), run)), loss)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_function_as_policy(engine: str) -> None:
+def test_a_function_as_policy() -> None:
     """`(ctx, op, *args, **kwargs) -> bool`, as they take it."""
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
@@ -86,7 +84,7 @@ def test_a_function_as_policy(engine: str) -> None:
 
     plain = model_of()
     model = copy.deepcopy(plain)
-    assert torch.equal(step(plain), step(model, ours(policy, engine)))
+    assert torch.equal(step(plain), step(model, ours(policy)))
     assert_same_grads(model, plain)
 
 
@@ -94,9 +92,8 @@ def test_kept_products_are_not_repeated() -> None:
     """FLOPs of a step with products kept are the plain step's, with none kept a forward more."""
     plain = flops(None)
     assert flops(ours(PRODUCTS)) == plain
-    assert flops(ours(PRODUCTS, "contexts")) == plain
     # Of a step that takes three parts, forward is one; the last product's result is not read.
-    assert plain < flops(ours(recompute_all(), "contexts")) <= plain * 4 / 3
+    assert plain < flops(ours(recompute_all())) <= plain * 4 / 3
 
 
 def test_operators_are_listed() -> None:
@@ -106,9 +103,8 @@ def test_operators_are_listed() -> None:
     assert {op.name for op in profile(block, x).ops} <= listed
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("policy", ["list", "function"])
-def test_as_context_fn_of_torch(engine: str, policy: str) -> None:
+def test_as_context_fn_of_torch(policy: str) -> None:
     """`selective_checkpoint_context_fn` by our name, under torch's checkpoint and `compile`."""
     plain = model_of()
     model = copy.deepcopy(plain)
@@ -123,9 +119,8 @@ def test_as_context_fn_of_torch(engine: str, policy: str) -> None:
     assert_same_grads(model, plain)
 
 
-@pytest.mark.parametrize("engine", ["recipe", "contexts"])
 @pytest.mark.parametrize("budget", [0.0, 0.1, 0.3, 0.5, 0.7, 1.0])
-def test_a_policy_from_a_budget(budget: float, engine: str) -> None:
+def test_a_policy_from_a_budget(budget: float) -> None:
     """Where they call `selective_checkpoint_wrapper(memory_budget=)`: `profile`, then `solve`.
 
     The plan is used for all blocks, survives pickle and JSON, and keeps what it says.
@@ -133,18 +128,18 @@ def test_a_policy_from_a_budget(budget: float, engine: str) -> None:
     plain = model_of()
     model = copy.deepcopy(plain)
     traced = profile(model[0], torch.randn(16, 32, requires_grad=True), unit="flops")
-    plan = solve(traced, budget, engine=engine)
+    plan = solve(traced, budget)
     if isinstance(plan, Infeasible):
-        assert plan.smallest_bytes > budget * traced.total_bytes(engine)
-        plan = solve(traced, plan.smallest_bytes, engine=engine)
+        assert plan.smallest_bytes > budget * traced.total_bytes()
+        plan = solve(traced, plan.smallest_bytes)
     assert isinstance(plan, BudgetPlan)
-    assert plan.kept_bytes <= max(budget * traced.total_bytes(engine), traced.fixed_bytes(engine))
+    assert plan.kept_bytes <= max(budget * traced.total_bytes(), traced.fixed_bytes())
     for same in (
         pickle.loads(pickle.dumps(plan)),
         from_json(json.loads(json.dumps(to_json(plan)))),
     ):
         assert same == plan
-    assert torch.equal(step(plain), step(model, ours(plan, engine)))
+    assert torch.equal(step(plain), step(model, ours(plan)))
     assert_same_grads(model, plain)
 
 
@@ -161,9 +156,9 @@ def test_a_budget_is_used_no_worse_than_theirs(budget: float) -> None:
         wrapped(x).sum().backward()
     their_work = counter.get_total_flops()
     traced = profile(block, x, unit="flops")
-    plan = solve(traced, budget, engine="contexts")
+    plan = solve(traced, budget)
     if isinstance(plan, Infeasible):
-        plan = solve(traced, plan.smallest_bytes, engine="contexts")
+        plan = solve(traced, plan.smallest_bytes)
     with FlopCounterMode(display=False) as counter:
-        checkpoint(block, x, policy=plan, engine="contexts").sum().backward()
+        checkpoint(block, x, policy=plan).sum().backward()
     assert counter.get_total_flops() <= their_work

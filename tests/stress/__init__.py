@@ -3,7 +3,7 @@
 `python -m stress`, run from the `tests` folder, tries every scenario many times and prints a table
 of trials and failures; `python -m stress --list` names the scenarios.
 
-    programs    random programs under every engine of sac-policies, some changed between forward
+    programs    random programs in regions of sac-policies, some changed between forward
                 and backward
     interrupts  Ctrl-C at every place of forward, backward, step, save and load of all four parts
     saves       killed ranks, full disks and readers at random moments of saves on two ranks

@@ -23,7 +23,7 @@ class World:
     """What a program is run on, made afresh for each run: parameters, an input, a cache."""
 
     seed: int
-    engine: str | None = None
+    checkpoints: bool = False
     cache: dict[str, Any] = field(default_factory=dict)
     kept: Values = field(default_factory=list)
 

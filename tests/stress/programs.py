@@ -1,19 +1,19 @@
-"""Random differentiable programs under every engine of sac-policies, against plain autograd.
+"""Random differentiable programs in regions of sac-policies, against plain autograd.
 
 One program is a few steps over a few values: operators, in-place operators, views, dropout,
-normalisations, shared values, regions inside regions, spans, hooks, caches, state that is read and
+normalisations, shared values, regions inside regions, hooks, caches, state that is read and
 written to. Some are followed by a change of a parameter or an input between forward and backward.
 Which program it is depends on its seed alone.
 
     python -m stress.programs --seed 0 --count 2000
 
-For each engine it counts how the programs ended:
+It counts how the programs ended:
 
     equal    gradients and state are bitwise those of plain autograd
     better   plain autograd refuses the change or is changed by it; the gradients are bitwise
              those of the program without the change
     refused  an error of the package, counted by its message
-    both     plain autograd refuses, and so does the engine, by an error of the package
+    both     plain autograd refuses, and so does the region, by an error of the package
     bare     an error that is not the package's, where plain autograd runs
     wrong    any other gradients
 
@@ -36,11 +36,9 @@ import torch
 from torch import nn
 
 import sac_policies as sp
-from sac_policies.engines.recipe.untracked import _call_table
 from stress import state_steps
 from stress.program_steps import CHANGES, STEPS, Step, Values, World, cached, optimizer_step
 
-ENGINES = ("recipe", "contexts", "auto")
 OPS = (
     *("aten.mm", "aten.sin", "aten.mul.Tensor", "aten.mul_", "aten.add_", "aten.relu_"),
     *("aten.bernoulli_", "aten.view", "aten.t", "aten.cat", "aten.exp", "aten._softmax"),
@@ -50,23 +48,21 @@ OPS = (
 )
 
 
-def policy_of(rng: random.Random, engine: str | None) -> sp.Policy:
-    """Choose a policy; for the recipe engine one that it can follow."""
+def policy_of(rng: random.Random) -> sp.Policy:
+    """Choose a policy."""
     some = sp.save_ops(*rng.sample(OPS, rng.randrange(1, 8)))
     named = sp.save_named("n", missing_ok=True)
-    followed = [some, ~some, sp.save_all(), sp.recompute_all(), sp.save_ops(sp.MATMULS)]
-    followed += [named, some | named, some & ~named]
-    others = [
-        sp.offload(some),
-        sp.save_by_bytes(at_most=200),
-        sp.save_every_nth(*rng.sample(OPS, 3), n=2),
-    ]
-    at = rng.randrange(len(followed) + len(others))
-    return (followed + others)[at % len(followed) if engine == "recipe" else at]
+    return rng.choice(
+        [
+            *(some, ~some, sp.save_all(), sp.recompute_all(), sp.save_ops(sp.MATMULS)),
+            *(named, some | named, some & ~named, sp.offload(some)),
+            *(sp.save_by_bytes(at_most=200), sp.save_every_nth(*rng.sample(OPS, 3), n=2)),
+        ]
+    )
 
 
 class Fresh(nn.Module):
-    """A function that no engine has seen before."""
+    """A function of which no region ran before."""
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -78,60 +74,47 @@ class Fresh(nn.Module):
 
 
 def region(function: Step, y: torch.Tensor, world: World, rng: random.Random) -> torch.Tensor:
-    """Run a step as a region of the world's engine, or plainly."""
-    policy, early_stop = policy_of(rng, world.engine), rng.random() < 0.7
-    if world.engine is None:
+    """Run a step as a region, or plainly."""
+    policy = policy_of(rng)
+    if not world.checkpoints:
         return function(y, world)
 
     def run(t: torch.Tensor) -> torch.Tensor:
         return function(t, world)
 
-    return sp.checkpoint(
-        Fresh(run) if rng.random() < 0.5 else run,
-        y,
-        policy=policy,
-        engine=world.engine,
-        early_stop=early_stop,
-    )
+    return sp.checkpoint(Fresh(run) if rng.random() < 0.5 else run, y, policy=policy)
 
 
 def cached_region(y: torch.Tensor, world: World, rng: random.Random) -> torch.Tensor:
     """Do the same for a step that is given a cache, which it changes."""
-    policy = policy_of(rng, world.engine)
-    if world.engine is None:
+    policy = policy_of(rng)
+    if not world.checkpoints:
         return cached(y, world, world.cache)
     return sp.checkpoint(
         lambda t, cache: cached(t, world, cache),
         y,
         world.cache,
         policy=policy,
-        engine=world.engine,
     )
 
 
-def program(seed: int, world: World, *, depth: int = 0, in_span: bool = False) -> Step:
-    """Make the program of a seed: steps, some of them regions or spans of their own."""
+def program(seed: int, world: World, *, depth: int = 0) -> Step:
+    """Make the program of a seed: steps, some of them regions of their own."""
 
     def run(y: torch.Tensor, world: World) -> torch.Tensor:
-        # Each run draws the same steps, also one that begins in the middle of another: a
-        # gradient inside a region recomputes what of the region ran before it.
         rng = random.Random(seed)
         shared = y
         for at in range(rng.randrange(2, 8)):
             kind = rng.random()
             if depth < 2 and kind < 0.3:
-                inner = program(rng.randrange(2**30), world, depth=depth + 1, in_span=in_span)
+                inner = program(rng.randrange(2**30), world, depth=depth + 1)
                 y = region(inner, y, world, random.Random(rng.randrange(2**30)))
-            elif depth < 2 and kind > 0.9:
-                # No state of Python's: a span's code may run twice.
-                inner = program(rng.randrange(2**30), world, depth=depth + 1, in_span=True)
-                y = sp.span(lambda t, inner=inner: inner(t, world), "span")(y)
-            elif kind < 0.34 and depth == 0 and not in_span:
+            elif kind < 0.34 and depth == 0:
                 y = cached_region(y, world, random.Random(rng.randrange(2**30)))
             elif kind < 0.42:
                 y = y * 0.5 + shared
             else:
-                step = rng.randrange(len(STEPS) + (not in_span) * len(state_steps.STEPS))
+                step = rng.randrange(len(STEPS) + len(state_steps.STEPS))
                 if step < len(STEPS):
                     y = STEPS[step](y, world)
                 else:
@@ -143,9 +126,9 @@ def program(seed: int, world: World, *, depth: int = 0, in_span: bool = False) -
     return run
 
 
-def outcome(seed: int, engine: str | None, *, changes: bool = True) -> Any:
+def outcome(seed: int, checkpoints: bool, *, changes: bool = True) -> Any:
     """Gradients of the program of a seed, and its state after it, or the error it raised."""
-    world = World(seed, engine)
+    world = World(seed, checkpoints)
     rng = random.Random(seed + 1)
     change = rng.choice(CHANGES) if rng.random() < 0.35 else None
     try:
@@ -178,12 +161,9 @@ def same(one: Values, other: Values) -> bool:
     )
 
 
-def verdict(seed: int, engine: str) -> tuple[str, str]:
-    """How the program of a seed ends under an engine, and the error's message where there is."""
-    # What operators forget is seen for large values only; to every other program all are large.
-    _call_table.LEAST_BYTES = 0 if seed % 2 else 1024
-    _call_table.MASK_NUMEL = 0 if seed % 2 else 1 << 16
-    plain, found = outcome(seed, None), outcome(seed, engine)
+def verdict(seed: int) -> tuple[str, str]:
+    """How the program of a seed ends in regions, and the error's message where there is."""
+    plain, found = outcome(seed, False), outcome(seed, True)
     if isinstance(found, Exception):
         told = re.sub(r"\d+|\([^()]*\)|at \S+ in \S+|[\w.]+Backward0", "_", str(found))[:110]
         text = f"{type(found).__name__}: {told}"
@@ -196,7 +176,7 @@ def verdict(seed: int, engine: str) -> tuple[str, str]:
             return "wrong", "state"
         if same(plain[0], found[0]):
             return "equal", ""
-    unchanged = outcome(seed, None, changes=False)
+    unchanged = outcome(seed, False, changes=False)
     if not isinstance(unchanged, Exception) and same(unchanged[0], found[0]):
         return "better", ""
     return "wrong", "" if not isinstance(plain, Exception) else f"plain: {str(plain)[:80]}"
@@ -206,30 +186,26 @@ def main() -> int:
     """Run programs and print how they ended."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
-    parser.add_argument("--count", type=int, default=200, help="programs for each engine")
-    parser.add_argument("--engine", choices=ENGINES, action="append", help="default: every one")
+    parser.add_argument("--count", type=int, default=200, help="programs to run")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    failed = False
-    for engine in asked.engine or ENGINES:
-        ends: Counter[str] = Counter()
-        texts: Counter[str] = Counter()
-        bad: list[str] = []
-        for seed in range(asked.seed, asked.seed + asked.count):
-            end, text = verdict(seed, engine)
-            ends[end] += 1
-            if text:
-                texts[f"{end}: {text}"] += 1
-            if end in ("bare", "wrong"):
-                bad.append(f"{end} at seed {seed} {text}")
-        print(f"{engine}: tried {asked.count},", dict(ends))
-        for text, count in texts.most_common():
-            print(f"  {count:5d} {text}")
-        for line in bad[:40]:
-            print(" ", line)
-        failed = failed or bool(bad)
-    return 1 if failed else 0
+    ends: Counter[str] = Counter()
+    texts: Counter[str] = Counter()
+    bad: list[str] = []
+    for seed in range(asked.seed, asked.seed + asked.count):
+        end, text = verdict(seed)
+        ends[end] += 1
+        if text:
+            texts[f"{end}: {text}"] += 1
+        if end in ("bare", "wrong"):
+            bad.append(f"{end} at seed {seed} {text}")
+    print(f"tried {asked.count},", dict(ends))
+    for text, count in texts.most_common():
+        print(f"  {count:5d} {text}")
+    for line in bad[:40]:
+        print(" ", line)
+    return 1 if bad else 0
 
 
 if __name__ == "__main__":

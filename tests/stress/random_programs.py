@@ -11,22 +11,19 @@ COUNT = 2000
 BAD = ("bare", "wrong")
 
 
-def _scenario(engine: str) -> Scenario:
-    def prepare(job: Job) -> tuple[int, Trial]:
-        torch.set_num_threads(1)
-        ends: dict[str, int] = {}
+def _prepare(job: Job) -> tuple[int, Trial]:
+    torch.set_num_threads(1)
+    ends: dict[str, int] = {}
 
-        def trial(number: int) -> str:
-            end, said = programs.verdict(number, engine)
-            ends[end] = ends.get(end, 0) + 1
-            job.notes.update({name: str(count) for name, count in sorted(ends.items())})
-            return f"{end}: {said}" if end in BAD else ""
+    def trial(number: int) -> str:
+        end, said = programs.verdict(number)
+        ends[end] = ends.get(end, 0) + 1
+        job.notes.update({name: str(count) for name, count in sorted(ends.items())})
+        return f"{end}: {said}" if end in BAD else ""
 
-        return job.count or COUNT, trial
-
-    return Scenario("programs", engine, prepare)
+    return job.count or COUNT, trial
 
 
 def scenarios() -> list[Scenario]:
-    """One for each engine."""
-    return [_scenario(engine) for engine in programs.ENGINES]
+    """List the one scenario of random programs."""
+    return [Scenario("programs", "regions", _prepare)]

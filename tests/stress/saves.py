@@ -58,7 +58,7 @@ def _save_again_and_again(
         if together:
             dist.barrier()
         say(begun=step)
-        flat_param.save_sharded(model, path, optimizer=optimizer, timeout_s=20)
+        flat_param.save_sharded(model, path, optimizer=optimizer)
         say(done=step)
 
 
@@ -68,7 +68,7 @@ def _save_once(rank: int, say: Say, folder: Path, path: Path, step: int) -> None
     model, optimizer = _trained()
     _be_at(model, optimizer, step)
     try:
-        flat_param.save_sharded(model, path, optimizer=optimizer, step=step, timeout_s=20)
+        flat_param.save_sharded(model, path, optimizer=optimizer, step=step)
         say(saved=step, error="")
     except flat_param.FlatParamError as error:
         say(saved=None, error=str(error))
@@ -204,7 +204,7 @@ def _load_again_and_again(rank: int, say: Say, folder: Path, path: Path) -> None
             flat_param.load_sharded(model, path, optimizer=optimizer)
             say(values=sorted(_values(model, optimizer)))
         except flat_param.CheckpointError as error:
-            if "is under way" not in str(error):
+            if "a save to" not in str(error):
                 raise
             say(values=None)
     say(end=True)

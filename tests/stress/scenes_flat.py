@@ -207,20 +207,19 @@ def values_in(model: nn.Module) -> set[float]:
 
 
 def leftovers(path: Path) -> list[str]:
-    """What a folder holds beyond one checkpoint's metadata and its parts."""
+    """What a folder holds beyond one checkpoint's metadata and its folder."""
     names = sorted(each.name for each in path.iterdir())
-    parts = [name for name in names if "-rank-" in name]
-    attempts = {name.split("-rank-")[0] for name in parts}
-    others = [name for name in names if name not in (*parts, ".metadata")]
-    return others + (parts if len(attempts) > 1 else [])
+    saves = [name for name in names if name.startswith("save-")]
+    others = [name for name in names if name not in (*saves, ".metadata")]
+    return others + (saves if len(saves) > 1 else [])
 
 
 def _save(folder: Path) -> Scene:
     """The path holds the old state or the new one, and the next save cleans up."""
     path, model, reader = folder / "checkpoint", sharded(), sharded()
     steps = [1]
-    save = functools.partial(flat_param.save_sharded, model, path, timeout_s=15)
-    act = functools.partial(flat_param.save_sharded, model, path, timeout_s=2)
+    save = functools.partial(flat_param.save_sharded, model, path)
+    act = functools.partial(flat_param.save_sharded, model, path)
     fill(model, 1.0)
     save(step=1)
 

@@ -79,7 +79,7 @@ def _apply(folder: Path) -> Scene:
     model = stack()
 
     def act() -> None:
-        ckpt_wrap.make_plan(model, ckpt_wrap.by_name("blocks.*")).apply(model)
+        ckpt_wrap.checkpoint_layers_(model)
         ckpt_wrap.unwrap(model)
 
     return _step_after(model, act)
@@ -120,12 +120,12 @@ def _tracked(folder: Path, *, entered: Callable[[], AbstractContextManager[Any]]
     return _step_after(model, act)
 
 
-def _selective(folder: Path, *, engine: str, policy: sac_policies.Policy) -> Scene:
+def _selective(folder: Path, *, policy: sac_policies.Policy) -> Scene:
     model = stack()
     for block in model.blocks:
         forward = block.forward
         block.forward = functools.partial(  # type: ignore[method-assign]
-            sac_policies.checkpoint, forward, policy=policy, engine=engine
+            sac_policies.checkpoint, forward, policy=policy
         )
     return _step(model)
 
@@ -221,9 +221,8 @@ def scenarios() -> list[Scenario]:
     some = functools.partial(_selective, policy=_MATMULS)
     away = sac_policies.offload(_MATMULS)
     sac: dict[str, Callable[[Path], Scene]] = {
-        "recipe": functools.partial(some, engine="recipe"),
-        "contexts": functools.partial(some, engine="contexts"),
-        "offload": functools.partial(_selective, policy=away, engine="contexts"),
+        "matmuls": some,
+        "offload": functools.partial(_selective, policy=away),
         "plan": _planned,
         "fit": _fitted,
         "fit-in-place": _fitted_in_place,

@@ -162,7 +162,7 @@ def _if_finite(engine, function, *args, **kwargs):
     return engine(function, *args, **kwargs)
 
 
-@mutant(area=AREA, kills={"CW-080", "CW-081", "CW-082"})
+@mutant(area=AREA, kills={"CW-080", "CW-082"})
 def branches_on_what_is_in_the_input(part):
     """Looks at the numbers in its input, which nobody knows while a compiler traces."""
     return _recomputed_by(part, _if_finite)
@@ -181,36 +181,24 @@ def planning_applies(part):
 
 
 @mutant(area=AREA, kills={"CW-091"})
-def counting_starts_at_n(part):
-    """Takes the n-th, not the first, as the first of every n-th."""
+def options_of_a_rule_are_dropped(part):
+    """Takes options for True."""
 
-    def every_nth(n, of, *, start=0):
-        return part.every_nth(n, of, start=start + n - 1)
+    def make_plan(model, rule, **options):
+        return part.make_plan(model, lambda name, module: bool(rule(name, module)), **options)
 
-    return overlay(part, every_nth=every_nth)
-
-
-@mutant(area=AREA, kills={"CW-091"})
-def size_is_in_bytes(part):
-    """Compares the bounds with bytes."""
-
-    def by_size(*, at_least=0, at_most=None):
-        return part.by_size(
-            at_least=-(-at_least // 4), at_most=None if at_most is None else at_most // 4
-        )
-
-    return overlay(part, by_size=by_size)
+    return overlay(part, make_plan=make_plan)
 
 
 @mutant(area=AREA, kills={"CW-092"})
 def selecting_nothing_is_a_plan(part):
     """Gives an empty plan."""
 
-    def make_plan(model, policy, *, action="checkpoint", **options):
+    def make_plan(model, rule, **options):
         try:
-            return part.make_plan(model, policy, action=action, **options)
+            return part.make_plan(model, rule, **options)
         except part.PolicyError:
-            return part.Plan(action, ())
+            return part.Plan(())
 
     return overlay(part, make_plan=make_plan)
 
@@ -227,7 +215,7 @@ def plan_tells_no_names(part):
 
     def make_plan(model, policy, **options):
         plan = part.make_plan(model, policy, **options)
-        return Nameless(plan.action, plan.steps)
+        return Nameless(plan.steps)
 
     return overlay(part, make_plan=make_plan)
 

@@ -23,7 +23,7 @@ from .faults.ckpt_wrap import (
 )
 
 
-@mutant(area="ckpt-wrap", kills={"CW-003", "CW-081"})
+@mutant(area="ckpt-wrap", kills={"CW-003"})
 def offload_drops_keywords(part):
     """An offloaded module does not get its keyword arguments."""
     return faulty_offload(part, lambda call, args, kwargs: call(*args))
@@ -41,7 +41,7 @@ def reentrant_needs_a_positional_argument(part):
     return faulty_call(part, change)
 
 
-@mutant(area="ckpt-wrap", kills={"CW-005", "CW-052"})
+@mutant(area="ckpt-wrap", kills={"CW-005"})
 def recompute_context_is_forgotten(part):
     """The second context of `context_fn` is not entered."""
 
@@ -111,7 +111,7 @@ def own_parameter_names_show_the_prefix(part):
     return faulty(part, named_parameters=named_parameters)
 
 
-@mutant(area="ckpt-wrap", kills={"CW-011", "CW-039", "CW-081"})
+@mutant(area="ckpt-wrap", kills={"CW-011", "CW-039"})
 def offload_brings_back_other_numbers(part):
     """What comes back is not what left."""
 

@@ -14,7 +14,7 @@ from .faults.ckpt_wrap import INNER, PREFIX, faulty, faulty_init
 
 @mutant(
     area="ckpt-wrap",
-    kills={"CW-001", "CW-010", "CW-022", "CW-023", "CW-024", "CW-026", "CW-049", "CW-050"},
+    kills={"CW-001", "CW-010", "CW-022", "CW-023", "CW-024", "CW-026", "CW-049"},
 )
 def state_dict_keeps_the_prefix(part):
     """Keys of the state dict show the wrapper."""
@@ -32,8 +32,8 @@ def state_dict_keeps_the_prefix(part):
 
 @mutant(area="ckpt-wrap", kills={"CW-002", "CW-019", "CW-022", "CW-023", "CW-024", "CW-051"})
 def plain_state_dict_does_not_load(part):
-    """Nothing gives plain keys the place of the inner module's."""
-    return faulty_init(part, lambda wrapper: wrapper._load_state_dict_pre_hooks.clear())
+    """Loads as any module does, which takes the wrapper for a part of the names."""
+    return faulty(part, _load_from_state_dict=nn.Module._load_from_state_dict)
 
 
 @mutant(area="ckpt-wrap", kills={"CW-010", "CW-020", "CW-021"})
@@ -42,25 +42,30 @@ def parents_show_the_prefix(part):
     return faulty(part, named_modules=nn.Module.named_modules)
 
 
-@mutant(area="ckpt-wrap", kills={"CW-019", "CW-022"})
+@mutant(area="ckpt-wrap", kills={"CW-022"})
 def prefix_is_added_again(part):
     """A key that carries the prefix gets it once more when loaded."""
+    working = part.CheckpointWrapper._load_from_state_dict
 
-    def change(wrapper):
-        def again(module, state_dict, prefix, *rest):
-            for key in [k for k in state_dict if k.startswith(prefix + PREFIX)]:
-                state_dict[prefix + PREFIX + key[len(prefix) :]] = state_dict.pop(key)
+    def load(self, state_dict, prefix, *rest):
+        for key in [k for k in state_dict if k.startswith(prefix + PREFIX)]:
+            state_dict["again." + key] = state_dict.pop(key)
+        working(self, state_dict, prefix, *rest)
 
-        handle = wrapper.register_load_state_dict_pre_hook(again)
-        wrapper._load_state_dict_pre_hooks.move_to_end(handle.id, last=False)
-
-    return faulty_init(part, change)
+    return faulty(part, _load_from_state_dict=load)
 
 
 @mutant(area="ckpt-wrap", kills={"CW-023"})
 def load_errors_show_the_prefix(part):
     """Keys in messages are the wrapper's."""
-    return faulty_init(part, lambda wrapper: wrapper._load_state_dict_post_hooks.clear())
+    working = part.CheckpointWrapper._load_from_state_dict
+
+    def load(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
+        found = []
+        working(self, state_dict, prefix, metadata, strict, found, unexpected, errors)
+        missing += [prefix + PREFIX + key[len(prefix) :] for key in found]
+
+    return faulty(part, _load_from_state_dict=load)
 
 
 @mutant(area="ckpt-wrap", kills={"CW-024"})
@@ -134,7 +139,7 @@ def looks_for_the_inner_module_forever(part):
     return faulty(part, __getattr__=getattr_)
 
 
-@mutant(area="ckpt-wrap", kills={"CW-027", "CW-030", "CW-050"})
+@mutant(area="ckpt-wrap", kills={"CW-027", "CW-030"})
 def parameters_are_not_found(part):
     """The wrapper's own dict of parameters is empty."""
     return faulty_init(part, lambda wrapper: wrapper.__dict__.update(_parameters={}))
@@ -151,20 +156,6 @@ def every_wrapper_scans_the_state_dict(part):
         return state
 
     return faulty(part, state_dict=state_dict)
-
-
-@mutant(area="ckpt-wrap", kills={"CW-050"})
-def parametrize_works_on_the_wrapper(part):
-    """The property of a parametrization goes into the wrapper's class."""
-    of_object = vars(object)["__class__"]
-
-    def setattr_(self, name, value):
-        if name == "__class__":
-            of_object.__set__(self, value)
-        else:
-            part.CheckpointWrapper.__setattr__(self, name, value)
-
-    return faulty(part, __setattr__=setattr_, __class__=property(type))
 
 
 def forget_versions_below(wrapper: Any, *_: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+from torch.utils.checkpoint import checkpoint
 
 from torchparts_conformance.mutants import mutant, overlay
 
@@ -43,7 +43,6 @@ def random_numbers_are_not_replayed(part):
         "CW-037",
         "CW-039",
         "CW-045",
-        "CW-052",
         "CW-054",
         "CW-097",
         "CW-111",
@@ -206,7 +205,7 @@ def torch_func_is_refused(part):
     return faulty_call(part, change)
 
 
-@mutant(area="ckpt-wrap", kills={"CW-047", "CW-081"})
+@mutant(area="ckpt-wrap", kills={"CW-047"})
 def offload_copies_on_the_cpu(part):
     """What is saved is copied, wherever it is."""
 
@@ -234,34 +233,6 @@ def torchs_checkpoint_gets_keywords(part):
     return faulty_options(part, change)
 
 
-@mutant(area="ckpt-wrap", kills={"CW-052"})
-def offload_decisions_mean_recompute(part):
-    """A result that is to be offloaded is computed again."""
-
-    def change(module, impl, fn, options):
-        given = options.get("context_fn")
-
-        def contexts():
-            forward, recompute = given()
-            decide = getattr(forward, "policy_fn", None)
-            if decide is not None:
-                forward.policy_fn = lambda *args, **kwargs: never_offload(decide(*args, **kwargs))
-            return forward, recompute
-
-        if callable(given) and not isinstance(given, type):
-            options["context_fn"] = contexts
-        return module, impl, fn, options
-
-    return faulty_options(part, change)
-
-
-def never_offload(decision: Any) -> Any:
-    """The decision, or to recompute in the place of offloading."""
-    if getattr(decision, "name", "") == "MUST_CPU_OFFLOAD":
-        return CheckpointPolicy.MUST_RECOMPUTE
-    return decision
-
-
 @mutant(area="ckpt-wrap", kills={"CW-054"})
 def differences_are_not_looked_for(part):
     """The shapes of what recomputation saves are not compared."""
@@ -272,3 +243,15 @@ def differences_are_not_looked_for(part):
         return module, impl, fn, options
 
     return faulty_options(part, change)
+
+
+@mutant(area="ckpt-wrap", kills={"CW-081"})
+def compiled_offload_does_nothing(part):
+    """Runs the module as it is while a compiler traces."""
+
+    def change(call, args, kwargs):
+        if torch.compiler.is_compiling():
+            return getattr(call.args[0], INNER)(*args, **kwargs)
+        return call(*args, **kwargs)
+
+    return faulty_offload(part, change)

@@ -8,13 +8,13 @@ from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from torchparts_conformance.mutants import mutant, overlay
 
 AREA = "mod-tracker"
 _KEEPS_GRAPH = "mod_tracker._attribution.keeps_graph"
-_APART = "mod_tracker.reports._allocations.apart"
+_APART = "mod_tracker.reports._memory.apart"
 
 
 def _changed(part, change, *names):
@@ -33,38 +33,25 @@ def _changed(part, change, *names):
 
 
 @mutant(area=AREA, kills={"MT-251"})
-def steps_are_sampled(part):
-    """Counts only in the steps in which operators are listed, too."""
+def first_steps_are_enough(part):
+    """Counts the first six products, and takes the rest to be like them."""
 
-    def change(report):
-        for note in report.notes:
-            numbers = [int(word) for word in note.split() if word.isdigit()]
-            if "steps" in note and len(numbers) == 2:
-                total = report.total * numbers[0] // numbers[1]
-                report.fill({"": report.outside, **report.rows}, total)
+    @contextmanager
+    def profile_flops(*roots, **options):
+        with part.profile_flops(*roots, **options) as report:
+            counts = _get_current_dispatch_mode().counts
+            add, left = counts.add_at, iter(range(6))
+            counts.add_at = lambda *amount: next(left, None) is None or add(*amount)
+            yield report
 
-    return _changed(part, change, "profile_flops")
-
-
-class _Forgets(dict):
-    """Keeps nothing."""
-
-    def __setitem__(self, key, value):
-        pass
+    return overlay(part, profile_flops=profile_flops)
 
 
 @mutant(area=AREA, kills={"MT-252", "MT-414", "MT-424"})
 def saved_is_temporary(part):
-    """Does not know what is kept for backward."""
-
-    @contextmanager
-    def watch_memory(*roots, **options):
-        in_graphs = patch("mod_tracker.reports._holders.saved_values", lambda roots: ())
-        with in_graphs, part.watch_memory(*roots, **options) as watch:
-            watch.ledger.saved = _Forgets()
-            yield watch
-
-    return overlay(part, watch_memory=watch_memory)
+    """Does not look into graphs."""
+    in_graphs = ("mod_tracker.reports._holders.saved_values", lambda roots: ())
+    return _finding(part, ("watch_memory",), lambda: patch(*in_graphs))
 
 
 @mutant(area=AREA, kills={"MT-253"})
@@ -104,7 +91,7 @@ def outside_is_forgotten(part):
     def change(report):
         outside = report.outside
         rows = {"": type(outside)(outside.name), **report.rows}
-        report.fill(rows, report.total, report._stacks)
+        report._fill(rows, report.total, report._stacks)
 
     return _changed(part, change, "profile_flops", "profile_time", "profile_memory")
 
@@ -124,7 +111,7 @@ def recompute_counts_as_forward(part):
 
     def change(report):
         rows = {name: merged(row) for name, row in report.rows.items()}
-        report.fill({"": report.outside, **rows}, report.total, report._stacks)
+        report._fill({"": report.outside, **rows}, report.total, report._stacks)
 
     return _changed(part, change, "profile_flops")
 
@@ -152,7 +139,7 @@ def fake_tensors_weigh_nothing(part):
             yield report
         if fake:
             rows = {name: type(row)(name) for name, row in report.rows.items()}
-            report.fill({"": type(report.outside)(report.outside.name), **rows}, 0)
+            report._fill({"": type(report.outside)(report.outside.name), **rows}, 0)
             report.peak = 0
 
     return overlay(part, profile_memory=profile_memory)
@@ -230,7 +217,7 @@ def what_runs_again_does_not_count(part):
         rows = {
             name: replace(row, self_recompute=0, recompute=0) for name, row in report.rows.items()
         }
-        report.fill({"": report.outside, **rows}, report.total - lost, report._stacks)
+        report._fill({"": report.outside, **rows}, report.total - lost, report._stacks)
 
     return _changed(part, change, "profile_flops")
 
@@ -319,7 +306,7 @@ def compiled_modules_are_not_named(part):
     return _changed(part, change, "profile_flops", "profile_time", "profile_memory", "trace")
 
 
-@mutant(area=AREA, kills={"MT-413", "MT-414"})
+@mutant(area=AREA, kills={"MT-413"})
 def saved_tensors_hold_themselves(part):
     """Keeps what is saved for backward with its place in the graph."""
 
@@ -328,19 +315,7 @@ def saved_tensors_hold_themselves(part):
         with patch(_APART, lambda kept: kept):
             yield
 
-    return _finding(part, ("profile_memory", "watch_memory"), change)
-
-
-@mutant(area=AREA, kills={"MT-424"})
-def checkpoints_keep_nothing(part):
-    """Looks at what its own hooks are told, and not into graphs."""
-
-    @contextmanager
-    def change():
-        with patch("mod_tracker.reports._holders.saved_values", lambda roots: ()):
-            yield
-
-    return _finding(part, ("watch_memory",), change)
+    return _finding(part, ("profile_memory",), change)
 
 
 @mutant(area=AREA, kills={"MT-414"})

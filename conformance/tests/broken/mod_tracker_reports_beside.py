@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from torchparts_conformance.mutants import mutant, overlay
 
 AREA = "mod-tracker"
 ENDS_S = 0.02
-_LEAVE = "mod_tracker.reports._steps.leave_mode"
+_LEAVE = "mod_tracker.reports._mode.leave_mode"
 
 
 def _ends_slowly(part, name, other):
@@ -86,13 +85,9 @@ def modes_are_left_from_the_top(part):
     def change(name):
         @contextmanager
         def report(*args, **options):
-            context = getattr(part, name)(*args, **options)
-            found = context.__enter__()
-            try:
+            leaves = patch(_LEAVE, lambda mode: mode.__exit__(None, None, None))
+            with leaves, getattr(part, name)(*args, **options) as found:
                 yield found
-            finally:
-                with patch(_LEAVE, lambda mode: mode.__exit__(None, None, None)):
-                    context.__exit__(*sys.exc_info())
 
         return report
 

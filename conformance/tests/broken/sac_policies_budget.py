@@ -1,4 +1,4 @@
-"""Broken recipe engines and budgets of the area sac-policies; each fails what it declares."""
+"""Broken regions and budgets of the area sac-policies; each fails what it declares."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ AREA = "sac-policies"
 
 
 def _hooked(part, around):
-    """The part with `around(function, args)` in place of the recipe engine's forward."""
+    """The part with `around(function, args)` in place of a region's forward, in eager code."""
 
-    def checkpoint(function, *args, engine="auto", **kwargs):
-        if engine != "recipe":
-            return part.checkpoint(function, *args, engine=engine, **kwargs)
-        return part.checkpoint(functools.partial(around, function), *args, engine=engine, **kwargs)
+    def checkpoint(function, *args, **kwargs):
+        if torch.compiler.is_compiling() or kwargs.get("policy") is None:
+            return part.checkpoint(function, *args, **kwargs)
+        return part.checkpoint(functools.partial(around, function), *args, **kwargs)
 
     return overlay(part, checkpoint=checkpoint)
 
 
-@mutant(area=AREA, kills={"SP-100", "SP-152", "SP-160", "SP-181", "SP-190", "SP-191"})
+@mutant(area=AREA, kills={"SP-100", "SP-152", "SP-160", "SP-181"})
 def random_state_is_advanced(part):
     """Draws one number more than the function does."""
 
@@ -40,7 +40,7 @@ def random_state_is_advanced(part):
     return _hooked(part, around)
 
 
-@mutant(area=AREA, kills={"SP-101", "SP-152", "SP-160", "SP-181", "SP-190"})
+@mutant(area=AREA, kills={"SP-101", "SP-152", "SP-160", "SP-181"})
 def graph_holds_itself(part):
     """Keys what it knows of a node in the node, and points back to it."""
 
@@ -64,29 +64,28 @@ def graph_holds_itself(part):
         "SP-156",
         "SP-158",
         "SP-161",
-        "SP-191",
         "SP-209",
     },
 )
 def inputs_are_copied(part):
     """Works on copies of what it is given, so that no change of an input is ever noticed."""
 
-    def checkpoint(function, *args, engine="auto", policy=None, **kwargs):
-        if engine == "recipe" and not hasattr(policy, "packs"):
-            args = [arg.clone() for arg in args]
-        return part.checkpoint(function, *args, engine=engine, policy=policy, **kwargs)
+    def checkpoint(function, *args, policy=None, **kwargs):
+        if policy is not None and not hasattr(policy, "kept_bytes"):
+            args = [arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args]
+        return part.checkpoint(function, *args, policy=policy, **kwargs)
 
     return overlay(part, checkpoint=checkpoint)
 
 
-@mutant(area=AREA, kills={"SP-153", "SP-156", "SP-161", "SP-181", "SP-191"})
+@mutant(area=AREA, kills={"SP-153", "SP-156", "SP-161", "SP-181"})
 def sums_and_results_are_kept(part):
     """Rebuilds from what a node itself saved, and keeps what has to be looked for."""
 
-    def checkpoint(function, *args, engine="auto", policy=None, **kwargs):
-        if engine == "recipe" and policy == part.recompute_all():
+    def checkpoint(function, *args, policy=None, **kwargs):
+        if policy == part.recompute_all():
             policy = part.save_ops("aten.add", "aten.cat", "aten.tanh", "aten._softmax")
-        return part.checkpoint(function, *args, engine=engine, policy=policy, **kwargs)
+        return part.checkpoint(function, *args, policy=policy, **kwargs)
 
     return overlay(part, checkpoint=checkpoint)
 
@@ -95,35 +94,10 @@ def sums_and_results_are_kept(part):
 def operands_are_read_as_they_are(part):
     """Runs a function of containers again, on whatever has become of their tensors."""
 
-    def checkpoint(function, *args, engine="auto", **kwargs):
-        if engine == "recipe" and any(isinstance(each, list) for each in args):
-            return torch_checkpoint(function, *args, use_reentrant=False)
-        return part.checkpoint(function, *args, engine=engine, **kwargs)
-
-    return overlay(part, checkpoint=checkpoint)
-
-
-@mutant(area=AREA, kills={"SP-142", "SP-155", "SP-160"})
-def second_run_is_as_it_is(part):
-    """Rebuilds nothing in a region that runs in a backward."""
-
-    def checkpoint(function, *args, engine="auto", **kwargs):
-        if engine == "recipe" and torch._C._current_graph_task_id() >= 0:
-            return function(*args)
-        return part.checkpoint(function, *args, engine=engine, **kwargs)
-
-    return overlay(part, checkpoint=checkpoint)
-
-
-@mutant(area=AREA, kills={"SP-109"})
-def refused_policy_is_dropped(part):
-    """Runs without checkpointing what the engine cannot follow."""
-
     def checkpoint(function, *args, **kwargs):
-        try:
-            return part.checkpoint(function, *args, **kwargs)
-        except part.EngineError:
-            return function(*args)
+        if any(isinstance(each, list) for each in args):
+            return torch_checkpoint(function, *args, use_reentrant=False)
+        return part.checkpoint(function, *args, **kwargs)
 
     return overlay(part, checkpoint=checkpoint)
 
@@ -137,8 +111,6 @@ def refused_policy_is_dropped(part):
         "SP-155",
         "SP-160",
         "SP-181",
-        "SP-190",
-        "SP-192",
     },
 )
 def forward_runs_twice(part):
@@ -160,30 +132,6 @@ def _replanned(part, change):
         return change(plan) if plan else plan
 
     return overlay(part, solve=solve)
-
-
-def _named_as(part, other):
-    """The part with another policy in recipes where one reads names or paths."""
-    marked = (type(part.save_named("x")), type(part.save_modules("x")))
-
-    def checkpoint(function, *args, engine="auto", policy=None, **kwargs):
-        if engine == "recipe" and isinstance(policy, marked):
-            policy = other
-        return part.checkpoint(function, *args, engine=engine, policy=policy, **kwargs)
-
-    return overlay(part, checkpoint=checkpoint)
-
-
-@mutant(area=AREA, kills={"SP-181", "SP-190"})
-def names_are_nothing_to_recipes(part):
-    """Keeps nothing in recipes under a policy of names or paths."""
-    return _named_as(part, part.recompute_all())
-
-
-@mutant(area=AREA, kills={"SP-181", "SP-190"})
-def names_are_everything_to_recipes(part):
-    """Keeps all in recipes under a policy of names or paths."""
-    return _named_as(part, part.save_all())
 
 
 @mutant(area=AREA, kills={"SP-120"})
@@ -284,39 +232,6 @@ def fit_trusts_its_estimate(part):
     return overlay(part, fit=fit)
 
 
-@mutant(area=AREA, kills={"SP-129"})
-def no_plan_is_strict(part):
-    """Keeps what a strict plan does not know."""
-
-    def solve(trace, budget, *, strict=False, **kwargs):
-        del strict
-        return part.solve(trace, budget, **kwargs)
-
-    return overlay(part, solve=solve)
-
-
-@mutant(area=AREA, kills={"SP-180"})
-def every_plan_is_strict(part):
-    """Refuses what a plan does not know, whether that was asked for or not."""
-
-    def solve(trace, budget, **kwargs):
-        return part.solve(trace, budget, **{**kwargs, "strict": True})
-
-    return overlay(part, solve=solve)
-
-
-@mutant(area=AREA, kills={"SP-180"})
-def all_is_kept_where_a_plan_is_new(part):
-    """Keeps everything of a function that saves other tensors than were profiled."""
-
-    def checkpoint(function, *args, engine="auto", policy=None, **kwargs):
-        if engine == "recipe" and getattr(function, "more", False):
-            return function(*args)
-        return part.checkpoint(function, *args, engine=engine, policy=policy, **kwargs)
-
-    return overlay(part, checkpoint=checkpoint)
-
-
 @mutant(area=AREA, kills={"SP-130"})
 def fit_leaves_its_gradients(part):
     """Drops the gradients that were there."""
@@ -341,14 +256,14 @@ def digest_is_lost(part):
     return overlay(part, from_json=from_json)
 
 
-@mutant(area=AREA, kills={"SP-104", "SP-110", "SP-132", "SP-192", "SP-214"})
+@mutant(area=AREA, kills={"SP-104", "SP-110", "SP-132"})
 def region_runs_again(part):
     """Runs a region of one input again, without a look at what it reads."""
 
-    def checkpoint(function, *args, engine="auto", policy=None, **kwargs):
-        replays = engine == "recipe" and len(args) == 1 and not kwargs
+    def checkpoint(function, *args, policy=None, **kwargs):
+        replays = len(args) == 1 and not kwargs
         if not replays or policy != part.recompute_all():
-            return part.checkpoint(function, *args, engine=engine, policy=policy, **kwargs)
+            return part.checkpoint(function, *args, policy=policy, **kwargs)
         return torch_checkpoint(function, *args, use_reentrant=False)
 
     return overlay(part, checkpoint=checkpoint)
@@ -364,9 +279,9 @@ def _keeps_nothing(policy):
 def _as_torch(part, wrong):
     """The part; calls that keep nothing and of which `wrong(args, kwargs)` holds are torch's."""
 
-    def checkpoint(function, *args, engine="auto", policy=None, **kwargs):
+    def checkpoint(function, *args, policy=None, **kwargs):
         if not (_keeps_nothing(policy) and wrong(args, kwargs)):
-            return part.checkpoint(function, *args, engine=engine, policy=policy, **kwargs)
+            return part.checkpoint(function, *args, policy=policy, **kwargs)
         return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
 
     return overlay(part, checkpoint=checkpoint)
@@ -399,29 +314,17 @@ def gradient_inside_runs_all_of_the_region(part):
 
 @mutant(area=AREA, kills={"SP-142"})
 def replayed_regions_get_containers_as_they_are(part):
-    """Replays a region by recipes behind the back of the one around, with its containers."""
+    """Runs a region again behind the back of the one around, with its containers."""
 
-    def checkpoint(function, *args, engine="auto", **kwargs):
+    def checkpoint(function, *args, **kwargs):
         tensors = [each for each in args if isinstance(each, torch.Tensor)]
-        if engine != "recipe" or len(tensors) == len(args):
-            return part.checkpoint(function, *args, engine=engine, **kwargs)
+        if len(tensors) == len(args):
+            return part.checkpoint(function, *args, **kwargs)
 
         def given(*_):
             return function(*args)
 
-        return part.checkpoint(given, *tensors, engine=engine, **kwargs)
-
-    return overlay(part, checkpoint=checkpoint)
-
-
-@mutant(area=AREA, kills={"SP-150"})
-def plan_goes_to_the_recipe_engine(part):
-    """Takes the recipe engine for every plan, whatever it was solved for."""
-
-    def checkpoint(function, *args, engine="auto", policy=None, **kwargs):
-        if engine == "auto" and hasattr(policy, "packs"):
-            engine = "recipe"
-        return part.checkpoint(function, *args, engine=engine, policy=policy, **kwargs)
+        return part.checkpoint(given, *tensors, **kwargs)
 
     return overlay(part, checkpoint=checkpoint)
 
@@ -454,18 +357,6 @@ def warning_is_given_once(part):
             return part.checkpoint(function, *args, policy=policy, **kwargs)
 
     return overlay(part, checkpoint=checkpoint)
-
-
-@mutant(area=AREA, kills={"SP-156"})
-def report_counts_another_engine(part):
-    """Counts the bytes of the engine that runs a region again, and names the one that was asked."""
-
-    def report(function, *args, engine="auto", **options):
-        said = part.report(function, *args, engine=engine, **options)
-        counted = part.report(function, *args, engine="contexts", **options)
-        return dataclasses.replace(counted, engine=said.engine)
-
-    return overlay(part, report=report)
 
 
 @mutant(area=AREA, kills={"SP-177", "SP-212"})

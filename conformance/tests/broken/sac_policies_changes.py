@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import weakref
 from inspect import isfunction
-from unittest.mock import patch
 
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -96,19 +95,19 @@ class _DataIsACopy(torch.overrides.TorchFunctionMode):
         return out.clone() if func == torch.Tensor.data.__get__ else out
 
 
-@mutant(area=AREA, kills={"SP-152", "SP-158", "SP-160", "SP-161", "SP-181", "SP-190"})
+@mutant(area=AREA, kills={"SP-152", "SP-158", "SP-160", "SP-161", "SP-181"})
 def writes_past_the_counter_are_lost(part):
     """Replays a region whose `.data` is a copy."""
 
-    def checkpoint(function, *args, engine="auto", **kwargs):
-        if engine != "recipe":
-            return part.checkpoint(function, *args, engine=engine, **kwargs)
+    def checkpoint(function, *args, **kwargs):
+        if torch.compiler.is_compiling():
+            return part.checkpoint(function, *args, **kwargs)
 
         def watched(*given, **own):
             with _DataIsACopy():
                 return function(*given, **own)
 
-        return part.checkpoint(watched, *args, engine=engine, **kwargs)
+        return part.checkpoint(watched, *args, **kwargs)
 
     return overlay(part, checkpoint=checkpoint)
 
@@ -151,20 +150,20 @@ def other_data_is_saved_again(part):
     return _torch_where(part, lambda policy, args: isinstance(policy, list) and _is_one_value(args))
 
 
-@mutant(area=AREA, kills={"SP-122", "SP-152", "SP-160", "SP-180", "SP-181", "SP-190"})
+@mutant(area=AREA, kills={"SP-122", "SP-152", "SP-160", "SP-181"})
 def first_forward_saves_more(part):
-    """Keeps one value more in the first forward of a function by recipes."""
+    """Keeps one value more in the first forward of a function of a region."""
     known = weakref.WeakSet()
 
-    def checkpoint(function, *args, engine="auto", **kwargs):
-        if engine != "recipe" or not isinstance(function, torch.nn.Module) or function in known:
-            return part.checkpoint(function, *args, engine=engine, **kwargs)
+    def checkpoint(function, *args, **kwargs):
+        if not isinstance(function, torch.nn.Module) or function in known:
+            return part.checkpoint(function, *args, **kwargs)
         known.add(function)
 
         def first(*args):
             return function(*[each * torch.ones_like(each) for each in args])
 
-        return part.checkpoint(first, *args, engine=engine, **kwargs)
+        return part.checkpoint(first, *args, **kwargs)
 
     return overlay(part, checkpoint=checkpoint)
 
@@ -175,40 +174,5 @@ def any_check_is_taken(part):
 
     def checkpoint(function, *args, determinism_check="default", **kwargs):
         return part.checkpoint(function, *args, **kwargs)
-
-    return overlay(part, checkpoint=checkpoint)
-
-
-@mutant(area=AREA, kills={"SP-214"})
-def rules_may_write_to_what_was_saved(part):
-    """Tries a rule on copies, and hands it in backward what no version counter watches."""
-
-    def replay_rule(function, rebuild, **settings):
-        tried = []
-
-        def hidden(*saved):
-            given = (each.data if tried else each.clone() for each in saved)
-            return rebuild(*given)
-
-        part.replay_rule(function, hidden, **settings)
-        tried.append(True)
-
-    return overlay(part, replay_rule=replay_rule)
-
-
-@mutant(area=AREA, kills={"SP-215"})
-def a_kept_norm_leaves_no_statistics(part):
-    """Lets what runs again after a kept batch norm read the statistics from before it."""
-    leaves = "sac_policies.engines.contexts._external_state.ExternalState.leave_again"
-
-    def checkpoint(function, *args, policy=None, **kwargs):
-        if not isfunction(policy) or torch.compiler.is_compiling():
-            return part.checkpoint(function, *args, policy=policy, **kwargs)
-
-        def left(*given, **own):
-            with patch(leaves, lambda self, call, written: True):
-                return function(*given, **own)
-
-        return part.checkpoint(left, *args, policy=policy, **kwargs)
 
     return overlay(part, checkpoint=checkpoint)

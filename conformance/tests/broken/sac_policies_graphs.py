@@ -93,7 +93,7 @@ def options_reach_the_function(part):
 @mutant(area=AREA, kills={"SP-012"})
 def keyword_arguments_are_lost(part):
     """Drops what is not an option of checkpoint."""
-    taken = (*OPTIONS, "context_fn", "engine")
+    taken = (*OPTIONS, "context_fn")
 
     def change(function, policy, kwargs):
         own = {name: value for name, value in kwargs.items() if name in taken}
@@ -120,9 +120,7 @@ def keyword_arguments_are_lost(part):
         "SP-157",
         "SP-160",
         "SP-178",
-        "SP-180",
         "SP-181",
-        "SP-190",
         "SP-200",
         "SP-201",
         "SP-206",
@@ -211,17 +209,12 @@ def random_state_is_not_restored(part):
         "SP-161",
         "SP-163",
         "SP-178",
-        "SP-180",
         "SP-181",
-        "SP-190",
-        "SP-191",
-        "SP-192",
         "SP-200",
         "SP-201",
         "SP-206",
         "SP-207",
         "SP-213",
-        "SP-214",
         "SP-215",
     },
 )

@@ -40,11 +40,9 @@ AREA = "sac-policies"
         "SP-104",
         "SP-107",
         "SP-108",
-        "SP-109",
         "SP-110",
         "SP-122",
         "SP-128",
-        "SP-129",
         "SP-132",
         "SP-133",
         "SP-134",
@@ -58,13 +56,9 @@ AREA = "sac-policies"
         "SP-156",
         "SP-157",
         "SP-159",
-        "SP-180",
         "SP-181",
-        "SP-190",
-        "SP-192",
         "SP-209",
         "SP-213",
-        "SP-214",
         "SP-215",
     },
 )
@@ -117,7 +111,7 @@ def offload_is_recomputed(part):
     return changed(part, eager_only(without))
 
 
-@mutant(area=AREA, kills={"SP-032", "SP-152", "SP-180"})
+@mutant(area=AREA, kills={"SP-032", "SP-152"})
 def unmatched_packets_are_silent(part):
     """Says nothing of policies that match nothing."""
 
@@ -218,22 +212,6 @@ def regions_are_contiguous(part):
 
         eager = isfunction(function) and not torch.compiler.is_compiling()
         return run if eager else function, policy, kwargs
-
-    return changed(part, change)
-
-
-@mutant(area=AREA, kills={"SP-161"})
-def constants_are_not_seen(part):
-    """Runs each function where no mode of torch's functions is asked."""
-
-    def change(function, policy, kwargs):
-        @functools.wraps(function)
-        def run(*args, **named):
-            with torch._C.DisableTorchFunction():
-                return function(*args, **named)
-
-        recipe = kwargs.get("engine") == "recipe" and not torch.compiler.is_compiling()
-        return run if recipe and isfunction(function) else function, policy, kwargs
 
     return changed(part, change)
 

@@ -1,23 +1,20 @@
-"""Steps that are captured for a graph: what is moved and computed twice, and what cannot be.
+"""Steps that are captured for a graph: checkpoints are replayed, and offload is refused.
 
 Every test runs on an accelerator that has graphs. On the simulated one races are reported as well.
 """
 
 from __future__ import annotations
 
-import copy
 import gc
-from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from ckpt_wrap import OffloadError, checkpoint_, offload_
+from ckpt_wrap import OffloadError, checkpoint_
 from ckpt_wrap.offload import _host_tier
 
 from ._devices import (
-    FAR_AHEAD,
     ON_AN_ACCELERATOR,
     SLOW_COPIES,
     blocks,
@@ -36,9 +33,6 @@ pytestmark = [
     pytest.mark.skipif(GRAPH is None, reason="needs an accelerator with graphs"),
     pytest.mark.usefixtures("no_race"),
 ]
-KEEPS_PINNED = pytest.mark.skipif(
-    not _host_tier._KEEPS_PINNED_MEMORY, reason="needs torch 2.13, whose graphs keep pinned memory"
-)
 SCALES = (0.5, -1.0, 0.25)
 
 
@@ -75,17 +69,6 @@ def gradients(model, x) -> list[torch.Tensor]:
     return [each.grad for each in (x, *model.parameters())]
 
 
-def eager(model, x) -> list[list[torch.Tensor]]:
-    """Gradients of a plain step for each scale of its input."""
-    found = []
-    for scale in SCALES:
-        input_ = (x.detach() * scale).requires_grad_()
-        model.zero_grad()
-        model(input_).square().sum().backward()
-        found.append([each.clone() for each in gradients(model, input_)])
-    return found
-
-
 def replayed(graphs, x, grads) -> list[list[torch.Tensor]]:
     """The same of graphs that are replayed one after the other."""
     start, found = x.detach().clone(), []
@@ -110,106 +93,6 @@ def forget(model, x) -> None:
     x.grad = None
 
 
-@KEEPS_PINNED
-@pytest.mark.parametrize("costs", [{}, FAR_AHEAD, SLOW_COPIES], ids=["quick", "ahead", "slow"])
-@pytest.mark.parametrize("options", [{}, {"keep_last": 1}, {"max_inflight_bytes": 0}], ids=str)
-def test_a_captured_step_gives_the_plain_gradients_each_time(costs, options):
-    """Whatever was freed since the capture; its host memory is the graph's."""
-    plain = blocks(4, device())
-    moved = offloaded(plain, **options)
-    x = given(device())
-    wanted = eager(plain, x)
-    simulate(**costs)
-
-    def step():
-        forget(moved, x)
-        moved(x).square().sum().backward()
-
-    warmed_up(step)
-    graph, _ = captured(step)
-    gc.collect()
-    others = [torch.full((64, 256), 7.0, pin_memory=True) for _ in range(8)]
-    assert_same(wanted, replayed([graph], x, gradients(moved, x)))
-    assert all(bool((each == 7).all()) for each in others)
-
-
-@KEEPS_PINNED
-def test_checkpoints_in_offload_are_captured():
-    """Their second run is in the graph."""
-    plain = blocks(4, device())
-    moved = copy.deepcopy(plain)
-    for block in moved:
-        offload_(checkpoint_(block))
-    x = given(device())
-    wanted = eager(plain, x)
-
-    def step():
-        forget(moved, x)
-        moved(x).square().sum().backward()
-
-    warmed_up(step)
-    graph, _ = captured(step)
-    assert_same(wanted, replayed([graph], x, gradients(moved, x)))
-
-
-@KEEPS_PINNED
-@pytest.mark.parametrize("options", [{}, {"keep_last": 1}, {"max_inflight_bytes": 10**9}], ids=str)
-def test_forward_and_backward_may_be_captured_for_a_graph_each(options):
-    """As `make_graphed_callables` does: nothing of the one is waited for in the other."""
-    plain = blocks(4, device())
-    moved = offloaded(plain, **options)
-    x = given(device())
-    wanted = eager(plain, x)
-    inputs = (x, *moved.parameters())
-    warmed_up(lambda: torch.autograd.grad(moved(x).square().sum(), inputs))
-    forward, loss = captured(lambda: moved(x).square().sum())
-    step = partial(torch.autograd.grad, loss, inputs)
-    backward, grads = captured(step, pool=forward.pool())
-    del loss, step
-    gc.collect()
-    assert_same(wanted, replayed([forward, backward], x, grads))
-
-
-@KEEPS_PINNED
-# torch's, of parameters whose first graph is alive.
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
-@pytest.mark.parametrize("options", [{}, {"keep_last": 1}], ids=str)
-def test_a_capture_that_was_given_up_leaves_nothing(options):
-    """None of its copies ran, so what is alive of it is not what a later step has saved."""
-    plain = blocks(4, device())
-    moved = offloaded(plain, **options)
-    x = given(device())
-    wanted = eager(plain, x)
-    alive = []
-    for _ in range(2):
-        with pytest.raises(ValueError, match="given up"):
-            captured(lambda: (alive.append(moved(x)), int("given up")))
-    assert_same(wanted, eager(moved, x))
-    forget(moved, x)
-    graph, _ = captured(lambda: moved(x).square().sum().backward())
-    assert_same(wanted, replayed([graph], x, gradients(moved, x)))
-    assert len(alive) == 2
-
-
-@KEEPS_PINNED
-@pytest.mark.parametrize("options", [{}, {"keep_last": 1}], ids=str)
-def test_what_was_saved_before_is_not_in_a_graph(options):
-    """Nor does it leave in one: its backward may come before any replay."""
-    plain = blocks(4, device())
-    moved = offloaded(plain, **options)
-    x = given(device())
-    wanted = eager(plain, x)
-    loss = moved(x).square().sum()
-    inputs = (x, *moved.parameters())
-    graph, grads = captured(lambda: torch.autograd.grad(moved(x).square().sum(), inputs))
-    assert_same(
-        [torch.autograd.grad(plain(x).square().sum(), (x, *plain.parameters()))],
-        [torch.autograd.grad(loss, inputs)],
-    )
-    assert_same(wanted, replayed([graph], x, grads))
-
-
-@KEEPS_PINNED
 def test_what_was_saved_before_may_go_while_a_graph_is_captured():
     """Nobody asks for its copies then, and nobody waits."""
     moved = offloaded(blocks(4, device()))
@@ -252,26 +135,17 @@ def test_a_stream_is_asked_whether_it_is_captured_and_not_the_current_one():
     assert told == [True, False]
 
 
-def test_what_goes_to_disk_is_not_captured(tmp_path):
+@pytest.mark.parametrize("folder", [False, True])
+def test_captured_offload_is_refused(folder, tmp_path):
     """One clear error, and the device is as before."""
-    moved = offloaded(blocks(2, device()), to=tmp_path)
+    moved = offloaded(blocks(2, device()), **({"to": tmp_path} if folder else {}))
     x = given(device())
-    with pytest.raises(OffloadError, match="a replay runs no Python and writes no file to"):
+    with pytest.raises(OffloadError, match="a graph is being captured around module Block"):
         captured(lambda: (x * 2, moved(x)))
     moved(x).sum().backward()
     graph, y = captured(lambda: x * 2)
     graph.replay()
     assert torch.equal(y, x * 2)
-
-
-def test_what_a_torch_that_keeps_no_pinned_memory_captures_is_refused(monkeypatch):
-    """A replay would write to memory of others."""
-    monkeypatch.setattr(_host_tier, "_KEEPS_PINNED_MEMORY", False)
-    moved = offloaded(blocks(2, device()))
-    x = given(device())
-    with pytest.raises(OffloadError, match=r"only from torch 2\.13 on"):
-        captured(lambda: (x * 2, moved(x)))
-    moved(x).sum().backward()
 
 
 def test_dropout_of_a_captured_checkpoint_is_that_of_its_forward():

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import set_checkpoint_debug_enabled, set_checkpoint_early_stop
 
 from ckpt_wrap import CheckpointImpl, RecomputeError, checkpoint_
-from ckpt_wrap.checkpointing._checkpoint import Checkpoint, by_position, is_frozen
+from ckpt_wrap.checkpointing._checkpoint import Checkpoint
 from ckpt_wrap.checkpointing._options import CheckpointOptions
 
 REENTRANT = CheckpointImpl.REENTRANT
@@ -62,28 +62,6 @@ def test_a_context_that_suppresses_the_modules_exception_is_an_error(block_class
 
 def _frozen():
     return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).requires_grad_(False)
-
-
-def test_frozen_is_where_nothing_requires_grad_that_can_be_seen():
-    """Neither among the inputs nor in the module."""
-    assert is_frozen([torch.ones(2)], _frozen())
-    assert not is_frozen([torch.ones(2), torch.ones(2, requires_grad=True)], _frozen())
-    assert not is_frozen([], nn.Linear(2, 2))
-
-
-@pytest.mark.parametrize("place", ["_parameters", "_buffers", "__dict__"])
-def test_a_tensor_that_requires_grad_is_seen_wherever_a_module_has_it(place):
-    """At any depth."""
-    module = _frozen()
-    getattr(module[1], place)["extra"] = torch.ones(2, requires_grad=True)
-    assert not is_frozen([], module)
-    getattr(module[1], place)["extra"] = torch.ones(2)
-    assert is_frozen([], module)
-
-
-def test_of_a_function_it_is_not_known():
-    """It may have tensors anywhere."""
-    assert not is_frozen([torch.ones(2)], None)
 
 
 @pytest.mark.parametrize("options", [{"debug": True}, {"checkpoint_impl": REENTRANT}], ids=str)
@@ -146,16 +124,6 @@ def test_torchs_debugging_goes_before_the_option(option, monkeypatch):
     taken.clear()
     module(x)
     assert bool(taken) is option
-
-
-def test_keywords_are_taken_by_position_after_arguments():
-    """In the order they are named."""
-
-    def echo(*args, **kwargs):
-        return args, kwargs
-
-    assert by_position(echo, 1, ("b", "a"))(1, 2, 3) == ((1,), {"b": 2, "a": 3})
-    assert by_position(echo, 2, ())(1, 2) == ((1, 2), {})
 
 
 def test_a_function_that_is_no_modules_is_checkpointed_as_well():

@@ -8,13 +8,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ckpt_wrap import CheckpointImpl, OptionError, checkpoint_wrapper
-from ckpt_wrap.checkpointing._checkpoint import Checkpoint
 from ckpt_wrap.checkpointing._checkpoint_fn import (
     BoundCheckpointFn,
-    checkpoint_fn_from,
     make_checkpoint_fn,
 )
-from ckpt_wrap.checkpointing._options import CheckpointOptions
 
 
 def test_an_engines_own_names_do_not_hide_the_modules_keywords():
@@ -86,33 +83,23 @@ def test_all_keywords_go_by_position_where_tensors_are_looked_for_there():
         (CheckpointImpl.NO_REENTRANT, torch_checkpoint, True),
         (CheckpointImpl.NO_REENTRANT, _echo, False),
     ]:
-        made = make_checkpoint_fn(impl, fn, {}, "checkpoint_wrapper")
+        made = make_checkpoint_fn("checkpoint_wrapper", checkpoint_impl=impl, checkpoint_fn=fn)
         assert made._positional is positional
 
 
-def test_without_a_function_it_is_this_packages_own():
-    """With the options it has, which are checked."""
-    own = checkpoint_fn_from({"checkpoint_impl": CheckpointImpl.REENTRANT, "early_stop": False})
-    assert isinstance(own, Checkpoint)
-    assert own.options == CheckpointOptions(impl=CheckpointImpl.REENTRANT, early_stop=False)
-    assert checkpoint_fn_from({}).options == CheckpointOptions()
-    with pytest.raises(OptionError, match="Did you mean 'early_stop'"):
-        checkpoint_fn_from({"earlystop": False})
-
-
-def test_another_functions_options_are_its_own():
-    """They are not checked, nor taken out of what was given."""
-    options = {"checkpoint_fn": _echo, "anything": 1, "use_reentrant": False}
-    before = dict(options)
-    assert checkpoint_fn_from(options).keywords == {"anything": 1, "use_reentrant": False}
-    assert options == before
+def test_options_of_a_given_function_are_passed_to_it():
+    """Unknown ones, and those of this package that differ from their default."""
+    made = make_checkpoint_fn(
+        "checkpoint_", checkpoint_fn=_echo, anything=1, use_reentrant=False, early_stop=False
+    )
+    assert made.keywords == {"anything": 1, "use_reentrant": False, "early_stop": False}
 
 
 @pytest.mark.parametrize("wrong", [3, "checkpoint"], ids=repr)
 def test_a_checkpoint_function_can_be_called(wrong):
     """The error says how it would be."""
     with pytest.raises(OptionError) as caught:
-        make_checkpoint_fn(CheckpointImpl.NO_REENTRANT, wrong, {}, "checkpoint_wrapper")
+        make_checkpoint_fn("checkpoint_wrapper", checkpoint_fn=wrong)
     assert str(caught.value) == (
         f"ckpt_wrap.checkpoint_wrapper: option 'checkpoint_fn' is {wrong!r}, but it must be a "
         "function called as checkpoint_fn(function, *args, **kwargs). Pass such a function."

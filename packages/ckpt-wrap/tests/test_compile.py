@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import Unsupported
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 from ckpt_wrap import (
     CheckpointImpl,
+    OffloadError,
+    RecomputeError,
     checkpoint_,
     checkpoint_wrapper,
     offload_,
+    offload_stats,
     offload_wrapper,
 )
 
@@ -46,7 +52,8 @@ LAYERS = {
     f"{make.__name__}-{impl.name}": partial(make, checkpoint_impl=impl)
     for make in (checkpoint_, checkpoint_wrapper)
     for impl in CheckpointImpl
-} | {
+}
+OFFLOADED = {
     "offload_": offload_,
     "offload_wrapper": offload_wrapper,
     "both in place": lambda m: offload_(checkpoint_(m)),
@@ -102,11 +109,46 @@ def test_selective_contexts_compile():
     assert x.grad is not None
 
 
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("layer", OFFLOADED)
+def test_compiled_offload_is_refused(layer, fullgraph):
+    """The compiler decides what is saved: an error, not a module that offloads nothing."""
+    model = torch.compile(Model(OFFLOADED[layer]), fullgraph=fullgraph, backend="aot_eager")
+    with pytest.raises(
+        Unsupported if fullgraph else OffloadError, match="an offloaded module is compiled"
+    ):
+        model(torch.randn(3, 8, requires_grad=True))
+    with torch.no_grad():
+        model(torch.randn(3, 8))
+
+
+def test_offload_of_a_block_compiled_before_is_refused():
+    """In whichever order the two come."""
+    block = Block()
+    block.compile(backend="aot_eager")
+    with pytest.raises(OffloadError, match="an offloaded module is compiled"):
+        offload_(block)(torch.randn(3, 8, requires_grad=True))
+
+
+def test_offload_around_compiled_modules(tmp_path):
+    """What the compiled modules save is offloaded."""
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+    block = copy.deepcopy(plain)
+    for layer in block:
+        layer.compile(backend="aot_eager")
+    offload_(block, to=tmp_path, min_bytes=1)
+    for module in (plain, block):
+        module(torch.ones(3, 8)).sum().backward()
+    assert offload_stats(block).copies_out == 3  # the input and two results of tanh
+    for one, other in zip(plain.parameters(), block.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
 @pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layer", LAYERS | OFFLOADED)
 def test_export_keeps_the_names(layer, strict):
     """An exported program has the plain model's parameters and results."""
-    model = Model(LAYERS[layer])
+    model = Model((LAYERS | OFFLOADED)[layer])
     x = torch.randn(3, 8)
     program = torch.export.export(model, (x,), strict=strict)
     assert torch.equal(program.module()(x), model(x))
@@ -124,3 +166,39 @@ def test_a_compiled_module_inside_an_eager_checkpoint(gradients):
     expected = gradients(plain, lambda m: m(x), x)
     for one, other in zip(expected, gradients(model, lambda m: m(x), x), strict=True):
         torch.testing.assert_close(one, other)
+
+
+class Products(nn.Module):
+    """Saves other tensors compiled than in eager mode, at the same positions and shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.v = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x):
+        h = self.w(x).sin()
+        g = h.exp() * torch.tanh(h)
+        return x + self.v(g).cos() * g
+
+
+@contextlib.contextmanager
+def _eager():
+    torch.compiler.set_stance("force_eager")
+    try:
+        yield
+    finally:
+        torch.compiler.set_stance("default")
+
+
+@pytest.mark.parametrize("around", [_eager, lambda: FlopCounterMode(display=False)])
+@pytest.mark.parametrize("make", [checkpoint_, checkpoint_wrapper])
+def test_eager_recomputation_of_compiled_code_is_an_error(make, around):
+    """A stance or a dispatch mode around backward alone: other tensors would be recomputed."""
+    block = Products()
+    block.compile(backend="aot_eager_decomp_partition")
+    model = make(nn.Sequential(block))
+    x = torch.randn(8, 8)  # so that all shapes are equal
+    model(x).sum().backward()
+    loss = model(x).sum()
+    with around(), pytest.raises(RecomputeError, match="in the same mode: compiled or not"):
+        loss.backward()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_wrap import OffloadError, OptionError, by_class, make_plan, offload_
+from ckpt_wrap import OffloadError, OptionError, make_plan, offload_
 from ckpt_wrap.offload._disk_tier import DiskTier, remove_abandoned
 
 
@@ -161,7 +161,7 @@ def test_a_folder_made_unwritable_meanwhile_is_an_error_of_forward(tmp_path, mon
         raise PermissionError(errno.EACCES, "Permission denied")
 
     model = nn.Sequential(nn.Tanh())
-    make_plan(model, by_class(nn.Tanh), action="offload", to=tmp_path).apply(model)
+    make_plan(model, lambda *_: True, action="offload", to=tmp_path).apply(model)
     x = torch.randn(64, 64, requires_grad=True)
     with monkeypatch.context() as patch:
         patch.setattr("ckpt_wrap.offload._disk_tier.open", deny, raising=False)

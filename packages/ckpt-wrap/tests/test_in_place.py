@@ -6,6 +6,7 @@ import copy
 import inspect
 import io
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -17,8 +18,6 @@ from ckpt_wrap import (
     CheckpointImpl,
     ModuleError,
     apply_activation_checkpointing,
-    by_name,
-    by_size,
     checkpoint_,
     checkpoint_wrapper,
     make_plan,
@@ -105,8 +104,8 @@ def test_plan_of_a_container_is_refused(action):
     """When the plan is made, and when it is applied to a model with a container in the place."""
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.ModuleList([nn.Linear(2, 2)]))
     with pytest.raises(ModuleError, match=r"make_plan: module '1' \(ModuleList\) has no forward"):
-        make_plan(model, by_name("1"), action=action)
-    plan = make_plan(model, by_name("0"), action=action)
+        make_plan(model, lambda name, _: name == "1", action=action)
+    plan = make_plan(model, lambda name, _: name == "0", action=action)
     model[0] = nn.ModuleList([nn.Linear(2, 2)])
     with pytest.raises(ModuleError, match=r"Plan.apply: module '0' \(ModuleList\) has no forward"):
         plan.apply(model)
@@ -118,13 +117,6 @@ def test_applying_to_a_container_changes_nothing():
     with pytest.raises(ModuleError, match=r"has no forward.*module '1' \(ModuleList\)"):
         apply_activation_checkpointing(model, checkpoint_wrapper_fn=checkpoint_)
     assert type(model[0]) is nn.Linear
-
-
-def test_sweeping_policies_leave_containers_out():
-    """Sizes and complements select no `ModuleList`, whatever it holds."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2)]))
-    assert make_plan(model, by_size(at_least=1)).names == ("0", "1.0")
-    assert make_plan(model, ~by_name("0")).names == ("1.0",)
 
 
 def test_swapping_a_layer_changes_forward_and_state_dict():
@@ -266,3 +258,13 @@ def test_forward_set_on_the_instance_later_wins():
     inner = module.forward
     module.forward = lambda x: inner(x) * 0
     assert not module(torch.ones(1, 2)).any()
+
+
+def test_the_exact_class_is_a_subclass():
+    """As the README says: tools that look classes up exactly skip the module."""
+    module = checkpoint_(nn.Linear(2, 2))
+    assert type(module) is not nn.Linear
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated
+        model = torch.ao.quantization.quantize_dynamic(nn.Sequential(module), {nn.Linear})
+    assert type(model[0]) is type(module)

@@ -8,20 +8,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ckpt_wrap import (
-    by_class,
-    by_function,
-    by_name,
-    by_size,
     checkpoint_,
     clean_name,
-    clean_state_dict,
-    every_nth,
     make_plan,
     unwrap,
 )
-from ckpt_wrap._plan import look
-from ckpt_wrap.checkpointing._tree import fill, flatten
-from ckpt_wrap.modules._names import PREFIX, add_prefix
+from ckpt_wrap._where import Where
+from ckpt_wrap.checkpointing._arguments import Arguments
+from ckpt_wrap.modules._names import PREFIX
 
 few = settings(max_examples=40, deadline=None, derandomize=True)
 
@@ -40,66 +34,32 @@ trees = st.recursive(
     ),
     max_leaves=10,
 )
-policies = st.recursive(
-    st.sampled_from(
-        [
-            by_class(nn.Linear),
-            by_name("1*"),
-            by_size(at_least=7),
-            by_function(lambda info: info.depth == 2),
-            by_class(nn.ReLU),
-        ]
-    ),
-    lambda inner: st.one_of(
-        st.builds(lambda a, b: a | b, inner, inner),
-        st.builds(lambda a, b: a & b, inner, inner),
-        st.builds(lambda a: ~a, inner),
-        st.builds(lambda a, n: every_nth(n, of=a), inner, st.integers(1, 3)),
-    ),
-    max_leaves=4,
-)
 MODEL = nn.Sequential(
     nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 1), nn.ReLU(), nn.Sequential(nn.ReLU())), nn.ReLU()
 )
-MODULES = look(MODEL)
-EVERYTHING = set(range(len(MODULES)))
+NAMES = [name for name, module in MODEL.named_modules() if name]
 
 
 @few
 @given(trees)
-def test_flatten_then_fill_is_the_identity(tree):
-    """Putting back the tensors that were taken out gives an equal structure."""
-    tensors: list[torch.Tensor] = []
-    template = flatten(tree, tensors)
-    again: list[torch.Tensor] = []
-    rebuilt = fill(template, tensors)
-    flatten(rebuilt, again)
-    assert [id(t) for t in again] == [id(t) for t in tensors]
+def test_arguments_taken_apart_and_filled_are_equal(tree):
+    """Filling in the tensors that were taken out gives an equal structure."""
+    arguments = Arguments([tree], {})
+    (rebuilt,), _ = arguments.filled(arguments.tensors, Where(len, "", "checkpoint_"))
+    again = Arguments([rebuilt], {}).tensors
+    assert [id(t) for t in again] == [id(t) for t in arguments.tensors]
     assert str(rebuilt) == str(tree)
 
 
 @few
-@given(policies, policies)
-def test_policies_are_a_set_algebra(a, b):
-    """Union, intersection and complement are those of the selected sets."""
-    left, right = set(a.select(MODULES)), set(b.select(MODULES))
-    assert set((a | b).select(MODULES)) == left | right
-    assert set((a & b).select(MODULES)) == left & right
-    assert set((~a).select(MODULES)) == EVERYTHING - left
-    assert set((~(a | b)).select(MODULES)) == set((~a & ~b).select(MODULES))
-
-
-@few
-@given(policies)
-def test_planning_applying_and_unwrapping_is_the_identity(policy):
+@given(st.sets(st.sampled_from(NAMES), min_size=1))
+def test_planning_applying_and_unwrapping_is_the_identity(chosen):
     """Whatever is selected, unwrap gives every class back."""
     before = [type(m) for m in MODEL.modules()]
-    selected = set(policy.select(MODULES)) - {0}
-    if selected:
-        plan = make_plan(MODEL, policy)
-        assert len(plan.steps) == len(selected)
-        plan.apply(plan.apply(MODEL))
-        assert sum(type(m) not in before for m in MODEL.modules()) == len(selected)
+    plan = make_plan(MODEL, lambda name, _: name in chosen)
+    assert set(plan.names) == chosen
+    plan.apply(plan.apply(MODEL))
+    assert sum(type(m) not in before for m in MODEL.modules()) == len(chosen)
     unwrap(MODEL)
     assert [type(m) for m in MODEL.modules()] == before
 
@@ -113,16 +73,6 @@ def test_cleaning_names_is_idempotent(parts):
     name = clean_name(".".join([*parts, "weight"]))
     assert PREFIX[:-1] not in name.split(".")
     assert clean_name(name) == name
-
-
-@few
-@given(st.dictionaries(st.sampled_from(["x.a", "x.b.c", "y.a", "x"]), st.integers()))
-def test_adding_the_prefix_then_cleaning_is_the_identity(state):
-    """Only keys below the prefix change, and they change back."""
-    changed = dict(state)
-    add_prefix(changed, "x.")
-    assert set(changed) - set(state) == {f"x.{PREFIX}{k[2:]}" for k in state if k.startswith("x.")}
-    assert clean_state_dict(changed) == state
 
 
 @few

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import OrderedDict
 
 import pytest
-import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
 
-from ckpt_wrap import checkpoint_wrapper, clean_name, clean_state_dict
-from ckpt_wrap.modules._names import PREFIX, add_prefix, clean_in_place
+from ckpt_wrap import checkpoint_wrapper, clean_name, clean_state_dict, offload_wrapper
+from ckpt_wrap.modules._names import PREFIX, clean_in_place, innermost, is_wrapper
 
 WRAPPED = "_checkpoint_wrapped_module"
 
@@ -60,15 +60,12 @@ def test_cleaning_in_place_keeps_the_order_of_all_keys():
     assert list(state.items()) == [("a", 1), ("b.w", 2), ("c", 3)]
 
 
-def test_the_prefix_is_added_below_a_name_only():
-    """Keys of others, and those that have it, stay."""
-    state = {"0.w": 1, f"0.{PREFIX}b": 2, "1.w": 3, "0": 4}
-    add_prefix(state, "0.")
-    assert state == {f"0.{PREFIX}w": 1, f"0.{PREFIX}b": 2, "1.w": 3, "0": 4}
-
-
-def test_the_root_has_the_empty_name():
-    """All keys are below it."""
-    state = {"w": torch.ones(1), "inner.b": torch.ones(1)}
-    add_prefix(state, "")
-    assert set(state) == {PREFIX + "w", PREFIX + "inner.b"}
+def test_innermost_is_within_all_wrappers():
+    """This package's and torch's, in any order; a plain module is its own."""
+    module = nn.Linear(2, 2)
+    wrapped = offload_wrapper(torchs.checkpoint_wrapper(checkpoint_wrapper(module)))
+    assert innermost(wrapped) is module
+    assert innermost(module) is module
+    assert innermost(nn.Sequential(wrapped))[0] is wrapped
+    assert is_wrapper(wrapped)
+    assert not is_wrapper(nn.Sequential(wrapped))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 
 from ckpt_wrap import (
     OffloadError,
@@ -182,7 +183,9 @@ def test_strides_dtype_offset_and_subclass_come_back(tmp_path):
     offload = offload_(nn.Tanh(), to=tmp_path, min_bytes=0)._ckpt_wrap.offload
     call = OffloadCall(offload._scheduler, offload._counters, None, "(a test)")
     for name, before in saved.items():
-        after = call.unpack(call.pack(before))
+        kept = call.pack(before)
+        call.finish()
+        after = call.unpack(kept)
         assert type(before) is type(after), name
         assert before.dtype == after.dtype, name
         assert before.stride() == after.stride(), name
@@ -302,7 +305,9 @@ def test_tensor_subclasses_made_of_tensors_are_taken_apart(tmp_path, two_parts):
     packed = two_parts(x, x + 1)
     offload = module._ckpt_wrap.offload
     call = OffloadCall(offload._scheduler, offload._counters, None, "(a test)")
-    back = call.unpack(call.pack(packed))
+    kept = call.pack(packed)
+    call.finish()
+    back = call.unpack(kept)
     assert type(back) is two_parts
     assert torch.equal(back.b, x + 1)
     assert offload_stats(module).copies_out == 2
@@ -326,3 +331,25 @@ def test_tensors_without_bytes_of_their_own_stay(tmp_path):
         module = offload_(nn.Tanh(), to=tmp_path, min_bytes=1)
         module(torch.randn(16, 16, requires_grad=True)).sum().backward()
     assert offload_stats(module).copies_out == 0
+
+
+def test_noise_is_copied_after_it_is_written(tmp_path):
+    """`rrelu` saves its noise before its kernel fills it."""
+    plain, found = nn.Sequential(nn.Linear(8, 8), nn.RReLU()), []
+    offloaded = offload_(copy.deepcopy(plain), to=tmp_path, min_bytes=1)
+    for module in (plain, offloaded):
+        torch.manual_seed(0)
+        module(torch.linspace(-1, 1, 64).view(8, 8)).square().sum().backward()
+        found.append([p.grad for p in module.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def test_a_tensor_without_memory_stays(tmp_path):
+    """Forward-mode differentiation saves zero tangents, which have none."""
+    block = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+    offload_(block, to=tmp_path, min_bytes=1)
+    x = torch.linspace(-1, 1, 16).view(2, 8)
+    with forward_ad.dual_level():
+        y = block(forward_ad.make_dual(x, torch.ones_like(x)))
+        forward_ad.unpack_dual(y).tangent.square().sum().backward()
+    assert block[0].weight.grad is not None

@@ -7,7 +7,6 @@ import os
 import pytest
 
 from ckpt_wrap import OffloadOptions, OptionError
-from ckpt_wrap.offload._offload_options import offload_options
 
 
 @pytest.mark.parametrize("name", ["min_bytes", "keep_last", "max_inflight_bytes", "max_bytes_away"])
@@ -37,48 +36,48 @@ def test_only_limits_can_be_left_to_the_package():
 def test_a_place_is_a_word(to):
     """An empty one would be the working directory."""
     with pytest.raises(OptionError, match="it must be 'cpu' or the path of a folder"):
-        offload_options({"to": to})
+        OffloadOptions(to=to)
 
 
 @pytest.mark.parametrize("to", ["cuda", "cuda:1", "cpu:0", "meta"])
 def test_another_device_is_refused_with_the_folder_it_may_mean(to):
     """A folder of that name would be made for who mistook the option."""
     with pytest.raises(OptionError, match=rf"Pass '\./{to}' if you mean a folder"):
-        offload_options({"to": to})
+        OffloadOptions(to=to)
 
 
 def test_a_folder_named_like_a_device_can_be_meant(tmp_path, monkeypatch):
     """With the dot that the error says."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cuda").mkdir()
-    assert offload_options({"to": "./cuda"}).to == str(tmp_path / "cuda")
+    assert OffloadOptions(to="./cuda").to == str(tmp_path / "cuda")
 
 
 def test_create_is_a_bool(tmp_path):
     """Not whatever is true."""
     with pytest.raises(OptionError, match="option 'create' is 1, but it must be a bool"):
-        offload_options({"to": tmp_path, "create": 1})
+        OffloadOptions(to=tmp_path, create=1)
 
 
 def test_host_memory_is_no_folder():
     """`folder` is None there, and nothing is looked for on the disk."""
-    assert offload_options({}).folder is None
-    assert offload_options({"to": "cpu", "create": True}).create
+    assert OffloadOptions().folder is None
+    assert OffloadOptions(to="cpu", create=True) == OffloadOptions()
 
 
 def test_a_path_is_a_folder_wherever_the_process_goes(tmp_path, monkeypatch):
     """It is absolute from then on."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
-    found = offload_options({"to": os.path.join(".", "folder")})
+    found = OffloadOptions(to=os.path.join(".", "folder"))
     assert found.folder == tmp_path / "folder"
-    assert offload_options({"to": tmp_path / "folder"}) == found
+    assert OffloadOptions(to=tmp_path / "folder") == found
 
 
 def test_who_makes_the_folder_is_no_difference_once_it_is_there(tmp_path):
     """Modules that share one have equal options, and so one schedule."""
     makes, uses = (
-        offload_options({"to": tmp_path, "create": True}),
-        offload_options({"to": tmp_path}),
+        OffloadOptions(to=tmp_path, create=True),
+        OffloadOptions(to=tmp_path),
     )
     assert makes == uses

@@ -15,9 +15,15 @@ from ckpt_wrap import (
     checkpoint_,
     checkpoint_wrapper,
 )
-from ckpt_wrap.checkpointing._options import CheckpointOptions, checkpoint_options, require_module
+from ckpt_wrap.checkpointing._checkpoint_fn import make_checkpoint_fn
+from ckpt_wrap.checkpointing._options import CheckpointOptions, require_module
 
 NO_REENTRANT, REENTRANT = CheckpointImpl.NO_REENTRANT, CheckpointImpl.REENTRANT
+
+
+def checkpoint_options(impl, given, made_by):
+    """The validated options of this package's own checkpoint function."""
+    return make_checkpoint_fn(made_by, checkpoint_impl=impl, **given).options
 
 
 def contexts():
@@ -56,10 +62,11 @@ def test_a_switch_is_a_bool(name, value):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"determinism_check": "all"}, "it must be one of ('default', 'none'). Pass one of them."),
+        ({"determinism_check": "all"}, "it must be 'default' or 'none'. Pass one of them."),
         ({"context_fn": 3}, "it must be a function that returns two context managers. Pass such"),
-        ({"use_reentrant": None}, "it must be a bool. Pass True or False."),
-        ({"earlystop": True}, "Did you mean 'early_stop'?"),
+        ({"use_reentrant": 1}, "it must be a bool. Pass True or False."),
+        ({"earlystop": True}, "option 'earlystop' is unknown"),
+        ({"policy": 3}, "pass checkpoint_fn=sac_policies.checkpoint, policy="),
         ({"impl": REENTRANT}, "option 'impl' is unknown"),
         ({"debug": True, "context_fn": contexts}, "debug brings a context of its own. Pass only"),
     ],
@@ -68,6 +75,7 @@ def test_a_switch_is_a_bool(name, value):
         "no function",
         "neither True nor False",
         "mistyped",
+        "a policy",
         "given otherwise",
         "two contexts",
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import weakref
@@ -10,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from ckpt_wrap import checkpoint_
+from ckpt_wrap import RecomputeError, checkpoint_
 
 
 def test_batch_norm_advances_once(wrap):
@@ -195,3 +197,89 @@ def test_what_a_region_saves_is_its_inputs(block_class):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         module(x, scale=scale)
     assert [t.data_ptr() for t in packed] == [x.data_ptr(), scale.data_ptr()]
+
+
+class Retries(nn.Module):
+    """Fails once in recomputation, and tries again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.tries = 0
+
+    def attempt(self, x):
+        hidden = (x @ self.weight).sin().exp()
+        self.tries += 1
+        if self.tries == 2:
+            raise MemoryError
+        return hidden * (hidden @ self.weight).tanh()
+
+    def forward(self, x):
+        try:
+            return self.attempt(x)
+        except MemoryError:
+            return self.attempt(x)
+
+
+def test_other_operators_in_recomputation_are_an_error():
+    """Saved tensors of equal shapes are told apart by the nodes that made them."""
+    module = checkpoint_(Retries())
+    loss = module(torch.randn(4, 4, requires_grad=True)).sum()
+    with pytest.raises(RecomputeError, match="made by ExpBackward0 in forward"):
+        loss.backward()
+    assert module.weight.grad is None
+
+
+@pytest.mark.parametrize("functional", [True, False])
+def test_noise_that_is_written_after_it_is_saved(functional, wrap):
+    """`rrelu` saves its noise before its kernel fills it."""
+
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.act = nn.Linear(64, 64), nn.RReLU()
+
+        def forward(self, x):
+            x = self.linear(x)
+            return nn.functional.rrelu(x, training=True) if functional else self.act(x)
+
+    plain, found = nn.Sequential(Noisy(), Noisy()), []
+    wrapped = nn.Sequential(*[wrap(copy.deepcopy(block)) for block in plain])
+    for module in (plain, wrapped):
+        torch.manual_seed(0)
+        module(torch.ones(2048, 64)).square().sum().backward()
+        found.append([p.grad for p in module.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+class Nothing(TorchDispatchMode):
+    """A dispatch mode that changes no operator."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Reshapes(nn.Module):
+    """A matmul of four axes, which reshapes by another operator under a dispatch mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x):
+        y = self.linear(x.sin()).unflatten(-1, (2, 4))
+        return torch.matmul(y, y.mT).sigmoid()
+
+
+@pytest.mark.parametrize("in_forward", [True, False])
+def test_dispatch_mode_around_one_of_the_runs_is_no_error(in_forward):
+    """Profilers and counters are such modes; the values are the same."""
+    plain = Reshapes()
+    module = checkpoint_(copy.deepcopy(plain))
+    x = torch.randn(2, 2, 8)
+    plain(x).sum().backward()
+    with Nothing() if in_forward else contextlib.nullcontext():
+        loss = module(x).sum()
+    with contextlib.nullcontext() if in_forward else Nothing():
+        loss.backward()
+    assert torch.equal(module.linear.weight.grad, plain.linear.weight.grad)

@@ -52,12 +52,6 @@ def _multi(m, x, y, _):
     register_multi_grad_hook([x, m.linear.weight, y], m.count)
 
 
-def _node(m, x, y, _):
-    if x.grad_fn is not None:
-        x.grad_fn.register_hook(m.count)
-        x.grad_fn.register_prehook(m.count)
-
-
 def _retain(m, x, y, _):
     x.retain_grad()
     y.retain_grad()
@@ -95,7 +89,6 @@ WAYS = [
     _scale_weight,
     _post_accumulate,
     _multi,
-    _node,
     _retain,
     _on_and_off,
     _outer,
@@ -127,46 +120,3 @@ def test_hooks_act_once(make, register, early_stop, leaf):
     assert all(map(torch.equal, expected, got))
     assert plain.calls == inner.calls
     assert len(plain.linear._forward_hooks) == len(inner.linear._forward_hooks)
-
-
-class Marked(nn.Parameter):
-    """A class of parameters that carry something."""
-
-
-@pytest.mark.parametrize("kind", [torch.Tensor, nn.Parameter, Marked])
-def test_inputs_are_of_their_class_and_carry_what_they_carried(kind):
-    """In the second run too, where they are tensors of its own; the same one stays one."""
-    seen = []
-
-    class Asks(nn.Module):
-        def forward(self, a, b):
-            a.register_hook(lambda g: g)
-            seen.append((type(a), a.requires_grad, a.is_leaf, getattr(a, "note", None), a is b))
-            return torch.tanh(a * b)
-
-    x = kind(torch.ones(2)) if kind is not torch.Tensor else torch.ones(2, requires_grad=True)
-    x.note = "mine"
-    checkpoint_(Asks())(x, x).sum().backward()
-    assert seen == [(kind, True, True, "mine", True)] * 2
-
-
-def test_a_tensor_given_twice_is_one_tensor_under_hooks():
-    """Attention that asks whether query is key answers the same in both runs."""
-    seen = []
-
-    class Asks(nn.Module):
-        def forward(self, a, b):
-            seen.append(a is b)
-            return torch.tanh(a * b)
-
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
-        x = torch.ones(2, requires_grad=True)
-        loss = checkpoint_(Asks())(x, x).sum()
-    loss.backward()
-    assert seen == [True, True]
-
-
-def test_nothing_is_done_where_no_hook_is_registered(monkeypatch):
-    """The second run of other modules is as it was."""
-    monkeypatch.setattr("ckpt_wrap.checkpointing._call.OnlyOnce", None)
-    checkpoint_(Hooked(lambda *_: None))(torch.ones(2, 4, requires_grad=True)).sum().backward()

@@ -8,24 +8,15 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.utils import parametrize
 
 from ckpt_wrap import (
     ModuleError,
     checkpoint_,
     checkpoint_wrapper,
+    make_plan,
     offload_,
     offload_wrapper,
     unwrap,
-)
-from ckpt_wrap.modules._subclass import (
-    STATE,
-    changed_class,
-    is_parametrized_class,
-    plain_class,
-    rebuild,
-    require_changeable,
-    set_class,
 )
 
 
@@ -103,85 +94,16 @@ def test_a_new_instance_of_the_class_of_a_changed_module_is_plain(change):
     assert torch.equal(new(x), nn.functional.linear(x, changed.weight, changed.bias))
 
 
-class Twice(nn.Module):
-    """A parametrization."""
-
-    def forward(self, weight):
-        return 2 * weight
-
-
-def test_a_class_is_changed_once():
-    """All modules of it get the same, and one that has it stays as it is."""
-    changed = changed_class(nn.Linear)
-    assert changed is changed_class(nn.Linear)
-    assert changed_class(changed) is changed
-    assert changed.__mro__[1] is nn.Linear
-
-
 def test_a_changed_class_is_called_like_its_base():
     """Names and words of classes are data to others."""
 
     class Layer(nn.Linear):
         """Inside of a function."""
 
-    changed = changed_class(Layer)
+    changed = type(checkpoint_(Layer(2, 2)))
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
         assert getattr(changed, name) == getattr(Layer, name)
     assert inspect.signature(changed.forward) == inspect.signature(Layer.forward)
-
-
-def test_a_plain_class_is_what_was_there_before():
-    """A class that was never changed, or that somebody put on top, stays."""
-    changed = changed_class(nn.Linear)
-    assert plain_class(changed) is nn.Linear
-    assert plain_class(nn.Linear) is nn.Linear
-    on_top = type("OnTop", (changed,), {})
-    assert plain_class(on_top) is on_top
-
-
-def test_the_class_of_a_parametrization_stays_on_top():
-    """It is made again over the class below it, in both directions."""
-    module = nn.Linear(2, 2)
-    parametrize.register_parametrization(module, "weight", Twice())
-    before = type(module)
-    assert is_parametrized_class(before)
-    changed = changed_class(before)
-    assert is_parametrized_class(changed)
-    assert changed.__mro__[1] is changed_class(nn.Linear)
-    assert changed.weight is before.weight
-    plain = plain_class(changed)
-    assert plain.__mro__[1] is nn.Linear
-    assert is_parametrized_class(plain)
-    assert not is_parametrized_class(nn.Linear)
-
-
-def test_without_gradients_the_plain_forward_runs():
-    """Nor does an instance without state go anywhere else."""
-    seen = []
-
-    class Layer(nn.Module):
-        def forward(self, x):
-            return x
-
-    module = Layer()
-    set_class(module, changed_class(Layer))
-    assert module(3) == 3
-    vars(module)[STATE] = lambda forward, x: seen.append(x) or forward(x)
-    assert module(4) == 4
-    with torch.no_grad():
-        assert module(5) == 5
-    assert seen == [4]
-
-
-def test_a_copy_is_changed_and_unpickles_without_the_changed_class():
-    """What is written down is the plain class, which others can find."""
-    module = checkpoint_(nn.Linear(2, 2))
-    make, (rebuilt, args), *_ = module.__reduce_ex__(2)
-    assert make is rebuild
-    assert type(module) not in args
-    assert nn.Linear in args
-    again = rebuilt(*args)
-    assert type(again) is nn.Linear
 
 
 def _final():
@@ -206,22 +128,21 @@ REFUSED = {
 def test_a_module_that_cannot_change_is_named(why):
     """With the function, the name it has in its model, and the next step."""
     make, message = REFUSED[why]
-    module = make()
-    before = type(module)
-    with pytest.raises(
-        ModuleError, match=rf"^ckpt_wrap\.somewhere: module 'a\.b' \(.*\) {message}"
-    ):
-        require_changeable(module, "somewhere", "a.b")
-    assert type(module) is before
+    model = nn.ModuleDict({"a": nn.ModuleDict({"b": make()})})
+    before = type(model["a"]["b"])
+    plan = make_plan(model, lambda name, _: name == "a.b")
+    with pytest.raises(ModuleError, match=rf"^ckpt_wrap\.Plan\.apply: module 'a\.b' .* {message}"):
+        plan.apply(model)
+    assert type(model["a"]["b"]) is before
 
 
 def test_a_lazy_module_can_change_when_it_has_its_parameters():
     """Whether it is of another class by then or not."""
     module = nn.LazyLinear(2)
     module(torch.ones(1, 2))
-    require_changeable(module, "somewhere")
 
     class Ready(LazyModuleMixin, nn.Linear):
         cls_to_become = None
 
-    require_changeable(Ready(2, 2), "somewhere")
+    for each in (module, Ready(2, 2)):
+        assert checkpoint_(each) is each

@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from ckpt_wrap import (
@@ -141,7 +142,6 @@ def test_versions_reach_the_module_whichever_side_was_wrapped():
     wrapped[0].load_state_dict(plain[0].state_dict())
     assert plain[0].seen == [2]
     assert wrapped[0].seen == [2, 2]
-    assert "_load_from_state_dict" not in vars(wrapped[0]._checkpoint_wrapped_module)
 
 
 def test_old_checkpoints_and_named_parameters_load():
@@ -320,3 +320,16 @@ def test_attributes_with_underscores_are_those_of_the_module(wrapper, name):
     inner = nn.Linear(2, 2)
     setattr(inner, name, 3)
     assert getattr(wrapper(inner), name) == 3
+
+
+def test_prune_and_functional_call_work_through_a_wrapper():
+    """Code that reaches into a module's parameters finds them at the wrapper."""
+    model = nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2)))
+    zeros = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    x = torch.ones(1, 2)
+    assert not torch.func.functional_call(model, zeros, (x,)).any()
+    assert model(x).any()
+    prune.l1_unstructured(model[0], "weight", amount=0.5)
+    model(x).sum().backward()
+    assert model[0].weight_orig.grad is not None
+    assert list(dict(model.named_parameters())) == ["0.bias", "0.weight_orig"]

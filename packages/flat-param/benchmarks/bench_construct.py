@@ -82,7 +82,7 @@ def _construct(way):
 def test_construct(benchmark):
     """100M parameters: peak memory over the model, and CPU time against torch's handle.
 
-    "one copy" moves parameters into one buffer as a loop of copies does, without huge pages.
+    "one copy" moves parameters into one buffer as a loop of copies does.
     """
     runs = {way: [] for way in ("torch", "handle", "flatten", "one copy")}
     for _ in range(5):

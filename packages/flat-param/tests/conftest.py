@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from runpy import run_path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +22,6 @@ from flat_param import (
     FlatParamHandle,
     MixedPrecision,
     ParamSpec,
-    Scaled,
     Strategy,
     flat_params_of,
     fully_shard,
@@ -110,12 +107,6 @@ def pair(group_of_one: None) -> nn.Module:
     return model
 
 
-@pytest.fixture(scope="session")
-def sent_by_hand() -> SimpleNamespace:
-    """What workers/_sent.py has: low precision and scales, one block after another."""
-    return SimpleNamespace(**run_path(str(WORKERS / "_sent.py")))
-
-
 class RankHere(Communicator):
     """One of several ranks in this process: all start a collective, and then all wait for it."""
 
@@ -164,15 +155,14 @@ def parts_of_ranks() -> Callable[..., list[ShardedParams]]:
         *tensors: Tensor,
         trainable: bool = True,
         device: str = "cpu",
-        scaled: Scaled | None = None,
         **options: Any,
     ) -> list[ShardedParams]:
         specs = [
             ParamSpec(f"p{index}", tuple(tensor.shape), tensor.dtype, tensor.stride())
             for index, tensor in enumerate(tensors)
         ]
-        layout = plan_layout(specs, align_bytes=16, block=scaled.block if scaled else 1)
-        segment = Segment("all", trainable, layout, scaled)
+        layout = plan_layout(specs, align_bytes=16)
+        segment = Segment("all", trainable, layout)
         chosen = {
             "strategy": Strategy.FULL_SHARD,
             "mixed_precision": MixedPrecision(),

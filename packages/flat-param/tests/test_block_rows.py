@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from flat_param import Blocks, ParamSpec, plan_layout, plan_shard
-from flat_param.checkpoint._block_rows import BlockRows, block_rows
 from flat_param.layout._boundary import numel_of_block
+from flat_param.sharded._block_rows import BlockRows, block_rows
 
 
 @pytest.mark.dist
@@ -44,15 +44,12 @@ def test_a_block_has_this_many_elements(
     assert numel_of_block(shape, ParamSpec("w", shape, torch.float32).stride, boundary) == expected
 
 
-@pytest.mark.parametrize("layout_block", [1, 8])
 @pytest.mark.parametrize("world", [1, 2, 3, 7])
 @pytest.mark.parametrize("boundary", ["row", Blocks(5), Blocks((4, 3))])
-def test_rows_of_ranks_are_those_of_the_parameter(
-    boundary: Any, world: int, layout_block: int
-) -> None:
+def test_rows_of_ranks_are_those_of_the_parameter(boundary: Any, world: int) -> None:
     """In order and each once; also where ranks leave several blocks together."""
     specs = [ParamSpec("a", (9, 7), torch.float32), ParamSpec("b", (11,), torch.float32)]
-    plan = plan_shard(plan_layout(specs, block=layout_block), world_size=world, boundary=boundary)
+    plan = plan_shard(plan_layout(specs), world_size=world, boundary=boundary)
     for index, spec in enumerate(specs):
         size = numel_of_block(spec.shape, spec.stride, boundary)
         held = [

@@ -38,26 +38,6 @@ def test_atoms_are_these(shape: tuple[int, ...], boundary: Boundary, expected: C
     assert cut_of(shape, ParamSpec("w", shape, torch.float32).stride, boundary) == expected
 
 
-WITH_BLOCKS_OF_8: list[tuple[Boundary, Cut]] = [
-    ("element", Cut(8, None, whole=False)),
-    ("row", Cut(24, (12,), whole=False)),
-    ("tensor", Cut(72, (12,), whole=True)),
-    (Blocks(2), Cut(8, None, whole=False)),
-    (Blocks(6), Cut(24, None, whole=False)),
-    (Blocks(16), Cut(16, None, whole=False)),
-    (Blocks((2, 4)), Cut(24, (12,), whole=False)),
-    (Blocks((5, 4)), Cut(72, (12,), whole=True)),
-]
-
-
-@pytest.mark.parametrize(("boundary", "expected"), WITH_BLOCKS_OF_8)
-def test_blocks_of_a_layout_stay_whole_beside_what_a_boundary_keeps(
-    boundary: Boundary, expected: Cut
-) -> None:
-    """Of six rows of 12: two rows are three blocks, and ten rows more than there are."""
-    assert cut_of((6, 12), (12, 1), boundary, block=8) == expected
-
-
 @pytest.mark.parametrize("boundary", ["row", Blocks(2), Blocks((2, 2))])
 def test_rows_that_are_scattered_in_memory_stay_together(boundary: Boundary) -> None:
     """A transposed matrix has no row or block that is whole in memory."""

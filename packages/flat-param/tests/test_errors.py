@@ -39,10 +39,6 @@ def test_leaves_are_also_the_standard_errors():
             "'b' is torch.float16 and 'a' torch.float32, but one buffer has one dtype",
         ),
         (
-            lambda: fp.plan_layout([fp.ParamSpec("w", (1,), F32)], block=0),
-            "block is 0, but a block has at least one element. Use 32, or 1",
-        ),
-        (
             lambda: fp.plan_shard(fp.plan_layout([fp.ParamSpec("w", (1,), F32)]), world_size=0),
             "world_size is 0, but at least one rank is needed",
         ),

@@ -18,9 +18,7 @@ import flat_param
 
 WORKERS = Path(__file__).parent / "workers"
 OF_UNITS = (*sorted(path.stem for path in WORKERS.glob("unit_*.py")), "hooks")
-OF_FILES = ("checkpoints", "damage", "loads", "save_protocol", "two_ranks")
 NOT_HERE = {
-    # of units
     "another_order_is_an_error": "there is one order",
     "freed_units_are_gathered_again": "counts gathers",
     "freeing_is_switched_off_and_on": "counts gathers",
@@ -34,28 +32,6 @@ NOT_HERE = {
     "units_listed_and_not_used_are_freed": "counts gathers",
     "values_that_are_kept_stay": "the one rank's shard is what is whole",
     "whole_tensor_optimizers_match_one_process_or_refuse": "no tensor is cut",
-    # of files
-    "a_flipped_bit_is_refused": "in the second rank's part",
-    "another_path_or_model_is_refused": "there is one path",
-    "every_rank_has_the_same_sum": "there is one rank",
-    "failing_optimizer_takes_the_model_back": "fails on the second rank",
-    "fsdp1_full_checkpoints_load": "torch warns of a group of one",
-    "fsdp2_checkpoints_load": "takes seconds",
-    "full_disk_on_one_rank_is_named_on_all": "of the second rank",
-    "hundreds_of_saves_to_one_path": "takes seconds, and counts parts of two ranks",
-    "lone_call_ends_and_spoils_nothing": "a lone call is a whole one",
-    "lone_call_is_not_joined_by_a_later_step": "a lone call is a whole one",
-    "lone_call_is_not_joined_where_nothing_is_cut": "a lone call is a whole one",
-    "lone_call_of_the_other_rank_is_not_joined": "there is no other rank",
-    "many_rectangles_take_linear_time": "takes seconds",
-    "named_steps_are_compared": "there is one step",
-    "offline_resharding_changes_nothing": "takes seconds",
-    "part_of_another_attempt_is_not_taken": "of the second rank",
-    "reader_during_saves_sees_one_of_them": "takes seconds",
-    "refusal_on_one_rank_is_one_on_all": "there is one rank",
-    "sharded_state_comes_back": "takes seconds",
-    "state_of_another_rank_is_refused": "there is no other rank",
-    "wrong_types_are_refused_cleanly": "takes seconds",
 }
 """Claims that are not tried in a group of one, and why."""
 OF_ITS_OWN_DTYPE = {
@@ -83,8 +59,7 @@ def _but_for(left_out: Iterable[str], claims: list[tuple[str, str]]) -> list[tup
     return [each for each in claims if each[1] not in left_out]
 
 
-CLAIMS = _but_for(NOT_HERE, _claims(*OF_UNITS, *OF_FILES))
-CLAIMS_OF_UNITS = [each for each in CLAIMS if each[0] in OF_UNITS]
+CLAIMS = _but_for(NOT_HERE, _claims(*OF_UNITS))
 
 
 @pytest.fixture(scope="module")
@@ -100,8 +75,6 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
             module.FOLDER = tmp_path_factory.mktemp(name)
         if hasattr(module, "GROUPS"):
             module.GROUPS[:] = [dist.group.WORLD] * 2
-        if name == "two_ranks":
-            module.checkpoints.FOLDER = tmp_path_factory.mktemp(name)
         return module
 
     yield load
@@ -118,7 +91,7 @@ def test_claim_holds(worker: Callable[[str], ModuleType], script: str, claim: st
     getattr(worker(script), f"check_{claim}")(0, 1)
 
 
-@pytest.mark.parametrize(("script", "claim"), _but_for(OF_ITS_OWN_DTYPE, CLAIMS_OF_UNITS))
+@pytest.mark.parametrize(("script", "claim"), _but_for(OF_ITS_OWN_DTYPE, CLAIMS))
 def test_claim_holds_where_whole_parameters_are_made(
     worker: Callable[[str], ModuleType],
     monkeypatch: pytest.MonkeyPatch,

@@ -7,11 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flat_param import Blocks, MixedPrecision, ParamSpec, Scaled, plan_shard
+from flat_param import Blocks, MixedPrecision, ParamSpec, plan_shard
 from flat_param._planned_part import parts_of
 
 BOUNDARIES = ("element", "row", "tensor", Blocks(8))
-SENT = [None, Scaled(block=4), Scaled(block=(3, 2))]
 SHAPES = st.lists(
     st.one_of(st.just(()), st.tuples(st.integers(1, 9)), st.tuples(*[st.integers(1, 9)] * 2)),
     min_size=1,
@@ -27,16 +26,15 @@ def specs_of(shapes, *, requires_grad=True):
     )
 
 
-@given(shapes=SHAPES, ways=st.integers(1, 6), sent=st.sampled_from(SENT))
+@given(shapes=SHAPES, ways=st.integers(1, 6))
 @pytest.mark.parametrize("boundary", BOUNDARIES, ids=str)
-def test_ranks_have_what_the_plan_of_all_gives_them(shapes, ways, sent, boundary):
-    """Lengths, pieces of parameters, and blocks of what is sent in low precision."""
+def test_ranks_have_what_the_plan_of_all_gives_them(shapes, ways, boundary):
+    """Lengths and pieces of parameters."""
     for rank in range(ways):
-        for part in parts_of(specs_of(shapes), ways, boundary, rank, sent):
+        for part in parts_of(specs_of(shapes), ways, boundary, rank):
             plan = plan_shard(part.segment.layout, world_size=ways, boundary=boundary)
             assert part.shard_numel == plan.shard_numel
             assert part.used_bytes == 4 * sum(piece.numel for piece in plan.parts(rank))
-            assert part.sent == plan.most_sent
 
 
 @given(shapes=SHAPES, ways=st.integers(1, 6))
@@ -45,28 +43,23 @@ def test_parameters_are_all_in_some_part(shapes, ways):
     used = [
         part.used_bytes
         for rank in range(ways)
-        for part in parts_of(specs_of(shapes), ways, "element", rank, None)
+        for part in parts_of(specs_of(shapes), ways, "element", rank)
     ]
     assert sum(used) == sum(spec.numel * 4 for spec in specs_of(shapes))
 
 
 @pytest.mark.parametrize("ways", [1, 2])
 def test_bytes_of_messages_and_buffers(ways):
-    """A rank alone computes with its shard; in low precision it reads its own message."""
+    """A rank alone computes with its shard."""
     half = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
-    (part,) = parts_of(specs_of([(8, 8)]), ways, "element", 0, None)
+    (part,) = parts_of(specs_of([(8, 8)]), ways, "element", 0)
     assert part.gathered_bytes(MixedPrecision()) == (0 if ways == 1 else 64 * 4)
     assert part.gathered_bytes(half) == 64 * 2
     assert part.message_bytes(half) == 64 * 2 // ways
     assert part.whole_grad_bytes(half) == 64 * 4
-    assert part.received_bytes == 0
-    assert part.ahead_bytes(half) == 64 * 2
-    (part,) = parts_of(specs_of([(8, 8)]), ways, "element", 0, Scaled(block=32))
-    assert part.message_bytes(half) == (64 + 2) // ways
-    assert part.received_bytes == part.ahead_bytes(half) == 64 + 2
 
 
 def test_frozen_parts_have_no_gradients():
     """So none is whole at any time."""
-    (part,) = parts_of(specs_of([(8, 8)], requires_grad=False), 2, "element", 0, None)
+    (part,) = parts_of(specs_of([(8, 8)], requires_grad=False), 2, "element", 0)
     assert part.whole_grad_bytes(MixedPrecision()) == 0

@@ -20,7 +20,6 @@ from flat_param import (
     CommCount,
     MixedPrecision,
     ParamSpec,
-    Scaled,
     StateElsewhere,
     UnitShape,
     plan_segments,
@@ -212,7 +211,7 @@ def test_very_large_model_is_planned_in_seconds() -> None:
 
 
 PLANNED = (
-    *("boundaries", "copies", "every_strategy", "low_precision", "mixed_precision"),
+    *("boundaries", "copies", "every_strategy", "mixed_precision"),
     "state_elsewhere",
 )
 
@@ -244,53 +243,6 @@ def test_plan_is_what_one_rank_of_thousands_does(world: int) -> None:
     for strategy, (counted, planned) in zip(strategies, json.loads(found.stdout), strict=True):
         assert counted == planned, strategy
         assert counted["collectives"]["all_reduce"][0] >= 1
-
-
-@pytest.mark.parametrize("boundary", ["element", "tensor"])
-@pytest.mark.parametrize(
-    ("how", "sent"), [(Scaled(), 33 / 32), (Scaled(block=128, scale_dtype=F32), 132 / 128)]
-)
-def test_low_precision_sends_a_quarter_and_scales(
-    how: Scaled, sent: float, boundary: Boundary
-) -> None:
-    """Of float32, where ranks have blocks and nothing else; sums stay what they are."""
-    unit = UnitShape("", tuple(ParamSpec(f"w{i}", (64, 256), F32) for i in range(8)))
-    plain, low = (
-        plan_training([unit], world_size=8, boundary=boundary, mixed_precision=precision)
-        for precision in (None, MixedPrecision(gather=how))
-    )
-    gathers = [plan.collectives["all_gather"] for plan in (plain, low)]
-    assert gathers[1].wire_bytes == gathers[0].wire_bytes * sent / 4
-    assert gathers[1].calls == gathers[0].calls == 1
-    assert low.collectives["reduce_scatter"] == plain.collectives["reduce_scatter"]
-    assert low.rank_bytes.grads == plain.rank_bytes.grads
-    assert low.rank_bytes.whole_params_peak == plain.rank_bytes.whole_params_peak * (1 + sent / 4)
-
-
-def test_what_is_gathered_ahead_in_low_precision_is_messages() -> None:
-    """Beside what computes; and beside the parameters that are read from them."""
-
-    def peak(*widths: int, strategy: str = "FULL_SHARD") -> int:
-        units = [UnitShape(f"{i}", (ParamSpec("w", (w, 32), F32),)) for i, w in enumerate(widths)]
-        precision = MixedPrecision(gather=Scaled())
-        plan = plan_training(units, world_size=2, strategy=strategy, mixed_precision=precision)
-        return plan.rank_bytes.whole_params_peak
-
-    assert peak(8) == 8 * (128 + 33)
-    assert peak(8, 2) == 2 * 128 + 8 * (128 + 33)
-    assert peak(8, 6, 4, 2) == 2 * 128 + 8 * (128 + 33) + 6 * 33
-    assert peak(8, 8, 2) == 2 * 128 + 8 * (128 + 33) + 8 * 33
-    assert peak(2, 100) == 100 * (128 + 33)
-    assert peak(8, 6, 2, strategy="SHARD_GRAD_OP") == 16 * 128 + 8 * 33
-
-
-def test_one_rank_has_whole_parameters_beside_its_shard_in_low_precision() -> None:
-    """It computes with what many ranks do."""
-    unit = UnitShape("", (ParamSpec("w", (64, 64), F32),))
-    low = plan_training([unit], world_size=1, mixed_precision=MixedPrecision(gather=Scaled()))
-    assert low.rank_bytes.whole_params_peak == 128 * (32 * 4 + 33)
-    assert plan_training([unit], world_size=1).rank_bytes.whole_params_peak == 0
-    assert low.collectives == {}
 
 
 def test_microbatches_gather_again_and_are_summed_once() -> None:

@@ -9,8 +9,6 @@ import sys
 from dataclasses import is_dataclass
 from pathlib import Path
 
-import torch
-
 import flat_param
 
 SURFACE = [
@@ -26,13 +24,11 @@ SURFACE = [
     "FlatParams",
     "HandleShardingStrategy",
     "LayoutError",
-    "Links",
     "MixedPrecision",
     "ParamInfo",
     "ParamSpec",
     "ParameterError",
     "RankBytes",
-    "Scaled",
     "Segment",
     "ShardPart",
     "ShardPlan",
@@ -62,7 +58,6 @@ SURFACE = [
     "plan_segments",
     "plan_shard",
     "plan_training",
-    "reshard_checkpoint",
     "save_sharded",
     "unflatten",
     "unit_shapes",
@@ -93,17 +88,10 @@ DEFAULTS = {
         "reduce_dtype": None,
         "keep_low_precision_grads": False,
         "cast_forward_inputs": True,
-        "gather": None,
         "output_dtype": None,
         "buffer_dtype": None,
     },
     "ParamSpec": {"stride": (), "requires_grad": True, "aliases": ()},
-    "Scaled": {
-        "dtype": torch.float8_e4m3fn,
-        "block": 32,
-        "scale_dtype": torch.float8_e8m0fnu,
-        "min_dims": 2,
-    },
     "collect_params": {"ignored": ()},
     "flatten": {"align_bytes": 16},
     "full_state_dict": {"optimizer": None, "rank0_only": False, "offload_to_cpu": False},
@@ -123,14 +111,14 @@ DEFAULTS = {
         "ignored_params": None,
         "pin_memory": True,
     },
-    "async_save_sharded": {"optimizer": None, "step": None, "timeout_s": None},
+    "async_save_sharded": {"optimizer": None, "step": None},
     "by_class": {"default": "element", "missing_ok": False},
     "by_name": {"default": "element", "missing_ok": False},
     "offload_optimizer": {"folder": None, "bucket_numel": 1 << 22},
     "load_full_state_dict": {"optimizer": None},
     "load_sharded": {"optimizer": None},
-    "plan_layout": {"align_bytes": 16, "multiple": None, "block": 1},
-    "plan_segments": {"align_bytes": 16, "scaled": None},
+    "plan_layout": {"align_bytes": 16, "multiple": None},
+    "plan_segments": {"align_bytes": 16},
     "plan_shard": {"boundary": "element"},
     "plan_training": {
         "strategy": flat_param.Strategy.FULL_SHARD,
@@ -142,7 +130,7 @@ DEFAULTS = {
         "offload_bucket_numel": None,
         "rank": 0,
     },
-    "save_sharded": {"optimizer": None, "step": None, "timeout_s": None},
+    "save_sharded": {"optimizer": None, "step": None},
     "unit_shapes": {"units": ()},
 }
 
@@ -192,7 +180,6 @@ def test_plans_and_layouts_cannot_be_changed() -> None:
     assert changeable == {
         *("BackwardPass", "ForwardPass", "UnitBackward"),
         *("CommLog", "Pending", "Trail"),
-        *("CollectiveMeeting", "StoreMeeting", "Read", "RankPart"),
     }
 
 

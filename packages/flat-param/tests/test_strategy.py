@@ -86,8 +86,7 @@ def test_dtypes_that_nothing_computes_in_are_refused(name: str, dtype: torch.dty
         MixedPrecision(**{name: dtype})
     assert str(raised.value) == (
         f"flat_param.MixedPrecision: {name} is {dtype}, but torch computes in floating point of "
-        "16 bits or more. Use torch.bfloat16, and gather=Scaled(...) to send parameters in "
-        "float8."
+        "16 bits or more. Use torch.bfloat16."
     )
 
 
@@ -96,7 +95,6 @@ def test_dtypes_that_nothing_computes_in_are_refused(name: str, dtype: torch.dty
     [
         ({"param_dtype": "bf16"}, "param_dtype is 'bf16', but torch computes in"),
         ({"reduce_dtype": 16}, "reduce_dtype is 16, but torch computes in"),
-        ({"gather": torch.float8_e4m3fn}, "gather is torch.float8_e4m3fn, but it says in which"),
     ],
 )
 def test_what_is_no_dtype_or_scaling_is_refused(given: dict[str, Any], text: str) -> None:

@@ -6,7 +6,7 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
-from flat_param import CommCount, Links, RankBytes, StateElsewhere, Strategy, TrainingPlan
+from flat_param import CommCount, RankBytes, StateElsewhere, Strategy, TrainingPlan
 
 GIB = 2**30
 SIZES = RankBytes(
@@ -71,31 +71,3 @@ def test_plan_is_a_value() -> None:
     for value in (PLAN, SIZES):
         with pytest.raises(FrozenInstanceError):
             setattr(value, next(iter(value.__dataclass_fields__)), 0)
-
-
-LINKS = Links(within_gb_per_s=2, within_latency_us=3, between_gb_per_s=0.5, between_latency_us=100)
-
-
-def test_seconds_are_hops_and_bytes() -> None:
-    """A ring of 4 has 3 hops; a sum that all get goes around twice; copies have their own links."""
-    plan = replace(
-        PLAN,
-        collectives={"all_gather": CommCount(12, 10**9), "all_reduce": CommCount(3, 5 * 10**8)},
-        between_copies={"all_reduce": CommCount(1, 10**8)},
-    )
-    took = plan.comm_s(LINKS)
-    assert took["all_gather"] == pytest.approx(12 * 3 * 3e-6 + 10**9 / 2e9)
-    within = 2 * 2 * 3 * 3e-6 + 4 * 10**8 / 2e9
-    assert took["all_reduce"] == pytest.approx(within + 2 * 1 * 100e-6 + 10**8 / 0.5e9)
-
-
-def test_table_names_what_it_assumes() -> None:
-    """The lines of the text, seconds by kind, and the links; those that are given, or the usual."""
-    lines = PLAN.table(LINKS).splitlines()
-    assert lines[:9] == str(PLAN).splitlines()
-    assert [line.split()[0] for line in lines[9:11]] == ["all_gather", "all_reduce"]
-    assert lines[11:] == [
-        "  assumed: rings, one collective at a time; in a copy 2 GB/s a rank and 3 us a hop, "
-        "between copies 0.5 GB/s and 100 us"
-    ]
-    assert "in a copy 50 GB/s a rank and 10 us a hop" in PLAN.table()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from contextlib import suppress
-from types import ModuleType
 
 import pytest
 import torch
@@ -154,41 +152,6 @@ def fresh_compiler():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-@pytest.fixture
-def stand_in_libraries(monkeypatch):
-    """Modules with the classes of transformers and Lightning, which need not be installed."""
-    from ._trainers import Callback, TrainerCallback  # after `simdev`: it imports the package
-
-    names = ("transformers", "lightning", "lightning.pytorch")
-    modules = {name: ModuleType(name) for name in names}
-    modules["transformers"].TrainerCallback = TrainerCallback
-    modules["lightning.pytorch"].Callback = Callback
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setitem(sys.modules, "pytorch_lightning", None)
-
-
-@pytest.fixture
-def found():
-    """(step, FLOPs) of each report."""
-    return []
-
-
-@pytest.fixture
-def callback(found, stand_in_libraries):
-    """`callback(library, n)` makes a callback that adds to `found`."""
-    from mod_tracker import ReportSchedule, profile_flops
-
-    from ._trainers import FACTORIES
-
-    def make(library, every=1, **options):
-        note = lambda report, number: found.append((number, report.total))  # noqa: E731
-        schedule = ReportSchedule(profile_flops, every_n_steps=every, on_report=note, **options)
-        return FACTORIES[library](schedule)
-
-    return make
 
 
 @pytest.fixture

@@ -97,30 +97,6 @@ def test_backward_in_a_thread_that_ran_no_module_is_attributed(x, log_ops):
     assert entries == [(BW, "mm", ("Net", "Net.0"))] * 2
 
 
-def test_newest_thread_is_asked_where_nobody_else_is_known(x, log_ops):
-    """A thread without modules runs the graph of the second of two threads."""
-    tracker, model, other = ModTracker(), Net(), Other()
-    with tracker:
-        other(x)
-        loss = in_thread(lambda: model(x.detach())).sum()
-    entries = in_thread(lambda: log_ops(tracker, loss.backward))
-    assert {stack for _, _, stack in entries} == {("Net", "Net.0")}
-
-
-def test_recompute_in_a_thread_of_its_own_keeps_its_lane_when_another_appears(x, log_ops):
-    """What follows the recompute is looked up where the graph was made, not where it is newest."""
-    tracker, model, other = ModTracker(), Doubles(use_reentrant=False), Other()
-    model.meanwhile = lambda: in_thread(lambda: other(torch.randn(2, 4)))
-    with tracker:
-        loss = model(x).sum()
-    entries = in_thread(lambda: log_ops(tracker, loss.backward))
-    assert stacks_of(entries, RE, "mm")[0] == ("Doubles", "Doubles.a")
-    assert (
-        sorted(stacks_of(entries, BW, "mm"))
-        == [("Doubles", "Doubles.a")] * 2 + [("Doubles", "Doubles.b")] * 2
-    )
-
-
 @pytest.mark.parametrize("known", [False, True])
 def test_reentrant_recompute_in_another_thread_is_attributed(x, log_ops, known):
     """The graph of the recompute is that thread's, inside a backward of another one's graph."""
@@ -169,43 +145,6 @@ def test_graph_made_before_the_second_thread_is_the_threads_own(x, log_ops):
     assert stacks_of(entries, BW, "mm") == [("Net", "Net.0")] * 2
 
 
-def test_thread_without_gradients_is_not_taken_for_the_maker_of_a_graph(x, log_ops):
-    """It ran modules, but made no node, so the backward it runs is through another's graph."""
-    tracker, model, inner = ModTracker(), nn.Sequential(Net(), nn.Tanh()), []
-    model[0].register_forward_hook(lambda module, args, output: inner.append(output))
-    with tracker, ThreadPoolExecutor(1) as worker:
-        worker.submit(torch.no_grad()(Other()), torch.randn(2, 4)).result()
-        model(x)
-        # Not through the output of the model, which is marked.
-        loss = inner[0].sum()
-        entries = worker.submit(log_ops, tracker, loss.backward).result()
-    assert stacks_of(entries, BW, "mm") == [("Sequential", "Sequential.0", "Sequential.0.0")] * 2
-
-
-def test_backward_of_an_unmarked_graph_in_a_thread_that_made_no_node_is_attributed(x, log_ops):
-    """The thread is the newest and ran modules, but its record is empty."""
-    tracker, model = ModTracker(), Net()
-
-    def work():
-        torch.no_grad()(Other())(torch.randn(2, 4))
-        return log_ops(tracker, loss.backward)
-
-    with tracker:
-        loss = model(x).sum()
-        entries = in_thread(work)
-    assert stacks_of(entries, BW, "mm") == [("Net", "Net.0")] * 2
-
-
-def test_newest_thread_without_nodes_is_not_asked(x, log_ops):
-    """A third thread runs the backward, and the second, which is newer, made no node."""
-    tracker, model = ModTracker(), Net()
-    with tracker:
-        loss = model(x).sum()
-        in_thread(lambda: torch.no_grad()(Other())(torch.randn(2, 4)))
-        entries = in_thread(lambda: log_ops(tracker, loss.backward))
-    assert stacks_of(entries, BW, "mm") == [("Net", "Net.0")] * 2
-
-
 def test_graph_with_more_nodes_than_the_thread_made_is_the_other_threads(x, log_ops):
     """The thread made nodes, too, but has not counted as far as the loss it is given."""
     tracker, model = ModTracker(), nn.Sequential(*(Net() for _ in range(8)))
@@ -219,27 +158,6 @@ def test_graph_with_more_nodes_than_the_thread_made_is_the_other_threads(x, log_
         entries = in_thread(work)
     names = [name for at in reversed(range(8)) for name in [f"Sequential.{at}.0"] * 2]
     assert [stack[-1] for stack in stacks_of(entries, BW, "mm")] == names
-
-
-def test_only_outermost_calls_are_marked_for_other_threads(x):
-    """One node per output of the model, none for the modules inside it."""
-    tracker, model = ModTracker(), nn.Sequential(Net(), nn.Tanh())
-    marked = []
-    tracker._backward.mark_origin = lambda state, output: marked.append(output)
-    with tracker:
-        in_thread(lambda: Other()(torch.ones(2, 4)))
-        y = model(x)
-    assert [id(output) for output in marked] == [id(y)]
-
-
-def test_one_thread_marks_nothing(x):
-    """Where one thread runs all modules, outputs carry no hook for others."""
-    tracker, model, marked = ModTracker(), Net(), []
-    tracker._backward.mark_origin = lambda state, output: marked.append(output)
-    tracker.on_switch(lambda call, phase: None)
-    with tracker:
-        model(x).sum().backward()
-    assert marked == []
 
 
 def test_lanes_of_many_threads_do_not_pile_up(x):
@@ -261,16 +179,6 @@ def test_claims_of_many_backwards_do_not_pile_up(x):
     tasks = list(tracker._attribution._task_states)
     assert len(tasks) == KEPT_TASKS
     assert tasks == sorted(tasks)
-
-
-def test_first_claim_of_a_backward_stays(x):
-    """A backward through outputs of two threads is one thread's, from beginning to end."""
-    attribution = ModTracker()._attribution
-    first, second = in_thread(attribution.open_state), in_thread(attribution.open_state)
-    attribution.claim(7, first)
-    attribution.claim(7, second)
-    attribution.claim(8, None)
-    assert attribution._task_states == {7: first}
 
 
 def test_forward_after_a_recompute_that_failed_is_attributed(mlp, x, log_ops):
@@ -349,14 +257,3 @@ def test_module_that_a_hook_calls_is_each_trackers_own(x):
         with tracker:
             (x * 2).sum().backward()
     assert heard == [("first", "Tanh"), ("second", "Tanh")]
-
-
-def test_listener_added_later_hears_of_what_is_recomputed_again(x):
-    """Also of a module whose forward nobody saw."""
-    tracker, model, heard = ModTracker(), nn.Sequential(nn.Tanh()), []
-    loss = checkpoint(model, x, use_reentrant=False).sum()
-    with tracker:
-        loss.backward(retain_graph=True)
-        tracker.subscribe(pre_forward=lambda call, *_: heard.append((call.name, tracker.phase)))
-        loss.backward()
-    assert heard == [("Sequential", RE), ("Sequential.0", RE)]

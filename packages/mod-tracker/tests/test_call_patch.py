@@ -1,23 +1,19 @@
-"""The patch of nn.Module.__call__: foreign patches, nesting, the fallback."""
+"""The patch of nn.Module.__call__: trackers and foreign patches, come and gone in any order."""
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import mod_tracker._call_patch as entry
 from mod_tracker import ModTracker
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left():
-    """Whatever a test does, the original `__call__` is in place afterwards."""
-    original = nn.Module.__call__
-    yield
-    assert nn.Module.__call__ is original
+from mod_tracker._call_patch import layer_of
 
 
 def foreign(below):
@@ -85,13 +81,6 @@ def test_compiled_call_of_a_module_is_used(x):
         assert torch.equal(module(x), x * 0)
 
 
-def test_without_the_shortcut_everything_is_the_same(monkeypatch, mlp, x, log_ops):
-    """If torch's `__call__` is not what we know, it is called."""
-    expected = log_ops(ModTracker(), lambda: mlp(x).sum().backward())
-    monkeypatch.setattr(entry, "SHORTCUT", None)
-    assert log_ops(ModTracker(), lambda: mlp(x).sum().backward()) == expected
-
-
 def test_exit_inside_a_forward_is_clean(x):
     """A tracker left while a module runs unwinds with that module."""
     tracker = ModTracker()
@@ -115,18 +104,6 @@ def test_one_exit_too_many_changes_nothing(x):
     tracker.__exit__(None, None, None)
     with tracker:
         nn.Linear(4, 4)(x)
-    assert names == ["Linear"]
-
-
-def test_tracker_may_be_entered_and_left_in_different_threads(x):
-    """The patch belongs to the process, not to a thread."""
-    tracker, names = ModTracker(), []
-    tracker.subscribe(pre_forward=lambda call, *_: names.append(call.name))
-    thread = threading.Thread(target=tracker.__enter__)
-    thread.start()
-    thread.join()
-    nn.Linear(4, 4)(x)
-    tracker.__exit__(None, None, None)
     assert names == ["Linear"]
 
 
@@ -160,3 +137,172 @@ def test_two_threads_put_their_layers_on_each_other(monkeypatch, meanwhile, x):
         nn.Linear(4, 4)(x)
     second.__exit__()
     assert sorted(calls) == ["first", "second"]
+
+
+law = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+
+
+TRACKERS = 4
+
+
+moves = st.lists(
+    st.tuples(
+        st.sampled_from(["enter", "leave", "patch", "unpatch", "call"]),
+        st.integers(0, TRACKERS - 1),
+        st.booleans(),
+    ),
+    max_size=25,
+)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left():
+    """Whatever a test does, the original `__call__` is in place afterwards."""
+    original = nn.Module.__call__
+    yield
+    found, nn.Module.__call__ = nn.Module.__call__, original
+    assert found is original
+
+
+class Worker:
+    """A thread that does one thing after the other."""
+
+    def __init__(self):
+        self.jobs = []
+        self.wake, self.done = threading.Semaphore(0), threading.Semaphore(0)
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
+
+    def run(self):
+        while True:
+            self.wake.acquire()
+            job = self.jobs.pop()
+            if job is None:
+                return
+            job()
+            self.done.release()
+
+    def __call__(self, job):
+        self.jobs.append(job)
+        self.wake.release()
+        assert self.done.acquire(timeout=20)
+
+    def end(self):
+        self.jobs.append(None)
+        self.wake.release()
+        self.thread.join(20)
+
+
+class Scene:
+    """Trackers, a stack of foreign patches, and what each of them has seen of the last call."""
+
+    def __init__(self):
+        self.module, self.x = nn.ReLU(), torch.ones(1)
+        self.original = nn.Module.__call__
+        self.seen = []
+        self.trackers = [ModTracker() for _ in range(TRACKERS)]
+        self.entered = [0] * TRACKERS
+        self.patches = []  # (patch, what it found)
+        for number, tracker in enumerate(self.trackers):
+            tracker.subscribe(pre_forward=lambda *_, number=number: self.seen.append(number))
+
+    def enter(self, number, polite):
+        self.trackers[number].__enter__()
+        self.entered[number] += 1
+
+    def leave(self, number, polite):
+        self.trackers[number].__exit__(None, None, None)
+        self.entered[number] = max(0, self.entered[number] - 1)
+
+    def patch(self, number, polite):
+        below = nn.Module.__call__
+
+        def call(module, *args, **kwargs):
+            self.seen.append(id(call))
+            return below(module, *args, **kwargs)
+
+        # As many tools do it, with the attributes of what they wrap.
+        call = functools.wraps(below)(call) if polite else call
+        nn.Module.__call__ = call
+        self.patches.append((call, below))
+
+    def unpatch(self, number, polite):
+        if self.patches and nn.Module.__call__ is self.patches[-1][0]:
+            nn.Module.__call__ = self.patches.pop()[1]
+
+    def call(self, number, polite):
+        self.seen.clear()
+        assert torch.equal(self.module(self.x), self.x)
+        active = [number for number, times in enumerate(self.entered) if times]
+        assert sorted(self.seen) == sorted(active + [id(patch) for patch, _ in self.patches])
+
+    def end(self):
+        while any(self.entered):
+            self.leave(next(n for n, times in enumerate(self.entered) if times), False)
+        while self.patches:
+            assert nn.Module.__call__ is self.patches[-1][0]
+            self.unpatch(0, False)
+            self.call(0, False)
+        assert nn.Module.__call__ is self.original
+
+
+@law
+@given(moves)
+def test_every_active_tracker_sees_a_call_once(script):
+    """In any order, on two threads, above and below foreign patches; in the end nothing is left."""
+    scene, worker = Scene(), Worker()
+    try:
+        for move, number, flag in script:
+            act = functools.partial(getattr(scene, move), number, flag)
+            # A failure of the other thread is raised here.
+            failures = []
+
+            def guarded(act=act, failures=failures):
+                try:
+                    act()
+                except BaseException as error:
+                    failures.append(error)
+
+            (worker if number % 2 else (lambda job: job()))(guarded)
+            if failures:
+                raise failures[0]
+            scene.call(0, False)
+        scene.end()
+    finally:
+        worker.end()
+        nn.Module.__call__ = scene.original
+
+
+def test_hand_over_hand_the_chain_does_not_grow():
+    """Two trackers that overlap for ever have at most two layers."""
+    first, second = ModTracker(), ModTracker()
+    first.__enter__()
+    for _ in range(50):
+        second.__enter__()
+        first.__exit__(None, None, None)
+        first, second = second, first
+    layers, function = 0, nn.Module.__call__
+    while (layer := layer_of(function)) is not None:
+        layers, function = layers + 1, layer.below
+    first.__exit__(None, None, None)
+    assert layers == 1
+
+
+def test_patch_with_our_attributes_is_not_taken_for_ours():
+    """`functools.wraps` copies the mark of the layer it wraps; leaving must not take that off."""
+    tracker = ModTracker()
+    tracker.__enter__()
+    ours, seen = nn.Module.__call__, []
+
+    @functools.wraps(ours)
+    def call(module, *args, **kwargs):
+        seen.append(module)
+        return ours(module, *args, **kwargs)
+
+    nn.Module.__call__ = call
+    tracker.__exit__(None, None, None)
+    assert nn.Module.__call__ is call
+    nn.ReLU()(torch.ones(1))
+    assert len(seen) == 1
+    nn.Module.__call__ = ours
+    nn.ReLU()(torch.ones(1))

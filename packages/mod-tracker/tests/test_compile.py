@@ -103,24 +103,6 @@ def count_graphs():
     return make
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("form", FORMS)
-def test_compiled_region_is_one_module_under_the_users_name(
-    form, name, x, log_events, count_graphs
-):
-    """A compiled region is one opaque call, in forward and backward, and nothing is recompiled."""
-    backend, graphs = count_graphs(name)
-    run = form(Outer(), backend)
-    run(x).sum().backward()
-    tracker = ModTracker()
-    events = log_events(tracker)
-    with tracker:
-        run(x).sum().backward()
-    run(x).sum().backward()
-    assert events == FORMS[form]
-    assert len(graphs) == 1
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_code_compiled_inside_runs_and_warns_of_nothing(form, x, log_events, count_graphs):
     """Compiling inside the tracker gives the same events, and one recompilation at most."""

@@ -10,9 +10,6 @@ import torch
 from torch import nn
 
 from mod_tracker import profile_time
-from mod_tracker._attribution import Attribution
-from mod_tracker._record import Path
-from mod_tracker.reports._device_time import DeviceTimelines, accelerator_kind
 
 
 class Event:
@@ -134,106 +131,6 @@ def test_times_of_two_devices_are_those_of_their_modules(accelerator, named):
     assert report[names[0]].forward > least_ns
     assert report[names[1]].forward > least_ns
     assert report[names[1]].backward > least_ns
-
-
-@pytest.fixture
-def lines(device):
-    """Timelines of this thread, which follow no tracker."""
-    return DeviceTimelines(Attribution(limit=9), "meta")
-
-
-def call_of(module, name):
-    """A call of a module outside of all others."""
-    return Path(lambda: module, parent=Path(lambda: None), name=name), 0, None
-
-
-def test_device_is_read_once_when_it_is_used_again(lines):
-    """A second module there begins nothing."""
-    lines.use(0)
-    lines.use(0)
-    (totals,) = lines.finish().values()
-    assert totals.total == 250_000
-
-
-def test_what_runs_when_a_device_is_first_used_has_its_time(lines):
-    """Not the outside, and not the next call."""
-    running, late = call_of(None, "running"), call_of(nn.Linear(2, 2, device="meta"), "late")
-    lines.switch(running, "forward")
-    lines.use(3)
-    lines.switch(late, "backward")
-    found = lines.finish()
-    # The module that is late brings the device 0, on which the other one runs until then.
-    assert found[3].by_stack() == {
-        ("running",): {"forward": 250_000 * 2},
-        ("late",): {"backward": 250_000 * 2},
-    }
-    assert found[0].by_stack()[("late",)] == {"backward": 250_000 * 2}
-
-
-def test_buffers_bring_a_device_and_parameters_elsewhere_do_not(lines):
-    """None among them, and modules that are gone, bring nothing."""
-    module = nn.Linear(2, 2)
-    module.register_parameter("none", None)
-    module.register_buffer("nothing", None)
-    lines.switch(call_of(module, "a"), "forward")
-    lines.switch(call_of(None, "gone"), "forward")
-    assert lines.finish() == {}
-    module.register_buffer("there", torch.ones(1, device="meta"))
-    lines.switch(call_of(module, "b"), "forward")
-    assert list(lines.finish()) == [0]
-
-
-def test_device_that_is_used_meanwhile_is_not_in_the_way(lines, monkeypatch):
-    """A thread may come to a device while this one reads the clocks of the others."""
-    record = Event.record
-
-    def slow_record(event, stream):
-        lines.use(7)
-        record(event, stream)
-
-    lines.use(0)
-    with monkeypatch.context() as patch:
-        patch.setattr(Event, "record", slow_record)
-        lines.switch(call_of(None, "a"), "forward")
-    assert sorted(lines.finish()) == [0, 7]
-
-
-def test_module_in_another_thread_changes_no_clock(lines):
-    """The time of a device goes on to what the thread of the user runs."""
-    lines.use(0)
-    thread = threading.Thread(target=lines.switch, args=(call_of(None, "other"), "forward"))
-    thread.start()
-    thread.join()
-    assert lines.finish()[0].by_stack() == {(): {"outside": 250_000}}
-
-
-def test_block_without_modules_uses_no_device(device):
-    """There is nothing to wait for, and an empty report."""
-    with profile_time(clock="device") as report:
-        pass
-    assert (report.by_device, report.total, device) == ({}, 0, [])
-
-
-def test_error_in_the_block_waits_for_no_device(device, mlp):
-    """It goes through at once."""
-    with pytest.raises(KeyboardInterrupt), profile_time(mlp.to("meta"), clock="device"):
-        raise KeyboardInterrupt
-    assert device == []
-
-
-@pytest.mark.parametrize(
-    ("available", "current", "kind"),
-    [
-        (False, torch.device("meta"), None),
-        (True, None, None),
-        (True, torch.device("meta", 1), "meta"),
-    ],
-)
-def test_kind_of_accelerator_is_its_type(monkeypatch, available, current, kind):
-    """None where torch has none."""
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: available)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: current)
-    assert accelerator_kind() == kind
 
 
 @pytest.mark.accelerator

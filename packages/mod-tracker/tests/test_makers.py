@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from mod_tracker import profile_flops, profile_memory
+from mod_tracker import profile_flops
 
 PRODUCT = 2 * 4 * 4 * 4
 
@@ -59,33 +59,6 @@ def expect_penalty(report, times=1):
     assert report["Sequential.2"].backward == times * 2 * PRODUCT
 
 
-@pytest.mark.parametrize("steps", [1, 7])
-@pytest.mark.parametrize("run", [lambda function: function(), in_thread])
-def test_nodes_of_another_threads_backward_are_their_modules(run, steps):
-    """In steps that are looked at operator by operator, and in those that are not."""
-    model = layers()
-    with profile_flops() as report:
-        for _ in range(steps):
-            gradient_penalty(model, torch.randn(4, 4, requires_grad=True), run)
-    expect_penalty(report, steps)
-
-
-def test_numbers_that_both_threads_used_are_told_apart():
-    """The thread of the first backward has made as many nodes before as the forward has."""
-    model, x = layers(), torch.randn(4, 4, requires_grad=True)
-
-    def run(function):
-        def in_it():
-            x.clone().sum()
-            return function()
-
-        return in_thread(in_it)
-
-    with profile_flops() as report:
-        gradient_penalty(model, x, run)
-    expect_penalty(report)
-
-
 def test_third_order():
     """A backward through a backward through a backward, each in a thread of its own."""
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(4, 4)
@@ -103,20 +76,6 @@ def test_third_order():
     assert found[0].rows == found[1].rows
 
 
-def test_makers_change_no_bit():
-    """Gradients of a penalty with and without reports."""
-    model, x, found = layers(), torch.randn(4, 4), []
-    for measure in (torch.enable_grad, profile_flops, profile_memory):
-        model.zero_grad()
-        leaf = x.clone().requires_grad_()
-        with measure():
-            gradient_penalty(model, leaf, in_thread)
-        found.append([leaf.grad, *[p.grad for p in model.parameters() if p.grad is not None]])
-    assert all(
-        torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True)
-    )
-
-
 def test_nodes_of_leaves_are_not_marked():
     """They outlive the graph, and would keep what is written on them."""
     model, x = layers(), torch.randn(4, 4, requires_grad=True)
@@ -125,18 +84,6 @@ def test_nodes_of_leaves_are_not_marked():
         gradient_penalty(model, x, in_thread)
     assert not any("maker" in key for key in kept.metadata)
     assert not x._backward_hooks
-
-
-def test_a_single_layer_is_followed_from_its_first_product():
-    """Where no step is looked at, that is where such a backward is first seen."""
-    layer, found = nn.Bilinear(4, 4, 4), []
-    for run in (lambda function: function(), in_thread):
-        with profile_flops() as report:
-            for _ in range(7):
-                x = torch.randn(4, 4, requires_grad=True)
-                gradient_penalty(lambda x: layer(x, x) @ layer.weight[0], x, run)
-        found.append((report.outside.total, report["Bilinear"].total))
-    assert found[0] == found[1]
 
 
 @pytest.mark.accelerator

@@ -1,17 +1,13 @@
-"""Names: walking, cycles, identity, owners."""
+"""Names: what a module is called, that it stays called so, and whom a parameter belongs to."""
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from mod_tracker import ModTracker, _names
-from mod_tracker._names import KeysBelow, Names, key_below, walk
+from mod_tracker._names import Names, keys_below, walk
 from mod_tracker._torch_compat import unwrap
 
 
@@ -26,13 +22,13 @@ def test_walk_and_search_end_on_cycles(mlp):
     model = nn.Sequential(mlp)
     mlp.add_module("parent", model)
     assert [key for key, _ in walk(model)] == ["", "0", "0.a", "0.b"]
-    assert key_below(model, nn.ReLU()) is None
+    assert keys_below(model)[id(mlp.b)] == "0.b"
 
 
 def test_shortest_key_is_found(mlp):
     """A shared module is reached by its shortest path."""
     model = nn.Sequential(nn.Sequential(mlp.a), mlp.a)
-    assert key_below(model, mlp.a) == "1"
+    assert keys_below(model)[id(mlp.a)] == "1"
 
 
 class Stack(nn.Module):
@@ -68,82 +64,16 @@ def test_first_step_looks_at_each_module_a_few_times(container, monkeypatch):
     assert seen[1] <= 10 * seen[0]
 
 
-@st.composite
-def trees(draw, depth=3):
-    """A module of modules, some of them shared, some without a forward of their own."""
-    shared = nn.ReLU()
-
-    def tree(depth):
-        kinds = [nn.ReLU, lambda: shared]
-        if depth:
-            inner = draw(st.integers(1, 3))
-            kinds += [
-                lambda: nn.Sequential(*[tree(depth - 1) for _ in range(inner)]),
-                lambda: nn.ModuleList([tree(depth - 1) for _ in range(inner)]),
-            ]
-        return draw(st.sampled_from(kinds))()
-
-    return nn.Sequential(tree(depth), tree(depth - 1))
-
-
-@given(trees())
-def test_keys_that_are_kept_are_those_that_are_found(model):
-    """Law: each leads to its module; of a module with several keys, any that needs no call."""
-    keys = KeysBelow()
-    inside = [module for _, module in walk(model) if module is not model]
-    held = Counter(
-        id(child) for module in model.modules() for child in module._modules.values() if child
-    )
-    for module in [*inside, *inside]:
-        key = keys.of(model, module)
-        assert model.get_submodule(key) is module
-        if all(count == 1 for count in held.values()):
-            assert key == key_below(model, module)
-    assert keys.of(model, nn.ReLU()) is None
-
-
-def test_places_that_hold_no_module_and_modules_in_two_places_are_no_trap():
-    """`register_module` takes None; the first place of a shared module is its key."""
-    model, keys = nn.Sequential(nn.ReLU()), KeysBelow()
-    model.register_module("none", None)
-    model.append(model[0])
-    model.append(last := nn.Tanh())
-    assert keys.of(model, model[0]) == "0"
-    assert keys.of(model, last) == key_below(model, last)
-
-
-def test_module_of_a_list_is_called_as_the_list_has_it(x):
-    """Shared with a part that is not running, it is not reached through that part."""
-
-    class Shares(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.part = nn.Sequential(nn.ReLU())
-            self.layers = nn.ModuleList(self.part)
-
-        def forward(self, x):
-            return self.layers[0](x)
-
-    seen, tracker = [], ModTracker()
-    tracker.subscribe(pre_forward=lambda *_: seen.append(tracker.called_as))
+def test_called_as_follows_the_model(x):
+    """Registered later in a list, or moved within it."""
+    model, seen, tracker = Stack(nn.ReLU(), nn.Tanh()), [], ModTracker()
+    tracker.subscribe(pre_forward=lambda call, *_: seen.append(call.called_as))
     with tracker:
-        Shares()(x)
-    assert seen == ["Shares", "Shares.layers.0"]
-
-
-def test_keys_that_are_kept_follow_the_model():
-    """Registered later, moved, taken out, and another object at the address of one that is gone."""
-    model, keys = nn.Sequential(nn.ReLU(), nn.Tanh()), KeysBelow()
-    first, second = model
-    assert (keys.of(model, first), keys.of(model, second)) == ("0", "1")
-    model.append(late := nn.Sigmoid())
-    assert keys.of(model, late) == "2"
-    model[0], model[1] = second, first
-    assert (keys.of(model, first), keys.of(model, second)) == ("1", "0")
-    del model[1]
-    assert keys.of(model, first) is None
-    keys._keys[id(first)] = "1.gone.deeper"
-    assert keys.of(model, first) is None
+        model(x)
+        model.layers.append(nn.Sigmoid())
+        model(x)
+    assert seen[-1] == "Stack.layers.2"
+    assert seen[1:3] == ["Stack.layers.0", "Stack.layers.1"]
 
 
 def test_labels_are_not_given_twice():
@@ -206,3 +136,42 @@ def test_two_threads_name_two_roots(monkeypatch, meanwhile):
     names.adopt(first)
     meanwhile.ends()
     assert (names.of(first), names.of(second)) == ("Sequential", "Sequential#2")
+
+
+def test_named_root_names_its_parts_before_they_are_called(mlp, x):
+    """With the root given, a part called first has its full name from the start."""
+    tracker, names = ModTracker(mlp), []
+    tracker.subscribe(pre_forward=lambda call, *_: names.append(call.name))
+    with tracker:
+        mlp.a(x)
+        mlp(x)
+    assert names == ["MLP.a", "MLP", "MLP.a", "MLP.b"]
+
+
+def test_name_is_root_label_and_state_dict_prefix(x):
+    """Without the label, a name is the prefix of the module's keys in the state_dict."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
+    with ModTracker() as tracker:
+        model(x)
+    names = [tracker.get_known_fqn(m) for m in (model[0], model[1][0])]
+    keys = {key.rpartition(".")[0] for key in model.state_dict()}
+    assert {name.partition(".")[2] for name in names} == keys
+
+
+class Square(nn.Module):
+    def forward(self, x):
+        return x * x
+
+
+def test_deleted_module_keeps_its_name(x, log_ops):
+    """The hook gets None for a dead module, but the stack still has its name."""
+    tracker, hooks, names = ModTracker(), [], []
+    tracker.register_user_hooks(pre_bw_hook=lambda m, _: hooks.append(m))
+    tracker.subscribe(pre_backward=lambda call, _: names.append((call.name, call.module)))
+    with tracker:
+        model = Square()
+        loss = model(x).sum()
+        del model
+    entries = log_ops(tracker, loss.backward)
+    assert {stack for _, _, stack in entries} == {("Square",)}
+    assert (hooks, names) == ([None], [("Square", None)])

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from mod_tracker import watch_memory
-from mod_tracker._torch_compat import _out_of_memory, on_out_of_memory
+from mod_tracker import _torch_compat, watch_memory
 
 
 class Cuda:
@@ -38,14 +37,14 @@ def cuda(monkeypatch):
     attach = made.observers.append
     monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", attach, raising=False)
     monkeypatch.setattr(torch.cuda, "_lazy_call", made.waiting.append)
-    monkeypatch.setattr(_out_of_memory, "_attached", set())
+    monkeypatch.setattr(_torch_compat, "_attached", set())
     return made
 
 
 def test_observer_is_attached_once_and_when_there_is_what_to_attach_to(cuda):
     """torch cannot take one out again, and has nothing to attach to before CUDA is used."""
     told = []
-    ends = [on_out_of_memory(lambda *of: told.append(of)) for _ in range(2)]
+    ends = [_torch_compat.on_out_of_memory(lambda *of: told.append(of)) for _ in range(2)]
     assert cuda.observers == []
     cuda.start()
     assert len(cuda.observers) == 1
@@ -62,19 +61,12 @@ def test_observer_is_attached_once_and_when_there_is_what_to_attach_to(cuda):
 def test_an_error_of_a_listener_stays_away_from_torch(cuda, caplog):
     """torch would raise it in place of its own; the log has it."""
     caplog.set_level(logging.ERROR, "mod_tracker")
-    end = on_out_of_memory(lambda *of: 1 / 0)
+    end = _torch_compat.on_out_of_memory(lambda *of: 1 / 0)
     cuda.start()
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
         cuda.run_out()
     end()
     assert "mod_tracker: memory ran out, and its page could not be written" in caplog.text
-
-
-def test_nothing_happens_where_torch_has_no_observer(monkeypatch):
-    """As in a build without CUDA."""
-    monkeypatch.delattr(torch._C, "_cuda_attach_out_of_memory_observer", raising=False)
-    on_out_of_memory(print)()
-    assert print not in _out_of_memory._listeners
 
 
 def test_page_is_of_the_moment_before_the_error(cuda):

@@ -9,8 +9,6 @@ import subprocess
 import sys
 from dataclasses import is_dataclass
 
-import pytest
-
 import mod_tracker
 from mod_tracker import ModTracker, ModuleCall, PhaseRow
 
@@ -110,28 +108,3 @@ def test_import_loads_nothing_but_the_package():
     ).stdout.split()
     known = {"mod_tracker", *sys.stdlib_module_names}
     assert [name for name in loaded if name.partition(".")[0] not in known] == []
-
-
-def test_what_not_everyone_needs_waits_until_it_is_asked_for():
-    """Who only tracks loads no report, nor what reports are drawn with."""
-    code = (
-        "import sys, mod_tracker; early = set(sys.modules)\n"
-        "mod_tracker.profile_time; print(*sorted(set(sys.modules) - early))\n"
-        "print(*sorted(early))"
-    )
-    lines = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    ).stdout.splitlines()
-    later, early = (set(line.split()) for line in lines)
-    waiting = {"mod_tracker.reports", "html"}
-    assert waiting <= later
-    assert not waiting & early
-
-
-def test_names_that_wait_are_listed_and_others_are_no_attributes():
-    """As if they had been imported: each is loaded once, and what is misspelt is an error."""
-    name = "profile_time"
-    assert set(mod_tracker.__all__) <= set(dir(mod_tracker))
-    assert getattr(mod_tracker, name) is vars(mod_tracker)[name]
-    with pytest.raises(AttributeError, match=f"module 'mod_tracker' has no attribute '{name}x'"):
-        getattr(mod_tracker, f"{name}x")

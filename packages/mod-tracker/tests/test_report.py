@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-
 import pytest
 import torch
 from torch import nn
@@ -22,9 +18,7 @@ from mod_tracker import (
 )
 from mod_tracker.reports._flame_page import flame_page
 from mod_tracker.reports._flops import FlopReport
-from mod_tracker.reports._memory import MemoryRow
-from mod_tracker.reports._report import PhaseRow, values_of
-from mod_tracker.reports._time import TimeReport
+from mod_tracker.reports._report import PhaseRow
 
 REPORTS = [profile_flops, profile_time, profile_memory, trace]
 
@@ -38,26 +32,6 @@ def filled(kind, totals):
     }
     report._fill(rows, sum(totals.values()) + 5)
     return report
-
-
-@pytest.mark.parametrize("kind", [PhaseRow, MemoryRow])
-def test_amount_that_is_not_given_is_zero(kind):
-    """A row may be made from the amounts that there are."""
-    assert set(values_of(kind("Net")).values()) == {0}
-
-
-def test_totals_of_a_row_are_sums_over_the_phases():
-    """With and without the modules inside."""
-    row = PhaseRow(
-        "Net",
-        self_forward=1,
-        self_recompute=2,
-        self_backward=4,
-        forward=10,
-        recompute=20,
-        backward=40,
-    )
-    assert (row.self_total, row.total) == (7, 70)
 
 
 @pytest.mark.parametrize(
@@ -96,36 +70,6 @@ def test_scalars_are_flat_and_have_their_unit_in_the_name():
     assert {type(value) for value in found.values()} == {float}
 
 
-def test_scalars_of_time_are_seconds():
-    """Rows have nanoseconds."""
-    found = filled(TimeReport, {"Net": 1_500_000_000}).scalars()
-    assert found["Net/forward_s"] == 1.5
-    assert found["total_s"] == 1.500000005
-
-
-def test_scalars_of_memory_are_bytes(mlp):
-    """The sums are the largest amount that was alive, and what was allocated."""
-    with profile_memory(mlp) as report:
-        mlp(torch.ones(2, 4)).sum().backward()
-    found = report.scalars()
-    assert found["MLP/parameters_bytes"] == 2 * 4 * 16
-    assert found["peak_bytes"] == found["outside/peak_bytes"] == report.peak > 0
-    assert found["allocated_bytes"] == report.total
-
-
-def test_scalars_of_a_difference(mlp):
-    """They are those of the rows that are left, the peak among them."""
-    reports = []
-    for rows in (2, 6):
-        with profile_memory() as report:
-            mlp(torch.ones(rows, 4))
-        reports.append(report)
-    small, large = reports
-    found = large.diff(small).scalars()
-    assert found["MLP/parameters_bytes"] == 0.0
-    assert found["peak_bytes"] == large.peak - small.peak > 0
-
-
 @pytest.mark.parametrize(
     ("limit", "names"), [(0, []), (1, ["b"]), (2, ["b", "c"]), (3, ["b", "c", "a"])]
 )
@@ -138,41 +82,6 @@ def test_largest_modules_are_kept_and_the_others_counted(limit, names):
     assert found["total_flops"] == 11
     assert found.get("modules_left_out", 0.0) == 3 - len(names)
     assert ("modules_left_out" in found) == (limit < 3)
-
-
-def test_limit_of_scalars_is_twenty_and_none_is_for_all():
-    """A logger is not given thousands of names by a model of thousands of modules."""
-    report = filled(FlopReport, {f"m{number}": number for number in range(30)})
-    assert report.scalars()["modules_left_out"] == 10
-    assert "m10/forward_flops" in report.scalars()
-    assert "m9/forward_flops" not in report.scalars()
-    assert "m0/forward_flops" in report.scalars(limit=None)
-
-
-def test_scalars_are_those_of_the_largest_by_a_column():
-    """By default the one that the table is sorted by."""
-    report = FlopReport()
-    rows = {"a": PhaseRow("a", forward=9), "b": PhaseRow("b", backward=3), "": PhaseRow("")}
-    report._fill(rows, 12)
-    assert "a/forward_flops" in report.scalars(limit=1)
-    assert "b/forward_flops" in report.scalars(limit=1, by="backward")
-
-
-@pytest.mark.parametrize("report_of", REPORTS)
-def test_every_report_can_be_written_in_every_way(report_of, mlp, x):
-    """Table, JSON, CSV; the difference to itself is zero everywhere."""
-    with report_of(mlp) as report:
-        mlp(x).sum().backward()
-    lines = report.table(limit=1).splitlines()
-    assert lines[2].startswith("MLP ")
-    assert lines[3].startswith("(outside)")
-    assert json.loads(report.to_json())
-    names = [row["name"] for row in csv.DictReader(io.StringIO(report.to_csv()))]
-    assert set(names) == {"(outside)", "MLP", "MLP.a", "MLP.b"}
-    same = report.diff(report)
-    assert same.total == 0
-    assert all(getattr(row, column) == 0 for row in same for column in same.columns)
-    assert len(report) == 3
 
 
 def test_difference_counts_missing_modules_as_zero(x):
@@ -199,16 +108,6 @@ def test_top_rows_are_those_with_the_largest_values(x):
         "Sequential.0",
         "Sequential",
     ]
-
-
-def test_report_is_complete_after_an_error_only_if_the_block_ends(mlp, x):
-    """An exception in the block goes through, and the tracker is gone."""
-    original = nn.Module.__call__
-    for report_of in REPORTS:
-        with pytest.raises(ZeroDivisionError), report_of():
-            mlp(x)
-            raise ZeroDivisionError
-        assert nn.Module.__call__ is original
 
 
 def test_reports_may_be_nested_in_each_other_and_in_a_tracker(mlp, x):
@@ -299,24 +198,12 @@ def test_page_is_written_where_it_is_to_be(mlp, x, tmp_path):
         report.diff(report).to_html()
 
 
-def test_names_in_a_page_are_words_and_never_markup():
-    """A module may have any name."""
-    name = "</script><img src=x onerror=alert(1)>"
-    page = flame_page("Title", {(name,): {"forward": 1}}, str, table=name)
-    assert "<img" not in page
-    assert page.count("</script>") == 1
-
-
 def test_frames_of_a_page_are_as_wide_as_their_part():
     """Inner ones below outer ones; colours by phase."""
     stacks = {("N", "N.a"): {"forward": 1, "backward": 2}, ("N",): {"forward": 1}}
     page = flame_page("Title", stacks, lambda number: f"{number} u")
-    assert 'data-at="0.000000000" data-part="0.750000000"' in page
+    assert 'flex:750000 0 0"><button title="N.a: 3 u' in page
     assert "N.a: 3 u, 75.0% (forward 1 u, backward 2 u, itself 3 u)" in page
     assert "#56b4e9 0.00%,#56b4e9 33.33%,#5fc9a6 33.33%,#5fc9a6 100.00%" in page
-
-
-def test_frames_too_narrow_to_see_are_left_out_and_counted():
-    """A page of a large model stays small."""
-    stacks = {("N", f"N.{number}"): {"forward": 1} for number in range(3000)}
-    assert "left out: 3000" in flame_page("Title", stacks, str)
+    narrow = flame_page("Title", {("N", f"N.{n}"): {"forward": 1} for n in range(3000)}, str)
+    assert narrow.count("<button") == 1

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from mod_tracker import OptionError, profile_time
-from mod_tracker.reports._time import TimeReport
 
 
 @pytest.mark.parametrize(
@@ -47,24 +46,6 @@ def test_backward_in_a_thread_of_torchs_own_is_timed(mlp, x):
         thread.start()
         thread.join()
     assert report["MLP.a"].backward > 0
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0 ns"),
-        (999, "999 ns"),
-        (1000, "1 us"),
-        (-1500, "-1.5 us"),
-        (999_000, "999 us"),
-        (10**6, "1 ms"),
-        (10**9, "1 s"),
-        (2 * 10**12, "2e+03 s"),
-    ],
-)
-def test_times_have_the_unit_that_fits(value, text):
-    """A unit begins where there is one of it."""
-    assert TimeReport().show(value) == text
 
 
 @pytest.mark.parametrize("again", [False, True])

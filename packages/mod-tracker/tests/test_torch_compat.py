@@ -1,14 +1,427 @@
-"""The one room with private torch names: what it finds, and what it does without."""
+"""The one file with private torch names: what it finds, and what it does without."""
 
 from __future__ import annotations
 
-from torch import nn
+import ast
+import contextlib
+import importlib.util
+from pathlib import Path
 
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import mod_tracker._attribution as attribution
 import mod_tracker._torch_compat as compat
+import mod_tracker._tracker as tracker_file
+from mod_tracker import ModTracker
 
 
 def test_everything_is_there_on_this_torch():
-    """On every supported torch, backward attribution works and the shortcut is known."""
+    """On every supported torch, backward attribution works."""
     assert compat.EXACT_BACKWARD
     assert compat.CARRIES
-    assert compat.SHORTCUT is nn.Module.__call__
+
+
+ONLY_WITH_CUDA = {"_C._cuda_attach_out_of_memory_observer"}
+
+
+def names_asked_for():
+    """Every dotted name that is looked up, from the source."""
+    for node in ast.walk(ast.parse(Path(compat.__file__).read_text(encoding="utf-8"))):
+        called = getattr(getattr(node, "func", None), "id", None)
+        if called == "look_up" and isinstance(node.args[0], ast.Constant):
+            yield node.args[0].value
+
+
+@pytest.mark.parametrize("dotted", sorted(set(names_asked_for())))
+def test_every_name_asked_for_is_there(dotted):
+    """On this torch: a name that is misspelt would be as one that torch lacks, for ever."""
+    if dotted in ONLY_WITH_CUDA and not torch.backends.cuda.is_built():
+        pytest.skip("this torch was built without CUDA")
+    assert compat.look_up(dotted) is not None
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        (None, compat.graph_task, compat.current_node),
+        (lambda: 7, compat.graph_task, compat.current_node),
+        (compat.next_number, lambda: 3, compat.current_node),
+        (compat.next_number, compat.graph_task, lambda: None),
+    ],
+)
+def test_probe_refuses_functions_that_do_not_tell_the_truth(broken):
+    """A missing function, a constant, a wrong id, no node: each is noticed."""
+    assert compat.probe(compat.next_number, compat.graph_task, compat.current_node)
+    assert not compat.probe(*broken)
+
+
+class DropsHooks(torch.Tensor):
+    """Carries nothing: what is put on it is not there when a node looks."""
+
+    @property
+    def _backward_hooks(self):
+        return None
+
+    @_backward_hooks.setter
+    def _backward_hooks(self, hooks):
+        pass
+
+
+def test_carrying_hooks_is_refused_where_it_does_not_work():
+    """A tensor that drops hooks, no tensor, another type of leaf node, no word of modes."""
+    leaf_node, in_mode = compat.LEAF_NODE, compat._function_mode
+    assert compat.carries(torch.empty(0), leaf_node, in_mode)
+    assert not compat.carries(torch.empty(0).as_subclass(DropsHooks), leaf_node, in_mode)
+    assert not compat.carries(object(), leaf_node, in_mode)
+    assert not compat.carries(torch.empty(0), None, in_mode)
+    assert not compat.carries(torch.empty(0), leaf_node, None)
+
+
+@pytest.mark.parametrize("in_mode", [True, False])
+def test_gradient_hook_is_called_for_its_output_alone(monkeypatch, in_mode):
+    """First, later and leaf outputs: each hook gets its own gradient, by either way, once."""
+    monkeypatch.setattr(compat, "in_function_mode", lambda: in_mode)
+    x, grads = torch.ones(2, requires_grad=True), {}
+    first, second = (x * 1).unbind()
+    leaf = torch.autograd.graph.get_gradient_edge(x).node
+    for name, node, output in (("0", first.grad_fn, 0), ("1", first.grad_fn, 1), ("x", leaf, 0)):
+        grads[name] = []
+        compat.hook_gradient(node, output, compat.new_carrier(), grads[name].append)
+    (2 * first + 3 * second).backward()
+    assert {name: [grad.tolist() for grad in given] for name, given in grads.items()} == {
+        "0": [2.0],
+        "1": [3.0],
+        "x": [[2.0, 3.0]],
+    }
+    assert first._backward_hooks is None
+
+
+class Refuses(TorchFunctionMode):
+    """Raises at every function of torch."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        raise ZeroDivisionError
+
+
+def test_function_modes_are_not_asked_for_hooks():
+    """A mode that would raise hears nothing of a hook."""
+    x, calls = torch.ones(1, requires_grad=True), []
+    y = x * 2
+    node = y.grad_fn
+    with Refuses():
+        compat.hook_gradient(node, 0, compat.new_carrier(), calls.append)
+    y.backward()
+    assert len(calls) == 1
+
+
+def test_callback_runs_at_the_end_of_a_backward_only():
+    """Within a backward it is queued; outside it is refused."""
+    x, calls = torch.ones(1, requires_grad=True), []
+    assert not compat.at_backward_end(lambda: calls.append("never"))
+    y = x * 2
+    y.register_hook(lambda _: compat.at_backward_end(lambda: calls.append("end")) and None)
+    x.register_hook(lambda _: calls.append("leaf"))
+    y.sum().backward()
+    assert calls == ["leaf", "end"]
+
+
+def test_without_private_names_forward_is_complete(monkeypatch, mlp, x):
+    """The fallbacks: the stack in forward, and no backward."""
+    for module in (attribution, tracker_file):
+        monkeypatch.setattr(module, "graph_task", lambda: compat.NO_TASK)
+    monkeypatch.setattr(attribution, "current_node", lambda: None)
+    tracker, stacks = ModTracker(), []
+    mlp.a.register_forward_hook(lambda *_: stacks.append(tracker.stack) or None)
+    with tracker:
+        y = mlp(x)
+        y.register_hook(lambda _: stacks.append((tracker.stack, tracker.is_bw)))
+        y.sum().backward()
+    assert stacks == [("MLP", "MLP.a"), ((), False)]
+
+
+def test_node_creation_hook_tags_what_a_backward_creates(monkeypatch, x):
+    """With torch >= 2.14's hook, or a stand-in for it, nodes made in backward know their maker."""
+    hooks = []
+
+    @contextlib.contextmanager
+    def stand_in(callback):
+        hooks.append(callback)
+        yield
+        hooks.remove(callback)
+
+    monkeypatch.setattr(torch.autograd.graph, "node_creation_hook", stand_in, raising=False)
+    tracker = ModTracker(higher_order=True)
+    model, seen = nn.Sequential(nn.Tanh()), []
+    with tracker:
+        y = model(x)
+        grad = torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+
+        def call_with_events(node):
+            for hook in hooks:
+                hook(node)
+
+        # The stand-in is told by hand, inside a second backward, of the first one's node.
+        y.register_hook(lambda _: call_with_events(grad.grad_fn))
+        y.sum().backward(retain_graph=True)
+        grad.register_hook(lambda _: seen.append(tracker.stack))
+        grad.sum().backward()
+    assert seen == [("Sequential", "Sequential.0")]
+    assert hooks == []
+
+
+def imported_again():
+    """What an import of the file finds here and now; nobody else gets to see it."""
+    spec = importlib.util.spec_from_file_location("mod_tracker._again", compat.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def in_hook(run):
+    """Call something in the middle of a backward."""
+    y = torch.ones(1, requires_grad=True) * 2
+    y.register_hook(lambda _: run() and None)
+    y.backward()
+
+
+def inside(context):
+    """A function that calls another inside a context."""
+
+    def enter(run):
+        with context():
+            run()
+
+    return enter
+
+
+WAYS_TO_IMPORT = {
+    "inference": inside(torch.inference_mode),
+    "no_grad": inside(torch.no_grad),
+    "fake": inside(FakeTensorMode),
+    "meta": inside(lambda: torch.device("meta")),
+    "refusing": inside(lambda: Refuses()),
+    "backward": in_hook,
+    "vmap": lambda run: torch.func.vmap(lambda x: (run(), x)[1])(torch.ones(2)),
+    "grad": lambda run: torch.func.grad(lambda x: (run(), x)[1])(torch.tensor(1.0)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS_TO_IMPORT)
+def test_first_import_may_be_anywhere(way):
+    """What torch can do is found out of sight of modes, and out of a backward that runs."""
+    found = []
+    WAYS_TO_IMPORT[way](lambda: found.append(imported_again()))
+    assert (found[0].EXACT_BACKWARD, found[0].CARRIES) == (True, True)
+    assert type(found[0]._EMPTY) is torch.Tensor
+    assert not found[0]._EMPTY.is_inference()
+
+
+def test_torch_without_private_names_has_neither_way(monkeypatch):
+    """Importing succeeds; every mode counts as on, so that hooks go the long way."""
+    monkeypatch.delattr(torch._C, "_current_graph_task_id")
+    found = imported_again()
+    assert (found.EXACT_BACKWARD, found.CARRIES) == (False, False)
+    assert (found.next_number(), found.graph_task(), found.current_node()) == (0, -1, None)
+    assert found.in_function_mode()
+    x, given = torch.ones(1, requires_grad=True), []
+    y = x * 2
+    found.hook_gradient(y.grad_fn, 0, found.new_carrier(), given.append)
+    y.backward()
+    assert len(given) == 1
+
+
+def test_module_behind_a_compiled_one_is_the_users():
+    """And nothing is behind one that has a part of that name."""
+    model, holder = nn.Linear(2, 2), nn.Module()
+    holder.register_module("_orig_mod", model)
+    assert compat.unwrap(torch.compile(model, backend="eager")) is model
+    assert compat.unwrap(model) is model
+    assert compat.unwrap(holder) is holder
+
+
+def traced():
+    """A graph that the user traced."""
+    return torch.fx.symbolic_trace(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("mark", ["id", "reason", "boxed"])
+def test_graph_that_the_compiler_made_is_known_by_any_of_its_marks(mark):
+    """Dynamo's has an id or a reason, AOTAutograd's takes its inputs in a list."""
+    graph = traced()
+    if mark == "id":
+        graph.meta["dynamo_compile_id"] = None
+    elif mark == "reason":
+        graph.compile_subgraph_reason = None
+    else:
+        graph.graph.set_codegen(type("_BoxedCodeGen", (torch.fx.graph.CodeGen,), {})())
+    assert compat.is_compiled_graph(graph)
+
+
+def test_graphs_the_compiler_makes_are_known(fresh_compiler):
+    """Those that a backend is given by Dynamo."""
+    given = []
+
+    def backend(graph, inputs):
+        given.append(graph)
+        return graph.forward
+
+    torch.compile(nn.Linear(2, 2), backend=backend)(torch.ones(1, 2))
+    assert [compat.is_compiled_graph(graph) for graph in given] == [True]
+
+
+def test_tensor_subclasses_are_plain_inside_the_context(monkeypatch):
+    """`__torch_function__` is not asked; without torch's switch nothing changes."""
+
+    class Loud(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            raise ZeroDivisionError
+
+    with compat.without_torch_function():
+        assert not Loud(2).requires_grad
+    monkeypatch.setattr(compat, "look_up", lambda dotted: None)
+    with compat.without_torch_function(), pytest.raises(ZeroDivisionError):
+        assert not Loud(2).requires_grad
+
+
+ATEN = torch.ops.aten
+
+
+class Passes(TorchDispatchMode):
+    """A mode that lets everything through."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("lacks", [None, "_COMPOSITE", "_has_kernel"])
+def test_parts_give_the_operators_own_bits(lacks, monkeypatch):
+    """By its C++ parts, or by those of Python where torch lacks the way to them."""
+    x, w, bias = torch.randn(3, 5), torch.randn(4, 5), torch.randn(4)
+    if lacks == "_COMPOSITE":
+        monkeypatch.setattr(compat, "_COMPOSITE", None)
+    elif lacks == "_has_kernel":
+        monkeypatch.setattr(compat, "_has_kernel", lambda *_: False)
+    with torch.inference_mode():
+        made = compat.run_parts(ATEN.linear.default, (x, w), {"bias": bias})
+        assert torch.equal(made, torch.nn.functional.linear(x, w, bias))
+
+
+def test_operators_that_take_functions_are_known(monkeypatch):
+    """`torch.cond` does; a product does not; where torch has no such class, none does."""
+    cond = torch.ops.higher_order.cond
+    assert [compat.is_higher_order(each) for each in (cond, ATEN.mm.default, None)] == [
+        *(True, False, False)
+    ]
+    monkeypatch.setattr(compat, "_HigherOrderOperator", None)
+    assert not compat.is_higher_order(cond)
+
+
+def test_mode_that_is_left_leaves_those_on_top_of_it():
+    """In their order, also torch's own; nothing happens a second time."""
+    below, left, above = Passes(), Passes(), Passes()
+    with below:
+        left.__enter__()
+        with FakeTensorMode(), above:
+            assert compat.mode_depth() == 4
+            compat.leave_mode(left)
+            compat.leave_mode(left)
+            assert compat.mode_depth() == 3
+    assert compat.mode_depth() == 0
+
+
+class Inside(TorchDispatchMode):
+    """Runs operators so that it sees what they do."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.results = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func.overloadpacket.__name__)
+        if func is torch.ops.aten._transformer_encoder_layer_fwd.default:
+            ran = compat.run_inside(self, func, args, kwargs or {})
+            self.results.append(ran)
+            if ran is not None:
+                return ran[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _encode(device="cpu"):
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=True, device=device).eval()
+    with torch.no_grad():
+        return layer(torch.linspace(-1, 1, 2 * 5 * 8, device=device).reshape(2, 5, 8))
+
+
+def test_what_a_fused_kernel_has_torch_do_is_seen():
+    """And gives the same, to the last bit."""
+    plain = _encode()
+    with Inside() as mode:
+        seen = _encode()
+    assert torch.equal(plain, seen)
+    assert {"addmm", "bmm", "_addmm_activation"} & set(mode.seen)
+
+
+def test_nothing_runs_inside_where_there_is_no_data():
+    """Of meta tensors and stand-ins there is no kernel to call."""
+    with Inside() as mode, torch.no_grad():
+        _encode("meta")
+    with FakeTensorMode(), Inside() as other:
+        _encode()
+    assert set(mode.results + other.results) <= {None}
+
+
+shows_what_nodes_keep = pytest.mark.skipif(
+    not hasattr(compat.SAVED, "data"), reason="a node of torch 2.9 does not show what it keeps"
+)
+
+
+class Packed:
+    """What hooks made of a tensor."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+def kept_behind(output):
+    """Types of what is kept behind a tensor, with whether hooks and a checkpoint were there."""
+    return [
+        (type(data), hook is not None, of_checkpoint)
+        for data, hook, of_checkpoint in compat.saved_values([output])
+    ]
+
+
+@shows_what_nodes_keep
+def test_tensors_are_kept_until_a_backward_has_used_them():
+    """By all nodes on the way; a leaf and what needs no gradient have none."""
+    output = torch.ones(3, requires_grad=True).exp().sin()
+    assert kept_behind(output) == [(torch.Tensor, False, False)] * 2
+    output.sum().backward()
+    assert kept_behind(output) == kept_behind(torch.ones(3)) == []
+
+
+@shows_what_nodes_keep
+def test_what_hooks_made_is_seen_with_the_hook():
+    """Which makes the tensor again."""
+    with saved_tensors_hooks(lambda tensor: Packed(tensor.detach()), lambda kept: kept.tensor):
+        output = torch.ones(3, requires_grad=True).exp()
+    ((data, hook, _),) = compat.saved_values([output])
+    assert type(data) is Packed
+    assert hook(data) is data.tensor
+
+
+@shows_what_nodes_keep
+def test_a_reentrant_checkpoint_keeps_its_input_by_a_node():
+    """Which is told from other nodes."""
+    given = torch.ones(3, requires_grad=True) + 2
+    assert kept_behind(checkpoint(torch.sin, given, use_reentrant=True)) == [
+        (torch.Tensor, False, True)
+    ]

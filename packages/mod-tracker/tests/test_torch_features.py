@@ -6,7 +6,6 @@ import warnings
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
 
 from mod_tracker import ModTracker, profile_memory
 
@@ -22,15 +21,6 @@ def test_scripted_module_and_data_parallel_are_seen_as_one(x):
     with tracker:
         model(x).sum().backward()
     assert names == ["Sequential", "Sequential.0", "Sequential.1", "Sequential.1.module"]
-
-
-def test_fake_tensors_are_tracked(log_ops, checkpointed):
-    """Under FakeTensorMode the answers are the same as with data."""
-    with FakeTensorMode():
-        model, x = checkpointed(use_reentrant=False), torch.randn(2, 4, requires_grad=True)
-        fake = log_ops(ModTracker(), lambda: model(x).sum().backward())
-    model, x = checkpointed(use_reentrant=False), torch.randn(2, 4, requires_grad=True)
-    assert fake == log_ops(ModTracker(), lambda: model(x).sum().backward())
 
 
 def test_encoder_fast_path_stays():

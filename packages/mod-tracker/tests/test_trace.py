@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-from functools import partial
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from mod_tracker import OptionError, trace
 from mod_tracker._record import Path, outside
-from mod_tracker.reports._trace import Slices, events_of
+from mod_tracker.reports._trace import events_of
 
 
 def test_trace_links_both_directions_of_a_call(mlp, x):
@@ -61,74 +60,10 @@ def test_file_of_the_profiler_has_operators_below_the_modules_that_ran_them(mlp,
         assert products_in(f"{name} [backward]") == 2
 
 
-def test_trace_emits_nvtx_ranges(monkeypatch, mlp, x):
-    """As many pops as pushes, and never more."""
-    log = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: log.append(1))
-    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: log.append(-1))
-    with trace(ranges="nvtx", memory=False):
-        mlp(x).sum().backward()
-    depths = [sum(log[: end + 1]) for end in range(len(log))]
-    assert min(depths) == depths[-1] == 0
-    assert len(log) > 8
-
-
 def call_of(name, around=None, index=0):
     """A call of a module of this name inside another one."""
     outer = outside() if around is None else around
     return Path(lambda: None, parent=outer[0], name=name, called_as=name), index, outer
-
-
-class Written:
-    """Slices that write down what begins and ends, and fail at an end when told to."""
-
-    def __init__(self):
-        self.log, self.fails = [], False
-        self.slices = Slices(partial(self.write, "+"), partial(self.write, "-"))
-
-    def write(self, sign, now_ns, frame):
-        """Write one down."""
-        if self.fails and sign == "-":
-            raise KeyboardInterrupt
-        self.log.append(f"{sign}{frame[0][0].name}:{frame[1]}@{now_ns}")
-
-
-def test_slices_end_up_to_what_stacks_have_in_common():
-    """And begin from there; the same call in another phase is another slice."""
-    written, net = Written(), call_of("net")
-    first, second = call_of("a", net), call_of("b", net)
-    for now_ns, (call, phase) in enumerate(
-        [(first, "forward"), (second, "forward"), (second, "forward"), (net, "backward")]
-    ):
-        written.slices.switch(now_ns, call, phase)
-    written.slices.switch(9, outside(), "outside")
-    assert written.log == [
-        *("+net:forward@0", "+a:forward@0", "-a:forward@1", "+b:forward@1"),
-        *("-b:forward@3", "-net:forward@3", "+net:backward@3", "-net:backward@9"),
-    ]
-
-
-def test_calls_alike_are_slices_of_their_own():
-    """Two calls of one module are told apart by the call, not by its name."""
-    written, net = Written(), call_of("net")
-    path = call_of("a", net)[0]
-    for now_ns in (0, 1):
-        written.slices.switch(now_ns, (path, now_ns, net), "forward")
-    assert written.log[2:] == ["-a:forward@1", "+a:forward@1"]
-
-
-def test_slice_whose_end_is_interrupted_is_ended_later():
-    """It stays open until its end has been told, and is ended once."""
-    written, net = Written(), call_of("net")
-    written.slices.switch(0, call_of("a", net), "forward")
-    written.fails = True
-    with pytest.raises(KeyboardInterrupt):
-        written.slices.switch(1, net, "forward")
-    written.fails = False
-    written.slices.close()
-    written.slices.close()
-    assert [line.split("@")[0] for line in written.log[2:]] == ["-a:forward", "-net:forward"]
 
 
 def test_events_are_in_order_of_time_and_in_microseconds():
@@ -149,16 +84,6 @@ def test_events_are_in_order_of_time_and_in_microseconds():
     assert {(e["pid"], e["tid"]) for e in events} == {(os.getpid(), threading.get_native_id())}
     assert events[2]["args"] == {"live bytes": 64}
     assert events_of([], []) == []
-
-
-def test_events_are_made_once_and_not_before_the_end(mlp, x):
-    """Inside the block there are none; a difference has none either."""
-    with trace() as report:
-        mlp(x)
-        assert report.events == []
-    assert report.events is report.events
-    assert {event["ph"] for event in report.events} == {"B", "E"}
-    assert report.diff(report).events == []
 
 
 @pytest.mark.parametrize("ranges", ["", "nvtx", "NVTX", 1])
@@ -197,22 +122,3 @@ def test_ranges_are_ended_after_an_error_in_the_block(monkeypatch, mlp, ranges):
     with pytest.raises(RuntimeError), trace(ranges=ranges):
         mlp(torch.ones(2, 5))  # of another width than the layer's
     assert log.count(1) == log.count(-1) > 1
-
-
-@pytest.mark.parametrize("times", [1, 2, 3])
-def test_ranges_that_interrupts_left_open_are_ended(monkeypatch, mlp, x, times):
-    """At the ends of modules, and at that of the block."""
-    log, interrupts = [], [KeyboardInterrupt] * times
-
-    def pop():
-        if interrupts:
-            raise interrupts.pop()
-        log.append(-1)
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: log.append(1))
-    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", pop)
-    with pytest.raises(KeyboardInterrupt), trace(ranges="nvtx"):
-        mlp(x)
-    assert interrupts == []
-    assert log.count(1) == log.count(-1) > 0

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import copy
 import gc
-import pickle
-import threading
-import tracemalloc
 import weakref
 
-import pytest
 import torch
 from torch import nn
 
-from mod_tracker import ModTracker, OptionError
+from mod_tracker import ModTracker
 
 
 def step(model, x):
@@ -69,46 +63,6 @@ def test_subscriptions_come_and_go_inside_the_block(mlp, x):
     assert heard == ["first", "second"]
 
 
-def test_post_backward_gets_a_gradient_per_input(x):
-    """In the order of the inputs, with the values autograd computes."""
-
-    class Product(nn.Module):
-        def forward(self, a, b):
-            return a * b
-
-    tracker, grads = ModTracker(), []
-    tracker.subscribe(post_backward=lambda call, found: grads.append(found))
-    a, b = x * 1, x * 2
-    a.retain_grad()
-    b.retain_grad()
-    with tracker:
-        Product()(a, b).sum().backward()
-    assert len(grads) == 1
-    assert all(torch.equal(g, t.grad) for g, t in zip(grads[0], (a, b), strict=True))
-
-
-def test_forces_inside_a_forward_are_backward_then_forward_again(x):
-    """A model that calls autograd.grad in its forward: the phase follows."""
-    phases = []
-
-    class Forces(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.energy = nn.Linear(4, 1)
-
-        def forward(self, x):
-            energy = self.energy(x)
-            energy.register_hook(lambda _: phases.append((tracker.phase, tracker.current)))
-            with torch.enable_grad():
-                force = torch.autograd.grad(energy.sum(), x)[0]
-            phases.append((tracker.phase, tracker.current))
-            return force
-
-    with ModTracker() as tracker:
-        Forces()(x)
-    assert phases == [("backward", "Forces.energy"), ("forward", "Forces")]
-
-
 def test_gradients_turned_on_inside_a_module_are_attributed(x):
     """Under no_grad outside, a module that turns gradients on owns what it creates."""
     seen = []
@@ -160,32 +114,6 @@ def test_history_is_bounded_and_the_newest_stay(x):
     assert len(tracker._attribution.state().record) <= 9
 
 
-def test_history_of_nothing():
-    """At least one call must be kept."""
-    with pytest.raises(OptionError, match=r"history 0 is too small"):
-        ModTracker(history=0)
-
-
-def test_history_is_of_65536_calls_by_default():
-    """Each call opens one interval and one after it, so that many calls can be found again."""
-    assert ModTracker()._attribution.limit == 2 * 65_536 + 1
-    assert ModTracker(history=3)._attribution.limit == 7
-
-
-def test_inference_does_not_grow(x):
-    """10,000 forwards of a tracked model: less than a megabyte."""
-    model = nn.Sequential(*[nn.ReLU() for _ in range(10)])
-    with ModTracker(), torch.no_grad():
-        model(x)
-        tracemalloc.start()
-        before = tracemalloc.get_traced_memory()[0]
-        for _ in range(10_000):
-            model(x)
-        growth = tracemalloc.get_traced_memory()[0] - before
-        tracemalloc.stop()
-    assert growth < 1_000_000
-
-
 def test_modules_made_in_every_forward_do_not_pile_up(x):
     """Paths of modules that are gone are dropped."""
 
@@ -224,90 +152,3 @@ def test_keyword_call_of_an_argument_named_module(x):
 
     with ModTracker():
         assert Takes()(module=x) is x
-
-
-def test_forward_that_is_a_generator_is_over_before_it_runs(x):
-    """What it calls while it is consumed is called from where it is consumed."""
-
-    class Lazily(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = nn.Linear(4, 4)
-
-        def forward(self, x):
-            for _ in range(2):
-                yield self.a(x)
-
-    tracker, stacks = ModTracker(), []
-    tracker.subscribe(pre_forward=lambda call, *_: stacks.append(call.stack))
-    with tracker:
-        outputs = Lazily()(x)
-        next(outputs)
-        nn.ReLU()(x)
-        next(outputs).sum().backward()
-        assert tracker.parents == {"Global"}
-    assert stacks == [("Lazily",), ("Lazily.a",), ("ReLU",), ("Lazily.a",)]
-
-
-def test_interleaved_coroutines_leave_the_tracker_clean(x):
-    """Awaiting inside a forward mixes no stacks, because the call ends at the first await."""
-
-    class Awaits(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = nn.Linear(4, 4)
-
-        async def forward(self, x):
-            await asyncio.sleep(0)
-            y = self.a(x)
-            seen.append(tracker.stack)
-            await asyncio.sleep(0)
-            return y
-
-    async def both():
-        return await asyncio.gather(Awaits()(x), Awaits()(x))
-
-    seen = []
-    with ModTracker() as tracker:
-        first, second = asyncio.run(both())
-        (first + second).sum().backward()
-        assert tracker.parents == {"Global"}
-    assert seen == [(), ()]
-
-
-def test_one_tracker_entered_and_left_by_many_threads(x):
-    """The count of entries is exact, and the patch is gone at the end."""
-    tracker, model, original = ModTracker(), nn.Linear(4, 4), nn.Module.__call__
-
-    def work():
-        for _ in range(200):
-            with tracker:
-                model(x)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert nn.Module.__call__ is original
-
-
-def test_model_is_saved_and_copied_while_it_is_tracked(mlp, x, log_events):
-    """Pickle, deepcopy and state_dict carry nothing of the tracker."""
-    plain = pickle.dumps(mlp)
-    tracker = ModTracker()
-    log_events(tracker)
-    with tracker:
-        step(mlp, x)
-        mlp.zero_grad()
-        assert pickle.dumps(mlp) == plain
-        step(copy.deepcopy(mlp), x)
-
-
-def test_copy_of_a_tracker_of_ones_own_class():
-    """A subclass is pickled as itself."""
-    assert type(copy.copy(Own(history=3))) is Own
-
-
-class Own(ModTracker):
-    pass

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch._functorch.config
-from bench_recipe import keep_freed_memory
+from bench_region import keep_freed_memory
 from frontier_blocks import BLOCKS
 from frontier_fits import Region, Stack, at_the_peak_of, divided, plainly
 from frontier_models import models
@@ -74,7 +74,7 @@ class Bench:
 def ways(bench: Bench) -> dict[str, list[tuple[str, Stack]]]:
     """By way: its points, each with what was asked for."""
     block = bench.blocks[0]
-    bench.forward([under(policy=sac_policies.recompute_all(), engine="recipe")] * COUNT)
+    bench.forward([under(policy=sac_policies.recompute_all())] * COUNT)
     x = bench.x.detach().requires_grad_()
     traced = sac_policies.profile(block, x, repeats=5)
     plans = {budget: sac_policies.solve(traced, budget) for budget in BUDGETS}
@@ -82,8 +82,8 @@ def ways(bench: Bench) -> dict[str, list[tuple[str, Stack]]]:
         "none": [("", [plainly] * COUNT)],
         OURS: [(f"{b:.0%}", [under(policy=p)] * COUNT) for b, p in plans.items() if p],
         "sac-policies, by operator": [
-            ("nothing", [under(policy=sac_policies.recompute_all(), engine="recipe")] * COUNT),
-            ("products", [under(policy=COSTLY, engine="recipe")] * COUNT),
+            ("nothing", [under(policy=sac_policies.recompute_all())] * COUNT),
+            ("products", [under(policy=COSTLY)] * COUNT),
         ],
         EVERY: [(f"{n}", [FULL] * n + [plainly] * (COUNT - n)) for n in range(1, COUNT + 1)],
         SELECTIVE: [("products", [torchs_selective(COSTLY)] * COUNT)],

@@ -97,9 +97,7 @@ def measure_offloading(
         )
         trace, budget = Trace("ns", tuple(ops), ()), int(share * sum(weights))
         began = time.thread_time()
-        plan = solve(
-            trace, budget, engine="contexts", host_bandwidth=HOST_BANDWIDTH, regions=regions
-        )
+        plan = solve(trace, budget, host_bandwidth=HOST_BANDWIDTH, regions=regions)
         spent = time.thread_time() - began
         assert isinstance(plan, BudgetPlan)
         kept = {key for key, decision in plan.choices if decision is Decision.SAVE}

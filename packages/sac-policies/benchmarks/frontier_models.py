@@ -25,9 +25,9 @@ SOLVED, WARM, SHARES = "50%", 3, (1.0, 0.75, 0.5, 0.25, 0.0)
 REGIONS: dict[str, Region | None] = {
     "none": None,
     "full": FULL,
-    "nothing": under(policy=sac_policies.recompute_all(), engine="recipe"),
+    "nothing": under(policy=sac_policies.recompute_all()),
     "selective": torchs_selective(COSTLY),
-    "products": under(policy=COSTLY, engine="recipe"),
+    "products": under(policy=COSTLY),
 }
 """What runs each block of a model, by way."""
 

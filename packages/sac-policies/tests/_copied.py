@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
-from sac_policies import Trace, TracedOp
+from sac_policies import Trace, TracedOp, TracedPack
 from sac_policies.budget.offloading import Copies
 
 
@@ -17,7 +18,8 @@ def traced(sizes: list[int], costs: list[int], groups: list[int] | None = None) 
         TracedOp("aten.mm.default", n, size, cost, (), group)
         for n, (size, cost, group) in enumerate(rows)
     )
-    return Trace("ns", tuple(ops), ())
+    packs = (TracedPack("aten.mm.default", n, 0, size) for n, size in enumerate(sizes))
+    return Trace("ns", tuple(ops), tuple(packs))
 
 
 def random_region(seed: int, most: int = 8) -> tuple[Trace, int, int, int]:
@@ -58,9 +60,9 @@ def spread(seed: int) -> Trace:
     return traced([size for size, _ in rows], [cost for _, cost in rows])
 
 
-def least_cost(trace: Trace, copies: Copies, capacity: int) -> int:
+def least_cost(trace: Trace, copies: Copies, capacity: int, backend: Any = "eager") -> int:
     """Of all ways to keep, offload and repeat: nanoseconds of all regions together."""
-    items = trace.items("contexts")
+    items = trace.items(backend)
     found = []
     for ways in itertools.product("kor", repeat=len(items)):
         of = {way: [i for i, w in zip(items, ways, strict=True) if w == way] for way in "kor"}

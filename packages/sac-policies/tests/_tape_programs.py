@@ -428,7 +428,7 @@ def outcome(seed: int, mode: str | None) -> list[torch.Tensor | None]:
             return function(t)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return checkpoint(function, t, policy=policy_of(policy, mode), engine="tape")
+            return checkpoint(function, t, policy=policy_of(policy, mode))
 
     outer = Program(random.Random(seed), [x], w, w[0], buffers, norm, region, -1)
     given = x * 1.0

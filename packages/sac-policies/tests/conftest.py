@@ -20,21 +20,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from sac_policies import checkpoint, recompute_all
 from sac_policies._torch_compat import saved_tensor_hooks
-from sac_policies.engines.contexts._op_table import op_table_of
-from sac_policies.engines.recipe import _run
-from sac_policies.engines.recipe._run import known_of
-from sac_policies.engines.recipe._writes import _habits
+from sac_policies.eager import _run
 from sac_policies.policies._unmatched import watch_of
 
 
 @pytest.fixture(autouse=True)
 def _no_table_of_another_test() -> None:
     """Equal policies share what was already warned of; a test is not to see another's."""
-    op_table_of.cache_clear()
-    known_of.cache_clear()
     _run._last = None, None, None
     watch_of.cache_clear()
-    _habits.clear()
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +104,7 @@ def make_block() -> Callable[..., nn.Module]:
 def no_collector() -> Iterator[None]:
     """Have what nobody refers to be gone at once, or stay."""
     t = torch.zeros(2, requires_grad=True)  # the first use of a policy imports and observes
-    checkpoint(torch.sin, t, policy=recompute_all(), engine="recipe").sum().backward()
+    checkpoint(torch.sin, t, policy=recompute_all()).sum().backward()
     gc.disable()
     yield
     gc.enable()

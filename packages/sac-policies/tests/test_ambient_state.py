@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import torch
 
-from sac_policies.engines._ambient_state import AmbientState
+from sac_policies.eager._ambient_state import AmbientState
 
 
 def test_random_numbers_are_those_of_then_and_go_on_from_now() -> None:

@@ -14,14 +14,13 @@ from sac_policies import BudgetPlan, Decision, Infeasible
 )
 def test_gap_is_the_share_that_a_better_plan_could_save(cost: int, bound: int, gap: float) -> None:
     """None for an optimal plan, nor where nothing is repeated."""
-    assert BudgetPlan((), (), 0, cost, bound, "ns").gap == gap
+    assert BudgetPlan((), 0, cost, bound, "ns").gap == gap
 
 
 def plan(**changed: Any) -> BudgetPlan:
-    """A plan for the recipe engine, with some of its fields given."""
+    """A plan, with some of its fields given."""
     fields = {
         "choices": ((("aten.mm.default", 0), Decision.SAVE),),
-        "packs": (("MmBackward0", True),),
         "kept_bytes": 8,
         "recompute_cost": 6,
         "bound_cost": 6,
@@ -35,11 +34,11 @@ def plan(**changed: Any) -> BudgetPlan:
     [
         {},
         {"kept_bytes": 0, "recompute_cost": 0, "bound_cost": 0},
-        {"engine": "contexts", "packs": ()},
+        {"backend": "compile"},
     ],
 )
 def test_plan_that_can_be_has_no_problem(changed: dict[str, Any]) -> None:
-    """Zero is a number of bytes, and a plan for contexts lists no saved tensors."""
+    """Zero is a number of bytes."""
     assert plan(**changed).problem == ""
 
 
@@ -52,7 +51,6 @@ def test_plan_that_can_be_has_no_problem(changed: dict[str, Any]) -> None:
         ({"offloaded_bytes": -1}, "it moves -1 bytes to the host"),
         ({"copy_cost": -1}, "it waits -1 for copies, of 6 in all"),
         ({"copy_cost": 7}, "it waits 7 for copies, of 6 in all"),
-        ({"engine": "contexts"}, "a plan for 'contexts' lists saved tensors"),
         ({"choices": ((("aten.mm.default", -1), Decision.SAVE),)}, "has a negative number"),
     ],
 )
@@ -66,36 +64,17 @@ def test_plan_that_no_solver_gives_says_why(changed: dict[str, Any], said: str) 
     [
         {"choices": ()},
         {"choices": ((("aten.mm.default", 0), Decision.OFFLOAD),)},
-        {"packs": (("MmBackward0", False),)},
-        {"packs": (), "engine": "contexts"},
-        {"inputs": (True,)},
+        {"backend": "compile"},
     ],
 )
 def test_plan_that_decides_otherwise_has_another_digest(changed: dict[str, Any]) -> None:
-    """Whatever an engine follows counts."""
+    """Decisions and backend count."""
     assert plan(**changed).digest != plan().digest
 
 
 def test_costs_are_no_part_of_the_digest() -> None:
     """Ranks measure other times for the same decisions."""
     assert plan(recompute_cost=9, bound_cost=1, unit="flops", copy_cost=3).digest == plan().digest
-
-
-@pytest.mark.parametrize(
-    ("engine", "recorded", "given", "follows"),
-    [
-        ("recipe", (True, False), (True, False), True),
-        ("recipe", (True, False), (True, True), False),
-        ("recipe", None, (True, True), True),
-        ("contexts", None, (True, True), False),
-        ("contexts", (True, True), (True, True), False),
-    ],
-)
-def test_recipe_engine_follows_a_plan_for_its_inputs(
-    engine: Any, recorded: Any, given: Any, follows: bool
-) -> None:
-    """What autograd saves depends on which of them need a gradient (Rule 2)."""
-    assert plan(engine=engine, packs=(), inputs=recorded).is_for(given) is follows
 
 
 def test_what_does_not_fit_is_false_and_says_what_would() -> None:

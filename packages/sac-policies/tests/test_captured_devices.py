@@ -1,4 +1,4 @@
-"""Regions that are captured for a graph: offloaded, recomputed and replayed from recipes.
+"""Regions that are captured for a graph: offloaded and replayed.
 
 Every test runs on an accelerator that has graphs. On the simulated one races are reported as well.
 """
@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 import sac_policies as sp
-from sac_policies.engines import _capturing
-from sac_policies.engines.contexts import _moved
+from sac_policies.eager import _capturing, _moved
 
 KIND = torch.accelerator.current_accelerator() or torch.device("cpu")
 API = torch.get_device_module(KIND)
@@ -27,15 +26,14 @@ pytestmark = [
     pytest.mark.skipif(GRAPH is None, reason="needs an accelerator with graphs"),
 ]
 SCALES = (0.5, -1.0, 0.25)
-OFFLOAD = {"policy": sp.offload("aten.addmm", "aten.gelu"), "engine": "contexts"}
+OFFLOAD = {"policy": sp.offload("aten.addmm", "aten.gelu")}
 KEEPS_PINNED = pytest.mark.skipif(
     not _capturing._KEEPS_PINNED_MEMORY, reason="needs torch 2.13, whose graphs keep pinned memory"
 )
 REGIONS = {
     "offload": OFFLOAD,
-    "recompute": {"policy": sp.recompute_all(), "engine": "contexts"},
-    "recipe": {"policy": sp.recompute_all(), "engine": "recipe"},
-    "recipe keeps": {"policy": sp.save_ops("aten.addmm"), "engine": "recipe"},
+    "replay": {"policy": sp.recompute_all()},
+    "keeps": {"policy": sp.save_ops("aten.addmm")},
 }
 NAMES = [pytest.param("offload", marks=KEEPS_PINNED), *list(REGIONS)[1:]]
 
@@ -189,7 +187,7 @@ def test_memory_of_an_earlier_copy_is_not_used_while_the_copy_runs():
     graph, stream = GRAPH(), torch.Stream(KIND)
     with stream:
         x = given()
-        left = _moved.MovedTensor(torch.zeros(4096, dtype=torch.uint8, device=KIND), 0)
+        left = _moved.MovedTensor(torch.zeros(4096, dtype=torch.uint8, device=KIND))
         graph.capture_begin()  # `graph` would wait for the device first
         y = x * 2
         left.let_go()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sac_policies import EngineError
-from sac_policies.engines import _capturing
+from sac_policies.eager import _capturing
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""`checkpoint` has the call shape of torch's and picks an engine that can follow the policy."""
+"""`checkpoint` has the call shape of torch's and follows every policy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from sac_policies import (
     _checkpoint,
     checkpoint,
     context_fn,
-    offload,
     save_every_nth,
     save_ops,
 )
@@ -34,39 +33,31 @@ def test_without_a_policy_it_is_torchs(counting):
     assert counts["aten.mm.default"] == 3
 
 
-@pytest.mark.parametrize("engine", ["auto", "recipe", "contexts"])
-def test_engines_agree(engine, make_block, x, gradients, equal):
-    """Each eager engine gives the gradients of the plain block, bit by bit."""
+def test_gradients_are_plain(make_block, x, gradients, equal):
+    """A region gives the gradients of the plain block, bit by bit."""
     block = make_block()
     policy = save_ops(MATMULS, "@attention")
     plain = gradients(block, x, module=block)
-    kept = gradients(lambda t: checkpoint(block, t, policy=policy, engine=engine), x, module=block)
+    kept = gradients(lambda t: checkpoint(block, t, policy=policy), x, module=block)
     assert equal(kept, plain)
 
 
-def test_auto_falls_back_to_contexts(counting):
-    """A policy that the recipe engine refuses is followed all the same."""
-    x = _leaf()
-    policy = offload("aten.mm")
-    with pytest.raises(EngineError, match="offloads, but saved-tensor hooks"):
-        checkpoint(torch.mm, x, x, policy=policy, engine="recipe")
-    out = checkpoint(lambda p: (p @ p).sin(), x, policy=policy)
-    with counting() as counts:
-        out.sum().backward()
-    assert counts["aten.mm.default"] == 2
-
-
-@pytest.mark.parametrize("given", [save_ops("aten.mm"), [torch.ops.aten.mm.default]])
-def test_the_compiler_is_given_constants(given):
+@pytest.mark.parametrize(
+    ("given", "modes"),
+    [
+        (save_ops("aten.mm"), ["_CachingTorchDispatchMode", "_CachedTorchDispatchMode"]),
+        ([torch.ops.aten.mm.default], ["TagForward", "TagRecompute"]),
+    ],
+)
+def test_the_compiler_is_given_constants(given, modes):
     """It takes a partial over names and operators, and no policy."""
-    made = _checkpoint._compiled_modes(given)
+    made = _checkpoint._for_compiler(given)
     assert made.func.__module__ == _checkpoint.__name__
     assert all(isinstance(each, (str, list)) for each in made.args)
-    assert [type(mode).__name__ for mode in made()] == ["Forward", "Recompute"]
+    assert [type(mode).__name__ for mode in made()] == modes
 
 
-@pytest.mark.parametrize("engine", ["recipe", "contexts"])
-def test_keyword_arguments_reach_the_function(engine):
+def test_keyword_arguments_reach_the_function():
     """What is no option of checkpoint belongs to the function."""
     x = _leaf()
     out = checkpoint(
@@ -74,7 +65,6 @@ def test_keyword_arguments_reach_the_function(engine):
         x,
         scale=3,
         policy=save_ops("aten.mm"),
-        engine=engine,
         preserve_rng_state=False,
         use_reentrant=False,
     )
@@ -140,8 +130,6 @@ def test_answer_that_is_no_decision_is_refused(answer):
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"engine": "fast"}, "engine 'fast' is unknown"),
-        ({"engine": "tags"}, "engine 'tags' is for compiled code"),
         ({"use_reentrant": True}, "reentrant checkpointing knows no policies"),
         ({"context_fn": tuple}, "context_fn is given beside policy"),
     ],
@@ -161,7 +149,7 @@ def test_policy_of_another_type_is_refused():
 def test_empty_list_saves_nothing(counting):
     """torch accepts an empty list; so does this."""
     x = _leaf()
-    out = checkpoint(lambda p: (p @ p).sin(), x, policy=[], engine="contexts")
+    out = checkpoint(lambda p: (p @ p).sin(), x, policy=[])
     with counting() as counts:
         out.sum().backward()
     assert counts["aten.mm.default"] == 3
@@ -200,9 +188,3 @@ def test_error_of_a_policy_passes_through_a_binary_operator(policy, said):
     x = _leaf()
     with pytest.raises(DecisionError, match=said):
         checkpoint(lambda t: t @ t, x, policy=policy)
-
-
-def test_engine_is_checked_without_a_policy_too():
-    """A typo in the engine's name is one whether a policy is given or not."""
-    with pytest.raises(EngineError, match="engine 'recpie' is unknown"):
-        checkpoint(torch.sin, _leaf(), engine="recpie")

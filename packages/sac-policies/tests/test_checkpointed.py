@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from sac_policies import _checkpoint, recompute_all
+from sac_policies import recompute_all
 from sac_policies.budget._checkpointed import Checkpointed, is_checkpointed, release
 
 from ._blocks import Block
@@ -157,11 +157,10 @@ def turned(module: nn.Module, change: Any = None) -> list[torch.Tensor]:
     return [x.grad, angles.grad, *(p.grad for p in module.parameters()), mask]
 
 
-def test_tensors_by_name_and_in_tuples_are_kept_by_torchs_checkpoint(monkeypatch: Any) -> None:
-    """Which takes less time than contexts; one that is given twice is one in both forwards."""
+def test_tensors_by_name_and_in_tuples_are_kept() -> None:
+    """A tensor that is given twice is one in both forwards."""
     module, plain = Rotated(), Rotated()
     plain.load_state_dict(module.state_dict())
-    monkeypatch.setattr(_checkpoint, "contexts", None)
     module.forward = Checkpointed(module, policy=None)
     assert all(map(torch.equal, turned(module), turned(plain)))
     assert module.calls == 2
@@ -176,7 +175,7 @@ def test_what_was_written_to_since_is_refused() -> None:
 
 
 def test_who_writes_to_what_it_is_given_is_given_it_as_it_was() -> None:
-    """Under contexts, as `fit_` sees it write in the step that it watches."""
+    """On the tape, as `fit_` sees it write in the step that it watches."""
     module, plain = Rotated(writes=True), Rotated(writes=True)
     plain.load_state_dict(module.state_dict())
     module.forward = Checkpointed(module, policy=None, rewrites=True)

@@ -18,7 +18,7 @@ from ._copied import blocks, least_cost, random_region, spread, traced
 
 def costs_of(trace: Any, copies: Copies, choice: Choice) -> int:
     """Work repeated and waits of all regions together."""
-    items = trace.items("contexts")
+    items = trace.items("compile")
     repeated = (i.cost for n, i in enumerate(items) if n not in choice.kept + choice.away)
     return copies.regions * sum(repeated) + choice.waits
 
@@ -27,10 +27,10 @@ def costs_of(trace: Any, copies: Copies, choice: Choice) -> int:
 def test_of_few_values_no_other_choice_costs_less(seed: int) -> None:
     """Held against every way to keep, offload or repeat up to seven; the bound proves it."""
     trace, rate, regions, capacity = random_region(seed, most=7)
-    copies, items = Copies.of(trace.ops, rate, regions), trace.items("contexts")
+    copies, items = Copies.of(trace.ops, rate, regions), trace.items("compile")
     choice = choose(items, copies, capacity=capacity, solver=pack)
     cost = costs_of(trace, copies, choice)
-    assert cost == choice.bound == least_cost(trace, copies, capacity)
+    assert cost == choice.bound == least_cost(trace, copies, capacity, "compile")
     assert sum(items[n].kept_bytes for n in choice.kept) <= capacity
     assert not set(choice.kept) & set(choice.away)
 
@@ -42,9 +42,9 @@ def test_of_values_that_are_not_tried_in_all_ways_the_bound_holds(
     """As for large regions, held against all ways."""
     monkeypatch.setattr(_choice, "_FEW", 0)
     trace, rate, regions, capacity = random_region(seed, most=7)
-    copies, items = Copies.of(trace.ops, rate, regions), trace.items("contexts")
+    copies, items = Copies.of(trace.ops, rate, regions), trace.items("compile")
     choice = choose(items, copies, capacity=capacity, solver=pack)
-    least = least_cost(trace, copies, capacity)
+    least = least_cost(trace, copies, capacity, "compile")
     assert choice.bound <= least <= costs_of(trace, copies, choice) <= 1.5 * least
 
 
@@ -60,7 +60,7 @@ def test_nobody_waits_where_copies_are_hidden() -> None:
     """
     trace = traced([100] * 40, [100] * 40)
     copies = Copies.of(trace.ops, 2 * 10**8, 1000)  # a copy takes as long as five values
-    choice = choose(trace.items("contexts"), copies, capacity=3200, solver=pack)
+    choice = choose(trace.items("compile"), copies, capacity=3200, solver=pack)
     assert len(choice.kept) == 32
     assert len(choice.away) == 7
     assert choice.waits == sum(copies.times[n] for n in choice.away)
@@ -89,7 +89,7 @@ def test_more_values_are_chosen_well(
     whole = trace.total_bytes("contexts")
     rate = int(speed * whole * 1e9 / sum(op.cost for op in trace.ops))
     copies, capacity = Copies.of(trace.ops, rate, regions), int(share * whole)
-    choice = choose(trace.items("contexts"), copies, capacity=capacity, solver=pack)
+    choice = choose(trace.items("compile"), copies, capacity=capacity, solver=pack)
     assert choice.bound >= (1 - gap) * costs_of(trace, copies, choice)
 
 
@@ -100,7 +100,7 @@ def test_a_value_is_offloaded_so_that_others_may_fall_behind(
     monkeypatch.setattr(_choice, "_FEW", 0)
     trace = traced([900, *[100] * 6], [449, *[60] * 5, 3000])
     copies = Copies.of(trace.ops, 10**9, 2)
-    choice = choose(trace.items("contexts"), copies, capacity=0, solver=pack)
+    choice = choose(trace.items("compile"), copies, capacity=0, solver=pack)
     assert 0 in choice.away
     assert costs_of(trace, copies, choice) == least_cost(trace, copies, 0)
 
@@ -109,7 +109,7 @@ def test_calls_that_are_decided_together_are_offloaded_too() -> None:
     """A thousand pairs, whose copies nobody waits for."""
     trace = traced([100] * 2000, [100] * 2000, [n - n % 2 for n in range(2000)])
     copies = Copies.of(trace.ops, 10**12, 4)
-    choice = choose(trace.items("contexts"), copies, capacity=0, solver=pack)
+    choice = choose(trace.items("compile"), copies, capacity=0, solver=pack)
     assert len(choice.away) == 1000
 
 
@@ -129,7 +129,7 @@ def test_bound_is_below_what_highs_finds(seed: int, regions: int) -> None:
     r = random.Random(seed)
     sizes = [int(r.lognormvariate(10, 1)) + 1 for _ in range(24)]
     trace = traced(sizes, [int(r.lognormvariate(8, 1)) + 1 for _ in range(24)])
-    copies, items = Copies.of(trace.ops, 5 * 10**9, regions), trace.items("contexts")
+    copies, items = Copies.of(trace.ops, 5 * 10**9, regions), trace.items("compile")
     capacity = sum(sizes) // 5
     choice = choose(items, copies, capacity=capacity, solver=pack)
     assert choice.bound <= _highs(trace, copies, capacity) <= costs_of(trace, copies, choice) + 1

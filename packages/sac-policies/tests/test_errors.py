@@ -41,7 +41,7 @@ def test_errors_are_caught_both_ways(error, builtin):
         lambda: sac_policies.first_match([sac_policies.save_all()]),
         lambda: sac_policies.save_modules(["attn"]),
         lambda: sac_policies.name(3, 4),
-        lambda: sac_policies.solve(sac_policies.Trace("ns", (), ()), 1, engine="tags"),
+        lambda: sac_policies.solve(sac_policies.Trace("ns", (), ()), 1, backend="fast"),
     ],
 )
 def test_messages_have_place_rule_and_next_step(make):

@@ -9,7 +9,7 @@ import torch
 
 from sac_policies import checkpoint, profile, save_all
 from sac_policies._torch_compat import RANGE_END, RANGE_START
-from sac_policies.engines._fsdp import Ranges
+from sac_policies.eager._fsdp import Ranges
 
 WORKER = """
 import torch.nn.functional as F
@@ -18,19 +18,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from sac_policies import checkpoint, recompute_all, save_all, save_every_nth, save_ops
-from sac_policies.engines.contexts._forward import Forward
+from sac_policies.eager._tape import Region
 
 mesh = init_device_mesh("cpu", (size,))
 kept = set()
-leave = Forward.__exit__
+seen = Region.seen
 
 
-def note_kept(mode, *error):
-    kept.update(str(op) for op, _ in mode.region.kept)
-    return leave(mode, *error)
+def note_kept(region):
+    found = seen(region)
+    kept.update(str(op) for op in found.kept)
+    return found
 
 
-Forward.__exit__ = note_kept
+Region.seen = note_kept
 
 
 class Block(nn.Module):
@@ -75,18 +76,17 @@ policies = {
     "views": save_every_nth("aten.view", n=2),
     "none": recompute_all(),
 }
-ways = [(name, "contexts") for name in policies] + [("products", "recipe"), ("none", "recipe")]
 plain = gradients()
 equal = {}
-for name, engine in ways:
-    def region(function, x, name=name, engine=engine):
-        return checkpoint(function, x, policy=policies[name], engine=engine)
+for name in policies:
+    def region(function, x, name=name):
+        return checkpoint(function, x, policy=policies[name])
 
     for reshard in (True, False):
         for place in ("outside", "inside"):
             own = gradients(**{place: region}, reshard=reshard)
             same = all(map(torch.equal, plain, own))
-            equal[f"{name}, {engine}, {place}, reshard {reshard}"] = same
+            equal[f"{name}, {place}, reshard {reshard}"] = same
 found |= {"equal": equal, "kept": sorted(kept)}
 """
 
@@ -95,7 +95,7 @@ found |= {"equal": equal, "kept": sorted(kept)}
 def test_sharded_blocks_train_as_without_a_policy(ranks: list[dict[str, Any]]) -> None:
     """Region around the block or inside it, parameters freed or not: bitwise the same."""
     for rank in ranks:
-        assert len(rank["equal"]) == 24
+        assert len(rank["equal"]) == 16
         assert [way for way, same in rank["equal"].items() if not same] == []
 
 
@@ -119,14 +119,14 @@ def _gathered(p: torch.Tensor) -> torch.Tensor:
 def test_marked_work_runs_and_is_not_counted(counting: Any) -> None:
     """Only ranges that FSDP opened are left out."""
     p = torch.ones(3, 3, requires_grad=True)
-    out = checkpoint(_gathered, p, policy=save_all(), engine="contexts")
+    out = checkpoint(_gathered, p, policy=save_all())
     with counting() as counts:
         out.sum().backward()
-    assert (counts["aten.sin.default"], counts["aten.mm.default"]) == (2, 2)
+    assert (counts["aten.sin.default"], counts["aten.mm.default"]) == (1, 2)
 
 
 def test_profile_leaves_marked_work_out() -> None:
-    """A plan numbers the calls that the engines number."""
+    """A plan numbers the calls that regions number."""
     trace = profile(_gathered, torch.ones(3, 3, requires_grad=True))
     assert [op.name for op in trace.ops] == ["aten.mm.default", "aten.cos.default"]
 

@@ -65,18 +65,11 @@ class _Same(torch.autograd.Function):
         return x.clone()
 
 
-def _rule(function=_Same, rebuild=torch.clone, **changed):
-    settings = {"op": torch.ops.aten.clone.default, "probe": lambda make: _Same.apply(make(3))}
-    return sp.replay_rule(function, rebuild, **{**settings, **changed})
-
-
 ENTRIES = {
     "as_policy": (sp.as_policy, "tuple type"),
     "checkpoint.function": (lambda g: sp.checkpoint(g, X, policy=ALL), "type"),
-    "checkpoint.engine": (lambda g: sp.checkpoint(torch.sin, X, policy=ALL, engine=g), ""),
     "checkpoint.policy": (lambda g: sp.checkpoint(torch.sin, X, policy=g), "none tuple"),
     "context_fn": (sp.context_fn, "tuple type"),
-    "context_fn.root": (lambda g: sp.context_fn(ALL, root=g), "none"),
     "first_match": (sp.first_match, ""),
     "fit.model": (lambda g: sp.fit(g, X, "1 GiB"), ""),
     "fit.budget": (lambda g: sp.fit(LAYER, X, g, unit="flops", rounds=1), "int huge"),
@@ -96,7 +89,7 @@ ENTRIES = {
     "offload": (sp.offload, ""),
     "pareto": (sp.pareto, ""),
     "pareto.points": (lambda g: sp.pareto(TRACE, points=g), "int"),
-    "pareto.engine": (lambda g: sp.pareto(TRACE, engine=g), "none"),
+    "pareto.backend": (lambda g: sp.pareto(TRACE, backend=g), ""),
     "pareto_from_json": (sp.pareto_from_json, ""),
     "pareto_to_json": (sp.pareto_to_json, "tuple"),
     "parse_size": (sp.parse_size, ""),
@@ -109,14 +102,7 @@ ENTRIES = {
     "profile.unit": (lambda g: sp.profile(torch.sin, X, unit=g), "none"),
     "profile.repeats": (lambda g: sp.profile(torch.sin, X, repeats=g), "int"),
     "recompute_ops": (sp.recompute_ops, ""),
-    "replay_rule": (lambda g: _rule(function=g), ""),
-    "replay_rule.rebuild": (lambda g: _rule(rebuild=g), ""),
-    "replay_rule.op": (lambda g: _rule(op=g), ""),
-    "replay_rule.probe": (lambda g: _rule(probe=g), ""),
-    "replay_rule.device": (lambda g: _rule(device=g), ""),
-    "replay_rule.dtype": (lambda g: _rule(dtype=g), ""),
     "report.function": (lambda g: sp.report(g, X, policy=ALL), "type"),
-    "report.engine": (lambda g: sp.report(torch.sin, X, policy=ALL, engine=g), ""),
     "report.policy": (lambda g: sp.report(torch.sin, X, policy=g), "tuple"),
     "save_by_bytes.at_least": (lambda g: sp.save_by_bytes(at_least=g), "int"),
     "save_by_bytes.at_most": (lambda g: sp.save_by_bytes(at_most=g), "none int"),
@@ -137,13 +123,11 @@ ENTRIES = {
     "solve": (lambda g: sp.solve(g, 1), ""),
     "solve.budget": (lambda g: sp.solve(TRACE, g), "int huge"),
     "solve.host_bandwidth": (
-        lambda g: sp.solve(TRACE, 1, engine="contexts", host_bandwidth=g),
+        lambda g: sp.solve(TRACE, 1, host_bandwidth=g),
         "none int",
     ),
     "solve.regions": (lambda g: sp.solve(TRACE, 1, regions=g), "int"),
-    "solve.engine": (lambda g: sp.solve(TRACE, 1, engine=g), ""),
-    "span": (lambda g: sp.span(g, "act"), "type"),
-    "span.label": (lambda g: sp.span(len, g), "long text"),
+    "solve.backend": (lambda g: sp.solve(TRACE, 1, backend=g), ""),
     "to_json": (sp.to_json, ""),
     "to_torch": (sp.to_torch, "none"),
     "Trace.from_json": (sp.Trace.from_json, ""),

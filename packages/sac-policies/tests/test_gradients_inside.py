@@ -1,15 +1,19 @@
-"""Contexts engine: gradients that the function itself takes are no part of its forward."""
+"""Gradients that a function takes of itself inside its region."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-import sac_policies
 from sac_policies import checkpoint, recompute_all, save_all, save_ops
 
-from ._contexts import PRODUCTS, ab, contexts
+PRODUCTS = save_ops("aten.mm")
+
+
+def ab() -> tuple[torch.Tensor, torch.Tensor]:
+    """Two matrices of (8, 8), the same in every test."""
+    torch.manual_seed(0)
+    return torch.randn(8, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
 
 
 def test_backward_inside_the_region(gradients, equal):
@@ -22,7 +26,7 @@ def test_backward_inside_the_region(gradients, equal):
         return (h @ q) * g
 
     plain = gradients(body, a, b)
-    kept = gradients(lambda p, q: contexts(body, p, q, policy=PRODUCTS, early_stop=False), a, b)
+    kept = gradients(lambda p, q: checkpoint(body, p, q, policy=PRODUCTS, early_stop=False), a, b)
     assert equal(kept, plain)
 
 
@@ -44,12 +48,12 @@ def test_backward_inside_a_region_inside_recomputes_nothing_of_its_own(
         return run((h @ q).sin()).relu().cos()
 
     def region(h):
-        return contexts(inner, h, policy=inside, early_stop=early_stop)
+        return checkpoint(inner, h, policy=inside, early_stop=early_stop)
 
     plain = gradients(lambda p, q: outer(p, q, inner), a, b)
     for policy in (recompute_all(), PRODUCTS, save_ops("aten.cat")):
         kept = gradients(
-            lambda p, q, policy=policy: contexts(
+            lambda p, q, policy=policy: checkpoint(
                 lambda p, q: outer(p, q, region), p, q, policy=policy, early_stop=early_stop
             ),
             a,
@@ -83,7 +87,7 @@ def test_gradient_inside_a_region_runs_nothing_the_forward_has_not(
         return [*seen, *torch.autograd.grad(out.square().sum(), (a, b))]
 
     def region(function, *args):
-        return contexts(function, *args, policy=PRODUCTS, early_stop=early_stop)
+        return checkpoint(function, *args, policy=PRODUCTS, early_stop=early_stop)
 
     def twice(function, *args):
         return region(lambda *given: region(function, *given), *args)
@@ -101,46 +105,7 @@ def test_gradient_inside_a_region_leaves_what_is_kept_for_backward(early_stop, c
         (g,) = torch.autograd.grad(h.sum(), p)
         return h.detach() * g.cos() * p.exp()
 
-    out = contexts(body, a, b, policy=PRODUCTS, early_stop=early_stop)
+    out = checkpoint(body, a, b, policy=PRODUCTS, early_stop=early_stop)
     with counting() as counts:
         out.sum().backward()
     assert counts["aten.mm.default"] == 0
-
-
-def _around(kind, function, x):
-    """Run a function inside of something that has to make what the function is given again."""
-    if kind == "plain":
-        return function(x)
-    if kind == "hooks":
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t * 0.5):
-            return function(x)
-    if kind == "torch":
-        return torch_checkpoint(function, x, use_reentrant=False)
-    return checkpoint(function, x, policy=recompute_all(), engine=kind)
-
-
-@pytest.mark.parametrize("kind", ["recipe", "contexts", "torch", "hooks"])
-@pytest.mark.parametrize("before", ["an operator", "a region"])
-def test_inputs_brought_back_for_a_gradient_inside_are_no_calls_of_the_region(kind, before, equal):
-    """What is kept of later calls would be handed out for others."""
-    a, b = ab()
-    every_other = sac_policies.save_every_nth("aten.mul.Tensor", n=2)
-
-    def region(function, t):
-        return contexts(function, t, policy=every_other)
-
-    def body(y, run):
-        for _ in range(2):
-            z = y.detach().requires_grad_()
-            (g,) = torch.autograd.grad((z * b.detach()).sin().sum(), z)
-            y = y * g
-        return run(lambda t: t.sin() * t, y).sin()
-
-    def given(t, run):
-        return t.cos() * b if before == "an operator" else run(lambda u: u.cos() * b * u, t)
-
-    def step(kind, run):
-        out = _around(kind, lambda t: run(lambda y: body(y, run), given(t, run)), a)
-        return [out, *torch.autograd.grad(out.square().sum(), (a, b))]
-
-    assert equal(step(kind, region), step("plain", lambda function, t: function(t)))

@@ -13,18 +13,13 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules import module as torchs_modules
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils.hooks import RemovableHandle
 
 import sac_policies
 from sac_policies import Policy, checkpoint, name, save_named, save_ops, scoped
-from sac_policies.engines._engine_disabled import active
-from sac_policies.engines.contexts import _forward, _recompute
-from sac_policies.engines.recipe._shared_values import replays
+from sac_policies.eager import _run, _tape
 from sac_policies.policies import _names
-from sac_policies.policies._unmatched import watch_of
 
 _POLICY = save_ops("aten.addmm")
-_PLAIN_HANDLE = RemovableHandle.__init__
 _INSIDE = str(Path(sac_policies.__file__).parent)
 
 
@@ -47,9 +42,9 @@ class _Interrupt:
 class _Both(nn.Module):
     """A region inside a region, with a cache."""
 
-    def __init__(self, layer: nn.Module, policy: Policy, engine: str | None) -> None:
+    def __init__(self, layer: nn.Module, policy: Policy, checkpointed: bool) -> None:
         super().__init__()
-        self.layer, self.policy, self.engine = layer, policy, engine
+        self.layer, self.policy, self.checkpointed = layer, policy, checkpointed
 
     def inner(self, t: torch.Tensor) -> torch.Tensor:
         """Any shape that the layer takes."""
@@ -58,16 +53,16 @@ class _Both(nn.Module):
     def forward(self, t: torch.Tensor, cache: list[torch.Tensor]) -> torch.Tensor:
         """The same."""
         cache.append(t)
-        if self.engine is None:
+        if not self.checkpointed:
             return self.inner(t.cos()) * t
-        return checkpoint(self.inner, t.cos(), policy=self.policy, engine=self.engine) * t
+        return checkpoint(self.inner, t.cos(), policy=self.policy) * t
 
 
-def _step(layer: nn.Module, x: torch.Tensor, engine: str | None, policy: Policy = _POLICY) -> None:
+def _step(layer: nn.Module, x: torch.Tensor, policy: Policy | None) -> None:
     """One forward and backward."""
-    both = _Both(layer, policy, engine)
+    both = _Both(layer, policy or _POLICY, policy is not None)
     h = x * 1.0
-    out = both(h, []) if engine is None else checkpoint(both, h, [], policy=policy, engine=engine)
+    out = both(h, []) if policy is None else checkpoint(both, h, [], policy=policy)
     out.square().sum().backward()
 
 
@@ -78,22 +73,21 @@ def _gradients(layer: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 # What is raised while a generator is closed, Python reports and goes on.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
-    ("engine", "policy"),
+    "policy",
     [
-        ("recipe", _POLICY),
-        ("recipe", save_named("wave", missing_ok=True)),
-        ("recipe", scoped(_POLICY, "layer", missing_ok=True)),
-        ("contexts", _POLICY),
+        _POLICY,
+        save_named("wave", missing_ok=True),
+        scoped(_POLICY, "layer", missing_ok=True),
     ],
-    ids=["recipe", "recipe, names", "recipe, modules", "contexts"],
+    ids=["operators", "names", "modules"],
 )
-def test_interrupt_at_any_call_leaves_nothing_behind(engine, policy, equal):
+def test_interrupt_at_any_call_leaves_nothing_behind(policy, equal):
     """Every call: modes, hooks and depth are as before, and the next step's gradients plain's."""
     torch.manual_seed(0)
     layer, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
     _step(layer, x, None)
     plain = [grad.clone() for grad in _gradients(layer, x)]
-    _step(layer, x, engine, policy)  # the first use of a policy observes
+    _step(layer, x, policy)  # the first use of a policy observes
     at, alive = 0, []
     while True:
         layer.zero_grad()
@@ -101,7 +95,7 @@ def test_interrupt_at_any_call_leaves_nothing_behind(engine, policy, equal):
         interrupt = _Interrupt(at)
         sys.settrace(interrupt)
         try:
-            _step(layer, x, engine, policy)
+            _step(layer, x, policy)
         except KeyboardInterrupt:
             pass
         finally:
@@ -120,17 +114,15 @@ def test_interrupt_at_any_call_leaves_nothing_behind(engine, policy, equal):
 
         layer.forward = watched
         try:
-            _step(layer, x, engine, policy)
+            _step(layer, x, policy)
         finally:
             del layer.forward
         assert equal(_gradients(layer, x), plain), at
-        assert not active.modes, at
-        assert RemovableHandle.__init__ is _PLAIN_HANDLE, at
-        assert replays.depth == 0, at
+        assert _tape._current.tape is None, at
+        assert _get_current_dispatch_mode_stack() == [], at
         assert _names._listeners.stack == [], at
         assert not torchs_modules._global_forward_hooks, at
         assert not torchs_modules._global_forward_pre_hooks, at
-        assert not watch_of(policy)._running, at
         alive += seen
         at += 1
     assert at > 20
@@ -144,37 +136,9 @@ def test_region_that_cannot_be_entered_listens_to_no_names(monkeypatch):
     def interrupted():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_forward, "saved_tensor_hooks", interrupted)
+    monkeypatch.setattr(_run, "saved_tensor_hooks", interrupted)
     x = torch.ones(2, requires_grad=True)
     with pytest.raises(KeyboardInterrupt):
-        checkpoint(torch.sin, x, policy=save_named("wave", missing_ok=True), engine="contexts")
+        checkpoint(torch.sin, x, policy=save_named("wave", missing_ok=True))
     assert _names._listeners.stack == []
-    assert active.modes == []
-
-
-@pytest.mark.parametrize("mode", [_forward.Forward, _recompute.Recompute])
-def test_interrupt_before_a_mode_of_a_report_ends_leaves_no_mode(mode):
-    """A report runs regions of its own: as many ends as it has, each interrupted once."""
-    x = torch.randn(3, 4, requires_grad=True)
-    code, ends = mode.__exit__.__code__, 0
-    while True:
-        seen = [-1]
-
-        def interrupt(frame, event, arg, at=ends, seen=seen):
-            if event == "call" and frame.f_code is code:
-                seen[0] += 1
-                if seen[0] == at:
-                    sys.settrace(None)
-                    raise KeyboardInterrupt
-
-        sys.settrace(interrupt)
-        try:
-            sac_policies.report(lambda t: (t @ t.t()).sin().cos(), x, policy=save_ops("aten.mm"))
-        except KeyboardInterrupt:
-            ends += 1
-        else:
-            break
-        finally:
-            sys.settrace(None)
-        assert _get_current_dispatch_mode_stack() == []
-    assert ends
+    assert _get_current_dispatch_mode_stack() == []

@@ -152,7 +152,7 @@ def test_what_others_hold_until_the_end_goes_by_the_region_that_made_it(freed: b
     levels = range(search._levels)
     search._learn()
     intervals = [search._intervals(level) for level in levels]
-    assert len({sum(each.freed.values()) for own in intervals for each in own if each.freed}) > 1
+    assert any(each.freed for own in intervals for each in own)
     if not freed:
         intervals = [[replace(each, freed=None) for each in own] for own in intervals]
     steps = Steps([Block] * 4, [Measured(each) for each in intervals], {3})

@@ -18,7 +18,6 @@ from sac_policies import (
     save_every_nth,
     save_ops,
 )
-from sac_policies.engines.recipe._run import refusal
 
 
 def _attention(x, qkv, heads, dropout=0.0):
@@ -104,7 +103,6 @@ class _Custom(nn.Module):
 
 
 MODELS = [_Gpt2, _Llama, _Convolution, _Experts, _Custom]
-ENGINES = ["auto", "recipe", "contexts"]
 POLICIES = {
     "products": save_ops(MATMULS, ATTENTION),
     "second": save_every_nth(MATMULS, n=2),
@@ -116,17 +114,9 @@ POLICIES = {
 
 
 @pytest.mark.filterwarnings("ignore::sac_policies.UnmatchedEntryWarning")
-@pytest.mark.parametrize(
-    ("policy", "engine"),
-    [
-        pytest.param(policy, engine, id=f"{name}-{engine}")
-        for name, policy in POLICIES.items()
-        for engine in ENGINES
-        if engine != "recipe" or not refusal(policy)
-    ],
-)
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=list(POLICIES))
 @pytest.mark.parametrize("model", MODELS)
-def test_gradients_are_bitwise_those_of_no_checkpointing(model, policy, engine, gradients, equal):
+def test_gradients_are_bitwise_those_of_no_checkpointing(model, policy, gradients, equal):
     """Two blocks, one after the other, and the random state afterwards."""
     torch.manual_seed(0)
     blocks = nn.Sequential(model(), model())
@@ -134,7 +124,7 @@ def test_gradients_are_bitwise_those_of_no_checkpointing(model, policy, engine, 
 
     def run(t):
         for block in blocks:
-            t = checkpoint(block, t, policy=policy, engine=engine)
+            t = checkpoint(block, t, policy=policy)
         return t
 
     plain = gradients(blocks, x, module=blocks)
@@ -157,9 +147,7 @@ def test_nested_gradients_are_bitwise_those_of_no_checkpointing(
     x = torch.randn(2, 4, 16, requires_grad=True)
 
     def region(function, t, name):
-        return checkpoint(
-            function, t, policy=POLICIES[name], engine="contexts", early_stop=early_stop
-        )
+        return checkpoint(function, t, policy=POLICIES[name], early_stop=early_stop)
 
     def run(t):
         return region(second, region(first, t, policy), "second")

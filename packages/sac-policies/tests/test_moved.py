@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import sac_policies as sp
-from sac_policies.engines.contexts import _moved
-from sac_policies.engines.contexts._moved import MovedTensor, takes
+from sac_policies.eager import _moved
+from sac_policies.eager._moved import MovedTensor, is_movable
 
 KIND = torch.accelerator.current_accelerator() or torch.device("cpu")
 SIM = getattr(torch, "simdev", None)
@@ -48,7 +48,7 @@ class Block(nn.Module):
     def forward(self, x):
         if not self.offloads:
             return self.body(x)
-        return sp.checkpoint(self.body, x, policy=POLICY, engine="contexts")
+        return sp.checkpoint(self.body, x, policy=POLICY)
 
 
 def chain(count: int, *, offloads: bool) -> nn.Sequential:
@@ -69,9 +69,9 @@ def ones(where=None) -> torch.Tensor:
 
 def test_what_has_no_streams_is_not_taken():
     """Nor what is more than its bytes."""
-    assert not takes(torch.ones(2))
-    assert not takes(torch.ones(2, device="meta"))
-    assert not takes(nn.Parameter(torch.ones(2)))
+    assert not is_movable(torch.ones(2))
+    assert not is_movable(torch.ones(2, device="meta"))
+    assert not is_movable(nn.Parameter(torch.ones(2)))
 
 
 class TestValue:
@@ -85,17 +85,17 @@ class TestValue:
         value = ones()
         before = sp.offload_stats()
         simulate(**SLOW)
-        moved = MovedTensor(value, 0)
-        assert moved.value().data_ptr() == value.data_ptr()
+        moved = MovedTensor(value)
+        assert moved.read().data_ptr() == value.data_ptr()
         assert sp.offload_stats().copies_in == before.copies_in
 
     def test_each_reading_of_what_is_away_has_a_tensor_of_its_own(self):
         """The second one is late: nobody asked for it."""
-        moved = MovedTensor(ones() * 7, 0)
+        moved = MovedTensor(ones() * 7)
         moved.let_go()
         before = sp.offload_stats()
         moved.start_back()
-        first, second = moved.value(), moved.value()
+        first, second = moved.read(), moved.read()
         assert torch.equal(first, second)
         assert first.data_ptr() != second.data_ptr()
         after = sp.offload_stats()
@@ -103,14 +103,14 @@ class TestValue:
 
     def test_what_this_backward_has_read_is_not_asked_for_again(self, monkeypatch):
         """Another device's thread may ask for the region before when that one has been read."""
-        moved, running = MovedTensor(ones() * 7, 0), [3]
+        moved, running = MovedTensor(ones() * 7), [3]
         monkeypatch.setattr(_moved, "backward_id", lambda: running[0])
         moved.let_go()
         before = sp.offload_stats()
         for backward, copies in ((3, 1), (4, 2)):
             running[0] = backward
             moved.start_back()
-            moved.value()
+            moved.read()
             moved.start_back()
             assert sp.offload_stats().copies_in - before.copies_in == copies
         assert sp.offload_stats().late == before.late
@@ -119,7 +119,7 @@ class TestValue:
     def test_a_value_that_is_dropped_waits_for_its_copies(self, asked):
         """Its memory is handed out again at once."""
         simulate(**SLOW)
-        moved = MovedTensor(ones() * 7, 0)
+        moved = MovedTensor(ones() * 7)
         if asked:
             moved.let_go()
             moved.start_back()
@@ -130,12 +130,12 @@ class TestValue:
 
     def test_what_is_asked_for_belongs_to_the_stream_it_is_read_on(self):
         """Whatever is current where it is asked for."""
-        moved, side = MovedTensor(ones() * 7, 0), torch.Stream(KIND)
+        moved, side = MovedTensor(ones() * 7), torch.Stream(KIND)
         moved.let_go()
         simulate(**SLOW)
         with side:
             moved.start_back()
-        back = moved.value()
+        back = moved.read()
         total = back + 1
         del back
         ones().zero_()
@@ -143,13 +143,13 @@ class TestValue:
 
     def test_what_another_stream_reads_is_not_handed_out_before_it_did(self):
         """The owner's next tensor may not have it."""
-        moved, side = MovedTensor(ones() * 7, 0), torch.Stream(KIND)
+        moved, side = MovedTensor(ones() * 7), torch.Stream(KIND)
         moved.let_go()
         main = torch.accelerator.current_stream()
         simulate(**SLOW)
         moved.start_back()
         with side:
-            back = moved.value()
+            back = moved.read()
             total = back * 2
         del back
         ones().zero_()
@@ -161,29 +161,29 @@ class TestValue:
         """By the region itself; the change is no error then."""
         value = ones() * 7
         simulate(**SLOW)
-        moved = MovedTensor(value, 0)
+        moved = MovedTensor(value)
         moved.leave({moved._storage})
         value.zero_()
         assert not moved.is_changed()
-        assert bool((moved.value() == 7).all())
+        assert bool((moved.read() == 7).all())
 
     def test_what_another_stream_is_about_to_overwrite_is_copied_first(self):
         """The stream that writes waits, not only the value's own."""
         value, side = ones() * 7, torch.Stream(KIND)
         simulate(**SLOW)
-        moved = MovedTensor(value, 0)
+        moved = MovedTensor(value)
         side.wait_stream(torch.accelerator.current_stream())
         with side:
             moved.leave({moved._storage})
             value.zero_()
         torch.accelerator.current_stream().wait_stream(side)
         value.record_stream(side)
-        assert bool((moved.value() == 7).all())
+        assert bool((moved.read() == 7).all())
 
     def test_a_copy_leaves_the_current_stream_alone(self):
         """It is for the work of whoever keeps the value."""
         main = torch.accelerator.current_stream()
-        moved = MovedTensor(ones(), 0)
+        moved = MovedTensor(ones())
         moved.let_go()
         moved.start_back()
         assert torch.accelerator.current_stream() == main
@@ -191,7 +191,7 @@ class TestValue:
     def test_what_was_seen_done_is_not_waited_for(self):
         """The value's stream has nothing more to do then."""
         simulate(**SLOW)
-        moved = MovedTensor(ones(), 0)
+        moved = MovedTensor(ones())
         torch.accelerator.synchronize()
 
         class NeverWaits(torch.Stream):
@@ -206,9 +206,9 @@ class TestValue:
         """Backward threads of two devices may come to one region."""
         import time
 
-        from sac_policies.engines.contexts import _moved
+        from sac_policies.eager import _moved
 
-        moved = MovedTensor(ones(), 0)
+        moved = MovedTensor(ones())
         moved.let_go()
         real = _moved._streams_of
         monkeypatch.setattr(
@@ -255,11 +255,10 @@ class TestModel:
             lambda t: held.append(t.mm(t.T)) or held[0].sin(),
             x,
             policy=sp.offload("aten.mm"),
-            engine="contexts",
         )
         with torch.no_grad():
             held[0].zero_()
-        with pytest.raises(sp.MutationError, match="was changed in place after it was saved"):
+        with pytest.raises(sp.MutationError, match="was changed in place after the region"):
             y.sum().backward()
         held.clear()  # the function has it, and its graph has the function
         if SIM is not None:
@@ -341,7 +340,7 @@ def test_a_copy_leaves_the_current_device_alone():
     before = torch.accelerator.current_device_index()
     torch.accelerator.set_device_index(1)
     try:
-        MovedTensor(torch.ones(64, device=torch.device(KIND.type, 0)), 0)
+        MovedTensor(torch.ones(64, device=torch.device(KIND.type, 0)))
         assert torch.accelerator.current_device_index() == 1
     finally:
         torch.accelerator.set_device_index(before)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import sac_policies as sp
-from sac_policies.engines.contexts._moved_stats import Counters, counters
+from sac_policies.eager._moved_stats import Counters, counters
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ def test_name_inside_another_policys_region_is_free(counting):
     """A policy that reads no names leaves them alone."""
     x = torch.ones(2, requires_grad=True)
     with counting() as counts:
-        checkpoint(lambda p: name(p.sin(), "s"), x, policy=recompute_all(), engine="contexts")
+        checkpoint(lambda p: name(p.sin(), "s"), x, policy=recompute_all())
     assert counts["aten.sin.default"] == 1
     assert counts["sac_policies.named.default"] == 0
 

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sac_policies import EngineError, checkpoint, fit_, profile, recompute_all, report, save_ops
-from sac_policies._torch_compat import _nested
+from sac_policies import checkpoint, fit_, profile, recompute_all, report, save_ops
 from sac_policies.policies._operators import facts_of
 from sac_policies.policies._views import OpView
 
@@ -101,21 +100,10 @@ def is_plain(function: Any, make: Callable[[], Tensor], **options: Any) -> bool:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_gradients_of_the_recipe_engine_are_plain(layout: torch.layout, policy: Any) -> None:
+def test_gradients_are_plain(layout: torch.layout, policy: Any) -> None:
     """Made inside or given."""
-    assert is_plain(making(layout), values, policy=policy, engine="recipe")
-    assert is_plain(body, lambda: given(layout), policy=policy, engine="recipe")
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_gradients_of_the_contexts_engine_are_plain(policy: Any) -> None:
-    """Where two runs save the same: jagged of old offsets, strided if not compared."""
-    for make, function in ((values, from_offsets), (lambda: given(torch.jagged), body)):
-        assert is_plain(function, make, policy=policy, engine="contexts")
-    unasked = {"policy": policy, "engine": "contexts", "determinism_check": "none"}
-    assert is_plain(making(torch.strided), values, **unasked)
-    if functions_take_strided():
-        assert is_plain(body, lambda: given(torch.strided), **unasked)
+    assert is_plain(making(layout), values, policy=policy)
+    assert is_plain(body, lambda: given(layout), policy=policy)
 
 
 def test_attention_of_strided_ones_has_no_mask() -> None:
@@ -126,50 +114,21 @@ def test_attention_of_strided_ones_has_no_mask() -> None:
         rows = F.scaled_dot_product_attention(*[rows.contiguous()] * 3).transpose(1, 2)
         return F.linear(dense(rows.contiguous().view(3, -1, 16)), WEIGHT).tanh()
 
-    assert is_plain(attend, values, policy=recompute_all(), engine="recipe")
+    assert is_plain(attend, values, policy=recompute_all())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("engine", ["auto", "recipe"])
-def test_report_tells_of_them(layout: torch.layout, policy: Any, engine: str) -> None:
+def test_report_tells_of_them(layout: torch.layout, policy: Any) -> None:
     """Made inside or given: what cannot be run again is not asked what backward reads."""
     there = [(making(layout), values())]
     if layout is torch.jagged or functions_take_strided():
         there.append((body, given(layout)))
     for function, x in there:
-        told = report(function, x, policy=policy, engine=engine)
-        assert told.engine == "recipe"
+        told = report(function, x, policy=policy)
         assert "aten.gelu.default" in [row.op for row in told.rows]
         assert not any("_nested_tensor_size" in row.op for row in told.rows)
-        assert any(each.shape == (3, -1, 16) for each in told.saved)
         assert str(told)
-
-
-REFUSED = (
-    "the function saves a nested tensor, but the contexts engine runs it a second time, and torch "
-    "compares the shapes: a strided one has none, and a jagged one with offsets of its own has "
-    'another in each run. Use engine="recipe", which runs the function once; or pass '
-    'determinism_check="none" for strided ones (torch 2.9 only lets the function make them), and '
-    "make the offsets of jagged ones before the function."
-)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_report_of_the_contexts_engine_refuses_what_it_cannot_run_again(
-    layout: torch.layout,
-) -> None:
-    """With the rule, and with what to do."""
-    with pytest.raises(EngineError) as error:
-        report(making(layout), values(), policy=recompute_all(), engine="contexts")
-    assert str(error.value) == f"sac_policies.report: {REFUSED}"
-
-
-def test_contexts_engine_refuses_strided_ones() -> None:
-    """In the forward, in place of torch's error about sizes."""
-    with pytest.raises(EngineError) as error:
-        checkpoint(body, given(torch.strided), policy=recompute_all(), engine="contexts")
-    assert str(error.value) == f"sac_policies.checkpoint: {REFUSED}"
 
 
 def test_error_of_the_function_stays_its_own() -> None:
@@ -179,9 +138,8 @@ def test_error_of_the_function_stays_its_own() -> None:
         body(rows)
         raise ValueError("mine")
 
-    for engine in ("recipe", "contexts"):
-        with pytest.raises(ValueError, match="mine"):
-            report(fails, given(torch.jagged), policy=recompute_all(), engine=engine)
+    with pytest.raises(ValueError, match="mine"):
+        report(fails, given(torch.jagged), policy=recompute_all())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -231,11 +189,3 @@ def test_what_tells_of_geometry_is_not_looked_at() -> None:
     told = [op for op in asked if facts_of(op).geometry]
     assert torch.ops.aten.sym_size.default in told
     assert all(facts_of(op).bookkeeping for op in told)
-
-
-def test_torchs_error_about_sizes_is_known() -> None:
-    """Where torch words it otherwise, the name behind it is lost."""
-    with pytest.raises(RuntimeError) as error:
-        _ = given(torch.strided).shape
-    assert _nested.asks_for_sizes(error.value)
-    assert not _nested.asks_for_sizes(RuntimeError("another"))

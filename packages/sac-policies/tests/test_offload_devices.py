@@ -48,7 +48,7 @@ def gradients(call, *, costs) -> list[torch.Tensor]:
 
 def checkpointed(model, x):
     """The network as a region whose products and activations are offloaded."""
-    return sp.checkpoint(model, x, policy=sp.offload(*POLICY), engine="contexts")
+    return sp.checkpoint(model, x, policy=sp.offload(*POLICY))
 
 
 def hooked(model, x):
@@ -89,51 +89,3 @@ def test_what_is_offloaded_is_pinned_on_any_kind_of_device(monkeypatch):
     gradients(checkpointed, costs={})
     assert pinned
     assert all(pinned)
-
-
-def test_a_value_that_is_read_on_another_stream_has_arrived():
-    """The event after the copy is waited for, whichever stream reads."""
-    from sac_policies.engines.contexts._kept import keep
-
-    value = given().detach() * 2
-    expected = value.cpu()
-    main, side = torch.accelerator.current_stream(), torch.Stream(KIND)
-    side.synchronize()
-    simulate(copy_us=20_000)
-    kept = keep(value, None, True, 0)
-    with side:
-        back = kept.read(torch.ops.aten.mm.default, None, last=True)
-    main.wait_stream(side)
-    back.record_stream(main)
-    assert torch.equal(back.cpu(), expected)
-
-
-def test_a_value_of_another_stream_is_not_handed_out_before_it_is_copied():
-    """The copy runs on the stream that saves the value, which is not the one it belongs to."""
-    from sac_policies.engines.contexts._kept import keep
-
-    main, side = torch.accelerator.current_stream(), torch.Stream(KIND)
-    simulate(**SLOW_COPIES)
-    value = torch.full((128, 64), 7.0, device=KIND)
-    side.wait_stream(main)
-    with side:
-        kept = keep(value, None, True, 0)
-    del value
-    torch.zeros(128, 64, device=KIND)  # of the owner, which waits for nobody
-    back = kept.read(torch.ops.aten.mm.default, None, last=True)
-    assert bool((back == 7).all())
-
-
-def test_what_an_unpack_hook_gives_is_copied_before_it_can_change():
-    """A hook may hand out one buffer again and again; it is the hook's, not ours."""
-    from sac_policies.engines.contexts._kept import keep
-
-    buffer = torch.empty(128, 64, pin_memory=True)
-    hooks = (lambda t: t.clone(), lambda t: buffer.copy_(t))
-    value = torch.full((128, 64), 7.0, device=KIND)
-    torch.accelerator.synchronize()
-    simulate(copy_us=20_000)
-    kept = keep(value, hooks, True, 0)
-    back = kept.read(torch.ops.aten.mm.default, None, last=True)
-    buffer.zero_()
-    assert bool((back == 7).all())

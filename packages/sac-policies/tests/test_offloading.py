@@ -6,6 +6,7 @@ import json
 import re
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,15 +29,16 @@ from sac_policies.budget._knapsack import Packing, pack
 from sac_policies.budget._solve import solve_with
 from sac_policies.budget.offloading import Copies
 
+from . import test_solve
 from ._copied import least_cost, random_region
-from .test_solve import random_trace
 
 OFFLOAD = Decision.OFFLOAD
+random_trace = partial(test_solve.random_trace, held=0.0)
 
 
 def offloading(trace: Trace, budget: Any, rate: Any, regions: int = 1) -> BudgetPlan:
-    """A plan for the contexts engine; there always is one."""
-    plan = solve(trace, budget, engine="contexts", host_bandwidth=rate, regions=regions)
+    """A plan that may offload."""
+    plan = solve(trace, budget, host_bandwidth=rate, regions=regions)
     assert isinstance(plan, BudgetPlan)
     return plan
 
@@ -64,7 +66,7 @@ def test_of_three_choices_none_is_cheaper(seed: int) -> None:
 def test_fronts_have_such_plans(regions: int) -> None:
     """As `solve` gives them; JSON gives them back."""
     trace = random_trace(2, n=12)
-    front = pareto(trace, engine="contexts", host_bandwidth="25 GB", regions=regions, points=5)
+    front = pareto(trace, host_bandwidth="25 GB", regions=regions, points=5)
     assert pareto_from_json(pareto_to_json(front)) == front
     for point in front:
         plan = offloading(trace, point.bytes, "25 GB", regions)
@@ -80,13 +82,11 @@ def test_copies_that_overlap_cost_no_more_than_in_full(
     """Nor do they cost more in a row of more regions, as the bound says."""
     trace = random_trace(seed, n=60)
     plan = offloading(trace, share, rate, regions)
-    full = sum(
-        min(item.cost, -(-2 * item.kept_bytes * 10**9 // rate)) for item in trace.items("contexts")
-    )
+    full = sum(min(item.cost, -(-2 * item.kept_bytes * 10**9 // rate)) for item in trace.items())
     saved = pack(
-        [item.kept_bytes for item in trace.items("contexts")],
-        [min(i.cost, -(-2 * i.kept_bytes * 10**9 // rate)) for i in trace.items("contexts")],
-        capacity=int(share * trace.total_bytes("contexts")),
+        [item.kept_bytes for item in trace.items()],
+        [min(i.cost, -(-2 * i.kept_bytes * 10**9 // rate)) for i in trace.items()],
+        capacity=int(share * trace.total_bytes()),
     )
     assert plan.bound_cost <= plan.recompute_cost <= full - saved.value
     assert offloading(trace, share, rate, regions + 1).bound_cost <= plan.recompute_cost
@@ -103,9 +103,9 @@ def test_gap_of_a_plan_that_is_not_the_best_is_told() -> None:
         return replace(best, taken=taken, weight=weight, value=value)
 
     trace = random_trace(0, n=2000)
-    budget = int(0.2 * trace.total_bytes("contexts"))
+    budget = int(0.2 * trace.total_bytes())
     good = offloading(trace, budget, "200 GB")
-    plan = solve_with(careless, trace, budget, engine="contexts", host_bandwidth="200 GB")
+    plan = solve_with(careless, trace, budget, host_bandwidth="200 GB")
     assert isinstance(plan, BudgetPlan)
     assert plan.kept_bytes <= budget
     assert plan.bound_cost <= good.recompute_cost <= plan.recompute_cost
@@ -123,16 +123,16 @@ def test_two_thousand_values_of_three_choices_are_planned(
     that does not end early.
     """
     trace = random_trace(seed, n=2000)
-    budget = int(share * trace.total_bytes("contexts"))
+    budget = int(share * trace.total_bytes())
     began = time.thread_time()
     plan = offloading(trace, budget, "200 GB", regions)
     spent = time.thread_time() - began
-    decided, items = dict(plan.choices), trace.items("contexts")
+    decided, items = dict(plan.choices), trace.items()
     of_items = [decided.get(trace.ops[item.ops[0]].key) for item in items]
     assert set(of_items) == {Decision.SAVE, OFFLOAD, None}
     saved = (item for item, what in zip(items, of_items, strict=True) if what is Decision.SAVE)
     held = sum(item.kept_bytes for item in saved)
-    assert trace.fixed_bytes("contexts") + held == plan.kept_bytes <= budget
+    assert trace.fixed_bytes() + held == plan.kept_bytes <= budget
     assert plan.gap < 0.005
     assert spent < 5
 
@@ -142,7 +142,7 @@ def test_a_slow_host_offloads_nothing(regions: int) -> None:
     """And the plan is that of two choices."""
     trace = random_trace(1)
     slow = offloading(trace, 0.5, "1 B", regions)
-    assert slow == solve(trace, 0.5, engine="contexts")
+    assert slow == solve(trace, 0.5)
     assert slow.offloaded_bytes == slow.copy_cost == 0
     assert not slow.offloads
 
@@ -153,7 +153,7 @@ def test_a_host_as_fast_as_can_be_is_asked_for_all_that_is_not_kept(rate: int) -
     trace = random_trace(1)
     plan = offloading(trace, 0, rate)
     assert plan.kept_bytes == 0
-    assert plan.offloaded_bytes == trace.total_bytes("contexts")
+    assert plan.offloaded_bytes == trace.total_bytes()
     assert plan.recompute_cost == plan.copy_cost <= 2 * len(trace.ops)
     assert plan.gap == 0
 
@@ -191,18 +191,18 @@ def test_plan_from_before_waits_were_told_is_read() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"host_bandwidth": "25 GB"}, "the recipe engine only keeps values or replays them"),
-        ({"host_bandwidth": 0, "engine": "contexts"}, "host_bandwidth 0 is not a rate"),
-        ({"host_bandwidth": "fast", "engine": "contexts"}, "host_bandwidth 'fast' is not a rate"),
-        ({"host_bandwidth": True, "engine": "contexts"}, "host_bandwidth True is not a rate"),
+        ({"host_bandwidth": "25 GB", "backend": "compile"}, "compiled code keeps values"),
+        ({"host_bandwidth": 0}, "host_bandwidth 0 is not a rate"),
+        ({"host_bandwidth": "fast"}, "host_bandwidth 'fast' is not a rate"),
+        ({"host_bandwidth": True}, "host_bandwidth True is not a rate"),
         (
-            {"host_bandwidth": float("nan"), "engine": "contexts"},
+            {"host_bandwidth": float("nan")},
             "host_bandwidth nan is not a rate",
         ),
-        ({"host_bandwidth": "50%", "engine": "contexts"}, "host_bandwidth '50%' is not a rate"),
+        ({"host_bandwidth": "50%"}, "host_bandwidth '50%' is not a rate"),
         ({"regions": 0}, "regions 0 is not a number of regions"),
-        ({"regions": 1.5, "engine": "contexts"}, "regions 1.5 is not a number of regions"),
-        ({"regions": True, "engine": "contexts"}, "regions True is not a number of regions"),
+        ({"regions": 1.5}, "regions 1.5 is not a number of regions"),
+        ({"regions": True}, "regions True is not a number of regions"),
     ],
 )
 def test_offloading_that_cannot_be_is_refused(given: dict[str, Any], said: str) -> None:
@@ -215,4 +215,4 @@ def test_copies_have_no_price_in_operations() -> None:
     """A trace in floating point operations says nothing of time."""
     trace = Trace("flops", (), ())
     with pytest.raises(BudgetError, match="Profile with unit='ns'"):
-        solve(trace, 0.5, engine="contexts", host_bandwidth="25 GB")
+        solve(trace, 0.5, host_bandwidth="25 GB")

@@ -92,7 +92,7 @@ def test_gradients_are_plain(op: Any) -> None:
         if plain is None or again is None or not are_same(plain, again):
             continue
         for check in ("default", "none"):
-            options = {"policy": recompute_all(), "engine": "recipe", "determinism_check": check}
+            options = {"policy": recompute_all(), "determinism_check": check}
             region = partial(checkpoint, function, **options)
             for _ in range(3):
                 found = gradients(region, tensors)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -61,15 +60,6 @@ def test_json_round_trip_is_exact(front: list[ParetoPoint]) -> None:
     assert pareto_from_json(pareto_to_json(front)) == front
 
 
-def test_policies_of_the_front_are_usable(front: list[ParetoPoint]) -> None:
-    """A point's policy is for `checkpoint` as it is; made strict it refuses another function."""
-    x = torch.ones(2, 2, requires_grad=True)
-    plan = next(point.policy for point in front if point.policy.engine == "recipe")
-    strict = replace(plan, strict=True)
-    with pytest.raises(RuntimeError, match="the plan was made where"):
-        checkpoint(torch.sin, x, policy=strict, engine="recipe")
-
-
 def test_front_is_drawn(front: list[ParetoPoint], tmp_path: Path) -> None:
     """With matplotlib the front becomes a picture."""
     pytest.importorskip("matplotlib", reason="the plot extra is not installed")
@@ -116,36 +106,23 @@ def _gated(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def _ranked(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Two functions that save what no rule of the recipe engine rebuilds."""
+    """Two functions that save integers beside their results."""
     return torch.logcumsumexp(torch.logcumsumexp(x @ w, 0) @ w, 0)
 
 
 @pytest.mark.parametrize("body", [_gated, _ranked])
 def test_where_there_is_a_trade_there_are_several_points(body: Any) -> None:
-    """From the least that any engine can keep; each takes the bytes and gives the gradients."""
+    """From the least that can be kept; each takes the bytes and gives the gradients."""
     x, w = (torch.linspace(-1, 1, 64 * 64).view(64, 64).requires_grad_() for _ in "xw")
     trace = profile(body, x, w, unit="flops")
     found = pareto(trace)
     assert len(found) > 2
     assert found[0].bytes == 0
     assert found[-1].seconds == 0
-    ends = {engine: pareto(trace, engine=engine) for engine in ("recipe", "contexts")}
-    for each in (point for points in ends.values() for point in points):
-        assert any(p.bytes <= each.bytes and p.seconds <= each.seconds for p in found)
     plain = torch.autograd.grad(body(x, w).sum(), (x, w))
     for point in found:
         out = checkpoint(body, x, w, policy=point.policy)
         assert all(map(torch.equal, torch.autograd.grad(out.sum(), (x, w)), plain))
-
-
-def test_engines_that_are_joined_offload_where_they_can() -> None:
-    """The recipe engine does not, and is no reason to refuse a bandwidth."""
-    x, w = (torch.linspace(-1, 1, 64 * 64).view(64, 64).requires_grad_() for _ in "xw")
-    trace = profile(_gated, x, w, unit="ns")
-    found = pareto(trace, host_bandwidth=2**62)
-    assert any(point.policy.offloaded_bytes for point in found)
-    with pytest.raises(BudgetError, match="the recipe engine only keeps values"):
-        pareto(trace, engine="recipe", host_bandwidth=2**62)
 
 
 def test_json_of_another_policy_is_refused() -> None:
@@ -160,5 +137,5 @@ def test_budgets_are_spread_from_what_is_fixed_to_everything() -> None:
     sizes = (100, 350, 250)
     ops = tuple(TracedOp("a", n, size, 9 * size, (), n) for n, size in enumerate(sizes))
     packs = tuple(TracedPack("M" if n else "", n, 0, size) for n, size in enumerate(sizes))
-    found = pareto(Trace("flops", ops, packs), points=3, engine="recipe")
+    found = pareto(Trace("flops", ops, packs), points=3)
     assert [(point.bytes, point.seconds) for point in found] == [(100, 5400), (350, 3150), (700, 0)]

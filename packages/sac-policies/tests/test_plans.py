@@ -66,4 +66,4 @@ def test_call_that_never_comes_is_reported():
     """A plan for another region is noticed."""
     x = torch.ones(2, 2, requires_grad=True)
     with pytest.warns(UnmatchedEntryWarning, match=r"aten\.mm\.default\[1\]"):
-        checkpoint(torch.mm, x, x, policy=plan_of({MM: Decision.SAVE}), engine="contexts")
+        checkpoint(torch.mm, x, x, policy=plan_of({MM: Decision.SAVE}))

@@ -102,7 +102,7 @@ def test_random_program_has_the_gradients_of_no_checkpointing(seed, early_stop, 
     x, w = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
 
     def region(function, y, policy):
-        return checkpoint(function, y, policy=policy, engine="contexts", early_stop=early_stop)
+        return checkpoint(function, y, policy=policy, early_stop=early_stop)
 
     def plainly(function, y, policy):
         return function(y)

@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sac_policies import BudgetError, _torch_compat, profile
 from sac_policies.budget import _record
-from sac_policies.engines.recipe.tables._replay_table import RULES
 
 SIM: Any = getattr(torch, "simdev", None)
 DEVICE = torch.accelerator.current_accelerator() or torch.device("cpu")
@@ -46,11 +45,11 @@ def test_operators_and_bytes_are_recorded() -> None:
 
 
 def test_saved_tensors_are_recorded() -> None:
-    """Each saved tensor names the node that rebuilds it and the call that made its storage."""
+    """Each saved tensor names the operator that rebuilds it and the call that made its storage."""
     trace = profile(function, leaf(2, 3), leaf(3, 5))
     packs = [(pack.producer, pack.made_by, pack.storage_bytes) for pack in trace.packs]
     assert sorted(packs[:2]) == [("", -1, 24), ("", -1, 60)]
-    assert packs[2:] == [("MmBackward0", 0, 40), ("ExpBackward0", 3, 40)]
+    assert packs[2:] == [("aten.view.default", 0, 40), ("aten.exp.default", 3, 40)]
 
 
 @pytest.mark.parametrize("dry", [FakeTensorMode, partial(torch.device, "meta")])
@@ -111,22 +110,8 @@ def test_operators_of_a_device_take_as_long_as_their_kernels(
     assert kernels == [100_000] * 3
 
 
-@pytest.mark.accelerator
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
-def test_how_the_engine_looks_at_bits_is_not_recorded() -> None:
-    """Bits on a device are summed up by operators, of a view of the storage."""
-
-    def normalized(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x @ w + x, x.shape[-1:]).sin()
-
-    shapes = (256, 32), (32, 32)
-    there = profile(normalized, *(leaf(*shape).to(DEVICE) for shape in shapes), unit="flops")
-    here = profile(normalized, *(leaf(*shape) for shape in shapes), unit="flops")
-    assert [op.name for op in there.ops] == [op.name for op in here.ops]
-
-
-def test_how_the_engine_holds_a_random_state_is_not_recorded() -> None:
-    """Of a mask that is drawn again: a plan for the contexts engine numbers the model's calls."""
+def test_how_masks_are_held_is_not_recorded() -> None:
+    """Of a mask that is held as bits: a plan numbers the model's calls."""
     small, large = (torch.ones(n, requires_grad=True) for n in (8, 1 << 17))
     names = [[op.name for op in profile(dropped, x).ops] for x in (small, large)]
     with FakeTensorMode():
@@ -153,7 +138,7 @@ def test_overwritten_values_are_marked() -> None:
     trace = profile(lambda x: (x @ x).relu_(), leaf(3, 3))
     assert [op.overwritten for op in trace.ops] == [True, False]
     assert trace.items() == ()
-    assert trace.items("contexts") == ()
+    assert trace.items("compile") == ()
 
 
 def test_function_runs_once_for_each_repeat() -> None:
@@ -179,12 +164,6 @@ def test_profiling_without_gradients_raises() -> None:
     """Nothing is saved under no_grad, so there is nothing to plan."""
     with torch.no_grad(), pytest.raises(BudgetError, match="gradients are off"):
         profile(torch.sin, leaf(2))
-
-
-def test_every_rule_can_be_found_by_its_node() -> None:
-    """A recorded producer is a key of the rules."""
-    trace = profile(function, leaf(2, 3), leaf(3, 5))
-    assert {pack.producer for pack in trace.packs} - {""} <= set(RULES)
 
 
 def test_no_tensor_is_fake_without_the_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,8 +39,7 @@ def test_row_names_operator_rule_bytes_and_line():
     assert row.line.endswith("in _body")
 
 
-@pytest.mark.parametrize("engine", ["contexts", "recipe"])
-def test_function_that_raises_leaves_torch_as_it_was(engine):
+def test_function_that_raises_leaves_torch_as_it_was():
     """The error is the caller's; torch compiles after it, while it is held and when it is gone."""
     compiled = []
 
@@ -52,7 +51,7 @@ def test_function_that_raises_leaves_torch_as_it_was(engine):
         raise KeyError(p @ q)
 
     with pytest.raises(KeyError) as held:
-        report(fail, *_leaves(), policy=save_ops("aten.mm"), engine=engine)
+        report(fail, *_leaves(), policy=save_ops("aten.mm"))
     torch.compile(lambda t: t.sin(), backend=backend)(torch.ones(2))
     assert held.traceback
     assert len(compiled) == 1
@@ -67,7 +66,7 @@ def test_named_tensor_has_a_row_whatever_the_policy_reads():
     def body(p, q):
         return name((p @ q).sin(), "wave") @ q
 
-    rows = report(body, *_leaves(), policy=save_ops("aten.mm"), engine="contexts").rows
+    rows = report(body, *_leaves(), policy=save_ops("aten.mm")).rows
     assert [row.label for row in rows if row.label] == ["wave"]
 
 
@@ -77,20 +76,11 @@ def test_value_that_backward_does_not_read_is_unread():
     assert [(row.op, row.index) for row in unread] == [("aten.mm.default", 1)]
 
 
-def test_held_bytes_are_measured_bytes():
-    """Two products of 256 bytes under contexts; recipes need the first of them only."""
-    held = {
-        engine: report(_body, *_leaves(), policy=save_ops("aten.mm"), engine=engine).held_bytes
-        for engine in ("contexts", "recipe", "auto")
-    }
-    assert held == {"contexts": 2 * 256, "recipe": 256, "auto": 256}
-
-
 def test_views_of_one_storage_are_counted_once():
     """Saving everything does not count a view beside its base."""
     p, q = _leaves()
     body = lambda a, b: (a @ b).view(64).sin()  # noqa: E731 - one expression
-    assert report(body, p, q, policy=save_all(), engine="contexts").held_bytes == 2 * 256
+    assert report(body, p, q, policy=save_all()).held_bytes == 256
 
 
 def test_recomputed_flops_are_those_of_what_is_not_kept():
@@ -146,20 +136,28 @@ def test_name_that_no_tensor_has_is_no_error():
         assert report(_body, *_leaves(), policy=save_named("nobody")).rows
 
 
-def test_text_has_one_line_a_call_and_a_sum():
-    """str() of a report is a table."""
-    lines = str(report(_body, *_leaves(), policy=save_every_nth("aten.mm", n=1))).splitlines()
-    # The calls; then bytes held, and why this engine is taken.
-    assert len(lines) == 3 + 2
-    assert "UNREAD" in lines[2]
-    assert lines[3] == "512 bytes held by the contexts engine, 1 unread"
-    assert lines[4].startswith("auto takes the contexts engine: the policy decides single calls")
-
-
 def test_checkpoint_holds_what_the_report_says(counting):
     """The calls that the report calls kept are those backward does not run."""
     p, q = _leaves()
-    out = checkpoint(_body, p, q, policy=save_ops("aten.mm"), engine="contexts")
+    out = checkpoint(_body, p, q, policy=save_ops("aten.mm"))
     with counting() as counts:
         out.sum().backward()
     assert counts["aten.mm.default"] == 4
+
+
+def test_text_says_what_is_saved_and_recomputed():
+    """str() of a report is a few lines: kinds of operators with their bytes."""
+    lines = str(report(_body, *_leaves(), policy=save_every_nth("aten.mm", n=1))).splitlines()
+    assert lines == [
+        "1 matmul saved, 256 bytes",
+        "1 mm not held: backward does not need it",
+        "1 operator recomputed",
+        "256 bytes held in all",
+    ]
+
+
+def test_report_is_the_same_at_each_call():
+    """And the sum of what it lists."""
+    found = [report(_body, *_leaves(), policy=save_ops("aten.mm")) for _ in range(3)]
+    assert {each.held_bytes for each in found} == {256}
+    assert all(each.held_bytes == sum(row.held_bytes for row in each.rows) for each in found)

@@ -112,5 +112,5 @@ def test_entry_that_matches_nothing_is_reported_by_name(ab):
 
     policy = save_ops("aten.mm", "aten.bmm")
     with pytest.warns(UnmatchedEntryWarning, match=r"entries 'aten\.bmm' match nothing"):
-        checkpoint(torch.mm, *ab, policy=policy, engine="contexts")
-    checkpoint(torch.mm, *ab, policy=policy, engine="contexts")
+        checkpoint(torch.mm, *ab, policy=policy)
+    checkpoint(torch.mm, *ab, policy=policy)

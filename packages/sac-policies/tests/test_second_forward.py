@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from sac_policies import MutationError, RecomputeError, checkpoint, recompute_all
-from sac_policies.engines import _second_forward
-from sac_policies.engines._second_forward import is_possible, run
+from sac_policies.eager import _second_forward
+from sac_policies.eager._second_forward import is_possible, run
 
 from .test_programs import _program
 
@@ -98,7 +98,7 @@ def test_random_programs_have_the_gradients_of_no_checkpointing(seed, gradients,
     x, w = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
 
     def inner(function, y, policy):
-        return checkpoint(function, y, policy=policy, engine="contexts")
+        return checkpoint(function, y, policy=policy)
 
     def program(region):
         return lambda y, w: _program(random.Random(seed), region)(y, w)
@@ -223,7 +223,7 @@ def test_checkpoints_inside_and_around() -> None:
 
     def inside(y, w):
         z = torch_checkpoint(noisy, y, w, use_reentrant=False)
-        return checkpoint(noisy, z, w, policy=recompute_all(), engine="recipe")
+        return checkpoint(noisy, z, w, policy=recompute_all())
 
     def plain(y, w):
         return noisy(noisy(y, w), w)
@@ -294,7 +294,7 @@ def test_a_parameter_that_was_written_to_since_is_refused() -> None:
 
 HELP = (
     " Make both do the same, by reading nothing but its arguments, parameters and buffers; or "
-    'checkpoint it with engine="recipe", which runs it once.'
+    "checkpoint it with a policy, which runs it once."
 )
 
 

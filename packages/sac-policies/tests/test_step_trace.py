@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch import nn
 from sac_policies import (
     BudgetError,
     BudgetPlan,
+    Decision,
     StepTrace,
     Trace,
     TracedOp,
@@ -20,7 +20,6 @@ from sac_policies import (
     recompute_all,
     solve,
 )
-from sac_policies.budget.predicting import _walk
 from sac_policies.budget.predicting._step_run import Event, StepCall, StepRun, StepValue
 
 KIB = 1024
@@ -42,7 +41,7 @@ def step(most: dict[int, int]) -> StepTrace:
     ops = tuple(
         TracedOp("aten.sin.default", at, KIB, 1, (at - 1,) if at else (), at) for at in range(4)
     )
-    packs = tuple(TracedPack("SinBackward0", at, 0, KIB) for at in range(3))
+    packs = tuple(TracedPack("aten.sin.default", at, 0, KIB) for at in range(3))
     saved = tuple((at, 0) for at in range(3))
     run = StepRun(calls, values, tuple(CHAIN), saved, {0: 2, 1: 3, 2: 4, 3: 4})
     return StepTrace(Trace("ns", ops, packs), 10 * KIB, run)
@@ -50,8 +49,8 @@ def step(most: dict[int, int]) -> StepTrace:
 
 def plan(kept: str) -> BudgetPlan:
     """Keeps these of the three, of which each has a digit."""
-    packs = tuple(("SinBackward0", str(at) in kept) for at in range(3))
-    return BudgetPlan((), packs, 0, 0, 0, "ns")
+    choices = tuple((("aten.sin.default", int(at)), Decision.SAVE) for at in kept)
+    return BudgetPlan(choices, 0, 0, 0, "ns")
 
 
 @pytest.mark.parametrize(
@@ -75,22 +74,6 @@ def test_what_a_call_takes_for_itself_is_taken_where_it_runs_again(kept: str, mo
     assert step({1: 10}).peak_bytes(plan(kept)) == (10 + most) * KIB
 
 
-def test_sums_that_values_are_compared_by_are_held_on_a_device() -> None:
-    """Of each that is made again, and of the first as it is made: of so few words, the words."""
-    here = step({})
-    there = replace(here, _run=replace(here._run, holds_sums=True))
-    assert there.peak_bytes(plan("")) - here.peak_bytes(plan("")) == (3 + 1) * KIB
-    assert there.peak_bytes(plan("012")) == here.peak_bytes(plan("012"))
-
-
-def test_sums_are_held_until_many_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then a number is, in a block: here of the first alone."""
-    monkeypatch.setattr(_walk, "MOST_WORDS", KIB // 8 - 1)
-    here = step({})
-    there = replace(here, _run=replace(here._run, holds_sums=True))
-    assert there.peak_bytes(plan("")) - here.peak_bytes(plan("")) == 3 * KIB + 512
-
-
 def test_nothing_is_checkpointed_without_a_plan() -> None:
     """As where all is kept."""
     found = step({5: 3})
@@ -103,9 +86,9 @@ def test_what_is_no_plan_of_the_engine(wrong: Any) -> None:
     step = profile_step(nn.Linear(4, 4), torch.ones(2, 4))
     with pytest.raises(BudgetError, match=r"peak_bytes: plan .* Pass what solve\(step\.trace"):
         step.peak_bytes(wrong)
-    contexts = solve(step.trace, "100%", engine="contexts")
-    with pytest.raises(BudgetError, match="none of the recipe engine"):
-        step.peak_bytes(contexts)  # type: ignore[arg-type]
+    compiled = solve(step.trace, "100%", backend="compile")
+    with pytest.raises(BudgetError, match="no plan for eager code"):
+        step.peak_bytes(compiled)  # type: ignore[arg-type]
 
 
 def test_plan_of_another_step() -> None:
@@ -113,9 +96,9 @@ def test_plan_of_another_step() -> None:
     one, other = (
         profile_step(nn.Sequential(*(nn.Tanh(),) * n, nn.Linear(4, 4)), leaf()) for n in (1, 3)
     )
-    plan = solve(one.trace, "100%")
-    with pytest.raises(BudgetError, match=r"of 3 saved tensors, but .* 5 here"):
-        other.peak_bytes(plan)  # type: ignore[arg-type]
+    plan = solve(other.trace, "100%")
+    with pytest.raises(BudgetError, match=r"lists aten.* but this step has no such call"):
+        one.peak_bytes(plan)  # type: ignore[arg-type]
 
 
 def leaf() -> torch.Tensor:

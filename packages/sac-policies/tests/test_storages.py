@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from sac_policies._torch_compat import (
-    StorageReference,
-    _storages,
     lies_in_storage,
     storage_bytes,
     storage_key,
@@ -36,35 +34,6 @@ def test_key_without_the_private_name_is_the_address_of_the_data():
 
     tensor = torch.ones(4)
     assert storage_key(Bare(tensor[1:])) == tensor.data_ptr()
-
-
-def test_reference_knows_its_storage_and_keeps_no_bytes():
-    """Other data is another storage; bytes that are freed and come back are not."""
-    tensor = torch.ones(4)
-    reference = StorageReference(tensor)
-    assert reference.is_of(tensor[2:])
-    tensor.untyped_storage().resize_(0)
-    assert reference.is_of(tensor)
-    tensor.data = torch.ones(4)
-    assert not reference.is_of(tensor)
-
-
-def test_reference_is_of_no_storage_that_takes_the_place_of_a_freed_one():
-    """Torch gives a new storage the address of one that is gone, but not of one referred to."""
-    for _ in range(50):
-        tensor = torch.ones(4)
-        reference = StorageReference(tensor)
-        tensor.data = torch.empty(0)
-        tensor.data = torch.ones(4)
-        assert not reference.is_of(tensor)
-
-
-def test_reference_without_weak_ones_of_torch(monkeypatch: pytest.MonkeyPatch):
-    """It tells storages apart that are alive."""
-    monkeypatch.setattr(_storages, "_WEAK", lambda storage: None)
-    one, other = torch.ones(4), torch.ones(4)
-    assert StorageReference(one).is_of(one)
-    assert not StorageReference(one).is_of(other)
 
 
 EYE = torch.eye(4)

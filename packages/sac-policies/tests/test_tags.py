@@ -37,7 +37,7 @@ from sac_policies import (
     save_ops,
     scoped,
 )
-from sac_policies.engines._tags import tags
+from sac_policies.compiled._tags import tags
 
 POLICIES = {
     "save_ops": save_ops(MATMULS, ATTENTION),
@@ -141,14 +141,13 @@ def test_tags_are_eagers_decisions(policy, make_block, x):
     assert compiled == eager
 
 
-@pytest.mark.parametrize("engine", ["auto", "recipe", "contexts", "tags"])
-def test_compiled_code_is_tagged_whatever_engine_is_named(engine, make_block, x):
+def test_compiled_code_is_tagged_whatever_engine_is_named(make_block, x):
     """Under torch.compile there is one engine; gradients are those of eager."""
     block = make_block()
     policy = save_ops(MATMULS)
 
     def run(t):
-        return checkpoint(block, t, policy=policy, engine=engine)
+        return checkpoint(block, t, policy=policy)
 
     (plain,) = torch.autograd.grad(block(x).sum(), x)
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
@@ -235,18 +234,6 @@ def test_context_fn_of_another_policy_compiles_again():
         compiled(x, made).sum().backward()
         compiled(x, made).sum().backward()
     assert [len(graph) for graph in graphs] == [2, 3]
-
-
-def test_context_fn_for_a_module_is_compiled():
-    """The module that names paths in eager code is no obstacle."""
-    block = torch.nn.Linear(4, 4)
-    made = context_fn(save_modules("weight*", missing_ok=True), root=block)
-    x = torch.linspace(0, 1, 16).reshape(4, 4).requires_grad_()
-
-    def run(t):
-        return torch_checkpoint(block, t, use_reentrant=False, context_fn=made)
-
-    assert ("aten.addmm.default", 0, Decision.RECOMPUTE) in _tagged(run, x)
 
 
 def test_learning_of_the_outputs_keeps_nothing(make_block, x, recwarn):

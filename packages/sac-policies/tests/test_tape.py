@@ -1,4 +1,4 @@
-"""The tape engine: what it replays, what it holds, and what it leaves alone."""
+"""The tape: what it replays, what it holds, and what it leaves alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from sac_policies import (
     checkpoint,
     first_match,
     name,
-    offload,
     recompute_all,
     recompute_ops,
     report,
@@ -49,7 +48,7 @@ every_policy = pytest.mark.parametrize("policy", POLICIES, ids=["nothing", "mm",
 
 def taped(function: Any, *args: Any, policy: Any = NOTHING, **kwargs: Any) -> Any:
     """Call a function as a region of the tape engine."""
-    return checkpoint(function, *args, policy=policy, engine="tape", **kwargs)
+    return checkpoint(function, *args, policy=policy, **kwargs)
 
 
 def leaf(*shape: int) -> torch.Tensor:
@@ -686,12 +685,6 @@ def test_policy_decides_which_matmuls_run_again(policy, runs):
     assert same(found, grads(module(x), x, *module.parameters()))
 
 
-def test_offloading_policy_is_refused(xw):
-    """With the engine that offloads."""
-    with pytest.raises(EngineError, match="offloads"):
-        taped(torch.sin, xw[0], policy=offload("aten.sin"))
-
-
 def test_unmatched_entry_warns_once(xw):
     """With what ran."""
     x, w = xw
@@ -802,11 +795,6 @@ def test_saved_tensors_are_readable_outside_backward(xw):
 # The report
 
 
-def report_of(function: Any, *args: Any, policy: Any) -> Any:
-    """Report a function under the tape engine."""
-    return report(function, *args, policy=policy, engine="tape")
-
-
 def test_report_lists_what_is_held():
     """The sum of its rows is what is held, the same at each call."""
     x, w = leaf(64, 64), leaf(64, 64)
@@ -815,15 +803,15 @@ def test_report_lists_what_is_held():
         y = F.dropout(t @ w, 0.5).sin()
         return ((y @ w).sin() + y.argmax()) @ w
 
-    found = report_of(run, x, policy=save_ops("aten.mm"))
-    again = report_of(run, x, policy=save_ops("aten.mm"))
+    found = report(run, x, policy=save_ops("aten.mm"))
+    again = report(run, x, policy=save_ops("aten.mm"))
     assert [row.held_bytes for row in found.rows] == [row.held_bytes for row in again.rows]
     assert sum(row.held_bytes for row in found.rows) == found.held_bytes
     by_op = {(row.op, row.index): row for row in found.rows}
     assert [by_op[MM, at].read for at in range(3)] == [True, True, False]
     assert by_op[MM, 0].held_bytes == 64 * 64 * 4
     assert "random" in by_op["aten.bernoulli_.float", 0].why
-    assert "bytes held by the tape engine, 1 unread" in str(found)
+    assert "1 mm not held: backward does not need it" in str(found)
 
 
 def test_report_says_why_results_are_held():
@@ -836,7 +824,7 @@ def test_report_says_why_results_are_held():
         values, places = (t * scale).topk(4, -1)
         return values.sin() * t.gather(1, places)
 
-    found = report_of(run, x, policy=NOTHING)
+    found = report(run, x, policy=NOTHING)
     whys = {row.op: row.why for row in found.kept_anyway}
     assert whys == {
         "aten.exp.default": "it was made without gradients",

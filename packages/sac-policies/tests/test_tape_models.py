@@ -57,7 +57,7 @@ def _plainly(function: Run, *args: Any, **kwargs: Any) -> Any:
 
 
 def _taped(policy: Any, check: str, function: Run, *args: Any, **kwargs: Any) -> Any:
-    options = {"policy": policy, "engine": "tape", "determinism_check": check}
+    options = {"policy": policy, "determinism_check": check}
     return checkpoint(function, *args, **options, **kwargs)
 
 
@@ -185,7 +185,7 @@ def gradients(out):
     return [getattr(g, "_local_tensor", g) for g in torch.autograd.grad(out.sin().sum(), wanted)]
 
 def taped(policy, **options):
-    return checkpoint(module, x, policy=policy, engine="tape", **options)
+    return checkpoint(module, x, policy=policy, **options)
 
 matmuls, nothing = save_ops("aten.mm"), recompute_all()
 plain = gradients(module(x))
@@ -195,7 +195,7 @@ for name, policy in (("matmuls", matmuls), ("nothing", nothing)):
     found[name] = kept(lambda: taped(policy, determinism_check="none"))
 found["plain"] = kept(lambda: module(x))
 found["reports"] = [
-    report(module, x, policy=matmuls, engine="tape").held_bytes for _ in range(2)
+    report(module, x, policy=matmuls).held_bytes for _ in range(2)
 ]
 """
 

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from sac_policies import _tensors, profile, recompute_all, report, solve
-from sac_policies._holdings import run_backward
-from sac_policies._tensors import needing_gradients, tensors_in
+from sac_policies import _tensors, recompute_all, report
+from sac_policies._tensors import tensors_in
 
 
 class Batch(dict):
@@ -42,7 +41,6 @@ def test_tensors_are_found_in_order(make):
     a, b = torch.ones(2, requires_grad=True), torch.zeros(2)
     found = tensors_in(make(a, b))
     assert [id(each) for each in found] == [id(a), id(b)]
-    assert needing_gradients(make(a, b)) == (True, False)
 
 
 def test_container_that_holds_itself_is_read_once():
@@ -91,28 +89,4 @@ def test_values_that_a_region_is_given_in_a_dict_are_read_there(kind):
         return (t + batch["u"]).sin()
 
     policy, given = recompute_all(), kind(u=u + u)
-    assert report(body, x, given, policy=policy, engine="recipe").held_bytes == 0
-
-
-def test_plan_is_for_the_tensors_of_a_dict_that_needed_gradients():
-    """A plan that was made where none did is not taken for one where they do."""
-
-    def body(batch):
-        return (batch["u"] @ batch["u"]).sin()
-
-    plans = [
-        solve(profile(body, Batch(u=torch.ones(4, 4, requires_grad=needs))), 1.0)
-        for needs in (True, False)
-    ]
-    assert [plan.is_for((True,)) for plan in plans] == [True, False]
-
-
-@pytest.mark.parametrize("kind", [dict, Batch, OrderedDict])
-def test_backward_of_a_report_begins_at_tensors_of_any_dict(kind):
-    """Hooks of what was saved run, and no gradient is left."""
-    x, seen = torch.ones(3, requires_grad=True), []
-    out = kind(y=x.sin())
-    out["y"].register_hook(seen.append)
-    run_backward(out)
-    assert len(seen) == 1
-    assert x.grad is None
+    assert report(body, x, given, policy=policy).held_bytes == 0

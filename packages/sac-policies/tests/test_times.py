@@ -12,11 +12,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from sac_policies import InPlaceFit, fit_, recompute_all
-from sac_policies.budget import _checkpointed, _times
+from sac_policies import InPlaceFit, fit_
+from sac_policies.budget import _times
 from sac_policies.budget._times import Clock, are_long, clocked_in_rounds, costs, last_word
-from sac_policies.engines.recipe._run import known_of
-from sac_policies.engines.recipe.regions import _repeated, _repeats
 
 from ._blocks import stack
 from ._fitted import BATCH
@@ -133,35 +131,6 @@ def test_what_keeps_less_has_the_last_word() -> None:
         assert own[0] == 0 < own[2] < own[1] < own[3]
     for one, other in itertools.combinations(words, 2):
         assert one[2] + other[1] < one[1] + other[2]
-
-
-def test_a_level_is_chosen_by_steps_that_follow_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not by the one that writes down what others follow, which is the one whose memory is seen.
-
-    Nor by what the profiler takes.
-    """
-    counted, unit = Counted(monkeypatch), MS // 20
-    known_of(recompute_all()).repeats.forget()
-    for kind, units in [(_repeats.RecordedRegion, 50), (_repeated.Repeated, 1)]:
-        monkeypatch.setattr(kind, "run", counted.adds(kind.run, units * unit))
-    monkeypatch.setattr(
-        _checkpointed, "run_again", counted.adds(_checkpointed.run_again, 10 * unit)
-    )
-    model, watched = stack(), []
-    forward = model.forward
-
-    def seen(*args: Any, **kwargs: Any) -> Any:
-        watched.append(torch.autograd._profiler_enabled())
-        counted.ns += 100 * unit * watched[-1]
-        return forward(*args, **kwargs)
-
-    model.forward = seen
-    found = fit_(model, BATCH, "50%")
-    assert isinstance(found, InPlaceFit)
-    assert {"recomputes everything"} <= {region.level for region in found.regions}
-    assert "runs again" not in {region.level for region in found.regions}
-    assert watched.count(False) == 3 + 5 * 4  # to see operators, to learn, and to clock
-    found.undo()
 
 
 def test_long_steps_are_clocked_while_their_memory_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sac_policies import _torch_compat as compat
-from sac_policies._tensors import needing_gradients, tensors_in
+from sac_policies._tensors import tensors_in
 from sac_policies._torch_compat import _storages
 
 
@@ -31,23 +31,6 @@ def without(monkeypatch):
         return module
 
     return load
-
-
-def test_graph_is_kept_outside_of_backward(without):
-    """Outside of backward, and where torch cannot tell, nothing is handed out for good."""
-    assert compat.backward_keeps_graph() is True
-    assert without("keep_graph").backward_keeps_graph() is True
-
-
-def test_backward_says_whether_it_keeps_the_graph():
-    """Inside backward the answer follows retain_graph."""
-    answers = []
-    x = torch.ones(2, requires_grad=True)
-    y = x * 2
-    y.register_hook(lambda grad: answers.append(compat.backward_keeps_graph()))
-    y.sum().backward(retain_graph=True)
-    y.sum().backward()
-    assert answers == [True, False]
 
 
 def test_hooks_are_found(without):
@@ -165,69 +148,11 @@ def test_no_module_is_running_here():
     assert compat.running_modules() == ""
 
 
-def test_checkpoint_frame_is_that_of_the_hooks():
-    """torch's checkpoint is known by its pack function while it runs; nobody else is."""
-    found = []
-
-    def body(x):
-        hooks = compat.saved_tensor_hooks()
-        found.append(compat.checkpoint_frame(hooks))
-        return x.sin()
-
-    x = torch.ones(2, requires_grad=True)
-    torch.utils.checkpoint.checkpoint(body, x, use_reentrant=False, early_stop=False)
-    assert found[0].early_stop is False
-    frame = None
-
-    def pack(tensor):
-        return tensor if frame is None else frame
-
-    assert compat.checkpoint_frame((pack, pack)) is None
-    assert compat.checkpoint_frame(None) is None
-
-
-def test_inputs_that_a_checkpoint_saves_are_for_no_node(monkeypatch):
-    """A pack hook can tell them from what an operator saves, also through its base class."""
-    answers = []
-
-    def base(tensor, depth=1):
-        if tensor.numel():  # older torch saves an empty one of its own
-            answers.append((compat.packs_for_a_node(depth=depth), tuple(tensor.shape)))
-        return tensor
-
-    def derived(tensor):
-        return base(tensor)
-
-    def nested(tensor):
-        return base(tensor, depth=2)
-
-    x = torch.ones(2, requires_grad=True)
-    for pack in (base, derived, nested):
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False)
-            torch.ones(3, requires_grad=True).sin()
-    # Where torch has no such function, a node of its own saves them.
-    assert answers == [(not compat._saving_inputs, (2,)), (True, (3,))] * 3
-    monkeypatch.setattr(compat, "_saving_inputs", set())
-    assert compat.packs_for_a_node(depth=1) is True
-    assert compat.packs_for_a_node(depth=10**6) is True
-
-
 def test_running_module_is_the_innermost(monkeypatch):
     """While a module's operators are traced, its path is known."""
     stack = {"1": ("layers", torch.nn.Sequential), "2": ("layers.0", torch.nn.Linear)}
     monkeypatch.setitem(torch.fx.traceback.current_meta, "nn_module_stack", stack)
     assert compat.running_modules() == "layers.0"
-
-
-@pytest.mark.parametrize("next_number", [compat.sequence_number, compat._number_after_a_new_node])
-def test_sequence_number_is_that_of_the_next_node(next_number):
-    """Also where a node is made to learn it, and where no gradients are wanted."""
-    x = torch.ones(2, requires_grad=True)
-    before = compat.node_number((x * 2).grad_fn)
-    with torch.no_grad():
-        number = next_number()
-    assert before < number == compat.node_number((x * 2).grad_fn)
 
 
 def test_there_is_no_backward_outside_of_one(without):
@@ -244,7 +169,6 @@ def test_tensors_are_found_in_nested_containers(without):
         leaves = module.tree_leaves(nested)
         assert [t.numel() for t in leaves if isinstance(t, torch.Tensor)] == [1, 2, 3]
     assert [t.numel() for t in tensors_in(nested)] == [1, 2, 3]
-    assert needing_gradients([one, two.requires_grad_()]) == (False, True)
 
 
 def test_fake_tensors_have_no_data(without):

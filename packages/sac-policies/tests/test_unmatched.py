@@ -17,7 +17,6 @@ from sac_policies import (
     UnmatchedEntryWarning,
     UnmatchedNameError,
     checkpoint,
-    context_fn,
     from_json,
     name,
     report,
@@ -123,7 +122,7 @@ def test_gradient_in_the_middle_of_a_forward_does_not_ask(x):
     policy = save_named("late")
 
     def body(t):
-        inner = checkpoint(torch.sin, t, policy=policy, engine="contexts").sum()
+        inner = checkpoint(torch.sin, t, policy=policy).sum()
         (slope,) = torch.autograd.grad(inner, t, create_graph=True)
         return name(slope * t, "late")
 
@@ -170,19 +169,13 @@ def test_warning_of_an_operator_names_one_that_ran(x):
     """An operator that is there but does not run is warned of, with what ran instead."""
     said = r"entries 'aten\.mm' match nothing .*Did you mean 'aten\.addmm'"
     with pytest.warns(UnmatchedEntryWarning, match=said):
-        checkpoint(_Stack(), x, policy=save_ops("aten.mm"), engine="contexts")
+        checkpoint(_Stack(), x, policy=save_ops("aten.mm"))
 
 
-@pytest.mark.parametrize("engine", ["recipe", "contexts"])
-@pytest.mark.parametrize("way", ["checkpoint", "context_fn"])
-def test_warning_points_at_the_line_of_the_region(x, engine, way):
+def test_warning_points_at_the_line_of_the_region(x):
     """Not at a line of ours or torch's, nor at the call of the function around the region."""
     policy = save_ops("aten.mm")
-    if way == "context_fn":
-        region = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
-        region = partial(region, context_fn=context_fn(policy))
-    else:
-        region = partial(checkpoint, policy=policy, engine=engine)
+    region = partial(checkpoint, policy=policy)
 
     def forward(t):
         return region(nn.Tanh(), t)
@@ -221,44 +214,40 @@ def test_compiled_code_is_not_asked_for_names(x):
     compiled(x).sum().backward()
 
 
-@pytest.mark.parametrize("engine", ["recipe", "contexts"])
-def test_every_region_is_looked_at_once(x, engine):
+def test_every_region_is_looked_at_once(x):
     """A second model under an equal policy is warned of too, each of them once."""
     for _ in range(2):
         stack = nn.Sequential(nn.Linear(4, 4))
         with pytest.warns(UnmatchedEntryWarning, match=r"region .Sequential., but") as told:  # noqa: PT031
             for _ in range(3):
-                checkpoint(stack, x, policy=save_ops("aten.mm"), engine=engine)
+                checkpoint(stack, x, policy=save_ops("aten.mm"))
         assert len(told) == 1
 
 
-@pytest.mark.parametrize("engine", ["recipe", "contexts"])
-def test_region_is_not_excused_by_another(x, engine):
+def test_region_is_not_excused_by_another(x):
     """What ran in a first region is not what ran in a second."""
     policy = save_ops("aten.addmm")
-    checkpoint(nn.Linear(4, 4), x, policy=policy, engine=engine)
+    checkpoint(nn.Linear(4, 4), x, policy=policy)
     with pytest.warns(UnmatchedEntryWarning, match=r"'aten\.addmm' match nothing .* 'Tanh'"):
-        checkpoint(nn.Tanh(), x, policy=policy, engine=engine)
+        checkpoint(nn.Tanh(), x, policy=policy)
 
 
-@pytest.mark.parametrize("engine", ["recipe", "contexts"])
-def test_function_written_once_is_warned_of_once(x, engine):
+def test_function_written_once_is_warned_of_once(x):
     """A lambda made anew in each step has the code it had."""
     with pytest.warns(UnmatchedEntryWarning, match=r"in the region '<lambda>'") as told:  # noqa: PT031
         for _ in range(3):
-            checkpoint(lambda t: t.sin(), x, policy=save_ops("aten.mm"), engine=engine)
-            checkpoint(partial(lambda t: t.sin()), x, policy=save_ops("aten.mm"), engine=engine)
+            checkpoint(lambda t: t.sin(), x, policy=save_ops("aten.mm"))
+            checkpoint(partial(lambda t: t.sin()), x, policy=save_ops("aten.mm"))
     assert len(told) == 2
 
 
 @pytest.mark.filterwarnings("ignore::sac_policies.UnmatchedEntryWarning")
-@pytest.mark.parametrize("engine", ["recipe", "contexts"])
-def test_models_are_not_held(x, engine):
+def test_models_are_not_held(x):
     """A model goes when its user lets it go, and with it what was remembered of it."""
     policy = save_ops("aten.mm")
     for _ in range(3):
         stack = nn.Sequential(nn.Linear(4, 4))
-        checkpoint(stack, x, policy=policy, engine=engine).sum().backward()
+        checkpoint(stack, x, policy=policy).sum().backward()
         gone = weakref.ref(stack)
         del stack
         assert gone() is None
@@ -288,7 +277,7 @@ def test_attention_that_ran_as_its_parts_is_explained(x):
         r"aten\._safe_softmax and aten\.bmm, .*save_every_nth\('aten\.bmm', n=2, phase=1\) keeps"
     )
     with pytest.warns(UnmatchedEntryWarning, match=said):
-        checkpoint(attend, x, policy=save_ops(ATTENTION), engine="contexts")
+        checkpoint(attend, x, policy=save_ops(ATTENTION))
     rows = report(attend, x, policy=save_every_nth("aten.bmm", n=2, phase=1)).kept
     assert [(row.op, row.index) for row in rows] == [("aten.bmm.default", 1)]
 
@@ -307,4 +296,4 @@ def test_attention_that_ran_as_its_parts_is_explained(x):
 def test_warning_says_what_the_entry_is(x, policy, said):
     """No misspelling is suggested for what is no name."""
     with pytest.warns(UnmatchedEntryWarning, match=said):
-        checkpoint(_Stack(), x, policy=policy, engine="contexts")
+        checkpoint(_Stack(), x, policy=policy)

@@ -11,7 +11,12 @@ from torch import nn
 
 from sac_policies import checkpoint, fit_, profile, recompute_all, report
 
-from ._recipe import leaf
+
+def leaf(*shape: int) -> torch.Tensor:
+    """A leaf of this shape with spread values."""
+    numel = torch.Size(shape).numel()
+    return torch.linspace(-1.3, 1.7, numel).reshape(shape).requires_grad_()
+
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::sac_policies.UnmatchedEntryWarning"),
@@ -37,10 +42,8 @@ class _Partly(nn.Module):
 
 
 WATCHED: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
-    "recipe": lambda m, x: checkpoint(m, x, policy=recompute_all(), engine="recipe"),
-    "contexts": lambda m, x: checkpoint(m, x, policy=recompute_all(), engine="contexts"),
-    "report": lambda m, x: report(m, x, policy=recompute_all(), engine="recipe"),
-    "report of contexts": lambda m, x: report(m, x, policy=recompute_all(), engine="contexts"),
+    "checkpoint": lambda m, x: checkpoint(m, x, policy=recompute_all()),
+    "report": lambda m, x: report(m, x, policy=recompute_all()),
     "profile": profile,
     "fit_": lambda m, x: fit_(m, x, "99%"),
 }

@@ -46,12 +46,12 @@ class Region(nn.Module):
         return sac_policies.checkpoint(self.block, x, **self.options)
 
 
-def _recipe(block):
-    return Region(block, policy=sac_policies.recompute_all(), engine="recipe")
+def _replay(block):
+    return Region(block, policy=sac_policies.recompute_all())
 
 
-def _contexts(block):
-    return Region(block, policy=sac_policies.offload("aten.addmm", "aten.gelu"), engine="contexts")
+def _offload(block):
+    return Region(block, policy=sac_policies.offload("aten.addmm", "aten.gelu"))
 
 
 def _flat(block):
@@ -68,8 +68,8 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "offload": offload_,
     "offload, two calls kept": lambda block: offload_(block, keep_last=2),
     "checkpoint + offload": lambda block: offload_(checkpoint_(block)),
-    "offload inside contexts": _contexts,
-    "recipes": _recipe,
+    "offload by policy": _offload,
+    "replay": _replay,
     "flat views": _flat,
     "report by device clock": lambda block: block,
 }
@@ -85,7 +85,7 @@ COPIES_OUT = {
     "offload",
     "offload, two calls kept",
     "checkpoint + offload",
-    "offload inside contexts",
+    "offload by policy",
     "sharded + offload",
 }
 

@@ -136,10 +136,10 @@ def test_a_plan_may_offload(sim, device, regions):
     costly = dataclasses.replace(
         trace, ops=tuple(dataclasses.replace(op, cost=10**9) for op in trace.ops)
     )
-    plan = solve(costly, 0, engine="contexts", host_bandwidth=rate)
+    plan = solve(costly, 0, host_bandwidth=rate)
     assert plan
     assert plan.kept_bytes == 0
-    assert plan.offloaded_bytes == trace.total_bytes("contexts") > 0
+    assert plan.offloaded_bytes == trace.total_bytes() > 0
 
     def step(policy):
         x.grad = None

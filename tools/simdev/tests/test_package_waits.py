@@ -47,7 +47,7 @@ class Region(nn.Module):
     def forward(self, x):
         """As the block."""
         policy = sac_policies.offload("aten.addmm", "aten.gelu")
-        return sac_policies.checkpoint(self.block, x, policy=policy, engine="contexts")
+        return sac_policies.checkpoint(self.block, x, policy=policy)
 
 
 WAYS = {"ckpt-wrap": offload_, "sac-policies": Region}

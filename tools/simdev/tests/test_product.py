@@ -25,8 +25,8 @@ HARD = (
 CELLS = [cell for cell in product.cells_of(ways.WAYS) if cell.split("/")[1] in HARD]
 # Runs that found a defect once.
 REGRESSIONS = [
-    ("offload inside contexts/slow copies", 0),
-    ("offload inside contexts/two streams", 1),
+    ("offload by policy/slow copies", 0),
+    ("offload by policy/two streams", 1),
     ("offload/host far ahead", 1),
     ("offload/refused capture", 3000),
 ]
@@ -99,5 +99,5 @@ def test_memory_left_by_a_failed_step_is_reported(sim, monkeypatch):
         return answer
 
     monkeypatch.setattr(ways, "_told", told)
-    _, wrong = product.run("recipes", "out of memory", 7)
+    _, wrong = product.run("replay", "out of memory", 7)
     assert wrong == "Fault: the step that failed left 8192 bytes behind"

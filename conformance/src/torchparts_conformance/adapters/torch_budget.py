@@ -29,7 +29,7 @@ _NO_PYTHON = "compiled code runs operators again, and no forward whose runs coul
 _OF_WRAPPERS = (
     *("CW-001", "CW-002", "CW-008", "CW-009", "CW-010", "CW-019", "CW-020", "CW-021", "CW-022"),
     *("CW-023", "CW-024", "CW-025", "CW-026", "CW-027", "CW-028", "CW-029", "CW-030", "CW-031"),
-    *("CW-032", "CW-049", "CW-050", "CW-051", "CW-053"),
+    *("CW-032", "CW-049", "CW-051", "CW-053"),
 )
 # Each module here is one more kind for the same code; none of them is to run uncompiled.
 _ALL_COMPILED = {"recompile_limit": 1000, "fail_on_recompile_limit_hit": True}

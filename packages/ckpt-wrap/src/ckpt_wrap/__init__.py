@@ -18,10 +18,9 @@ from ckpt_wrap._errors import (
     PolicyError,
     RecomputeError,
 )
-from ckpt_wrap._offload_report import offload_stats
 from ckpt_wrap._phase import is_checkpointing, is_recomputing
 from ckpt_wrap.checkpointing._options import CheckpointImpl
-from ckpt_wrap.modules._in_place import checkpoint_, offload_, unwrap
+from ckpt_wrap.modules._in_place import checkpoint_, offload_, offload_stats, unwrap
 from ckpt_wrap.modules._names import PREFIX, WRAPPED_MODULE, clean_name, clean_state_dict
 from ckpt_wrap.modules._wrapper import (
     ActivationWrapper,
@@ -35,16 +34,8 @@ from ckpt_wrap.offload._offload_stats import OffloadStats
 
 if TYPE_CHECKING:
     from ckpt_wrap._apply import apply_activation_checkpointing
+    from ckpt_wrap._layers import checkpoint_layers_
     from ckpt_wrap._plan import Plan, Step, make_plan
-    from ckpt_wrap._policies import (
-        ModuleInfo,
-        Policy,
-        by_class,
-        by_function,
-        by_name,
-        by_size,
-        every_nth,
-    )
 
 __all__ = [
     "ActivationWrapper",
@@ -52,27 +43,21 @@ __all__ = [
     "CheckpointWrapper",
     "CkptWrapError",
     "ModuleError",
-    "ModuleInfo",
     "OffloadError",
     "OffloadOptions",
     "OffloadStats",
     "OffloadWrapper",
     "OptionError",
     "Plan",
-    "Policy",
     "PolicyError",
     "RecomputeError",
     "Step",
     "apply_activation_checkpointing",
-    "by_class",
-    "by_function",
-    "by_name",
-    "by_size",
     "checkpoint_",
+    "checkpoint_layers_",
     "checkpoint_wrapper",
     "clean_name",
     "clean_state_dict",
-    "every_nth",
     "is_checkpointing",
     "is_recomputing",
     "make_plan",
@@ -87,15 +72,20 @@ _CHECKPOINT_PREFIX, _CHECKPOINT_WRAPPED_MODULE = PREFIX, WRAPPED_MODULE
 
 __version__ = "0.1.0"
 
-_PLANNED = {"Plan": "_plan", "Step": "_plan", "make_plan": "_plan"}
-_PLANNED["apply_activation_checkpointing"] = "_apply"
+_ON_DEMAND = {
+    "Plan": "_plan",
+    "Step": "_plan",
+    "apply_activation_checkpointing": "_apply",
+    "checkpoint_layers_": "_layers",
+    "make_plan": "_plan",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Load plans and policies when one is first asked for: who wraps by hand needs neither."""
-    if name not in __all__:
+    """Import plans on demand: code that only calls `checkpoint_` needs none."""
+    if name not in _ON_DEMAND:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(f"{__name__}.{_PLANNED.get(name, '_policies')}")
+    module = import_module(f"{__name__}.{_ON_DEMAND[name]}")
     value = globals()[name] = getattr(module, name)
     return value
 

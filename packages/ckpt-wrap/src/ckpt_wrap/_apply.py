@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from ckpt_wrap._errors import ModuleError, OptionError, PolicyError, about
 from ckpt_wrap._torch_compat import edges, is_torch_policy, run_torch_policy
-from ckpt_wrap._where import describe
+from ckpt_wrap._where import count_elements, describe
 from ckpt_wrap.checkpointing._options import require_module
 from ckpt_wrap.modules._in_place import behaviour, put_back, tell_name
 from ckpt_wrap.modules._wrapper import ActivationWrapper, checkpoint_wrapper
 
-CheckFn = Callable[[nn.Module], bool]
 Targets = dict[nn.Module, dict[str, Any]]
 
 
@@ -28,7 +26,7 @@ def _every_module(_: nn.Module) -> bool:
 def apply_activation_checkpointing(
     model: nn.Module,
     checkpoint_wrapper_fn: Callable[..., nn.Module] = checkpoint_wrapper,
-    check_fn: CheckFn = _every_module,
+    check_fn: Callable[[nn.Module], bool] = _every_module,
     auto_wrap_policy: Any = None,
 ) -> None:
     """Wrap modules below `model`, in place.
@@ -56,9 +54,12 @@ def apply_activation_checkpointing(
         ('CheckpointWrapper', 'ReLU')
     """
     require_module(model, "apply_activation_checkpointing")
-    _require_callable("checkpoint_wrapper_fn", checkpoint_wrapper_fn)
-    if auto_wrap_policy is None:
-        _require_callable("check_fn", check_fn)
+    for option, value in (("checkpoint_wrapper_fn", checkpoint_wrapper_fn), ("check_fn", check_fn)):
+        if not callable(value):
+            raise OptionError(
+                f"ckpt_wrap.apply_activation_checkpointing: option {option!r} is {value!r}, but "
+                "it must be a function of a module. Pass such a function."
+            )
     targets = _select(model, check_fn, auto_wrap_policy)
     names = {module: name for name, module in model.named_modules()}
     wrappers: dict[nn.Module, nn.Module] = {}
@@ -67,7 +68,12 @@ def apply_activation_checkpointing(
             undo.callback(put_back, module, type(module), behaviour(module))
             with about(f"module {describe(module, names[module])}"):
                 wrappers[module] = checkpoint_wrapper_fn(module, **options)
-                _require_wrapper(wrappers[module])
+            if not isinstance(wrappers[module], nn.Module):
+                raise ModuleError(
+                    "ckpt_wrap.apply_activation_checkpointing: option 'checkpoint_wrapper_fn' "
+                    f"returned {wrappers[module]!r} for module {names[module]!r}, but it must "
+                    "return an nn.Module. Return the wrapped module."
+                )
         undo.pop_all()
     _replace(model, wrappers)
     for module, wrapper in wrappers.items():
@@ -80,28 +86,13 @@ def apply_activation_checkpointing(
         )
 
 
-def _require_callable(option: str, value: object) -> None:
-    if not callable(value):
-        raise OptionError(
-            f"ckpt_wrap.apply_activation_checkpointing: option {option!r} is {value!r}, but it "
-            "must be a function of a module. Pass such a function."
-        )
-
-
-def _require_wrapper(value: object) -> None:
-    if not isinstance(value, nn.Module):
-        raise ModuleError(
-            "ckpt_wrap.apply_activation_checkpointing: option 'checkpoint_wrapper_fn' returned "
-            f"{value!r}, but it must return an nn.Module. Return the wrapped module."
-        )
-
-
-def _select(model: nn.Module, check_fn: CheckFn, policy: Any) -> Targets:
+def _select(model: nn.Module, check_fn: Callable[[nn.Module], bool], policy: Any) -> Targets:
     """Options of each module to wrap."""
+    below = [m for m in model.modules() if m is not model and not isinstance(m, ActivationWrapper)]
     if policy is None:
-        targets: Targets = {module: {} for module in _candidates(model) if check_fn(module)}
-    elif callable(policy):
-        targets = select_bottom_up(model, policy)
+        return {module: {} for module in below if check_fn(module)}
+    if callable(policy):
+        targets = _select_bottom_up(model, policy)
     elif is_torch_policy(policy):
         targets = run_torch_policy(policy, model)
     else:
@@ -109,15 +100,10 @@ def _select(model: nn.Module, check_fn: CheckFn, policy: Any) -> Targets:
             f"ckpt_wrap.apply_activation_checkpointing: Expected {policy} to be callable or be a "
             "pre-defined wrap policy. Pass a torch.distributed.fsdp.wrap policy or a function."
         )
-    return {module: targets[module] for module in _candidates(model) if module in targets}
+    return {module: targets[module] for module in below if module in targets}
 
 
-def _candidates(model: nn.Module) -> Iterator[nn.Module]:
-    """Every module below the model once, wrappers left out."""
-    return (m for m in model.modules() if m is not model and not isinstance(m, ActivationWrapper))
-
-
-def select_bottom_up(model: nn.Module, policy: Callable[..., bool]) -> Targets:
+def _select_bottom_up(model: nn.Module, policy: Callable[..., bool]) -> Targets:
     """Ask the policy about children before parents, so that it sees what is left unwrapped."""
     targets: Targets = {}
     wrapped_numel: dict[nn.Module, int] = {}
@@ -142,14 +128,13 @@ def select_bottom_up(model: nn.Module, policy: Callable[..., bool]) -> Targets:
     return targets
 
 
-def count_elements(module: nn.Module) -> int:
-    """Elements of a module's parameters, those not there yet not counted."""
-    return sum(p.numel() for p in module.parameters() if not is_lazy(p))
-
-
 def _replace(model: nn.Module, wrappers: dict[nn.Module, nn.Module]) -> None:
-    """Put each wrapper wherever its module stands, unless it has one of that kind around it."""
-    around = _wrapper_types(model)
+    """Put each wrapper in all places of its module, unless one of that kind is around it."""
+    around: dict[nn.Module, list[type]] = {}
+    for wrapper in model.modules():
+        if isinstance(wrapper, ActivationWrapper):
+            for _, inner in edges(wrapper):
+                around[inner] = [*around.get(wrapper, []), type(wrapper)]
     places = [
         (parent, name, wrappers[child])
         for parent in model.modules()
@@ -158,13 +143,3 @@ def _replace(model: nn.Module, wrappers: dict[nn.Module, nn.Module]) -> None:
     ]
     for parent, name, wrapper in places:
         setattr(parent, name, wrapper)
-
-
-def _wrapper_types(model: nn.Module) -> dict[nn.Module, list[type]]:
-    """For each wrapped module, the types of the wrappers around it."""
-    around: dict[nn.Module, list[type]] = {}
-    for wrapper in model.modules():
-        if isinstance(wrapper, ActivationWrapper):
-            for _, inner in edges(wrapper):
-                around[inner] = [*around.get(wrapper, []), type(wrapper)]
-    return around

@@ -6,8 +6,7 @@ Every message reads `ckpt_wrap.<function>: <named thing> <actual>, but <rule>. <
 from __future__ import annotations
 
 import contextlib
-import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 
 from torch.utils.checkpoint import CheckpointError
 
@@ -39,18 +38,6 @@ class RecomputeError(CkptWrapError, CheckpointError):
 
 class OffloadError(CkptWrapError, RuntimeError):
     """A tensor could not be moved to host memory or disk, or was changed after it was moved."""
-
-
-def require_known_options(function: str, given: Iterable[str], known: Sequence[str]) -> None:
-    """Raise `OptionError` for the first option that is not known, naming the closest that is."""
-    for name in given:
-        if name not in known:
-            closest = next(iter(difflib.get_close_matches(name, known)), None)
-            advice = f"Did you mean {closest!r}?" if closest else "Leave it out."
-            raise OptionError(
-                f"ckpt_wrap.{function}: option {name!r} is unknown, but options must be among "
-                f"{', '.join(known)}. {advice}"
-            )
 
 
 @contextlib.contextmanager

@@ -1,28 +1,23 @@
-"""Whether this thread runs a checkpointed module, and for the first time or again."""
+"""Whether this thread runs a checkpointed module, in forward or in recomputation."""
 
 from __future__ import annotations
 
-import sys
 import threading
-from types import FrameType
 from typing import Protocol
 
 import torch
-from torch import nn
 
 
 class Asked(Protocol):
-    """What has to know when a forward asks which run it is."""
+    """State of a forward that remembers whether the forward called `is_recomputing()`."""
 
-    def asked(self, module: nn.Module) -> None:
-        """A forward of `module` has asked."""
-        ...
+    asked: bool
 
 
 class _Phase(threading.local):
     recomputing = 0
     in_region = 0
-    runs: tuple[Asked, ...] = ()  # those that are running, the innermost first
+    runs: tuple[Asked, ...] = ()  # of the forwards that are running
 
 
 _phase = _Phase()
@@ -39,23 +34,9 @@ def is_recomputing() -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    if _phase.runs:
-        module = _asking()
-        if module is not None:
-            for run in _phase.runs:
-                run.asked(module)
+    for run in _phase.runs:
+        run.asked = True
     return _phase.recomputing > 0
-
-
-def _asking() -> nn.Module | None:
-    """The module whose method, or a function called by it, asks."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        module = frame.f_locals.get("self")
-        if isinstance(module, nn.Module):
-            return module
-        frame = frame.f_back
-    return None
 
 
 def is_checkpointing() -> bool:
@@ -75,7 +56,7 @@ class FirstRun:
     """Context of a checkpointed forward.
 
     Args:
-        run: is told when the forward asks which run it is.
+        run: its `asked` is set when the forward calls `is_recomputing()`.
     """
 
     __slots__ = ("_outer", "_run")
@@ -87,20 +68,20 @@ class FirstRun:
     def __enter__(self) -> None:
         self._outer = _phase.runs
         _phase.runs = (self._run, *self._outer)
-        self._count(1)
+        _phase.in_region += 1
 
     def __exit__(self, *error: object) -> None:
-        self._count(-1)
+        _phase.in_region -= 1
         _phase.runs = self._outer
 
-    def _count(self, by: int) -> None:
-        _phase.in_region += by
 
-
-class SecondRun(FirstRun):
-    """Context of its recomputation."""
+class SecondRun:
+    """Context of a recomputation."""
 
     __slots__ = ()
 
-    def _count(self, by: int) -> None:
-        _phase.recomputing += by
+    def __enter__(self) -> None:
+        _phase.recomputing += 1
+
+    def __exit__(self, *error: object) -> None:
+        _phase.recomputing -= 1

@@ -6,51 +6,41 @@ digest, and applied to any model with these names.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
 from torch import nn
 
-from ckpt_wrap._apply import count_elements, select_bottom_up
 from ckpt_wrap._errors import OptionError, PolicyError, about
-from ckpt_wrap._policies import ModuleInfo, Policy, Selection, by_function
-from ckpt_wrap._torch_compat import is_torch_policy, run_torch_policy
-from ckpt_wrap._where import describe
-from ckpt_wrap.checkpointing._checkpoint_fn import checkpoint_fn_from
+from ckpt_wrap._where import count_elements, describe
 from ckpt_wrap.checkpointing._options import require_module
-from ckpt_wrap.modules._in_place import (
-    Action,
-    Behaviour,
-    become,
-    planned,
-    tell_name,
-)
-from ckpt_wrap.modules._inner_state import innermost
+from ckpt_wrap.modules._in_place import Action, become, planned, tell_name
+from ckpt_wrap.modules._names import innermost
 from ckpt_wrap.modules._subclass import require_changeable, require_forward
 from ckpt_wrap.modules._wrapper import ActivationWrapper
-from ckpt_wrap.offload._offload_options import offload_options
+
+Rule = Callable[[str, nn.Module], bool | Mapping[str, Any] | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One module of a plan.
+    """One change of one module.
 
     Args:
-        name: fully qualified; the first name if the module is shared.
-        aliases: the other names of a shared module.
+        name: of the module, fully qualified; the first name if it is shared.
         class_name: of the module.
         numel: elements of its parameters, including those of its submodules.
+        action: "checkpoint" or "offload".
         options: given to `checkpoint_` or `offload_`.
     """
 
     name: str
-    aliases: tuple[str, ...]
     class_name: str
     numel: int
+    action: Action
     options: Mapping[str, Any]
 
 
@@ -59,22 +49,21 @@ class Plan:
     """Which modules are changed in place, and how. Prints as a table.
 
     Args:
-        action: what to do to them, "checkpoint" or "offload".
-        steps: one for each module, in the order of the model.
+        steps: in the order of the model.
     """
 
-    action: Action
     steps: tuple[Step, ...]
 
     @property
     def names(self) -> tuple[str, ...]:
         """Name of each module, in the order of the model."""
-        return tuple(step.name for step in self.steps)
+        return tuple(dict.fromkeys(step.name for step in self.steps))
 
     @property
     def digest(self) -> str:
         """Sixteen hexadecimal digits that are equal on two ranks if their plans are."""
-        return hashlib.sha256(str(self).encode()).hexdigest()[:16]
+        text = [(s.name, s.class_name, s.numel, s.action, _show(s.options)) for s in self.steps]
+        return hashlib.sha256(repr(text).encode()).hexdigest()[:16]
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Change the planned modules of `model` in place; a second call changes nothing.
@@ -85,163 +74,107 @@ class Plan:
             OffloadError: a folder cannot be made or written to; nothing is changed.
         """
         require_module(model, "Plan.apply")
-        planned_modules = [(step, _find(model, step.name)) for step in self.steps]
-        for step, module in planned_modules:
+        found = [(step, _find(model, step.name)) for step in self.steps]
+        for step, module in found:
             require_changeable(module, "Plan.apply", step.name)
-        changes = [
-            (step, module, _change(module, step, self.action)) for step, module in planned_modules
-        ]
+        changes = [(step, module, _change(step, module)) for step, module in found]
         for step, module, change in changes:
-            tell_name(become(module, change), step.name)
+            become(module, **change)
+            tell_name(module, step.name)
         return model
 
     def __str__(self) -> str:
-        rows = [(_label(s), s.class_name, f"{s.numel:,}", _show(s.options)) for s in self.steps]
-        total = f"{sum(step.numel for step in self.steps):,}"
-        return _table(
-            [
-                (self.action, "class", "parameters", "options"),
-                *rows,
-                (f"{len(rows)} modules", "", total, ""),
-            ]
-        )
+        rows = [("action", "modules", "class", "count", "parameters", "options")]
+        for key, group in itertools.groupby(self.steps, _group_key):
+            steps = list(group)
+            numel = sum(step.numel for step in steps)
+            names = _names(steps)
+            rows.append((key[0], names, key[2], str(len(steps)), f"{numel:,}", key[4]))
+        widths = [max(len(row[column]) for row in rows) for column in range(6)]
+        lines = []
+        for action, names, kind, count, numel_text, options in rows:
+            left = f"{action:<{widths[0]}}  {names:<{widths[1]}}  {kind:<{widths[2]}}"
+            right = f"{count:>{widths[3]}}  {numel_text:>{widths[4]}}  {options}"
+            lines.append(f"{left}  {right}".rstrip())
+        return "\n".join(lines)
 
 
 def make_plan(
-    model: nn.Module,
-    policy: Any,
-    *,
-    action: Action = "checkpoint",
-    include_root: bool = False,
-    **options: Any,
+    model: nn.Module, rule: Rule, *, action: Action = "checkpoint", **options: Any
 ) -> Plan:
     """Decide which modules of a model to checkpoint or offload, without changing any.
 
     Args:
         model: the model to plan for.
-        policy: a `Policy`, a function of `ModuleInfo`, or one of torch's wrap policies.
+        rule: called as `rule(name, module)` for each module below the model, wrappers left out.
+            It returns True, False, or options for this module.
         action: `"checkpoint"` or `"offload"`.
-        include_root: whether the model itself may be selected.
-        **options: options for every selected module; options from the policy are added to them.
+        **options: options for every selected module; those of the rule are added to them.
 
     Raises:
-        ModuleError: `model` is not an `nn.Module`, or the policy selects a module without a
-            forward, such as `nn.ModuleList`.
+        ModuleError: `model` is not an `nn.Module`, or the rule selects a module without a forward,
+            such as `nn.ModuleList`.
         OptionError: an unknown action, or an option that cannot work.
-        PolicyError: not a policy, or one that selects nothing; lists close matches.
+        PolicyError: the rule is not a function, returns something else, or selects nothing.
 
     Example:
-        >>> from ckpt_wrap import by_class
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
-        >>> plan = make_plan(model, by_class(nn.Linear))
+        >>> plan = make_plan(model, lambda name, module: isinstance(module, nn.Linear))
         >>> print(plan)
-        checkpoint  class   parameters  options
-        0           Linear           6
-        2           Linear           6
-        2 modules                   12
+        action      modules  class   count  parameters  options
+        checkpoint  0, 2     Linear      2          12
         >>> plan.apply(model) is model
         True
     """
     require_module(model, "make_plan")
-    _require_action(action)
-    modules = look(model)[0 if include_root else 1 :]
-    chosen = as_policy(policy, model)
-    selection = chosen.select(modules)
-    if not selection:
-        raise PolicyError(_nothing_selected(chosen, modules, model))
-    steps = [_step(modules[i], {**options, **selection[i]}, action) for i in sorted(selection)]
-    return Plan(action, tuple(steps))
-
-
-def look(model: nn.Module) -> list[ModuleInfo]:
-    """Every module of the model once, wrappers left out, the model itself first."""
-    names: dict[nn.Module, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        names.setdefault(module, []).append(name)
-    index: dict[nn.Module, int] = {}
-    for parent in names:
-        for position, child in enumerate(parent.children()):
-            index.setdefault(child, position)
-    return [
-        ModuleInfo(
-            name=first,
-            module=module,
-            depth=first.count(".") + 1 if first else 0,
-            index=index.get(module, 0),
-            numel=count_elements(module),
-            aliases=tuple(dict.fromkeys(others)),
-        )
-        for module, (first, *others) in names.items()
-        if not isinstance(module, ActivationWrapper)
-    ]
-
-
-class _TorchPolicy(Policy):
-    """A policy of torch's, or a function with the parameters torch calls policies with."""
-
-    def __init__(self, policy: Any, model: nn.Module) -> None:
-        self._policy = policy
-        self._model = model
-
-    def select(self, modules: Sequence[ModuleInfo]) -> Selection:
-        run = run_torch_policy if is_torch_policy(self._policy) else _run_function
-        targets = run(self._policy, self._model)
-        return {i: targets[m.module] for i, m in enumerate(modules) if m.module in targets}
-
-
-def _run_function(policy: Any, model: nn.Module) -> dict[nn.Module, dict[str, Any]]:
-    return select_bottom_up(model, policy)
-
-
-def as_policy(policy: Any, model: nn.Module) -> Policy:
-    """The policy, whatever form it was given in.
-
-    Raises:
-        PolicyError: none of the forms.
-    """
-    if isinstance(policy, Policy):
-        return policy
-    if is_torch_policy(policy) or (callable(policy) and _called_by_torch(policy)):
-        return _TorchPolicy(policy, model)
-    if callable(policy) and not isinstance(policy, type):
-        return by_function(policy)
-    raise PolicyError(
-        f"ckpt_wrap.make_plan: policy {policy!r}, but it must be a Policy, a function or one of "
-        "torch's wrap policies. Pass by_class(...), by_name(...) or the like."
-    )
-
-
-def _called_by_torch(function: Callable[..., Any]) -> bool:
-    parameters = inspect.signature(function).parameters
-    anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    return anything or {"module", "recurse", "nonwrapped_numel"} <= set(parameters)
-
-
-def _require_action(action: str) -> None:
     if action not in get_args(Action):
         raise OptionError(
             f"ckpt_wrap.make_plan: action is {action!r}, but it must be 'checkpoint' or "
             "'offload'. Pass one of them."
         )
+    if not callable(rule):
+        raise PolicyError(
+            f"ckpt_wrap.make_plan: rule is {rule!r}, but it must be a function of a name and a "
+            "module that returns a bool or options. Pass such a function."
+        )
+    steps = []
+    for name, module in below(model):
+        chosen = rule(name, module)
+        if chosen is not None and not isinstance(chosen, (bool, Mapping)):
+            raise PolicyError(
+                f"ckpt_wrap.make_plan: the rule returned {chosen!r} for module {name!r}, but it "
+                "must return a bool or a mapping of options."
+            )
+        if chosen is not False and chosen is not None:
+            own = {} if chosen is True else chosen
+            steps.append(make_step(name, module, action, {**options, **own}))
+    if not steps:
+        found = dict.fromkeys(type(module).__name__ for _, module in below(model))
+        raise PolicyError(
+            f"ckpt_wrap.make_plan: the rule selects no module of {type(model).__name__}, but it "
+            f"must select at least one. Classes of its modules: {', '.join(found) or 'none'}."
+        )
+    return Plan(tuple(steps))
 
 
-def _step(info: ModuleInfo, options: dict[str, Any], action: Action) -> Step:
-    require_forward(info.module, "make_plan", info.name)
-    with about(f"module {describe(info.module, info.name)}"):
-        _check_options(options, action)
-    return Step(info.name, info.aliases, type(info.module).__name__, info.numel, options)
+def make_step(name: str, module: nn.Module, action: Action, options: Mapping[str, Any]) -> Step:
+    """A step, once its module and options are checked."""
+    require_forward(module, "make_plan", name)
+    step = Step(name, type(module).__name__, count_elements(module), action, dict(options))
+    _change(step, module, check_only=True)
+    return step
 
 
-def _check_options(options: Mapping[str, Any], action: Action) -> None:
-    if action == "offload":
-        offload_options(options)
-    else:
-        checkpoint_fn_from(options)
+def below(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Name and module of every module below a model once, wrappers left out."""
+    for name, module in model.named_modules():
+        if innermost(model) is not module and not isinstance(module, ActivationWrapper):
+            yield name, module
 
 
-def _change(module: nn.Module, step: Step, action: Action) -> Behaviour:
+def _change(step: Step, module: nn.Module, *, check_only: bool = False) -> dict[str, Any]:
     with about(f"module {describe(module, step.name)}"):
-        return planned(module, action, step.options)
+        return planned(step.action, step.options, check_only=check_only)
 
 
 def _find(model: nn.Module, name: str) -> nn.Module:
@@ -255,37 +188,15 @@ def _find(model: nn.Module, name: str) -> nn.Module:
     return innermost(module)
 
 
-def _nothing_selected(policy: Policy, modules: Sequence[ModuleInfo], model: nn.Module) -> str:
-    candidates = list(dict.fromkeys(t for m in modules for t in (m.name, type(m.module).__name__)))
-    close = [
-        match
-        for wish in policy.wishes()
-        for match in difflib.get_close_matches(wish, candidates, n=3, cutoff=0.4)
-    ]
-    shown = ", ".join(repr(c) for c in dict.fromkeys(close or candidates[:5])) or "none"
-    return (
-        f"ckpt_wrap.make_plan: policy {_wanted(policy)}selects no module of "
-        f"{type(model).__name__}, but it must select at least one. Closest candidates: {shown}."
-    )
+def _group_key(step: Step) -> tuple[str, str, str, int, str]:
+    parent = step.name.rpartition(".")[0]
+    return step.action, parent, step.class_name, step.numel, _show(step.options)
 
 
-def _wanted(policy: Policy) -> str:
-    wishes = policy.wishes()
-    return f"for {', '.join(map(repr, wishes))} " if wishes else ""
-
-
-def _label(step: Step) -> str:
-    name = step.name or "(model)"
-    return f"{name} = {', '.join(step.aliases)}" if step.aliases else name
+def _names(steps: Sequence[Step]) -> str:
+    names = [step.name for step in steps]
+    return ", ".join(names if len(names) <= 4 else [*names[:2], "...", names[-1]])
 
 
 def _show(options: Mapping[str, Any]) -> str:
     return ", ".join(f"{k}={getattr(v, '__qualname__', v)}" for k, v in options.items())
-
-
-def _table(rows: Sequence[tuple[str, str, str, str]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    lines = (
-        f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d}".rstrip() for a, b, c, d in rows
-    )
-    return "\n".join(lines)

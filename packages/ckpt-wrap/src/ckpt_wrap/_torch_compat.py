@@ -10,7 +10,6 @@ what its subclasses build on, in torch and everywhere; they are used where they 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
@@ -19,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -59,6 +59,11 @@ def never_compiled(function: F) -> F:
     """
     _skip_frames(function.__code__, False)
     return function
+
+
+def break_graph(reason: str) -> None:
+    """End the graph that `torch.compile` traces here; with `fullgraph=True` an error."""
+    torch._dynamo.graph_break(msg=reason)
 
 
 def never_compiled_inside(function: F) -> F:
@@ -177,42 +182,13 @@ def debug_override() -> bool | None:
     return getattr(torch.utils.checkpoint, "_checkpoint_debug_enabled", None)
 
 
-def kept_results(context: Any) -> list[tuple[Any, Any, Any]] | None:
-    """Where torch's selective context for forward keeps results: operators, containers and keys.
-
-    None where the context is not torch's.
-    """
-    mode = getattr(torch.utils.checkpoint, "_CachingTorchDispatchMode", None)
-    storage = getattr(context, "storage", None)
-    if mode is None or not isinstance(context, mode) or not isinstance(storage, dict):
-        return None
-    return [
-        (op, results, place)
-        for op, results in storage.items()
-        for place in (list(results) if isinstance(results, dict) else range(len(results)))
-    ]
-
-
 def bypass_hooks(context: Any) -> None:
     """Let torch's selective context keep results as they are, whatever hooks are around it.
 
-    It always did; newer torch warns of it, and takes a region's own hooks for the user's.
+    Torch up to 2.13 always does; newer torch takes a region's own hooks for the user's, and warns.
     """
     if getattr(context, "respect_saved_tensors_hooks", False) is None:
         context.respect_saved_tensors_hooks = False
-
-
-def registered_node(value: object) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """Children of a container registered as a pytree node, and how to build it again."""
-    try:
-        from torch.utils._pytree import SUPPORTED_NODES
-    except ImportError:
-        return None
-    node = SUPPORTED_NODES.get(type(value))
-    if node is None:
-        return None
-    children, context = node.flatten_fn(value)
-    return list(children), lambda new: node.unflatten_fn(new, context)
 
 
 def edges(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -242,49 +218,9 @@ def run_torch_policy(policy: Any, model: nn.Module) -> dict[nn.Module, dict[str,
     return selected
 
 
-class StorageHeld:
-    """Identity of a tensor's storage, from public names: keeps the storage to be sure of it."""
-
-    __slots__ = ("_storage",)
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._storage = storage
-
-    def __hash__(self) -> int:
-        return self._storage.data_ptr()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, StorageHeld) and hash(self) == hash(other)
-
-
-def _find_storage_ref() -> Callable[[torch.UntypedStorage], Any]:
-    try:
-        from torch.multiprocessing.reductions import StorageWeakRef
-    except ImportError:
-        return StorageHeld
-    return StorageWeakRef
-
-
-_storage_ref = _find_storage_ref()
-
-
-_LOAD_STATE_DICT = getattr(nn.Module.load_state_dict, "__code__", None)
-
-
-def state_dict_being_loaded() -> Any:
-    """The state dict that a `load_state_dict` up the stack is loading, or None.
-
-    Torch hands each module its own part only, found under the name it has among wrappers.
-    """
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not _LOAD_STATE_DICT:
-        frame = frame.f_back
-    return None if frame is None else frame.f_locals.get("state_dict")
-
-
 def storage_key(tensor: torch.Tensor) -> Any:
     """A hashable that is equal for tensors of the same storage, and for no others while kept."""
-    return _storage_ref(tensor.untyped_storage())
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -314,24 +250,39 @@ def next_hook_number() -> int:
     return getattr(RemovableHandle, "next_id", 0)
 
 
-def has_hook_among(tensor: torch.Tensor, numbers: range) -> bool:
-    """Whether one of these hooks stands on the tensor."""
-    found = (getattr(tensor, name, None) for name in _TENSOR_HOOKS)
-    return any(number in numbers for hooks in found if hooks for number in hooks)
+def remove_hooks(numbers: range, tensors: list[torch.Tensor], module: nn.Module | None) -> None:
+    """Remove hooks with these numbers from tensors, and from a module with all that it contains."""
+    if not numbers:
+        return
+    modules = () if module is None else module.modules()
+    tables = [table for below in modules for name, table in vars(below).items() if "hooks" in name]
+    parameters = () if module is None else module.parameters()
+    tables += [
+        getattr(tensor, name, None) for tensor in (*tensors, *parameters) for name in _TENSOR_HOOKS
+    ]
+    for table in tables:
+        if isinstance(table, dict):
+            for number in [n for n in table if isinstance(n, int) and n in numbers]:
+                del table[number]
 
 
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
-def remove_module_hooks(module: nn.Module, numbers: range) -> None:
-    """Remove these hooks from a module and the modules below it, where they stand on one."""
-    if not numbers:
-        return
-    for below in module.modules():
-        for name, hooks in vars(below).items():
-            if "hooks" in name and isinstance(hooks, dict):
-                for number in [n for n in hooks if isinstance(n, int) and n in numbers]:
-                    del hooks[number]
+def _unknown_number() -> int:
+    return 0
+
+
+# The number that the next node of the autograd graph of this thread gets.
+next_node_number: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", _unknown_number)
+
+
+def is_custom_node(node: Any) -> bool:
+    """Whether a node of the autograd graph is of a `torch.autograd.Function`."""
+    return isinstance(node, _CustomNode)
+
+
+_CustomNode: Any = getattr(torch._C, "_FunctionBase", ())
 
 
 def counter_owner(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 
 def owner(function: Callable[..., Any]) -> nn.Module | None:
@@ -15,8 +16,13 @@ def owner(function: Callable[..., Any]) -> nn.Module | None:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether the module defines forward; containers such as `nn.ModuleList` do not."""
-    return type(module).forward is not nn.Module.forward
+    """Whether a module has a forward, in its class or itself; `nn.ModuleList` has none."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def count_elements(module: nn.Module) -> int:
+    """Elements of a module's parameters; lazy ones have none yet."""
+    return sum(p.numel() for p in module.parameters() if not is_lazy(p))
 
 
 def describe(function: Callable[..., Any], name: str) -> str:

@@ -18,10 +18,9 @@ from ._errors import (
     VectorError,
 )
 from ._planner import plan_training, unit_shapes
-from ._training_plan import Links, RankBytes, StateElsewhere, TrainingPlan, UnitShape
-from .checkpoint._reshard import reshard_checkpoint
-from .checkpoint._sharded_load import load_sharded
-from .checkpoint._sharded_save import async_save_sharded, save_sharded
+from ._training_plan import RankBytes, StateElsewhere, TrainingPlan, UnitShape
+from .checkpoint._load import load_sharded
+from .checkpoint._save import async_save_sharded, save_sharded
 from .checkpoint._state_dict import (
     full_state_dict,
     load_full_state_dict,
@@ -41,7 +40,6 @@ from .in_process._flatten import flat_params_of, flatten, unflatten
 from .layout._boundary import Blocks
 from .layout._boundary_rules import by_class, by_name
 from .layout._layout import FlatLayout, Segment, plan_layout, plan_segments
-from .layout._scaled import Scaled
 from .layout._shard import ShardPart, ShardPlan, parts_between, plan_shard
 from .layout._spec import ParamSpec, collect_params
 from .layout._strategy import MixedPrecision, Strategy
@@ -63,13 +61,11 @@ __all__ = [
     "FlatParams",
     "HandleShardingStrategy",
     "LayoutError",
-    "Links",
     "MixedPrecision",
     "ParamInfo",
     "ParamSpec",
     "ParameterError",
     "RankBytes",
-    "Scaled",
     "Segment",
     "ShardPart",
     "ShardPlan",
@@ -99,7 +95,6 @@ __all__ = [
     "plan_segments",
     "plan_shard",
     "plan_training",
-    "reshard_checkpoint",
     "save_sharded",
     "unflatten",
     "unit_shapes",

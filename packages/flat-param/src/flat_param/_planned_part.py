@@ -9,15 +9,13 @@ import torch
 
 from .layout._boundary import Boundary, boundaries_of, check_boundary
 from .layout._boundary_rules import BoundaryRules, resolve
-from .layout._layout import FlatLayout, Segment, plan_segments
-from .layout._scaled import Scaled
+from .layout._layout import Segment, plan_segments
 from .layout._shard import (
     boundary_in,
     check_ranks,
     cut_places,
     even_numel,
     parts_between,
-    tiles_between,
 )
 from .layout._spec import ParamSpec
 from .layout._strategy import MixedPrecision
@@ -34,7 +32,6 @@ class Part:
         numel: of the padded buffer.
         pieces: elements of each parameter that the rank has some of, and whether its state is a
             number, which stays with the optimizer.
-        sent: values and scales of a message in low precision.
     """
 
     segment: Segment
@@ -42,7 +39,6 @@ class Part:
     shard_numel: int
     numel: int
     pieces: tuple[tuple[int, bool], ...]
-    sent: tuple[int, int]
 
     def shard_bytes(self, dtype: torch.dtype) -> int:
         """Of the longest range."""
@@ -65,24 +61,12 @@ class Part:
     def gathered_bytes(self, precision: MixedPrecision) -> int:
         """Of the whole buffer; none where the shard itself serves."""
         dtype = precision.compute_dtype(self.dtype)
-        alias = self.ways == 1 and dtype == self.dtype and self.segment.scaled is None
+        alias = self.ways == 1 and dtype == self.dtype
         return 0 if alias else self.whole_bytes(dtype)
 
     def message_bytes(self, precision: MixedPrecision) -> int:
         """Of what a rank gives to a gather."""
-        if self.segment.scaled is not None:
-            return self.segment.scaled.sent_bytes(*self.sent)
         return self.shard_bytes(precision.compute_dtype(self.dtype))
-
-    @property
-    def received_bytes(self) -> int:
-        """Of the messages of all ranks; none where they go straight into the whole buffer."""
-        scaled = self.segment.scaled
-        return 0 if scaled is None else self.ways * scaled.sent_bytes(*self.sent)
-
-    def ahead_bytes(self, precision: MixedPrecision) -> int:
-        """Of what is on its way."""
-        return self.received_bytes or self.gathered_bytes(precision)
 
     def whole_grad_bytes(self, precision: MixedPrecision) -> int:
         """Of the whole gradients; none where they are frozen."""
@@ -95,9 +79,8 @@ def parts_of(
     ways: int,
     chosen: Boundary | BoundaryRules,
     rank: int,
-    scaled: Scaled | None,
 ) -> tuple[Part, ...]:
-    segments = plan_segments(specs, scaled=scaled) if specs else ()
+    segments = plan_segments(specs) if specs else ()
     if isinstance(chosen, BoundaryRules):
         chosen = replace(chosen, missing_ok=True)  # a plan is of all units
     boundary = resolve(chosen, specs, None)
@@ -112,32 +95,18 @@ def _part(segment: Segment, ways: int, boundary: Boundary, rank: int) -> Part:
     if boundary == "element":
         longest = even_numel(layout, ways)
         numel, start, stop = ways * longest, rank * longest, (rank + 1) * longest
-        sent = longest, longest // layout.block_numel
     else:
         places = cut_places(layout, boundary)
         longest, numel = places.shortest_longest(ways), layout.numel
         start, stop = _range(places.runs(longest), rank, numel)
-        runs = list(places.runs(longest))
-        longest = max(length for _, length, _ in runs)
-        sent = _most_sent(layout, runs, longest)
+        longest = max(length for _, length, _ in places.runs(longest))
     own = boundaries_of(boundary, [spec.name for spec in layout.specs])
     whole = [ways == 1 or each != "element" for each in own]  # if it is a number
     pieces = tuple(
         (part.numel, whole[part.index] and not layout.specs[part.index].shape)
         for part in parts_between(layout, start, stop)
     )
-    return Part(segment, ways, longest, numel, pieces, sent)
-
-
-def _most_sent(
-    layout: FlatLayout, runs: Sequence[tuple[int, int, int]], longest: int
-) -> tuple[int, int]:
-    """As `ShardPlan.most_sent`; ranges of one run have as many blocks each, or tiles."""
-    if layout.tile is not None:
-        return longest, max(tiles_between(layout, at, at + length) for at, length, _ in runs)
-    size = layout.block_numel
-    blocks = max(-(-(at + length) // size) - -(-at // size) for at, length, _ in runs)
-    return blocks * size, blocks
+    return Part(segment, ways, longest, numel, pieces)
 
 
 def _range(runs: Iterable[tuple[int, int, int]], rank: int, end: int) -> tuple[int, int]:

@@ -7,8 +7,6 @@ Rule 1: what a rank keeps all the time: shards, their gradients, the optimizer's
 Rule 2: what it holds for a while: with FULL_SHARD the whole parameters of the outermost unit and of
         the two largest others (one computes, one is gathered ahead); with SHARD_GRAD_OP all;
         and whole gradients of the outermost and the two largest (one fills, one is summed).
-        In low precision what is gathered ahead is messages of all ranks; they are beside the whole
-        parameters that are read from them.
 Rule 3: a gather or a sum sends (W - 1) shards from each rank, a sum over copies
         2 * (R - 1) / R of a shard: what a bandwidth-optimal algorithm sends.
 Rule 4: of several microbatches, all but the last run inside `no_sync`: each gathers what the last
@@ -122,7 +120,7 @@ def plan_training(
     known: dict[tuple[ParamSpec, ...], tuple[Part, ...]] = {}
     for unit in units:
         if unit.specs not in known:
-            known[unit.specs] = parts_of(unit.specs, ways, boundary, rank, precision.gather)
+            known[unit.specs] = parts_of(unit.specs, ways, boundary, rank)
     parts = [known[unit.specs] for unit in units]
     within, between = _collectives(parts, chosen, precision, copies, microbatches)
     sizes = _rank_bytes(parts, chosen, precision, state_tensors, microbatches)
@@ -186,15 +184,13 @@ def _rank_bytes(
     every = [part for unit in parts for part in unit]
     trained = [part for part in every if part.segment.trainable]
     whole = [sum(part.gathered_bytes(precision) for part in unit) for unit in parts]
-    messages = [sum(part.received_bytes for part in unit) for unit in parts]
-    ahead = [sum(part.ahead_bytes(precision) for part in unit) for unit in parts]
     grads = [sum(part.whole_grad_bytes(precision) for part in unit) for unit in parts]
     frees = strategy.frees_after_forward
     return RankBytes(
         params=sum(part.shard_bytes(part.dtype) for part in every),
         grads=sum(part.shard_bytes(precision.grad_dtype(part.dtype)) for part in trained),
         optimizer=state_tensors * sum(part.used_bytes for part in trained),
-        whole_params_peak=_in_turn(whole, ahead, messages) if frees else sum(whole) + max(messages),
+        whole_params_peak=_outermost_and_two(whole) if frees else sum(whole),
         whole_grads_peak=_outermost_and_two(grads) if microbatches == 1 else sum(grads),
     )
 
@@ -212,15 +208,6 @@ def _offloaded(
     kept = sum(aligned(each) for each in moved)
     elsewhere = StateElsewhere(state_tensors * kept, state_tensors * sum(moved))
     return elsewhere, state_tensors * (near + stays)
-
-
-def _in_turn(whole: Sequence[int], ahead: Sequence[int], messages: Sequence[int]) -> int:
-    """The most that units hold which are freed after use, the outermost all the time (Rule 2)."""
-    inner = range(len(whole) - 1)
-    read = [size + beside for size, beside in zip(whole, messages, strict=True)]
-    first, second = (sorted(inner, key=each.__getitem__)[-2:] for each in (read, ahead))
-    pairs = (read[i] + ahead[j] for i in first for j in second if i != j)
-    return whole[-1] + max([messages[-1], *(read[i] for i in first), *pairs])
 
 
 def _outermost_and_two(sizes: Sequence[int]) -> int:

@@ -13,34 +13,6 @@ Counts = dict[str, CommCount]
 
 
 @dataclass(frozen=True)
-class Links:
-    """Assumptions about the links between ranks, to turn counts into times.
-
-    The defaults are one 400 Gb/s adapter for each rank, and 10 microseconds from rank to rank.
-
-    Args:
-        within_gb_per_s: rate at which one rank sends to the other ranks of its copy, in 10**9 bytes
-            a second.
-        within_latency_us: from one rank of a copy to the next.
-        between_gb_per_s: the same between copies.
-        between_latency_us: the same between copies.
-    """
-
-    within_gb_per_s: float = 50.0
-    within_latency_us: float = 10.0
-    between_gb_per_s: float = 50.0
-    between_latency_us: float = 10.0
-
-    def __str__(self) -> str:
-        """The assumptions in words."""
-        return (
-            f"assumed: rings, one collective at a time; in a copy {self.within_gb_per_s:g} GB/s a "
-            f"rank and {self.within_latency_us:g} us a hop, between copies "
-            f"{self.between_gb_per_s:g} GB/s and {self.between_latency_us:g} us"
-        )
-
-
-@dataclass(frozen=True)
 class UnitShape:
     """The parameters of one unit, without values.
 
@@ -118,28 +90,6 @@ class TrainingPlan:
     between_copies: Counts = field(default_factory=dict)
     elsewhere: StateElsewhere | None = None
 
-    def comm_s(self, links: Links = Links()) -> dict[str, float]:
-        """Seconds of each kind of collective in one step, if nothing else runs beside them.
-
-        A ring of n ranks takes n - 1 hops, and twice as many for an all-reduce; the bytes are those
-        that a rank sends. Communication that overlaps with computation is hidden.
-        """
-        found: dict[str, float] = {}
-        for kind, total in self.collectives.items():
-            between = self.between_copies.get(kind, CommCount())
-            within = CommCount(total.calls - between.calls, total.wire_bytes - between.wire_bytes)
-            rates = links.within_gb_per_s, links.within_latency_us
-            rates_between = links.between_gb_per_s, links.between_latency_us
-            found[kind] = _ring_s(kind, within, self.world_size, *rates) + _ring_s(
-                kind, between, self.replicas, *rates_between
-            )
-        return found
-
-    def table(self, links: Links = Links()) -> str:
-        """Like `str`, with the seconds of each kind and what they assume."""
-        rows = [f"  {kind:18s} {took:12.6f} s" for kind, took in self.comm_s(links).items()]
-        return "\n".join([str(self), *rows, f"  {links}"])
-
     @property
     def padding_frac(self) -> float:
         """Padding as a fraction of all elements."""
@@ -164,11 +114,6 @@ class TrainingPlan:
             for kind, count in self.collectives.items()
         ]
         return "\n".join([head, *lines])
-
-
-def _ring_s(kind: str, count: CommCount, ranks: int, gb_per_s: float, latency_us: float) -> float:
-    hops = (ranks - 1) * (2 if kind == "all_reduce" else 1)
-    return count.calls * hops * latency_us * 1e-6 + count.wire_bytes / (gb_per_s * 1e9)
 
 
 def _gib(size: int) -> str:

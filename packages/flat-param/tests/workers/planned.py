@@ -61,16 +61,6 @@ def check_mixed_precision(rank: int, world: int) -> None:
     compare(sharded(mixed_precision=BF16), plan, 2, rank, world)
 
 
-def check_low_precision(rank: int, world: int) -> None:
-    """Sent in one byte and a scale for each block; whatever the boundary, and in one segment."""
-    for how in (flat_param.Scaled(), flat_param.Scaled(block=12, scale_dtype=F32, min_dims=0)):
-        sent = {"mixed_precision": flat_param.MixedPrecision(torch.bfloat16, gather=how)}
-        for options in ({}, {"boundary": "row"}, {"boundary": "tensor"}, {"strategy": "NO_SHARD"}):
-            alone = options.get("strategy") == "NO_SHARD"
-            plan = planned(world, microbatches=2, rank=0 if alone else rank, **options, **sent)
-            compare(sharded(**options, **sent), plan, 2, rank, world)
-
-
 def check_copies(rank: int, world: int) -> None:
     """Every way to divide the ranks into copies of more than one part."""
     for copies in (copies for copies in (2, 4) if world // copies > 1):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from _harness import main, raises, run_checks
+from _harness import main, raises, run_checks, whole_state
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -125,30 +125,30 @@ def check_training_is_that_of_one_process(rank: int, world: int) -> None:
             if module is reference:
                 expected = norms
         assert torch.allclose(torch.stack(norms), torch.stack(expected)), (options, norms)
-        assert distance(model.state_dict(), reference.state_dict()) < 1e-6, options
+        assert distance(whole_state(model), whole_state(reference)) < 1e-6, options
 
 
 def check_states_are_the_parallel_modules(rank: int, world: int) -> None:
     """Names, kinds, places and values; a plain state and one of DTensors are loaded."""
     mesh = mesh_of(world)
     model, cut = sharded(mesh), parallel(mesh["tp"])
-    for name, tensor in cut.state_dict().items():
-        found = model.state_dict()[name]
+    for name, tensor in whole_state(cut).items():
+        found = whole_state(model)[name]
         assert type(found) is type(tensor), name
         if isinstance(tensor, DTensor):
             assert (found.placements, found.device_mesh) == (tensor.placements, tensor.device_mesh)
-    for state in (plain().state_dict(), cut.state_dict()):
+    for state in (plain().state_dict(), whole_state(cut)):
         with torch.no_grad():
             for param in model.parameters():
                 param.zero_()
         model.load_state_dict(state)
-        assert distance(model.state_dict(), plain().state_dict()) == 0
+        assert distance(whole_state(model), plain().state_dict()) == 0
     with model.whole_params(write_back=True):
         assert isinstance(model.blocks[0].up.weight, DTensor)
         with torch.no_grad():
             model.blocks[0].up.weight.mul_(2)
     assert torch.equal(
-        whole(model.state_dict()["blocks.0.up.weight"]), plain().blocks[0].up.weight * 2
+        whole(whole_state(model)["blocks.0.up.weight"]), plain().blocks[0].up.weight * 2
     )
 
 
@@ -164,7 +164,7 @@ def check_gathers_by_hand_show_dtensors(rank: int, world: int) -> None:
     reference(batch(0)).square().mean().backward()
     for module in (model, reference):
         torch.optim.SGD(module.parameters(), lr=1.0).step()
-    assert distance(model.state_dict(), reference.state_dict()) < 1e-6
+    assert distance(whole_state(model), whole_state(reference)) < 1e-6
 
 
 def check_optimizers_of_replaced_parameters_are_refused(rank: int, world: int) -> None:

@@ -5,7 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from _harness import batches, distance, loss_of, main, mean_over_ranks, plain, sharded, share
+from _harness import (
+    batches,
+    distance,
+    loss_of,
+    main,
+    mean_over_ranks,
+    plain,
+    sharded,
+    share,
+    whole_state,
+)
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -49,7 +59,7 @@ def measure(rank: int, world: int, options: dict[str, Any]) -> dict[str, Any]:
     parts = [part for unit in model._flat_param.schedule.units for part in unit.parts]
     return {
         "loss_error": max(abs(a - b) for a, b in zip(got, expected, strict=True)),
-        "param_error": distance(model.state_dict(), reference.state_dict()),
+        "param_error": distance(whole_state(model), whole_state(reference)),
         "unused_grads": [p.grad is None for p in model.blocks[1].unused.parameters()],
         "used_grads": [p.grad is not None for p in model.blocks[1].up.parameters()],
         "counts": counts,

@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from _harness import batches, distance, loss_of, main, plain, raises, run_checks, sharded, share
+from _harness import (
+    batches,
+    distance,
+    loss_of,
+    main,
+    plain,
+    raises,
+    run_checks,
+    sharded,
+    share,
+    whole_state,
+)
 from _whole import plain_grads, whole_bytes, whole_grads
 from torch import Tensor, nn
 from torch.nn import functional
@@ -109,9 +120,9 @@ def check_steps_where_a_rank_has_no_piece_are_seen(rank: int, world: int) -> Non
             model(x)
         optimizer.step()
         optimizer.zero_grad()
-        whole = model.state_dict()["weight"] if not by_hand else None
+        whole = whole_state(model)["weight"] if not by_hand else None
         found = model(x)
-        whole = model.state_dict()["weight"] if whole is None else whole
+        whole = whole_state(model)["weight"] if whole is None else whole
         assert torch.equal(found, nn.functional.linear(x, whole))
 
 
@@ -140,7 +151,7 @@ def check_written_values_stay(rank: int, world: int) -> None:
         lambda model: model.reshard(),
         lambda model: model(share(ids, rank)),
         lambda model: loss_of(model, share(ids, rank)).backward(),
-        lambda model: model.state_dict(),
+        whole_state,
         lambda model: model.to(torch.float32),
     )
     low = MixedPrecision(param_dtype=torch.bfloat16)
@@ -161,8 +172,8 @@ def check_written_values_stay(rank: int, world: int) -> None:
                 with torch.no_grad():
                     expected.head.weight.copy_(weight)
                     expected.head.bias.fill_(2)
-                found = model.state_dict()
-                assert distance(found, expected.state_dict()) == 0, (write, options)
+                found = whole_state(model)
+                assert distance(found, whole_state(expected)) == 0, (write, options)
                 if not options:
                     _same_grads(model, ids, rank, expected)
 
@@ -199,7 +210,7 @@ def check_steps_in_between_are_not_lost(rank: int, world: int) -> None:
                         for module in (model, reference):
                             module.blocks[0].unused.bias.data.fill_(3)
                     _same_grads(model, second, rank, reference)
-                    assert distance(model.state_dict(), reference.state_dict()) < 1e-6
+                    assert distance(whole_state(model), whole_state(reference)) < 1e-6
 
 
 def check_use_beside_forward_has_its_gradients(rank: int, world: int) -> None:
@@ -291,7 +302,7 @@ def check_forwards_may_gather_and_free_others(rank: int, world: int) -> None:
     torch.manual_seed(0)
     reference = _Steers()
     model = _Steers()
-    model.load_state_dict(reference.state_dict())
+    model.load_state_dict(whole_state(reference))
     fully_shard(model.first)
     fully_shard(model.second)
     fully_shard(model)

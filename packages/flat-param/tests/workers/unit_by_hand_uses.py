@@ -7,7 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from _harness import batches, distance, loss_of, main, plain, run_checks, sharded, share
+from _harness import (
+    batches,
+    distance,
+    loss_of,
+    main,
+    plain,
+    run_checks,
+    sharded,
+    share,
+    whole_state,
+)
 from _whole import whole_bytes, whole_grads
 from torch import Tensor, nn
 
@@ -24,7 +34,7 @@ def check_everything_else_sees_pieces(rank: int, world: int) -> None:
     uses: dict[str, Callable[[nn.Module], object]] = {
         "zero_grad": lambda model: model.zero_grad(),
         "clip": lambda model: model.clip_grad_norm_(1e-3),
-        "state_dict": lambda model: model.state_dict(),
+        "state_dict": whole_state,
         "load": lambda model: model.load_state_dict(other),
         "to": lambda model: model.to(torch.float64).to(torch.float32),
         "whole": lambda model: _double(model),
@@ -44,7 +54,7 @@ def check_everything_else_sees_pieces(rank: int, world: int) -> None:
             result = use(model)
             result = result if isinstance(result, Tensor) else torch.zeros(())
             loss_of(model, share(second, rank)).backward()
-            found[name, opened] = [result, whole_grads(model), model.state_dict()]
+            found[name, opened] = [result, whole_grads(model), whole_state(model)]
             assert whole_bytes(model) == 0, name
             assert all(param.is_leaf for param in model.parameters())
         (norm, grads, state), (expected, *others) = found[name, True], found[name, False]

@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from _harness import batches, distance, loss_of, main, plain, raises, run_checks, sharded, share
+from _harness import (
+    batches,
+    distance,
+    loss_of,
+    main,
+    plain,
+    raises,
+    run_checks,
+    sharded,
+    share,
+    whole_state,
+)
 from _whole import plain_grads, whole_grads
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
@@ -98,9 +109,9 @@ def check_odd_parameters_survive(rank: int, world: int) -> None:
             return x * self.scalar * (wave + columns + self.low.float().sum()) + self.empty.sum()
 
     reference, model = Odd(), Odd()
-    expected = {k: v.clone() for k, v in reference.state_dict().items()}
+    expected = {k: v.clone() for k, v in whole_state(reference).items()}
     fully_shard(model)
-    state = model.state_dict()
+    state = whole_state(model)
     assert all(torch.equal(state[k], v) for k, v in expected.items())
     x = torch.ones(2)
     model(x).sum().backward()
@@ -109,7 +120,7 @@ def check_odd_parameters_survive(rank: int, world: int) -> None:
     for param in model.parameters():
         if param.grad is not None and param.grad.dtype != torch.int64:
             param.data.copy_(param.grad)
-    got = model.state_dict()
+    got = whole_state(model)
     assert all(torch.allclose(got[k], v) for k, v in state.items())
 
 
@@ -161,8 +172,8 @@ def check_buffers_are_cast_as_fsdp1s(rank: int, world: int) -> None:
             pytest.warns(FutureWarning),
             FullyShardedDataParallel.state_dict_type(theirs, kind, FullStateDictConfig()),
         ):
-            expected = theirs.state_dict()
-        found = ours.state_dict()
+            expected = whole_state(theirs)
+        found = whole_state(ours)
         assert list(found) == list(expected)
         for name, value in expected.items():
             assert torch.equal(found[name], value), name
@@ -190,7 +201,7 @@ def check_cast_buffers_are_saved_and_loaded(rank: int, world: int) -> None:
     with torch.no_grad():
         first.shift.fill_(1.5)
         first.inner.angles.fill_(2.5)
-    state = first.state_dict()
+    state = whole_state(first)
     assert state["shift"].dtype == torch.float32
     assert "inner.angles" not in state
     second = fully_shard(_table(), mixed_precision=precision)
@@ -209,12 +220,10 @@ def check_cast_buffers_are_saved_and_loaded(rank: int, world: int) -> None:
     with torch.no_grad():
         third.shift.fill_(4)
     wrong = {**state, "weight": torch.ones(3)}
-    raises(
-        flat_param.ParameterError, "'weight'", lambda: flat_param.load_full_state_dict(third, wrong)
-    )
+    raises(flat_param.StateError, "'weight'", lambda: flat_param.load_full_state_dict(third, wrong))
     assert torch.equal(third.shift.float(), torch.full((4,), 4.0))
     third.to(torch.float64)
-    assert third.state_dict()["shift"].dtype == torch.float64
+    assert whole_state(third)["shift"].dtype == torch.float64
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from _harness import batches, distance, loss_of, main, plain, run_checks, share
+from _harness import batches, distance, loss_of, main, plain, run_checks, share, whole_state
 from _whole import plain_grads, whole_grads
 from torch import nn
 
@@ -13,7 +13,7 @@ from flat_param import fully_shard
 def check_frozen_weights_stay_until_the_last_input_has_its_gradient(rank: int, world: int) -> None:
     """A trained bias is done before the frozen weights are, in a second backward too."""
     models = [nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)) for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
+    models[1].load_state_dict(whole_state(models[0]))
     for model in models:
         for name, param in model.named_parameters():
             param.requires_grad_(name == "1.bias")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _harness import main, raises, run_checks
+from _harness import main, raises, run_checks, whole_state
 from _whole import whole_bytes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -98,8 +98,8 @@ def check_training_is_fsdp2s(rank: int, world: int) -> None:
             losses = [step(model, optimizer, rank, seed) for model, optimizer in pairs]
             assert torch.equal(*losses)
         assert ignored_of(ours) == mine, "their objects stay"
-        expected = {name: whole(value) for name, value in theirs.state_dict().items()}
-        found = ours.state_dict()
+        expected = {name: whole(value) for name, value in whole_state(theirs).items()}
+        found = whole_state(ours)
         assert list(expected) == list(found)
         for name, value in found.items():
             assert torch.equal(value, expected[name]), name
@@ -167,7 +167,7 @@ def check_nothing_is_done_to_them(rank: int, world: int) -> None:
         assert layer.shift.is_meta == is_meta
         if is_meta:
             layer.shift = nn.Parameter(torch.zeros(5))
-            assert layer.state_dict()["still"].tolist() == torch.ones(5, 5).tolist()
+            assert whole_state(layer)["still"].tolist() == torch.ones(5, 5).tolist()
         layer.forward = lambda x, layer=layer: layer.up(x) * layer.scale
         assert layer(torch.ones(2, 5)).dtype == torch.float64
         assert layer.scale.dtype == torch.float32
@@ -241,7 +241,7 @@ def check_one_set_does_for_all_units(rank: int, world: int) -> None:
         fully_shard(layer, ignored_params=given)
     for model in (apart, together):
         step(model, torch.optim.AdamW(model.parameters()), rank, 0)
-    states = [model.state_dict() for model in (apart, together)]
+    states = [whole_state(model) for model in (apart, together)]
     assert list(states[0]) == list(states[1])
     assert all(map(torch.equal, states[0].values(), states[1].values()))
     assert ignored_of(together) == given & set(together.parameters())

@@ -5,7 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from _harness import batches, distance, loss_of, main, plain, raises, run_checks, sharded, share
+from _harness import (
+    batches,
+    distance,
+    loss_of,
+    main,
+    plain,
+    raises,
+    run_checks,
+    sharded,
+    share,
+    whole_state,
+)
 from _whole import plain_grads, whole_grads
 from torch import nn
 
@@ -58,7 +69,7 @@ def check_optimizer_made_before_still_trains(rank: int, world: int) -> None:
     loss_of(reference, ids).backward()
     for optimizer in optimizers:
         optimizer.step()
-    assert distance(model.state_dict(), reference.state_dict()) < 1e-6
+    assert distance(whole_state(model), whole_state(reference)) < 1e-6
 
 
 def check_whole_tensor_optimizers_match_one_process_or_refuse(rank: int, world: int) -> None:
@@ -77,10 +88,10 @@ def check_whole_tensor_optimizers_match_one_process_or_refuse(rank: int, world: 
             optimizers.append(kind(matrices, lr=0.1))
         optimizers[0].step()
         optimizers[1].step()
-        assert distance(model.state_dict(), reference.state_dict()) < 1e-5, kind
-        before = cut.state_dict()
+        assert distance(whole_state(model), whole_state(reference)) < 1e-5, kind
+        before = whole_state(cut)
         raises(flat_param.ParameterError, "boundary='tensor'", optimizers[2].step)
-        assert distance(cut.state_dict(), before) == 0
+        assert distance(whole_state(cut), before) == 0
 
 
 def run(rank: int, world: int) -> dict[str, str]:

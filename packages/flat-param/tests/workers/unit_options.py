@@ -18,6 +18,7 @@ from _harness import (
     run_checks,
     sharded,
     share,
+    whole_state,
 )
 from _whole import plain_grads, whole_grads
 from torch import nn
@@ -51,8 +52,8 @@ def check_meta_init_equals_plain_init(rank: int, world: int) -> None:
     fully_shard(model)
     torch.manual_seed(3)
     reference = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
-    state = model.state_dict()
-    assert all(torch.equal(state[k], v) for k, v in reference.state_dict().items())
+    state = whole_state(model)
+    assert all(torch.equal(state[k], v) for k, v in whole_state(reference).items())
 
 
 def check_meta_init_without_reset_is_refused(rank: int, world: int) -> None:
@@ -65,7 +66,7 @@ def check_meta_init_without_reset_is_refused(rank: int, world: int) -> None:
 def check_first_rank_can_speak_for_all(rank: int, world: int) -> None:
     """First rank can speak for all."""
     model = fully_shard(plain(seed=rank), sync_module_states=True)
-    assert distance(model.state_dict(), plain(seed=0).state_dict()) == 0
+    assert distance(whole_state(model), plain(seed=0).state_dict()) == 0
 
 
 def check_cpu_offload_changes_nothing_on_the_cpu(rank: int, world: int) -> None:

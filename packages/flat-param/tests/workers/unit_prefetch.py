@@ -6,7 +6,17 @@ import random
 from typing import Any
 
 import torch
-from _harness import batches, loss_of, main, plain, raises, run_checks, sharded, share
+from _harness import (
+    batches,
+    loss_of,
+    main,
+    plain,
+    raises,
+    run_checks,
+    sharded,
+    share,
+    whole_state,
+)
 from _whole import whole_bytes, whole_grads
 from torch import Tensor, nn
 
@@ -194,7 +204,7 @@ def check_units_listed_and_not_used_are_freed(rank: int, world: int) -> None:
         model.layers[3].bias.add_(1)
         found = model(share(x, rank), [3], None)
         plainly = _Routes()
-        plainly.load_state_dict(model.state_dict())
+        plainly.load_state_dict(whole_state(model))
         assert torch.equal(found, plainly(share(x, rank), [3], None))
 
 

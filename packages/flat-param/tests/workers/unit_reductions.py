@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _harness import main, raises, run_checks
+from _harness import main, raises, run_checks, whole_state
 from _whole import whole_bytes, whole_grads
 from torch import Tensor, nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
@@ -344,7 +344,7 @@ def check_values_of_a_step_are_never_stale(rank: int, world: int) -> None:
             step(model, rank, seed)
             optimizer.step()
             optimizer.zero_grad()
-    first, second = plain.state_dict(), kept.state_dict()
+    first, second = whole_state(plain), whole_state(kept)
     assert all(torch.equal(first[name], second[name]) for name in first)
     kept.set_reshard_after_backward(None)
     step(kept, rank, 1)

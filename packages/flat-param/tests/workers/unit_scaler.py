@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _harness import main, run_checks
+from _harness import main, run_checks, whole_state
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -60,7 +60,7 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
     if isinstance(model, FullyShardedDataParallel):
         with FullyShardedDataParallel.summon_full_params(model):
             return {name: each.detach().clone() for name, each in model.named_parameters()}
-    state = model.state_dict()
+    state = whole_state(model)
     return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in state.items()}
 
 

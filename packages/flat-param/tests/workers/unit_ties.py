@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from _harness import batches, loss_of, main, plain, raises, run_checks, share
+from _harness import batches, loss_of, main, plain, raises, run_checks, share, whole_state
 from _whole import whole_grads
 from torch import nn
 
@@ -26,7 +26,7 @@ def check_tied_weights_in_one_unit_train(rank: int, world: int) -> None:
     loss_of(model, share(ids, rank)).backward()
     loss_of(reference, ids).backward()
     assert model.head.weight is model.embed.weight
-    assert list(model.state_dict()) == list(reference.state_dict())
+    assert list(whole_state(model)) == list(whole_state(reference))
     got = whole_grads(model)
     assert torch.allclose(got["head.weight"], reference.head.weight.grad, atol=1e-6)
 
@@ -66,7 +66,7 @@ def check_weights_tied_to_a_unit_beside_are_refused_by_name(rank: int, world: in
             optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
             each(torch.eye(4)).square().sum().backward()
             optimizer.step()
-        assert torch.equal(common.state_dict()["1.weight"], expected[1].weight)
+        assert torch.equal(whole_state(common)["1.weight"], expected[1].weight)
 
 
 def check_weights_tied_to_a_flattened_module_beside_are_refused_by_name(

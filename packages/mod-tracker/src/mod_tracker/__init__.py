@@ -10,9 +10,6 @@ timeline (`torch.profiler` has those), no change to any result.
         loss.backward()
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
 from ._errors import (
     HookSlotError,
     MissingExtraError,
@@ -24,25 +21,16 @@ from ._errors import (
 from ._module_call import ModuleCall
 from ._subscription import Subscription
 from ._tracker import ModTracker
-
-if TYPE_CHECKING:
-    from .integrations import ReportSchedule, lightning_callback, transformers_callback
-    from .reports import (
-        FlopReport,
-        MemoryPage,
-        MemoryReport,
-        MemoryWatch,
-        PhaseRow,
-        Report,
-        TimeReport,
-        TraceReport,
-        assert_no_growth,
-        profile_flops,
-        profile_memory,
-        profile_time,
-        trace,
-        watch_memory,
-    )
+from .integrations._callbacks import lightning_callback, transformers_callback
+from .integrations._schedule import ReportSchedule
+from .reports._flops import FlopReport, profile_flops
+from .reports._growth import assert_no_growth
+from .reports._memory import MemoryReport, profile_memory
+from .reports._memory_page import MemoryPage
+from .reports._report import PhaseRow, Report
+from .reports._time import TimeReport, profile_time
+from .reports._trace import TraceReport, trace
+from .reports._watch import MemoryWatch, watch_memory
 
 __all__ = [
     "FlopReport",
@@ -74,18 +62,3 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
-
-_IN_LOOPS = ("ReportSchedule", "lightning_callback", "transformers_callback")
-
-
-def __getattr__(name: str) -> Any:
-    """Load the reports, or what runs them in loops, when first asked: tracking needs neither."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    room = "integrations" if name in _IN_LOOPS else "reports"
-    value = globals()[name] = getattr(import_module(f"{__name__}.{room}"), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

@@ -11,7 +11,7 @@ Rule 4: a gradient accumulation node has no number. It belongs to the module tha
 Rule 5: numbers mean something only within the thread that created the node. A backward that runs
         in another thread is looked up in the state of the thread whose root outputs it started
         from. Outputs made while modules ran in one thread only say nothing; then it is this thread
-        itself, or, where that made no nodes or not yet as many, another that made some.
+        itself or, where that made no nodes or not yet as many, another that made some.
 Rule 6: a thread of torch's own that runs a backward makes nodes, too, if that backward is to be
         gone back through, and uses numbers that another has used. While such a backward runs,
         `_makers` writes down on the nodes which thread made them.
@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from bisect import bisect_right
 from collections import deque
 from typing import Any
 
@@ -33,7 +32,7 @@ from torch import is_grad_enabled, nn
 
 from ._listeners import INTERNAL, NOTHING, Listeners, PathListeners
 from ._makers import Makers
-from ._names import KeysBelow, Names, key_below
+from ._names import Names, keys_below, module_at
 from ._record import Call, Path, outside, recompute_base
 from ._thread_state import ThreadState
 from ._torch_compat import (
@@ -75,7 +74,6 @@ class Attribution:
 
     Attributes:
         threaded: whether modules ran in more threads than one.
-        numbered: whether the number of a node alone says who made it; see Rules 5 and 6.
     """
 
     def __init__(self, *, limit: int) -> None:
@@ -85,7 +83,6 @@ class Attribution:
         self.local = threading.local()
         self.states: deque[ThreadState] = deque(maxlen=KEPT_STATES)
         self.threaded = False
-        self.numbered = True
         self.tag: str | None = None
         self._task_states: dict[int, ThreadState] = {}
         self._makers: Makers | None = None
@@ -98,7 +95,7 @@ class Attribution:
         state = ThreadState(limit=self.limit, inner=task != NO_TASK)
         if self.states:
             # Before the thread state is known: interrupted here, it is opened again.
-            self.threaded, self.numbered = True, False
+            self.threaded = True
             self.update_listeners()
         self.states.append(state)
         self.local.state = state
@@ -125,40 +122,9 @@ class Attribution:
         return state.call, OUTSIDE if state.call[2] is None else FORWARD
 
     def attribute_op(self) -> tuple[Call, str]:
-        """`locate`, said at every operation, so that what a backward creates is attributed.
-
-        What most operators ask is answered here; the rest is Note [Where are we].
-        """
-        try:
-            state = self.local.state
-        except AttributeError:
-            return self._attribute_rarely(None)
-        if state.shown is not None or state.owner is not None:
-            return self._attribute_rarely(state)
-        task = graph_task()
-        if task == state.task:
-            call = state.call
-            state.seen = next_number()
-            if task != NO_TASK:
-                return call, RECOMPUTE
-            return call, OUTSIDE if call[2] is None else FORWARD
-        if not self.numbered or is_grad_enabled():
-            return self._attribute_rarely(state)
-        node = current_node()
-        if node is None:
-            return self._attribute_rarely(state)
-        number = number_of(node)
-        state.seen = next_number()
-        # `ThreadState.find`, written out, and `Record.find`.
-        if number < state.number:
-            record = state.record
-            return record.calls[bisect_right(record.starts, number) - 1], BACKWARD
-        if number < UNNUMBERED:
-            return state.call, BACKWARD
-        return self._accumulates(state, node), BACKWARD
-
-    def _attribute_rarely(self, state: ThreadState | None) -> tuple[Call, str]:
+        """`locate`, said at every operation, so that what a backward creates is attributed."""
         call, phase = self.locate()
+        state = self.state()
         if phase is BACKWARD and (state is None or state.inner) and is_grad_enabled():
             state = self._follow_makers(state)
         if state is not None:
@@ -167,6 +133,13 @@ class Attribution:
             else:
                 state.seen = next_number()
         return call, phase
+
+    def tell_switch(self) -> None:
+        """Tell who wants to know it that another call runs now."""
+        if self.listeners.switched:
+            call, phase = self.locate()
+            for notify in self.listeners.switched:
+                notify(call, phase)
 
     def _follow_makers(self, state: ThreadState | None) -> ThreadState | None:
         # See Rule 6.
@@ -177,7 +150,7 @@ class Attribution:
         if maker is None or maker is state:
             return state
         if self._makers is None:
-            self._makers, self.numbered = Makers(self), False
+            self._makers = Makers(lambda: self.state() or self.open_state())
         self._makers.follow(node, maker)
         if state is None:
             state = self.open_state()
@@ -239,7 +212,7 @@ class Attribution:
 
     def tag_nodes(self) -> None:
         """Have `tag_node` write on nodes from now on."""
-        self.tag, self.numbered = f"mod_tracker.call.{id(self)}", False
+        self.tag = f"mod_tracker.call.{id(self)}"
 
     def tag_node(self, node: Any) -> None:
         """Write on a node that a backward creates whose node created it."""
@@ -299,11 +272,8 @@ class Attribution:
         return others[-1] if others else state
 
     def _listeners_of(self, path: Path) -> PathListeners | None:
-        known = self.listeners
-        listeners = None if known.empty else known.of(path, slow_path=self.threaded)
-        if listeners is None and self.threaded and path.depth == 1:
-            return NOTHING
-        return listeners
+        # Where there are threads, outputs are marked; see Rule 5.
+        return self.listeners.of(path) or (NOTHING if self.threaded else None)
 
     def _is_internal(self, module: nn.Module, parent: Path) -> bool:
         if is_compiled_graph(module):
@@ -311,20 +281,22 @@ class Attribution:
         if type(module).__name__ != "GraphModule" or self.names.of(module) is not None:
             return False
         around = list(parent.modules())
-        inside = around and all(key_below(holder, module) is None for holder in around)
+        inside = around and all(id(module) not in keys_below(holder) for holder in around)
         return bool(inside) or graph_task() != NO_TASK
 
     def _called_as(self, parent: Path, module: nn.Module, name: str) -> str:
-        holder, key = parent.module(), None
-        if holder is not None:
-            # Most are called by who registers them, and named after it: nothing to look for then.
-            key = name[len(parent.name) + 1 :]
-            if name.startswith(parent.name) and children_of(holder).get(key) is module:
-                return f"{parent.called_as}.{key}"
-            if parent.keys is None:
-                parent.keys = KeysBelow()
-            key = parent.keys.of(holder, module)
-        return name if key is None else f"{parent.called_as}.{key}"
+        holder = parent.module()
+        if holder is None:
+            return name
+        # Most are called by who registers them, and named after it: nothing to look for then.
+        key = name[len(parent.name) + 1 :]
+        if not (name.startswith(parent.name) and children_of(holder).get(key) is module):
+            found = parent.keys.get(id(module), "")
+            if not found or module_at(holder, found) is not module:  # or it was changed since
+                parent.keys = keys_below(holder)
+                found = parent.keys.get(id(module), "")
+            key = found
+        return f"{parent.called_as}.{key}" if key else name
 
 
 def _drop(guard: PathGuard) -> None:

@@ -1,4 +1,4 @@
-"""The only place that patches `nn.Module.__call__`.
+"""The only place that patches `nn.Module.__call__`, and what a call goes through then.
 
 Note [Owning the patch]
 Rule 1: every time a tracker is entered it puts a new layer around whatever is there. A layer is
@@ -13,6 +13,11 @@ Rule 5: while torch.compile traces, a layer is one branch that Dynamo folds away
         contains nothing of it and has no guard on it.
 Rule 6: a foreign patch may carry the attributes of the layer it wraps, as `functools.wraps` has
         it. A function is our layer only if the layer says so, too.
+
+Note [Calls with events]
+Whatever the module or a listener raises goes to the caller of the module, and leaves the thread's
+state clean; which listeners may raise, `_subscription` says. Listeners told of the entry are told
+of the exit, with output None if the call failed.
 """
 
 from __future__ import annotations
@@ -26,10 +31,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._attribution import FORWARD, OUTSIDE
 from ._backward import Backward
-from ._call_events import call_slow_path, call_switched, call_with_events
-from ._torch_compat import SHORTCUT, graph_task, next_number
+from ._listeners import INTERNAL, Callback, PathListeners
+from ._record import Path
+from ._thread_state import ThreadState
+from ._torch_compat import graph_task
 
 Proceed = Callable[..., Any]
 
@@ -43,21 +49,14 @@ class Layer:
         active: whether its tracker is entered.
         below: what calls are passed on to.
         function: refers to the function, weakly: it holds the layer.
-        rebind: tells the function of a new `below`.
     """
 
-    __slots__ = ("active", "below", "function", "rebind")
+    __slots__ = ("active", "below", "function")
     function: weakref.ref[Proceed]
-    rebind: Callable[[Proceed], None]
 
     def __init__(self, below: Proceed) -> None:
         self.active = True
         self.below = below
-
-    def rest_on(self, below: Proceed) -> None:
-        """Leave out an inactive layer below this one."""
-        self.below = below
-        self.rebind(below)
 
 
 class CallPatch:
@@ -96,7 +95,7 @@ def take_out_inactive() -> None:
         while layer is not None:
             below = layer_of(layer.below)
             if below is not None and not below.active:
-                layer.rest_on(below.below)
+                layer.below = below.below
             else:
                 layer = below
 
@@ -108,85 +107,75 @@ def layer_of(function: Proceed) -> Layer | None:
 
 
 def tracked(layer: Layer, backward: Backward) -> Proceed:
-    """Return a function to be called like `layer.below` that keeps the thread states up to date.
-
-    The common case writes `ThreadState.push` and `ThreadState.pop` out: calling them would double
-    the cost. So would torch's own `__call__`; the choice it makes is made here if `SHORTCUT` says
-    so.
-    """
-    proceed = layer.below
+    """Return a function to be called like `layer.below` that keeps the thread states up to date."""
     attribution = backward.attribution
     local, open_state = attribution.local, attribution.open_state
     is_compiling = torch.compiler.is_compiling
-    shortcut, limit = proceed is SHORTCUT, attribution.limit
-
-    def rebind(below: Proceed) -> None:
-        nonlocal proceed, shortcut
-        proceed = below
-        shortcut = below is SHORTCUT
-
-    layer.rebind = rebind
 
     def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
-            return proceed(module, *args, **kwargs)
+            return layer.below(module, *args, **kwargs)
         if not layer.active:
             take_out_inactive()
-            return proceed(module, *args, **kwargs)
+            return layer.below(module, *args, **kwargs)
         try:
             state = local.state
         except AttributeError:
             state = open_state()
-        task, before = graph_task(), state.call
-        outer = before if task == state.task else attribution.base_of(state, module, task)
+        task, before, before_task = graph_task(), state.call, state.task
+        outer = before if task == before_task else attribution.base_of(state, module, task)
         path = outer[0].children.get(id(module)) or attribution.add_path(state, outer, module)
-        listeners = path.listeners
-        if listeners is not None or task != state.task:
-            plain = shortcut and module._compiled_call_impl is None
-            run = module._call_impl if plain else MethodType(proceed, module)
-            if (
-                listeners is None
-                or listeners.slow_path
-                or task != state.task
-                or (listeners.switches and (task >= 0 or state.shown is not None))
-            ):
-                return call_slow_path(backward, state, path, outer, run, args, kwargs)
-        record = state.record
-        starts, calls = record.starts, record.calls
-        inner = before
+        if path.listeners is INTERNAL:
+            return layer.below(module, *args, **kwargs)
+        inner = None
         try:
-            number, start = next_number(), state.number
-            if number != start:
-                if start >= 0 and len(starts) <= limit:
-                    starts.append(start)
-                    calls.append(before)
-                    state.number = number
-                else:
-                    state.flush(number, before)
-            index = path.last[1]
-            path.last = state.call = inner = (path, index + 1 if task < 0 else index, outer)
-            if listeners is not None:
-                if listeners.switches:
-                    return call_switched(backward, state, listeners, inner, run, args, kwargs)
-                return call_with_events(
-                    backward, state, listeners, path.module(), run, args, kwargs
-                )
-            if shortcut and module._compiled_call_impl is None:
-                return module._call_impl(*args, **kwargs)
-            return proceed(module, *args, **kwargs)
+            inner = state.push(path, outer, task)
+            if path.listeners is None:
+                return layer.below(module, *args, **kwargs)
+            run = MethodType(layer.below, module)
+            return call_with_events(backward, state, path, run, args, kwargs)
         finally:
             # First, so that an interrupt in what follows leaves the thread state clean.
-            state.call = before
-            number, start = next_number(), state.number
-            if number != start:
-                if start >= 0 and len(starts) <= limit:
-                    starts.append(start)
-                    calls.append(inner)
-                    state.number = number
-                else:
-                    state.flush(number, inner)
-            if listeners is not None and listeners.switches:
-                for notify in listeners.switched:
-                    notify(before, OUTSIDE if before[2] is None else FORWARD)
+            state.call, state.task = before, before_task
+            if inner is not None:
+                state.pop(inner, outer)
+            if path.listeners is not None:
+                attribution.tell_switch()
 
     return call
+
+
+def call_with_events(
+    backward: Backward,
+    state: ThreadState,
+    path: Path,
+    run: Callable[..., Any],
+    args: tuple,
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call the module, by `run`, between its events. See Note [Calls with events].
+
+    The thread state is in the call already.
+    """
+    listeners: PathListeners = path.listeners
+    backward.attribution.tell_switch()
+    outermost, seen = not state.leaves, path.module()
+    told: list[Callback] = []
+    output = None
+    try:
+        call_backward = backward.open(state, listeners, args, kwargs)
+        for entered, left in listeners.forward:
+            if entered is not None:
+                entered(seen, args, kwargs)
+            if left is not None:
+                told.append(left)
+        output = run(*args, **kwargs)
+    finally:
+        try:
+            for notify in told:
+                notify(seen, args, kwargs, output)
+        finally:
+            if outermost:
+                state.leaves.clear()
+    backward.close(state, call_backward, output)
+    return output

@@ -7,11 +7,11 @@ subclasses without their `__torch_function__`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
-from torch import Tensor, is_grad_enabled
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ._torch_compat import without_torch_function
@@ -75,47 +75,23 @@ def edges_of(values: Iterable[Any], leaves: dict[int, Edge] | None) -> Sequence[
             times as expensive as another's, and every module on the way in sees the same leaf.
             The entries keep the tensors alive. None to leave leaf tensors out.
     """
-    edges: list[Edge] = []
-    previous = None
-    for value in values:
-        kind = type(value)
-        if kind is Tensor:
-            # Attention is given one tensor three times.
-            if value is previous:
-                continue
-            previous = value
-            node = value.grad_fn
-            if node is not None:
-                edges.append((node, value.output_nr))
-            elif leaves is not None and value.requires_grad:
-                edges.append(_leaf(value, leaves))
-        elif kind not in PLAIN:
-            with without_torch_function():
-                edges += _edges_inside(value, leaves)
-    return edges if len(edges) < 2 else list(dict.fromkeys(edges))
+    edges: dict[Edge, None] = {}
 
-
-def _edges_inside(value: Any, leaves: dict[int, Edge] | None) -> Iterator[Edge]:
-    for tensor in tensors_in(value):
+    def add(tensor: Tensor) -> None:
         node = tensor.grad_fn
         if node is not None:
-            yield node, tensor.output_nr
+            edges[node, tensor.output_nr] = None
         elif leaves is not None and tensor.requires_grad:
-            yield _leaf(tensor, leaves)
+            if id(tensor) not in leaves:
+                found = get_gradient_edge(tensor)
+                leaves[id(tensor)] = (found.node, found.output_nr)
+            edges[leaves[id(tensor)]] = None
 
-
-def _leaf(tensor: Tensor, leaves: dict[int, Edge]) -> Edge:
-    edge = leaves.get(id(tensor))
-    if edge is None:
-        edge = leaves[id(tensor)] = _find_leaf(tensor)
-    return edge
-
-
-def _find_leaf(tensor: Tensor) -> Edge:
-    # What `get_gradient_edge` does, without its contexts, which cost three times as much.
-    view = tensor.view_as(tensor).grad_fn if is_grad_enabled() else None
-    if view is not None:
-        node, output = view.next_functions[0]
-        return node, output
-    found = get_gradient_edge(tensor)
-    return found.node, found.output_nr
+    for value in values:
+        if type(value) is Tensor:
+            add(value)
+        elif type(value) not in PLAIN:
+            with without_torch_function():
+                for tensor in tensors_in(value):
+                    add(tensor)
+    return list(edges)

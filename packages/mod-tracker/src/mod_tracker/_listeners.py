@@ -8,9 +8,8 @@ call on it does no work for events at all.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import accumulate
 
 from ._record import Path
 
@@ -60,9 +59,7 @@ class Callbacks:
     """What to call, each with the module, or None if it is gone, and then:
 
     pre_forward `(args, kwargs)`, post_forward `(args, kwargs, output)`, pre_backward and
-    post_backward `(grads,)`. Which call it is, the attribution says meanwhile. `pre_hook` `(args,)`
-    and `post_hook` `(args, output)` come after pre_forward and post_forward: torch's hooks get no
-    keyword arguments, and an adapter for each would be two more frames per call. `switched` gets
+    post_backward `(grads,)`. Which call it is, the attribution says meanwhile. `switched` gets
     `(call, phase)` whenever another call runs.
     """
 
@@ -70,8 +67,6 @@ class Callbacks:
     post_forward: Callback | None = None
     pre_backward: Callback | None = None
     post_backward: Callback | None = None
-    pre_hook: Callback | None = None
-    post_hook: Callback | None = None
     switched: Callback | None = None
 
 
@@ -80,40 +75,19 @@ class PathListeners:
     """The callbacks interested in one path, in order of registration.
 
     Attributes:
-        slow_path: whether calls need `call_slow_path`, the long way around a call: where each
-            change of the running call is told beside other events, and where more threads than one
-            run modules.
-        switches: whether nobody asks for anything but changes of the running call, for which a
-            forward has a short way: it is what `profile_time` and `trace` cost.
-        entries: for each of `post_forward`, how many of `pre_forward` were told before it waits for
-            an exit: those registered earlier, and its own.
-        backward: whether anybody asks when the module is entered and left in backward.
+        forward: pairs of `pre_forward` and `post_forward`: who is told of the entry, or comes
+            after one who is, is told of the exit.
     """
 
-    slow_path: bool
-    pre_forward: tuple[Callback, ...] = ()
-    post_forward: tuple[Callback, ...] = ()
+    forward: tuple[tuple[Callback | None, Callback | None], ...] = ()
     pre_backward: tuple[Callback, ...] = ()
     post_backward: tuple[Callback, ...] = ()
-    pre_hook: tuple[Callback, ...] = ()
-    post_hook: tuple[Callback, ...] = ()
     switched: tuple[Callback, ...] = ()
-    entries: tuple[int, ...] = ()
-    switches: bool = False
-    backward: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "backward", bool(self.pre_backward or self.post_backward))
-
-    def waiting(self, told: int) -> tuple[Callback, ...]:
-        """Return who of `post_forward` waits for an exit once `told` of `pre_forward` were told."""
-        pairs = zip(self.post_forward, self.entries, strict=True)
-        return tuple(callback for callback, entry in pairs if entry <= told)
 
 
-NOTHING = PathListeners(slow_path=True)
+NOTHING = PathListeners()
 
-INTERNAL = PathListeners(slow_path=True)
+INTERNAL = PathListeners()
 """Of graphs that torch.compile calls: such a call is not a module call."""
 
 
@@ -121,13 +95,11 @@ class Listeners:
     """Registered callbacks with their filters.
 
     Attributes:
-        empty: whether nobody listens.
         switched: the callbacks that hear of every change of the running call.
     """
 
     def __init__(self) -> None:
         self._entries: tuple[tuple[Callbacks, Filter], ...] = ()
-        self.empty = True
         self.switched: tuple[Callback, ...] = ()
 
     def add(self, callbacks: Callbacks, only: Filter) -> Callable[[], None]:
@@ -136,44 +108,27 @@ class Listeners:
         self._set((*self._entries, entry))
         return lambda: self._set(kept for kept in self._entries if kept is not entry)
 
-    def of(self, path: Path, *, slow_path: bool) -> PathListeners | None:
+    def of(self, path: Path) -> PathListeners | None:
         """Return what a path has to tell, or None if nobody wants to know."""
         interested = [callbacks for callbacks, only in self._entries if only.accepts(path)]
-        return collect(interested, slow_path=slow_path) if interested else None
+        return collect(interested) if interested else None
 
     def _set(self, entries: Iterable[tuple[Callbacks, Filter]]) -> None:
         self._entries = tuple(entries)
-        self.empty = not self._entries
-        self.switched = collect((c for c, _ in self._entries), slow_path=False).switched
+        self.switched = collect([callbacks for callbacks, _ in self._entries]).switched
 
 
-def collect(interested: Iterable[Callbacks], *, slow_path: bool) -> PathListeners:
-    """Turn callbacks into one; `slow_path` if calls need the long way in any case.
+def collect(interested: list[Callbacks]) -> PathListeners:
+    """Turn callbacks into one."""
 
-    Example:
-        >>> both = [Callbacks(pre_forward=print), Callbacks(post_backward=print)]
-        >>> collect(both, slow_path=False).backward
-        True
-    """
-    interested = list(interested)
-    columns = {
-        kind.name: tuple(
-            callback
-            for callbacks in interested
-            if (callback := getattr(callbacks, kind.name)) is not None
-        )
-        for kind in fields(Callbacks)
-    }
-    switches = bool(columns["switched"]) and not slow_path
-    others = any(found for kind, found in columns.items() if kind != "switched")
-    before = accumulate(callbacks.pre_forward is not None for callbacks in interested)
+    def those(kind: str) -> tuple[Callback, ...]:
+        found = (getattr(callbacks, kind) for callbacks in interested)
+        return tuple(callback for callback in found if callback is not None)
+
+    pairs = ((callbacks.pre_forward, callbacks.post_forward) for callbacks in interested)
     return PathListeners(
-        **columns,
-        slow_path=slow_path or (switches and others),
-        switches=switches and not others,
-        entries=tuple(
-            told
-            for told, callbacks in zip(before, interested, strict=True)
-            if callbacks.post_forward is not None
-        ),
+        forward=tuple(pair for pair in pairs if pair != (None, None)),
+        pre_backward=those("pre_backward"),
+        post_backward=those("post_backward"),
+        switched=those("switched"),
     )

@@ -13,9 +13,9 @@ Rule 3: nodes of leaves outlive graphs, have no number, and are not marked. What
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from ._thread_state import ThreadState
 from ._torch_compat import LEAF_NODE, at_backward_end, graph_task
@@ -24,21 +24,15 @@ KEPT_BACKWARDS = 8
 """Backwards whose hooks on leaves are kept; more that are gone back through never run at once."""
 
 
-class ThreadStates(Protocol):
-    """Where the state of this thread is found."""
-
-    def state(self) -> ThreadState | None:
-        """Return it, or None if there is none yet."""
-
-    def open_state(self) -> ThreadState:
-        """Make a thread's state, where `state` has found none."""
-
-
 class Makers:
-    """Marks nodes with the state of the thread that made them. See Note [Makers]."""
+    """Marks nodes with the state of the thread that made them. See Note [Makers].
 
-    def __init__(self, states: ThreadStates) -> None:
-        self._states = states
+    Args:
+        state_here: returns the state of this thread.
+    """
+
+    def __init__(self, state_here: Callable[[], ThreadState]) -> None:
+        self._state_here = state_here
         self._key = f"mod_tracker.maker.{id(self)}"
         self._hooked: dict[int, list[Any]] = {}
 
@@ -65,7 +59,7 @@ class Makers:
     def _runs(self, grads: tuple) -> None:
         made = [grad.grad_fn for grad in grads if grad is not None and grad.grad_fn is not None]
         if made:
-            self._mark(made, self._states.state() or self._states.open_state())
+            self._mark(made, self._state_here())
 
     def _arrives(self, grad: Any) -> None:
         self._runs((grad,))

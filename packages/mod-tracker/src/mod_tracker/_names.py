@@ -43,85 +43,28 @@ def walk(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]
             waiting += reversed(below)
 
 
-def key_below(holder: nn.Module, module: nn.Module) -> str | None:
-    """Return the shortest state_dict prefix of `module` below `holder`; None if it is not there."""
-    level, seen = [("", holder)], {id(holder)}
-    while level:
-        below = [
-            (f"{prefix}.{key}" if prefix else key, unwrap(child))
-            for prefix, parent in level
-            for key, child in children_of(parent).items()
-            if child is not None
-        ]
-        for key, child in below:
-            if child is module:
-                return key
-        level = [(key, child) for key, child in below if id(child) not in seen]
-        seen.update(id(child) for _, child in level)
-    return None
-
-
-class KeysBelow:
-    """Prefixes of the modules below one module, looked up without searching through siblings.
-
-    Learned in one walk, as deep as a call of the module may reach without another module's: below
-    containers that have no forward, such as `nn.ModuleList`. Holds no module.
-    """
-
-    __slots__ = ("_keys",)
-
-    def __init__(self) -> None:
-        self._keys: dict[int, str] | None = None
-
-    def of(self, holder: nn.Module, module: nn.Module) -> str | None:
-        """Return what `key_below` returns."""
-        if self._keys is None:
-            self._keys = _reachable(holder)
-        key = self._keys.get(id(module))
-        if key is not None and (
-            children_of(holder).get(key) is module or _at(holder, key) is module
-        ):
-            return key
-        # Deeper down, registered since, or another object at the address of one that is gone.
-        key = key_below(holder, module)
-        if key is not None:
-            self._keys[id(module)] = key
-        return key
-
-
-def _reachable(holder: nn.Module) -> dict[int, str]:
-    found: dict[int, str] = {}
-    without: dict[type, bool] = {}
+def keys_below(holder: nn.Module) -> dict[int, str]:
+    """Return the shortest state_dict prefix below `holder` of each module there, by `id`."""
+    found = {id(holder): ""}
     level = [("", holder)]
     while level:
-        containers = []
+        below = []
         for prefix, parent in level:
             for key, child in children_of(parent).items():
                 inner = None if child is None else unwrap(child)
-                if inner is None or id(inner) in found:
-                    continue
-                found[id(inner)] = place = f"{prefix}{key}"
-                kind = type(inner)
-                if kind not in without:
-                    without[kind] = _has_no_forward(kind)
-                if without[kind]:
-                    containers.append((f"{place}.", inner))
-        level = containers
+                if inner is not None and id(inner) not in found:
+                    found[id(inner)] = f"{prefix}{key}"
+                    below.append((f"{prefix}{key}.", inner))
+        level = below
+    del found[id(holder)]
     return found
 
 
-def _has_no_forward(kind: type) -> bool:
-    # Asked of the classes: that of a scripted module makes its forward when it is looked up.
-    own = next((vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)), None)
-    return own is nn.Module.forward
-
-
-def _at(holder: nn.Module, key: str) -> nn.Module | None:
-    module = children_of(holder).get(key)
-    if module is None and "." in key:
-        module = holder
-        for part in key.split("."):
-            module = None if module is None else children_of(unwrap(module)).get(part)
+def module_at(holder: nn.Module, key: str) -> nn.Module | None:
+    """Return the module with a state_dict prefix below `holder`, or None."""
+    module: nn.Module | None = holder
+    for part in key.split("."):
+        module = None if module is None else children_of(unwrap(module)).get(part)
     return None if module is None else unwrap(module)
 
 
@@ -194,7 +137,7 @@ class Names:
             if known is not None:
                 return known
             for holder in around:
-                key = key_below(holder, module)
+                key = keys_below(holder).get(id(module))
                 if key is not None:
                     return self._name_tree(module, f"{self.adopt(holder)}.{key}")
             kind = type(module).__name__

@@ -39,7 +39,7 @@ class Path:
         called_as: name built from the way the module was reached this time.
         depth: number of modules on the path.
         children: paths below, by `id` of the module.
-        keys: where modules are registered below this one, as far as it was asked.
+        keys: where modules are registered below this one, if that was asked.
         last: the latest call on this path.
         listeners: who has to be told about calls on this path; None if nobody listens.
         guard: weak reference that takes the path out of `parent.children` when the called object
@@ -73,7 +73,7 @@ class Path:
         self.called_as = called_as
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.children: dict[int, Path] = {}
-        self.keys: Any = None
+        self.keys: dict[int, str] = {}
         self.last: Call = (self, -1, None)
         self.listeners: Any = None
         self.guard: Any = None
@@ -137,7 +137,6 @@ class Record:
 
     Attributes:
         starts: number of the first node of each interval; `calls`: whose it is.
-        before_drop: called before intervals are forgotten, for who has numbers to look up.
 
     Example:
         >>> record, out = Record(), outside()
@@ -147,11 +146,10 @@ class Record:
         ['', 'Linear', 'Linear', '']
     """
 
-    __slots__ = ("before_drop", "calls", "limit", "starts")
+    __slots__ = ("calls", "limit", "starts")
 
     def __init__(self, *, limit: int = DEFAULT_LIMIT) -> None:
         self.limit = limit
-        self.before_drop: Callable[[], object] | None = None
         # What comes before the first interval is an interval of the outside.
         self.starts: list[int] = [-1]
         self.calls: list[Call] = [outside()]
@@ -167,8 +165,6 @@ class Record:
 
     def drop_older_half(self) -> None:
         """Forget the older half of the intervals. See Rule 3."""
-        if self.before_drop is not None:
-            self.before_drop()
         half = 1 + len(self.starts) // 2
         del self.starts[1:half], self.calls[1:half]
 

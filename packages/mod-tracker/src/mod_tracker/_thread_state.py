@@ -6,8 +6,6 @@ thread, too, and two threads use the same numbers, so the record belongs to the 
 
 from __future__ import annotations
 
-import threading
-from bisect import bisect_right
 from collections.abc import Iterator
 
 from ._edges import Edge
@@ -37,7 +35,6 @@ class ThreadState:
         record: the closed intervals.
         paths: first path of each module, by `id`.
         carrier: brings hooks to autograd nodes; see `hook_gradient`.
-        watched: numbers of nodes that were given a hook lately; see `Backward.watch`.
     """
 
     __slots__ = (
@@ -55,13 +52,10 @@ class ThreadState:
         "seen",
         "shown",
         "task",
-        "thread",
-        "watched",
     )
 
     def __init__(self, *, limit: int, inner: bool = False) -> None:
         self.inner = inner
-        self.thread = threading.get_ident()
         self.record = Record(limit=limit)
         self.base = self.call = outside()
         self.task = NO_TASK
@@ -72,7 +66,6 @@ class ThreadState:
         self.leaves: dict[int, Edge] = {}
         self.paths: dict[int, Path] = {}
         self.carrier = new_carrier()
-        self.watched: set[int] = set()
 
     def push(self, path: Path, outer: Call, task: int) -> Call:
         """Enter a call of `path`; a recompute repeats the index of the call it repeats."""
@@ -85,15 +78,13 @@ class ThreadState:
         self.task = task
         return inner
 
-    def pop(self, inner: Call, before: Call, before_task: int, outer: Call) -> None:
-        """Leave call `inner`: `before` ran until it was entered, `outer` is the call around it."""
-        # First, so that an interrupt in what follows leaves the thread state clean.
-        self.call, self.task = before, before_task
-        now = next_number()
-        if now != self.number:
-            self.flush(now, inner)
-        if outer is not before:
-            self._borrow(outer, now)
+    def pop(self, inner: Call, outer: Call) -> None:
+        """Note that call `inner` was left, to the call that runs now; `outer` is around it."""
+        number = next_number()
+        if number != self.number:
+            self.flush(number, inner)
+        if outer is not self.call:
+            self._borrow(outer, number)
 
     def flush(self, number: int, ran: Call) -> None:
         """Close the open interval, in which `ran` ran; the running call's begins at `number`."""
@@ -114,8 +105,7 @@ class ThreadState:
         owner = self.owner
         if number >= (self.number if owner is None else self._start):
             return self.call if owner is None else owner
-        record = self.record  # `Record.find`, written out
-        return record.calls[bisect_right(record.starts, number) - 1]
+        return self.record.find(number)
 
     def explain(self, call: Call) -> None:
         """Say that nodes created since the last look belong to `call`.

@@ -12,15 +12,16 @@ from torch import nn
 from ._attribution import Attribution
 from ._backward import Backward
 from ._call_patch import CallPatch
-from ._errors import OptionError
+from ._errors import HookSlotError, OptionError
 from ._listeners import Callbacks, Filter, matches
 from ._module_call import ModuleCall, describe
-from ._record import DEFAULT_LIMIT, Call
+from ._record import DEFAULT_LIMIT
 from ._subscription import Subscription
 from ._torch_compat import NO_TASK, graph_task, node_creation_hook
-from ._user_hooks import Hook, UserHooks
 
 GLOBAL = "Global"
+
+Hook = Callable[..., object]
 
 Phase = Literal["forward", "recompute", "backward", "outside"]
 
@@ -73,7 +74,7 @@ class ModTracker:
         self._lock = threading.Lock()
         self._entered = 0
         self._created: AbstractContextManager | None = None
-        self._user_hooks = UserHooks(self._listen)
+        self._user_hooks: dict[str, Subscription] = {}
         for root in roots:
             if not isinstance(root, nn.Module):
                 raise OptionError(
@@ -158,11 +159,34 @@ class ModTracker:
         What a hook raises reaches the caller of the module or the backward, as with torch's
         tracker; the tracker is left clean.
         """
-        self._user_hooks.register((pre_fw_hook, post_fw_hook, pre_bw_hook, post_bw_hook))
+        hooks = {
+            "pre_fw_hook": pre_fw_hook,
+            "post_fw_hook": post_fw_hook,
+            "pre_bw_hook": pre_bw_hook,
+            "post_bw_hook": post_bw_hook,
+        }
+        given = [kind for kind, hook in hooks.items() if hook is not None]
+        for kind in given:
+            if kind in self._user_hooks:
+                raise HookSlotError(
+                    f"mod_tracker.register_user_hooks: Only one {kind} can be registered at a "
+                    "time Clear the existing hook by calling ``clear_user_hooks`` before "
+                    "registering a new one"
+                )
+        if given:
+            callbacks = Callbacks(
+                pre_forward=_without_keywords(pre_fw_hook),
+                post_forward=_without_keywords(post_fw_hook),
+                pre_backward=pre_bw_hook,
+                post_backward=post_bw_hook,
+            )
+            self._user_hooks |= dict.fromkeys(given, self._listen(callbacks))
 
     def clear_user_hooks(self) -> None:
         """Remove the hooks of `register_user_hooks`."""
-        self._user_hooks.clear()
+        for registered in set(self._user_hooks.values()):
+            registered.remove()
+        self._user_hooks = {}
 
     # Questions about now.
 
@@ -269,7 +293,7 @@ class ModTracker:
             max_depth=max_depth,
             types=_tuple(types),
         )
-        return subscription.starts(self._listen(callbacks, only))
+        return self._listen(callbacks, only, subscription)
 
     def on_switch(self, callback: Callable[[ModuleCall | None, str], object]) -> Subscription:
         """Listen to every change of the running call, in forward and in backward.
@@ -282,15 +306,14 @@ class ModTracker:
         """
         subscription = Subscription()
         notified = subscription.guard(lambda call, phase: callback(describe(call), phase))
-        return subscription.starts(self._listen(Callbacks(switched=notified)))
+        return self._listen(Callbacks(switched=notified), subscription=subscription)
 
-    def _listen_to_switches(self, callback: Callable[[Call, str], object]) -> Subscription:
-        return Subscription().starts(self._listen(Callbacks(switched=callback)))
-
-    def _listening(self, callbacks: Callbacks, only: Filter) -> Subscription:
-        return Subscription().starts(self._listen(callbacks, only))
-
-    def _listen(self, callbacks: Callbacks, only: Filter | None = None) -> Callable[[], None]:
+    def _listen(
+        self,
+        callbacks: Callbacks,
+        only: Filter | None = None,
+        subscription: Subscription | None = None,
+    ) -> Subscription:
         attribution = self._attribution
         take_out = attribution.listeners.add(callbacks, only or Filter())
 
@@ -303,7 +326,7 @@ class ModTracker:
         except BaseException:
             remove()
             raise
-        return remove
+        return (subscription or Subscription()).starts(remove)
 
     def _described(self, callback: Hook) -> Hook:
         locate = self._attribution.locate
@@ -331,6 +354,15 @@ def tracking(*roots: nn.Module) -> Iterator[ModTracker]:
             yield tracker
     finally:
         tracker.__exit__()
+
+
+def _without_keywords(hook: Hook | None) -> Hook | None:
+    # torch's hooks get no keyword arguments.
+    return (
+        None
+        if hook is None
+        else (lambda module, args, kwargs, *output: hook(module, args, *output))
+    )
 
 
 def _fresh(kind: type[ModTracker], options: dict[str, Any]) -> ModTracker:

@@ -21,10 +21,12 @@ from sac_policies._errors import (
     PolicyError,
     RecomputeError,
     SacError,
+    SlicesError,
     UnmatchedEntryWarning,
     UnmatchedNameError,
 )
-from sac_policies.engines.contexts._moved_stats import (
+from sac_policies._in_slices import in_slices
+from sac_policies.eager._moved_stats import (
     OffloadStats,
     limit_offload,
     offload_stats,
@@ -60,7 +62,6 @@ from sac_policies.policies._functions import as_policy
 from sac_policies.policies._names import name
 from sac_policies.policies._plans import Plan, save_by_index
 from sac_policies.policies._policies import Policy, first_match
-from sac_policies.policies._spans import span
 from sac_policies.policies._views import OpView
 
 if TYPE_CHECKING:
@@ -89,8 +90,6 @@ if TYPE_CHECKING:
         profile_step,
         solve,
     )
-    from sac_policies.engines.recipe._explained import SavedTensor
-    from sac_policies.engines.recipe._own_rules import replay_rule
     from sac_policies.policies._json import from_json, to_json
 
 __all__ = [
@@ -125,7 +124,7 @@ __all__ = [
     "Report",
     "Row",
     "SacError",
-    "SavedTensor",
+    "SlicesError",
     "StepTrace",
     "Trace",
     "TracedConstant",
@@ -142,6 +141,7 @@ __all__ = [
     "format_size",
     "from_json",
     "from_torch",
+    "in_slices",
     "limit_offload",
     "measure_host_bandwidth",
     "name",
@@ -156,7 +156,6 @@ __all__ = [
     "profile_step",
     "recompute_all",
     "recompute_ops",
-    "replay_rule",
     "report",
     "save_all",
     "save_by_bytes",
@@ -169,7 +168,6 @@ __all__ = [
     "save_ops",
     "scoped",
     "solve",
-    "span",
     "to_json",
     "to_torch",
 ]
@@ -178,8 +176,6 @@ __version__ = "0.1.0"
 _ON_REQUEST = {
     **dict.fromkeys(("Report", "Row", "report"), "_report"),
     **dict.fromkeys(("from_json", "to_json"), "policies._json"),
-    "SavedTensor": "engines.recipe._explained",
-    "replay_rule": "engines.recipe._own_rules",
 }
 
 

@@ -45,6 +45,10 @@ class BudgetError(SacError, ValueError):
     """A budget or a trace cannot be read."""
 
 
+class SlicesError(SacError, ValueError):
+    """A function cannot be run in slices as asked."""
+
+
 class UnmatchedEntryWarning(UserWarning):
     """An entry of a policy matched no operator of its first region."""
 
@@ -82,14 +86,3 @@ def did_you_mean(given: str, known: Iterable[str], *, otherwise: str) -> str:
     """
     close = difflib.get_close_matches(given, sorted(set(known)), n=3, cutoff=0.5)
     return f"Did you mean {' or '.join(map(repr, close))}?" if close else otherwise
-
-
-def nested_refused(where: str) -> EngineError:
-    """Make the error for nested tensors in a function that is to run again."""
-    return EngineError(
-        f"sac_policies.{where}: the function saves a nested tensor, but the contexts engine runs "
-        "it a second time, and torch compares the shapes: a strided one has none, and a jagged "
-        'one with offsets of its own has another in each run. Use engine="recipe", which runs the '
-        'function once; or pass determinism_check="none" for strided ones (torch 2.9 only lets the '
-        "function make them), and make the offsets of jagged ones before the function."
-    )

@@ -53,11 +53,6 @@ def _tensors(value: Any, around: set[int]) -> Iterator[torch.Tensor]:
             around.discard(id(leaf))
 
 
-def needing_gradients(value: Any) -> tuple[bool, ...]:
-    """Tell of each tensor in nested containers whether it needs a gradient, in order."""
-    return tuple(tensor.requires_grad for tensor in tensors_in(value))
-
-
 def is_accelerator(device: torch.device) -> bool:
     """Whether a device has streams, memory and random numbers of its own."""
     return device.type not in ("cpu", "meta")

@@ -8,7 +8,7 @@ from collections import OrderedDict
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrize, prune
+from torch.nn.utils import prune
 
 from torchparts_conformance import requirement
 
@@ -287,40 +287,6 @@ def test_prune(part, device):
     wrapped(torch.ones(1, 4, device=device)).sum().backward()
     assert (wrapped.weight == 0).sum() == 8
     assert wrapped.weight_orig.grad is not None
-
-
-class Double(nn.Module):
-    """Twice the tensor."""
-
-    def forward(self, tensor):
-        """Run."""
-        return tensor * 2
-
-
-@requirement(
-    "CW-050",
-    level="MUST",
-    text="`torch.nn.utils.parametrize` MUST work on a wrapped leaf, and come off again.",
-    rationale="reproduced on torch 2.13: ValueError: does not have a parameter",
-    since="0.1.0",
-    profile="robust",
-    torch_deviation="torch 2.13: ValueError: does not have a parameter",
-)
-def test_parametrize(part, device):
-    """Twice the weight while it is on, by name the original, and the same layer after."""
-    linear = nn.Linear(3, 3, bias=False, device=device)
-    model = nn.Sequential(part.checkpoint_wrapper(linear))
-    before = linear.weight.detach().clone()
-    parametrize.register_parametrization(model[0], "weight", Double())
-    x = torch.ones(2, 3, device=device, requires_grad=True)
-    result = model(x)
-    assert torch.equal(result, nn.functional.linear(x, before * 2))
-    result.sum().backward()
-    assert list(model.state_dict()) == ["0.parametrizations.weight.original"]
-    parametrize.remove_parametrizations(model[0], "weight", leave_parametrized=False)
-    assert type(linear) is nn.Linear
-    assert torch.equal(model(x), nn.functional.linear(x, before))
-    assert "weight" not in vars(part.CheckpointWrapper)
 
 
 @requirement(

@@ -8,11 +8,8 @@ import itertools
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
-    CheckpointPolicy,
     checkpoint,
-    create_selective_checkpoint_contexts,
     noop_context_fn,
 )
 
@@ -427,58 +424,6 @@ def test_torchs_reentrant_checkpoint_takes_keywords_as_checkpoint_fn(part, devic
     x = leaf(device, 3, 6)
     module(x, scale=torch.ones(3, 6, device=device)).sum().backward()
     assert x.grad is not None
-
-
-class Products(TorchDispatchMode):
-    """Counts matrix products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.aten.mm.default
-        return func(*args, **(kwargs or {}))
-
-
-def products_of_backward(part, device, decision):
-    """How many products backward runs where the policy decides this for products."""
-
-    def policy(ctx, op, *args, **kwargs):
-        return decision if op is torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
-
-    layers = [nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, 8, bias=False), nn.Tanh()]
-    module = part.checkpoint_wrapper(
-        nn.Sequential(*layers).to(device),
-        context_fn=lambda: create_selective_checkpoint_contexts(policy),
-    )
-    loss = module(leaf(device, 4, 8)).sum()
-    with Products() as products:
-        loss.backward()
-    return products.count
-
-
-@requirement(
-    "CW-052",
-    level="MUST",
-    text=(
-        "A result that the policy of a selective `context_fn` wants on the host MUST NOT be "
-        "computed again."
-    ),
-    rationale=(
-        "reproduced on torch 2.13: MUST_CPU_OFFLOAD runs the operator again, contrary to its "
-        "documentation"
-    ),
-    since="0.1.0",
-    profile="robust",
-    torch_deviation="torch 2.13: runs the operator again",
-)
-def test_selective_contexts_can_offload(part, device):
-    """Backward runs its own four products; two more where the policy recomputes."""
-    assert products_of_backward(part, device, CheckpointPolicy.MUST_RECOMPUTE) == 6
-    assert products_of_backward(part, device, CheckpointPolicy.MUST_SAVE) == 4
-    offload = getattr(CheckpointPolicy, "MUST_CPU_OFFLOAD", CheckpointPolicy.MUST_SAVE)
-    assert products_of_backward(part, device, offload) == 4
 
 
 class Shrinks(nn.Module):

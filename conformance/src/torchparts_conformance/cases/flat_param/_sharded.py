@@ -76,6 +76,12 @@ def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
     return model(inputs).square().mean()
 
 
+def whole_state(module: nn.Module) -> dict[str, Any]:
+    """A state dict with whole tensors in the place of shards. Collective."""
+    state = module.state_dict()
+    return {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in state.items()}
+
+
 def train(model: nn.Module, shares: list[Tensor]) -> None:
     """SGD with momentum: linear in the gradient, so that rounding stays rounding."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -96,7 +102,7 @@ def distance(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
 def stepped(module: nn.Module) -> dict[str, Tensor]:
     """The state after a step that adds each gradient as it is."""
     torch.optim.SGD(module.parameters(), lr=1.0).step()
-    return module.state_dict()
+    return whole_state(module)
 
 
 def pair_distance(

@@ -16,6 +16,7 @@ from torchparts_conformance.cases.flat_param._sharded import (
     plain,
     sharded,
     train,
+    whole_state,
 )
 
 BLOCK, TILE = 4, (2, 3)
@@ -27,7 +28,7 @@ def _trained(part: Any, rank: int, world_size: int, boundary: Any) -> list[Any]:
     pieces = {name: param.numel() for name, param in model.named_parameters()}
     train(reference, [batch(world_size, step) for step in range(2)])
     train(model, [mine(batch(world_size, step), rank) for step in range(2)])
-    return [pieces, distance(part.full_state_dict(model)["model"], reference.state_dict())]
+    return [pieces, distance(part.full_state_dict(model)["model"], whole_state(reference))]
 
 
 def _in_blocks(part: Any, rank: int, world_size: int) -> list[Any]:

@@ -18,6 +18,7 @@ from torchparts_conformance.cases.flat_param._sharded import (
     pair_distance,
     plain,
     stepped,
+    whole_state,
 )
 
 LIMIT = 1e-6
@@ -123,7 +124,7 @@ def _sharding_is_stopped(part: Any, rank: int, world_size: int) -> list[Any]:
     found = []
     _, places = _stopped(part, 0)
     reference, inputs = plain(), mine(batch(world_size), rank)
-    before, loss = plain().state_dict(), loss_of(reference, inputs)
+    before, loss = whole_state(plain()), loss_of(reference, inputs)
     loss.backward()
     loss = float(loss)
     after = stepped(reference)
@@ -134,7 +135,7 @@ def _sharding_is_stopped(part: Any, rank: int, world_size: int) -> list[Any]:
             found.append(distance(stepped(model), after))
             continue
         found += [
-            _or_refused(lambda model=model: distance(model.state_dict(), before)) or 0.0,
+            _or_refused(lambda model=model: distance(whole_state(model), before)) or 0.0,
             _or_refused(lambda model=model: abs(float(loss_of(model, inputs)) - loss)) or 0.0,
         ]
     return found

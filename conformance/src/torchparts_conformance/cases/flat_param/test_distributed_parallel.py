@@ -27,6 +27,7 @@ from torchparts_conformance.cases.flat_param._sharded import (
     sharded,
     stepped,
     train,
+    whole_state,
 )
 
 
@@ -57,7 +58,7 @@ def _on_two_axes(part: Any, rank: int, world_size: int) -> list[Any]:
     train(reference, [batch(2, step) for step in range(2)])
     train(model, [mine(batch(2, step), row) for step in range(2)])
     kept = sum(_local(param).numel() for param in model.parameters())
-    return [kept, distance(_whole(model.state_dict()), reference.state_dict())]
+    return [kept, distance(_whole(whole_state(model)), whole_state(reference))]
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -215,7 +216,7 @@ class _Past(Net):
 def _past_its_unit(part: Any, rank: int, world_size: int) -> list[Any]:
     torch.manual_seed(0)
     reference, model = _Past(), _Past()
-    model.load_state_dict(reference.state_dict())
+    model.load_state_dict(whole_state(reference))
     for block in model.inner:
         part.fully_shard(block)
     part.fully_shard(model)

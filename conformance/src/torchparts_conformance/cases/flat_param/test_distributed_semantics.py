@@ -22,6 +22,7 @@ from torchparts_conformance.cases.flat_param._sharded import (
     sharded,
     stepped,
     train,
+    whole_state,
 )
 
 LIMIT = 1e-6
@@ -36,7 +37,7 @@ def _frozen_beside_trained(part: Any, rank: int, world_size: int) -> list[Any]:
         for block in model.inner:
             part.fully_shard(block)
         part.fully_shard(model)
-        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        before = {name: tensor.clone() for name, tensor in whole_state(model).items()}
         loss_of(reference, batch(world_size)).backward()
         loss_of(model, mine(batch(world_size), rank)).backward()
         after = stepped(model)
@@ -82,7 +83,7 @@ def _shared_inside_a_unit(part: Any, rank: int, world_size: int) -> list[Any]:
     loss_of(reference, batch(world_size)).backward()
     loss_of(model, mine(batch(world_size), rank)).backward()
     error = distance(stepped(model), stepped(reference))
-    state = model.state_dict()
+    state = whole_state(model)
     same = torch.equal(state["inner.0.2.bias"], state["inner.1.2.bias"])
     return [same, error, len(list(model.parameters())) == len(list(reference.parameters()))]
 
@@ -373,7 +374,7 @@ def _looking(part: Any, rank: int, world_size: int) -> list[Any]:
         module.train()
     train(reference, [inputs])
     train(model, [mine(inputs, rank)])
-    errors.append(torch.tensor(distance(model.state_dict(), reference.state_dict())))
+    errors.append(torch.tensor(distance(whole_state(model), whole_state(reference))))
     return [no_grads, max(map(float, errors))]
 
 
@@ -438,7 +439,7 @@ def _three(part: Any, rank: int, world_size: int) -> list[float]:
         reference, model = plain(), sharded(part, strategy=strategy)
         train(reference, inputs)
         train(model, [mine(one, rank) for one in inputs])
-        found.append(distance(model.state_dict(), reference.state_dict()))
+        found.append(distance(whole_state(model), whole_state(reference)))
     return found
 
 

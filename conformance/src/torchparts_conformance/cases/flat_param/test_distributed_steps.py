@@ -16,6 +16,7 @@ from torchparts_conformance.cases.flat_param._sharded import (
     mine,
     plain,
     sharded,
+    whole_state,
 )
 
 
@@ -31,7 +32,7 @@ def _one_step(model: Any, inputs: Any) -> dict[str, Any]:
     model.zero_grad()
     loss_of(model, inputs).backward()
     torch.optim.SGD(model.parameters(), lr=1.0).step()
-    return model.state_dict()
+    return whole_state(model)
 
 
 def _stopped(part: Any, rank: int, world_size: int) -> list[float]:
@@ -75,9 +76,9 @@ def _frozen_head(part: Any, rank: int, world_size: int) -> float:
     reference, model = (nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)) for _ in "ab")
     for each in (reference, model):
         each[2].requires_grad_(False)
-    for tensor in reference.state_dict().values():
+    for tensor in whole_state(reference).values():
         torch.distributed.broadcast(tensor, 0)
-    model.load_state_dict(reference.state_dict())
+    model.load_state_dict(whole_state(reference))
     part.fully_shard(model[0])
     part.fully_shard(model)
     inputs = batch(world_size)
@@ -85,7 +86,7 @@ def _frozen_head(part: Any, rank: int, world_size: int) -> float:
     loss_of(model, mine(inputs, rank)).backward()
     for each in (reference, model):
         torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=1.0).step()
-    return distance(model.state_dict(), reference.state_dict())
+    return distance(whole_state(model), whole_state(reference))
 
 
 @requirement(
@@ -126,7 +127,7 @@ def _in_backward(part: Any, rank: int, world_size: int) -> list[Any]:
         reference.zero_grad()
         loss_of(reference, inputs).backward()
         torch.optim.SGD(used, lr=0.1).step()
-    return [told == [True] * (2 * len(used)), distance(model.state_dict(), reference.state_dict())]
+    return [told == [True] * (2 * len(used)), distance(whole_state(model), whole_state(reference))]
 
 
 @requirement(
@@ -305,7 +306,7 @@ def _assigned(part: Any, rank: int, world_size: int) -> list[float]:
                 for model in models:
                     model.head.weight = nn.Parameter(torch.full((3, 5), 0.5))
                 if reads_state:
-                    state = models[0].state_dict()["head.weight"]
+                    state = whole_state(models[0])["head.weight"]
                     errors.append(distance({"": state}, {"": models[1].head.weight.detach()}))
                 out = [model(inputs).detach() for model in models]
             except Exception:  # loud is right, too

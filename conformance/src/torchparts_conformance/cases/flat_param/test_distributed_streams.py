@@ -20,7 +20,11 @@ from torch.distributed.tensor import DTensor
 
 from torchparts_conformance import requirement
 from torchparts_conformance.cases._devices import lag, no_races, synchronize
-from torchparts_conformance.cases.flat_param._sharded import most_ranks, place
+from torchparts_conformance.cases.flat_param._sharded import (
+    most_ranks,
+    place,
+    whole_state,
+)
 
 WIDTH, UNITS, STEPS, ROWS = 64, 6, 3, 8
 LEAST_SHARE = 20  # of a step's host time, the work that the device has still to do
@@ -56,11 +60,11 @@ def _expected(where, world_size, micro_batches):
                 batch = mine[step * micro_batches + micro]
                 (model(batch).square().mean() / world_size).backward()
         optimizer.step()
-    return model.state_dict()
+    return whole_state(model)
 
 
 def _distance(model, expected):
-    found = model.state_dict()
+    found = whole_state(model)
     assert list(found) == list(expected)
     return max((found[name] - expected[name]).abs().max().item() for name in expected)
 

@@ -16,6 +16,7 @@ from torchparts_conformance.cases.flat_param._sharded import (
     mine,
     plain,
     sharded,
+    whole_state,
 )
 
 
@@ -39,7 +40,7 @@ class _Coder(nn.Module):
 def _stepped(model: nn.Module) -> dict[str, Tensor]:
     """The state after a step whose size is one, which shows every gradient."""
     torch.optim.SGD(model.parameters(), lr=1.0).step()
-    return model.state_dict()
+    return whole_state(model)
 
 
 def _coded(part: Any, rank: int, world_size: int) -> float:

@@ -17,6 +17,7 @@ from torchparts_conformance.cases.flat_param._sharded import (
     plain,
     sharded,
     train,
+    whole_state,
 )
 
 
@@ -25,7 +26,7 @@ def _error(part: Any, rank: int, world_size: int, options: dict[str, Any]) -> fl
     reference, model = plain(), sharded(part, **options)
     train(reference, inputs)
     train(model, [mine(one, rank) for one in inputs])
-    return distance(model.state_dict(), reference.state_dict())
+    return distance(whole_state(model), whole_state(reference))
 
 
 def _every_strategy(part: Any, rank: int, world_size: int) -> list[float]:
@@ -164,7 +165,7 @@ def _accumulated(part: Any, rank: int, world_size: int) -> list[Any]:
         loss_of(reference, batch(world_size, step)).backward()
     for module in (model, reference):
         torch.optim.SGD(module.parameters(), lr=1.0).step()
-    return [silent, distance(model.state_dict(), reference.state_dict())]
+    return [silent, distance(whole_state(model), whole_state(reference))]
 
 
 @requirement(
@@ -301,8 +302,8 @@ def _adafactor(part: Any, rank: int, world_size: int) -> list[Any]:
     try:
         torch.optim.Adafactor(elements.parameters(), lr=0.1).step()
     except (RuntimeError, ValueError):
-        return [True, distance(tensors.state_dict(), reference.state_dict())]
-    return [False, distance(tensors.state_dict(), reference.state_dict())]
+        return [True, distance(whole_state(tensors), whole_state(reference))]
+    return [False, distance(whole_state(tensors), whole_state(reference))]
 
 
 @requirement(

@@ -7,7 +7,7 @@ import torch
 
 from torchparts_conformance import requirement
 
-from .test_changes import add_unseen, leaf
+from .test_changes import Fresh, add_unseen, leaf
 
 
 def _with_bias(t, given):
@@ -36,12 +36,11 @@ def _or_refusal(call):
         "for both: gradients were those of the changed value, without a word"
     ),
     since="0.1.0",
-    profile="recipe",
+    profile="replay",
 )
-@pytest.mark.parametrize("engine", ["recipe", "contexts"])
 @pytest.mark.parametrize("size", [4, 96])
 @pytest.mark.parametrize("changed", [None, "read before", "read after", "read inside"])
-def test_change_is_noticed_by_the_backward_that_reads_it(part, device, changed, size, engine):
+def test_change_is_noticed_by_the_backward_that_reads_it(part, device, changed, size):
     """A hook between two regions runs the backward of a third; each adds something it was given."""
     x, y = leaf(device, size, size), leaf(device, size, size)
     given = {which: leaf(device, size, size) for which in ("before", "after", "inside")}
@@ -51,7 +50,7 @@ def test_change_is_noticed_by_the_backward_that_reads_it(part, device, changed, 
         if not checkpointed:
             return _with_bias(t, [given[which]])
         policy = part.recompute_all()
-        return part.checkpoint(_with_bias, t, [given[which]], policy=policy, engine=engine)
+        return part.checkpoint(Fresh(_with_bias), t, [given[which]], policy=policy)
 
     def backward(checkpointed, change=None):
         inside = run(y, "inside", checkpointed).sum()

@@ -20,13 +20,12 @@ from torchparts_conformance import requirement
         "uncompiled, without a word"
     ),
     since="0.1.0",
-    profile="recipe",
+    profile="replay",
     devices=("cpu",),
 )
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's
-@pytest.mark.parametrize("engine", ["recipe", "contexts"])
 @pytest.mark.parametrize("keeps", [False, True])
-def test_compiled_part_runs_as_its_graph(part, device, engine, keeps):
+def test_compiled_part_runs_as_its_graph(part, device, keeps):
     """In each forward, and where backward runs the region again: one graph, and never beside it."""
     torch.compiler.reset()
     graphs, calls = [], []
@@ -45,7 +44,7 @@ def test_compiled_part_runs_as_its_graph(part, device, engine, keeps):
     policy = part.save_ops("aten.mm") if keeps else part.recompute_all()
     expected = torch.autograd.grad(((x @ x).sin() * (x @ x)).cos().sum(), x)[0]
     for step in range(1, 4):
-        out = part.checkpoint(lambda t: inner(t @ t), x, policy=policy, engine=engine)
+        out = part.checkpoint(lambda t: inner(t @ t), x, policy=policy)
         assert len(calls) >= step
         found = torch.autograd.grad(out.sum(), x)[0]
         assert torch.allclose(found, expected)
@@ -65,7 +64,7 @@ def test_compiled_part_runs_as_its_graph(part, device, engine, keeps):
         "compiler"
     ),
     since="0.1.0",
-    profile="recipe",
+    profile="replay",
     devices=("cpu",),
 )
 @pytest.mark.parametrize("keeps", ["nothing", "products", "plan"])
@@ -81,9 +80,7 @@ def test_compiled_region_draws_once(part, device, keeps):
     policy = {
         "nothing": part.recompute_all,
         "products": lambda: part.save_ops("aten.mm"),
-        "plan": lambda: part.solve(
-            part.profile(function, x, unit="flops"), "60%", engine="contexts"
-        ),
+        "plan": lambda: part.solve(part.profile(function, x, unit="flops"), "60%"),
     }[keeps]()
     assert policy
     left = []

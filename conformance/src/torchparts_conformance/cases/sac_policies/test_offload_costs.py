@@ -26,7 +26,7 @@ def _trace(part, device):
 def _waited(part, trace, plan):
     """What is offloaded of a trace, in bytes, and the nanoseconds of a plan that are no work."""
     decided, repeated, moved = dict(plan.choices), 0, 0
-    for item in trace.items("contexts"):
+    for item in trace.items():
         decision = decided.get(trace.ops[item.ops[0]].key)
         if decision is part.Decision.OFFLOAD:
             moved += item.kept_bytes
@@ -57,8 +57,8 @@ def test_copies_that_cannot_be_hidden_are_counted(part, device, regions, share):
     """All of them together take three times as long as a forward."""
     trace = _trace(part, device)
     forward = sum(op.cost for op in trace.ops)
-    rate = trace.total_bytes("contexts") * 10**9 // (3 * forward)
-    plan = part.solve(trace, share, engine="contexts", host_bandwidth=rate, regions=regions)
+    rate = trace.total_bytes() * 10**9 // (3 * forward)
+    plan = part.solve(trace, share, host_bandwidth=rate, regions=regions)
     moved, waited = _waited(part, trace, plan)
     copies = moved * 10**9 / rate
     longer = max(0, copies - forward)
@@ -73,7 +73,7 @@ def test_copies_that_work_hides_are_not_counted(part, device, regions):
     trace = _trace(part, device)
     largest = max(op.out_bytes for op in trace.ops)
     rate = 10 * largest * 10**9 // OPERATOR_NS
-    plan = part.solve(trace, 0, engine="contexts", host_bandwidth=rate, regions=regions)
+    plan = part.solve(trace, 0, host_bandwidth=rate, regions=regions)
     moved, _ = _waited(part, trace, plan)
     back = moved * 10**9 / rate / regions
     assert plan.kept_bytes == 0

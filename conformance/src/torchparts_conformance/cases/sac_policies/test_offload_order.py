@@ -89,7 +89,7 @@ def _chain(part, device, policy):
         if policy is None:
             h = model(h)
         else:
-            h = part.checkpoint(model, h, policy=policy, engine="contexts")
+            h = part.checkpoint(model, h, policy=policy)
     return h.square().sum(), [x, *(p for model in models for p in model.parameters())]
 
 

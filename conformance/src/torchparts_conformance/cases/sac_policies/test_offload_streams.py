@@ -44,7 +44,7 @@ def _run(part, networks, h, policy):
         if policy is None:
             h = network(h)
         else:
-            h = part.checkpoint(network, h, policy=policy, engine="contexts")
+            h = part.checkpoint(network, h, policy=policy)
     return h
 
 

@@ -1,7 +1,6 @@
-"""One checkpointed call: its first run, what is kept of it, and its second run in backward.
+"""One checkpointed call: forward, the inputs kept of it, and recomputation in backward.
 
-`_checkpoint` chooses the way, `_call` is what a second run needs, `_recompute` the hooks on saved
-tensors, `_ambient_state` random state and autocast, `_objects` arguments that the call changes,
-`_functional_call` weights put in for it. Uses `offload` for policies of torch that
-offload.
+`_checkpoint` chooses the way, `_call` holds the inputs of recomputation, `_recompute` the hooks on
+saved tensors, `_arguments` the arguments, `_module_state` buffers and parameters, `_surroundings`
+other attributes, `_ambient_state` random state and autocast.
 """

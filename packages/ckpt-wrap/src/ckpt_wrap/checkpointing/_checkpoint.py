@@ -30,6 +30,7 @@ from ckpt_wrap._errors import OptionError, RecomputeError
 from ckpt_wrap._phase import FirstRun
 from ckpt_wrap._torch_compat import (
     active_transform,
+    bypass_hooks,
     debug_override,
     early_stop_override,
     is_exporting,
@@ -38,12 +39,12 @@ from ckpt_wrap._torch_compat import (
 )
 from ckpt_wrap._where import Where, owner
 from ckpt_wrap.checkpointing._ambient_state import capture
-from ckpt_wrap.checkpointing._call import Arguments, Call
+from ckpt_wrap.checkpointing._arguments import Arguments
+from ckpt_wrap.checkpointing._call import Call
 from ckpt_wrap.checkpointing._module_state import ModuleState
 from ckpt_wrap.checkpointing._options import CheckpointImpl, CheckpointOptions
 from ckpt_wrap.checkpointing._recompute import CheckpointedRegion
 from ckpt_wrap.checkpointing._reentrant import checkpoint_reentrant
-from ckpt_wrap.checkpointing._selective import honour_offload
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -81,43 +82,42 @@ class Checkpoint:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         module, options = owner(function), self.options
-        arguments = Arguments(args, kwargs, module)
+        arguments = Arguments(args, kwargs)
         where = Where(function, self.name, self.made_by)
+        state = ModuleState(module, where, own_hooks=function is module)
         if _does_more_than_recompute(options) and is_frozen(arguments.tensors, module):
             options = _ONLY_RECOMPUTE
-        tensors = arguments.tensors + arguments.objects.begin()
         if options.impl is CheckpointImpl.REENTRANT:
             return checkpoint_reentrant(
                 function,
+                (args, kwargs),
                 arguments,
-                ModuleState(module),
+                state,
                 preserve_rng_state=options.preserve_rng_state,
                 check=options.determinism_check != "none",
                 where=where,
             )
-        forward_context, context = self._contexts(options, function, where)
-        ambient = capture(tensors, preserve_rng_state=options.preserve_rng_state)
-        call = Call(function, module, where, arguments, ambient, context, ModuleState(module))
+        forward_context, context = _contexts(options, where)
+        ambient = capture(arguments.tensors, preserve_rng_state=options.preserve_rng_state)
+        call = Call(function, module, where, arguments, ambient, context, state)
         if debug_override() or (options.debug and debug_override() is None):
             return _with_debug(options, call, forward_context, args, kwargs)
         return _region(options, call, forward_context, args, kwargs)
 
-    def _contexts(
-        self, options: CheckpointOptions, function: Callable[..., Any], where: Where
-    ) -> Contexts:
-        """What `context_fn` gives for one call."""
-        made = options.context_fn()
-        if options.context_fn is noop_context_fn:
-            return made
-        try:
-            forward_context, context = made
-        except (TypeError, ValueError):
-            raise OptionError(
-                f"ckpt_wrap.{where.made_by}: option 'context_fn' of module {where} returned "
-                f"{made!r}, but it must return two context managers. Return one for forward and "
-                "one for recomputation."
-            ) from None
-        return honour_offload(forward_context, context, owner(function), str(where)), context
+
+def _contexts(options: CheckpointOptions, where: Where) -> Contexts:
+    """The contexts that `context_fn` returns for one call."""
+    made = options.context_fn()
+    try:
+        forward_context, context = made
+    except (TypeError, ValueError):
+        raise OptionError(
+            f"ckpt_wrap.{where.made_by}: option 'context_fn' of module {where} returned "
+            f"{made!r}, but it must return two context managers. Return one for forward and "
+            "one for recomputation."
+        ) from None
+    bypass_hooks(forward_context)
+    return forward_context, context
 
 
 def _region(
@@ -134,7 +134,7 @@ def _region(
         early_stop=options.early_stop if override is None else override,
     )
     call.begin()
-    with region.hooks(), forward_context, FirstRun(call.buffers):
+    with region.hooks(), forward_context, FirstRun(call.state):
         result = call.function(*args, **kwargs)
         region.finished = True
     call.end(keep=region.saved_something)
@@ -216,7 +216,7 @@ def _with_debug(
             return call.again()
         args, kwargs = first.pop()
         call.begin()
-        with forward_context, FirstRun(call.buffers):
+        with forward_context, FirstRun(call.state):
             return call.function(*args, **kwargs)
 
     result = torch_checkpoint(

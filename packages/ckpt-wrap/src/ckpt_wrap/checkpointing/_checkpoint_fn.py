@@ -1,29 +1,30 @@
-"""The seam to checkpoint functions, this package's own and anyone else's.
+"""Build the checkpoint function of a module: this package's own, or one given by the user.
 
-A checkpoint function is called as `checkpoint_fn(function, *args, **kwargs)` and returns what
-`function(*args, **kwargs)` returns; when it calls the function again is its own affair.
+A checkpoint function is called as `checkpoint_fn(function, *args, **kwargs)` and returns the result
+of `function(*args, **kwargs)`.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ckpt_wrap._errors import OptionError
 from ckpt_wrap.checkpointing._checkpoint import Checkpoint, by_position
-from ckpt_wrap.checkpointing._options import CheckpointImpl, checkpoint_options
+from ckpt_wrap.checkpointing._options import CheckpointImpl, CheckpointOptions
 
 CheckpointFn = Callable[..., Any]
 
 
 class BoundCheckpointFn:
-    """Someone's checkpoint function with its options bound.
+    """A user's checkpoint function with its options bound.
 
-    A keyword argument of the module whose name that function would take for itself, be it an
-    option or a parameter, is handed over by position; with `positional=True` all of them are.
+    Keyword arguments of the module whose names the checkpoint function uses itself are passed by
+    position; with `positional=True` all of them are.
     """
 
     __slots__ = ("_positional", "_taken", "func", "keywords")
@@ -45,39 +46,77 @@ class BoundCheckpointFn:
 
 
 def make_checkpoint_fn(
-    impl: CheckpointImpl,
-    checkpoint_fn: CheckpointFn | None,
-    options: Mapping[str, Any],
     made_by: str,
+    /,
+    *,
+    checkpoint_impl: CheckpointImpl = CheckpointImpl.NO_REENTRANT,
+    checkpoint_fn: CheckpointFn | None = None,
+    use_reentrant: bool | None = None,
+    **options: Any,
 ) -> CheckpointFn:
-    """The checkpoint function for these options, asked for with the function `made_by`.
+    """The checkpoint function for the options of `checkpoint_`.
+
+    Args:
+        made_by: the public function that was called, for messages.
 
     Raises:
-        OptionError: `checkpoint_fn` is not callable, or this package's own function does not have
-            an option or cannot follow it.
+        OptionError: `checkpoint_fn` is not callable, a value is invalid, options conflict, or
+            there are options for a `checkpoint_fn` that is not given.
     """
-    own = checkpoint_options(impl, options if checkpoint_fn is None else {}, made_by)
     if checkpoint_fn is None:
-        return Checkpoint(own, made_by)
+        _require_known(options, made_by)
+        impl = _implementation(use_reentrant, checkpoint_impl, made_by)
+        try:
+            return Checkpoint(CheckpointOptions(impl=impl, **options), made_by)
+        except OptionError as error:
+            raise OptionError(f"ckpt_wrap.{made_by}: {error}") from None
     if not callable(checkpoint_fn):
         raise OptionError(
-            f"ckpt_wrap.{made_by}: option 'checkpoint_fn' is {checkpoint_fn!r}, but it must be "
-            "a function called as checkpoint_fn(function, *args, **kwargs). Pass such a function."
+            f"ckpt_wrap.{made_by}: option 'checkpoint_fn' is {checkpoint_fn!r}, but it must be a "
+            "function called as checkpoint_fn(function, *args, **kwargs). Pass such a function."
         )
+    given = {name: value for name, value in options.items() if value != _OWN.get(name, _OTHER)}
+    if use_reentrant is not None:
+        given["use_reentrant"] = use_reentrant
     # torch's checkpoint looks for tensors among positional arguments only.
-    positional = impl is CheckpointImpl.REENTRANT or checkpoint_fn is torch_checkpoint
-    return BoundCheckpointFn(checkpoint_fn, options, positional=positional)
+    positional = checkpoint_impl is CheckpointImpl.REENTRANT or checkpoint_fn is torch_checkpoint
+    return BoundCheckpointFn(checkpoint_fn, given, positional=positional)
 
 
-def checkpoint_fn_from(options: Mapping[str, Any]) -> CheckpointFn:
-    """The checkpoint function for options among which may be `checkpoint_impl` and `checkpoint_fn`.
+_OWN = {field.name: field.default for field in fields(CheckpointOptions) if field.name != "impl"}
+_OTHER = object()
 
-    Raises:
-        OptionError: see `make_checkpoint_fn`.
-    """
-    rest = dict(options)
-    impl = rest.pop("checkpoint_impl", CheckpointImpl.NO_REENTRANT)
-    return make_checkpoint_fn(impl, rest.pop("checkpoint_fn", None), rest, "checkpoint_")
+
+def _require_known(options: Mapping[str, Any], made_by: str) -> None:
+    unknown = [name for name in options if name not in _OWN]
+    if "policy" in unknown:
+        raise OptionError(
+            f"ckpt_wrap.{made_by}: option 'policy' needs checkpoint_fn=. For a policy of "
+            "sac-policies, pass checkpoint_fn=sac_policies.checkpoint, policy=..."
+        )
+    if unknown:
+        raise OptionError(
+            f"ckpt_wrap.{made_by}: option {unknown[0]!r} is unknown. Options that are not those of "
+            "torch.utils.checkpoint.checkpoint are only accepted together with checkpoint_fn=, "
+            "which receives them."
+        )
+
+
+def _implementation(use_reentrant: object, impl: CheckpointImpl, made_by: str) -> CheckpointImpl:
+    """The implementation that `use_reentrant` and `checkpoint_impl` ask for together."""
+    if use_reentrant is None:
+        return impl
+    if not isinstance(use_reentrant, bool):
+        raise OptionError(
+            f"ckpt_wrap.{made_by}: option 'use_reentrant' is {use_reentrant!r}, but it must be a "
+            "bool. Pass True or False."
+        )
+    if impl is CheckpointImpl.REENTRANT and not use_reentrant:
+        raise OptionError(
+            f"ckpt_wrap.{made_by}: option 'use_reentrant' is False, but "
+            "checkpoint_impl=CheckpointImpl.REENTRANT asks for the opposite. Pass only one of them."
+        )
+    return CheckpointImpl.REENTRANT if use_reentrant else impl
 
 
 def _parameter_names(func: CheckpointFn) -> frozenset[str]:

@@ -1,274 +1,351 @@
-"""Buffers that a forward writes, given to its second run as the first one found them.
+"""The state of a module that recomputation reads: buffers, tensor attributes and parameters.
 
-Rule 1. A buffer of the called module that its first run wrote in place or replaced is, in the
-        second run, what it was before the first. After the second run, however it ends, the module
-        has the very tensors it had before it, unchanged: so buffers advance once.
-Rule 2. To be there again, a value has to be copied before it is written over. Small buffers always
-        are, and the copies are kept: operators such as batch normalization write without counting
-        a version. Large ones are if a run of their module is known to have written them. In the
-        first run that a module makes in training, and in evaluation, all are, and are compared by
-        content too; what was not written is dropped.
-Rule 3. A buffer that was written without a copy is an error in the second run, and copied from
-        then on.
-Rule 4. A forward that guards a write to a buffer of its own module with `is_recomputing()` does
-        not repeat it. Such a buffer becomes what it was after the first run when the second one
-        asks what the first asked last before writing it.
+Buffers and tensor attributes have in recomputation the values that forward found, also where
+forward, or another forward since, has written to them. After recomputation the module has the
+tensors it had before, unchanged. So buffers advance once.
 
-What is known of a buffer is known of the module that has it, whichever call it was found in: the
-module may be called in several ways, and be below several others.
+A value must be copied before a write in place. Small buffers are always copied, because operators
+such as batch normalization write without changing the version counter. Large buffers are copied in
+the first forward of their module, and later if a forward is known to write them. A buffer that was
+written without a copy is an error in recomputation, and copied from then on.
 
-The parameters, which nobody may change between the runs, are in `_parameters`.
+Parameters are not copied: one that was written in place or replaced is an error.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ckpt_wrap._torch_compat import unseen_by_modes, version_of
-from ckpt_wrap.checkpointing._object_tensors import Refused
-from ckpt_wrap.checkpointing._parameters import Parameters
+from ckpt_wrap._errors import RecomputeError
+from ckpt_wrap._torch_compat import counter_owner, unseen_by_modes, version_of, versions_of
+from ckpt_wrap._where import Where
+from ckpt_wrap.checkpointing._surroundings import Surroundings
 
-_SMALL = 4096  # numel; copying so many costs hardly more than copying one
+_SMALL = 4096  # numel; copying that many costs little more than copying one
 _ABSENT = object()
-_LAZY = -1  # in the place of the version of a tensor that has no shape yet
-
-State = dict[str, tuple[torch.Tensor | None, int]]  # buffers of a module by name, with versions
-_NO_BUFFER = (None, None)
 
 
 class _Habit:
-    """What is known of the buffers of one module."""
+    """What earlier forwards of a module have shown: its values of `training`, buffers it writes."""
 
     __slots__ = ("modes", "written")
 
     def __init__(self) -> None:
-        self.modes: set[bool] = set()  # values of `training` that it has run with
+        self.modes: set[bool] = set()
         self.written: set[str] = set()
 
 
 _habits: weakref.WeakKeyDictionary[nn.Module, _Habit] = weakref.WeakKeyDictionary()
 
 
-class _Noted:
-    """One module with buffers, as the first run found it."""
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """One buffer or tensor attribute, as forward found it.
 
-    __slots__ = ("asked", "before", "first", "habit", "module", "training")
+    Attributes:
+        place: the dict of the module that holds it.
+        habit: of the module, for a buffer.
+        first: whether this is the first forward in this value of `training`.
+        tensor: the tensor that forward found, or None where the buffer was None.
+        copied: its contents before forward, if they were copied.
+        before: its version before forward; -1 if it was lazy.
+        value: the tensor for recomputation, or `_ABSENT` where no copy was made.
+        version: of `value`.
+        written: whether forward has written or replaced it.
+        put_in: tensor and version that the running recomputation started from.
+    """
 
-    def __init__(self, module: nn.Module) -> None:
-        habit = _habits.get(module)
-        if habit is None:
-            habit = _habits[module] = _Habit()
-        self.module = module
-        self.habit = habit
-        self.training = module.training
-        self.first = module.training not in habit.modes
-        self.before = _state(module)
-        self.asked: list[State] = []  # Rule 4
+    module: nn.Module
+    place: dict[str, Any]
+    name: str
+    habit: _Habit | None
+    first: bool
+    tensor: torch.Tensor | None
+    copied: torch.Tensor | None = None
+    before: int = 0
+    value: Any = None
+    version: int = 0
+    written: bool = False
+    put_in: tuple[torch.Tensor, int] | None = None
 
-    def must_copy(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether there has to be a copy, in case the run writes the buffer: Rule 2."""
-        return self.first or tensor.numel() <= _SMALL or name in self.habit.written
+    def note(self, copies: dict[int, torch.Tensor]) -> None:
+        """Forward starts: note the version, and copy what it may write."""
+        tensor = self.value = self.tensor
+        if tensor is None:
+            return
+        if is_lazy(tensor):
+            self.before = self.version = -1
+            self.value = _ABSENT
+            return
+        self.before = self.version = version_of(tensor)
+        known = self.habit is not None and (self.first or self.name in self.habit.written)
+        if tensor.grad_fn is None and (known or tensor.numel() <= _SMALL):
+            # One tensor in two places stays one tensor.
+            if id(tensor) not in copies:
+                copies[id(tensor)] = _copy(tensor)
+            self.copied = copies[id(tensor)]
 
-    def question_before_write(self, name: str) -> int | None:
-        """The number of the last question that the run asked before it last wrote the buffer."""
-        now, version = _state(self.module).get(name, _NO_BUFFER)
-        for number in reversed(range(len(self.asked))):
-            then, version_then = self.asked[number].get(name, _NO_BUFFER)
-            if then is not now or version_then != version:
-                return number
-        return None
+    def settle(self) -> None:
+        """Choose the value for recomputation; forward has ended, or recomputes inside itself."""
+        tensor, copied = self.tensor, self.copied
+        if tensor is None:
+            self.written = self.place.get(self.name) is not None
+            return
+        if self.before < 0:  # it had no values; only a write makes a difference
+            self.written = not is_lazy(tensor)
+            return
+        in_place = version_of(tensor) != self.before
+        if self.first and copied is not None and not _same_bits(tensor, copied):
+            in_place = True
+        if in_place and self.habit is not None:
+            self.habit.written.add(self.name)
+        self.written = in_place or self.place.get(self.name, _ABSENT) is not tensor
+        if in_place:
+            self.value = _ABSENT if copied is None else copied
+        elif copied is not None and tensor.numel() <= _SMALL and not tensor.requires_grad:
+            self.value = copied
+        if self.value is not _ABSENT:
+            self.version = version_of(self.value)
 
+    def put(self, fresh: dict[int, torch.Tensor]) -> None:
+        """Have the value in its place; one tensor in two places stays one tensor."""
+        tensor = self.value
+        if tensor is _ABSENT or tensor is None:
+            if tensor is None:
+                self.place[self.name] = None
+            return
+        if tensor is not self.tensor:  # a copy, for recomputation to write to
+            if id(tensor) not in fresh:
+                fresh[id(tensor)] = _copy(tensor)
+            tensor = fresh[id(tensor)]
+        self.place[self.name] = tensor
+        self.put_in = tensor, version_of(tensor)
 
-class _Kept:
-    """What the second run is to have as one buffer."""
-
-    __slots__ = ("later", "module", "name", "question", "value", "version")
-
-    def __init__(self, module: nn.Module, name: str, value: Any) -> None:
-        self.module = module
-        self.name = name
-        self.value = value  # _ABSENT where there is no copy: Rule 3
-        self.version = _version(value)
-        self.question: int | None = None  # from which on it is `later`
-        self.later: torch.Tensor | None = None
-
-    def is_there(self) -> bool:
-        """Whether the second run can have it."""
-        return self.value is not _ABSENT and _version(self.value) == self.version
+    def was_written_again(self) -> bool:
+        """Recomputation has ended: whether it wrote the value that was put in."""
+        put, self.put_in = self.put_in, None
+        if put is None:
+            return True
+        return self.place.get(self.name) is not put[0] or version_of(put[0]) != put[1]
 
 
 class ModuleState:
-    """The buffers and parameters of one called module, in its first run and in its second.
+    """State of one called module, in one call and its recomputation.
 
     Args:
-        module: what is called, if it is a module.
+        module: the called module, or None for a function.
+        where: the module, for messages.
+        own_hooks: whether the hooks of the module itself run in recomputation.
     """
 
-    __slots__ = ("_copies", "_kept", "_module", "_noted", "_parameters")
+    def __init__(self, module: nn.Module | None, where: Where, *, own_hooks: bool = False) -> None:
+        self.asked = False  # whether forward has called `is_recomputing()`
+        self.module = module
+        self._where = where
+        self._ended = False
+        self._entries: list[_Entry] = []
+        self._modes: list[tuple[_Habit, bool]] = []
+        self._parameters: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        self._versions: list[int] = []
+        self._given: list[tuple[dict[str, Any], str]] = []
+        self._surroundings = Surroundings(module, where, own_hooks=own_hooks)
 
-    def __init__(self, module: nn.Module | None) -> None:
-        self._module = module
-        self._noted: dict[int, _Noted] = {}  # by module, while the first run lasts
-        self._copies: dict[int, torch.Tensor] = {}  # by tensor
-        self._kept: list[_Kept] = []
-        self._parameters = Parameters(module)
+    def begin(self) -> list[torch.Tensor]:
+        """Note the state before forward.
 
-    def begin(self) -> None:
-        """Note what the buffers and parameters are; the first run starts."""
-        modules = _modules(self._module)
-        self._parameters.begin(modules)
-        for module in _with_buffers(modules):
-            noted = self._noted[id(module)] = _Noted(module)
-            for name, (tensor, version) in noted.before.items():
-                if (
-                    tensor is not None
-                    and version != _LAZY
-                    and id(tensor) not in self._copies
-                    and noted.must_copy(name, tensor)
-                ):
-                    self._copies[id(tensor)] = _copy(tensor)
+        Returns:
+            Weights that were put in for this call, as `torch.func.functional_call` does: tensors
+            in the place of parameters. They are inputs of the call; see `put_in`.
+        """
+        weights: list[torch.Tensor] = []
+        copies: dict[int, torch.Tensor] = {}  # by id of the tensor
+        modules = below(self.module)
+        for module in modules:
+            for name, parameter in module._parameters.items():
+                if parameter is None or is_lazy(parameter):
+                    continue
+                if isinstance(parameter, nn.Parameter):
+                    self._parameters.append((module._parameters, name, parameter))
+                else:
+                    self._given.append((module._parameters, name))
+                    weights.append(parameter)
+            self._find_tensors(module)
+        for entry in self._entries:
+            entry.note(copies)
+        self._versions = versions_of([tensor for _, _, tensor in self._parameters])
+        self._surroundings.begin(modules)
+        return weights
 
-    def asked(self, module: nn.Module) -> None:
-        """In a forward of `module`, the first run has asked whether it is the second."""
-        noted = self._noted.get(id(module))
-        if noted is not None:
-            noted.asked.append(_state(module))
+    def _find_tensors(self, module: nn.Module) -> None:
+        buffers = module._buffers
+        if buffers and isinstance(buffers, dict):  # TorchScript keeps them elsewhere
+            habit = _habits.get(module)
+            if habit is None:
+                habit = _habits[module] = _Habit()
+            first = module.training not in habit.modes
+            self._modes.append((habit, module.training))
+            for name, tensor in buffers.items():
+                if tensor is None or isinstance(tensor, torch.Tensor):
+                    self._entries.append(_Entry(module, buffers, name, habit, first, tensor))
+        attributes = vars(module)
+        for name, value in attributes.items():
+            # Tensors that require grad, and views, are weights: sharding replaces them at will.
+            if (
+                isinstance(value, torch.Tensor)
+                and not value.requires_grad
+                and counter_owner(value) is value
+            ):
+                self._entries.append(_Entry(module, attributes, name, None, False, value))
 
     def end(self, *, keep: bool) -> None:
-        """The first run has ended; have what the second one needs, or nothing."""
-        kept = self._to_keep()
-        for noted in self._noted.values():
-            noted.habit.modes.add(noted.training)
-        self._noted, self._copies = {}, {}
-        self._kept = kept if keep else []
-        self._parameters.end(keep=keep)
-
-    def _to_keep(self) -> list[_Kept]:
-        found: list[_Kept] = []
-        for noted in self._noted.values():
-            for name, before in noted.before.items():
-                value = self._value(noted, name, *before)
-                if value is not noted.module._buffers.get(name, _ABSENT):
-                    kept = _Kept(noted.module, name, value)
-                    kept.question = noted.question_before_write(name)
-                    now = noted.module._buffers.get(name)
-                    if kept.question is not None and now is not None:
-                        kept.later = _copy(now)
-                    found.append(kept)
-        return found
-
-    def _value(self, noted: _Noted, name: str, tensor: torch.Tensor | None, version: int) -> Any:
-        """The buffer as it was: itself, a copy, or `_ABSENT`."""
-        if tensor is None:
-            return None
-        if version == _LAZY:  # there was nothing to read
-            return tensor if is_lazy(tensor) else _copy(tensor)
-        copy = self._copies.get(id(tensor))
-        if version_of(tensor) != version or (
-            noted.first and copy is not None and not _same_bits(tensor, copy)
-        ):
-            noted.habit.written.add(name)
-        if name in noted.habit.written:
-            return _ABSENT if copy is None else copy
-        if copy is None or tensor.numel() > _SMALL or _is_converted(tensor, copy):
-            return tensor
-        return tensor if tensor.requires_grad else copy  # one that does may be an input of the call
+        """Forward has ended; keep what recomputation needs, or nothing."""
+        self._ended = True
+        for entry in self._entries:
+            entry.settle()
+            entry.copied = None  # kept in `value` where recomputation needs it
+        for habit, training in self._modes:
+            habit.modes.add(training)
+        if keep:
+            self._surroundings.end()
+        else:
+            self._entries, self._parameters, self._versions, self._given = [], [], [], []
 
     @contextlib.contextmanager
-    def put_in(self) -> Iterator[_PutIn]:
-        """Have the buffers as they were, and in the end what is there now: Rule 1.
+    def put_in(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Have the state as forward found it, and in the end the present one again.
+
+        Args:
+            tensors: inputs of the call; the weights that `begin` returned are the last of them.
 
         Raises:
-            Refused: one was written without a copy, or a parameter was changed since.
+            RecomputeError: the state cannot be restored, or recomputation would not run the same
+                code.
         """
-        self._parameters.begin_again()
-        kept = self._to_keep() if self._noted else self._kept  # a backward inside the first run
-        for item in kept:
-            if not item.is_there():
-                self._refuse(item)
-        # One tensor at two places stays one.
-        fresh = {id(value): _fresh(value) for value in [item.value for item in kept]}
-        own: list[Any] = [item.module._buffers.get(item.name, _ABSENT) for item in kept]
+        self._surroundings.require_unchanged()
+        if self._ended:
+            self._require_parameters()
+        else:  # a backward inside forward
+            for entry in self._entries:
+                entry.settle()
+        for entry in self._entries:
+            self._require(entry)
+        weights = zip(self._given, tensors[len(tensors) - len(self._given) :], strict=True)
+        places = [(e.place, e.name) for e in self._entries if e.value is not _ABSENT] + self._given
+        before = [place.get(name, _ABSENT) for place, name in places]
+        fresh: dict[int, torch.Tensor] = {}
         try:
-            for item in kept:
-                item.module._buffers[item.name] = fresh[id(item.value)]
-            yield _PutIn(kept)
+            for entry in self._entries:
+                entry.put(fresh)
+            for (place, name), weight in weights:
+                place[name] = weight
+            yield
+            self._require_no_guard()
         finally:
-            self._parameters.end_again()
-            for item, tensor in zip(kept, own, strict=True):
+            for (place, name), tensor in zip(places, before, strict=True):
                 if tensor is _ABSENT:
-                    item.module._buffers.pop(item.name, None)
+                    place.pop(name, None)
                 else:
-                    item.module._buffers[item.name] = tensor
+                    place[name] = tensor
+            self._surroundings.end_again()
 
-    def _refuse(self, item: _Kept) -> None:
-        _habits[item.module].written.add(item.name)
-        named = self._module.named_modules() if self._module is not None else ()
-        names = {id(module): name for name, module in named}
-        at = names.get(id(item.module))
-        raise Refused(
-            f"buffer {f'{at}.{item.name}' if at else item.name!r}",
-            "was changed in place by its own forward for the first time, but recomputation needs "
-            "it as it was before. Run the step again: from now on it is copied before each "
-            "forward.",
-        )
+    def _require(self, entry: _Entry) -> None:
+        kind = "buffer" if entry.place is entry.module._buffers else "attribute"
+        name, where = self._name(entry.module, entry.name), self._where
+        if entry.value is _ABSENT:
+            if not entry.written:
+                return
+            advice = (
+                "Run one forward under torch.no_grad() first."
+                if entry.before < 0
+                else "Run the step again: the next forward copies a buffer first."
+                if kind == "buffer"
+                else "Register the tensor as a buffer."
+            )
+            raise RecomputeError(
+                f"ckpt_wrap.{where.made_by}: {kind} {name!r} of module {where} was changed in "
+                "place by its own forward, and recomputation needs it as it was before. " + advice
+            )
+        if entry.value is not None and version_of(entry.value) != entry.version:
+            if entry.habit is not None:
+                entry.habit.written.add(entry.name)
+            raise RecomputeError(
+                f"ckpt_wrap.{where.made_by}: {kind} {name!r} of module {where} was changed in "
+                "place since its forward, and recomputation needs it as it was before. Change a "
+                "clone of it, or change it after backward."
+            )
+
+    def _require_parameters(self) -> None:
+        where = self._where
+        now = versions_of([tensor for _, _, tensor in self._parameters])
+        found = zip(self._parameters, self._versions, now, strict=True)
+        for (place, name, tensor), then, count in found:
+            present = _lookup(place, name)
+            if present is not tensor:
+                # Sharding puts other types into the places of parameters.
+                if type(present) is nn.Parameter and type(tensor) is nn.Parameter:
+                    name = self._parameter_name(place, name)
+                    raise RecomputeError(
+                        f"ckpt_wrap.{where.made_by}: parameter {name!r} of module {where} was "
+                        "replaced since the forward, and recomputation with other values gives "
+                        "another gradient. Replace parameters after backward."
+                    )
+            elif then != count:
+                name = self._parameter_name(place, name)
+                raise RecomputeError(
+                    f"ckpt_wrap.{where.made_by}: parameter {name!r} of module {where} was changed "
+                    "in place since its forward started, and recomputation with other values gives "
+                    "another gradient. Step the optimizer after backward, and do not checkpoint a "
+                    "module whose forward writes its parameters, such as nn.Embedding with "
+                    "max_norm."
+                )
+
+    def _require_no_guard(self) -> None:
+        for entry in self._entries:
+            if not entry.was_written_again() and entry.written and self.asked:
+                name = self._name(entry.module, entry.name)
+                raise RecomputeError(
+                    f"ckpt_wrap.{self._where.made_by}: buffer {name!r} of module {self._where} was "
+                    "written by forward and not by recomputation, after forward called "
+                    "is_recomputing(). Write the buffer in both: the write in recomputation is "
+                    "dropped."
+                )
+
+    def _parameter_name(self, place: dict[str, Any], name: str) -> str:
+        owners = (module for module in below(self.module) if module._parameters is place)
+        return next((self._name(owner, name) for owner in owners), name)
+
+    def _name(self, module: nn.Module, name: str) -> str:
+        named = () if self.module is None else self.module.named_modules()
+        prefix = next((name for name, candidate in named if candidate is module), "")
+        return f"{prefix}.{name}" if prefix else name
 
 
-class _PutIn:
-    """Has what a guard does not write again written when it is asked: Rule 4."""
-
-    __slots__ = ("_kept", "_questions")
-
-    def __init__(self, kept: list[_Kept]) -> None:
-        self._kept = [item for item in kept if item.question is not None]
-        self._questions: Counter[int] = Counter()
-
-    def asked(self, module: nn.Module) -> None:
-        """In a forward of `module`, the second run has asked whether it is that."""
-        number = self._questions[id(module)]
-        self._questions[id(module)] += 1
-        for item in self._kept:
-            if item.module is module and item.question == number:
-                module._buffers[item.name] = _fresh(item.later)
-
-
-def _modules(module: nn.Module | None) -> list[nn.Module]:
-    """A module and those below it, each once."""
+def below(module: nn.Module | None) -> list[nn.Module]:
+    """A module and all modules below it, each once."""
     found = {} if module is None else {module: None}
     todo = list(found)
-    for below in todo:
-        for child in below._modules.values():
+    for one in todo:
+        for child in one._modules.values():
             if child is not None and child not in found:
                 found[child] = None
                 todo.append(child)
     return todo
 
 
-def _with_buffers(modules: list[nn.Module]) -> list[nn.Module]:
-    """Those that have buffers; those of TorchScript keep them elsewhere."""
-    return [module for module in modules if module._buffers and isinstance(module._buffers, dict)]
-
-
-def _state(module: nn.Module) -> State:
-    return {
-        name: (tensor, _version(tensor))
-        for name, tensor in module._buffers.items()
-        if tensor is None or isinstance(tensor, torch.Tensor)
-    }
-
-
-def _version(value: Any) -> int:
-    if not isinstance(value, torch.Tensor):
-        return 0
-    return _LAZY if is_lazy(value) else version_of(value)
+def _lookup(place: Any, name: str) -> Any:
+    """An entry, or None; TorchScript's tables have no `get`."""
+    try:
+        return place[name]
+    except KeyError:
+        return None
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -278,27 +355,13 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
 
 
-def _fresh(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """A copy, except of what belongs to a graph: that is replaced, and never written."""
-    return tensor if tensor is None or tensor.grad_fn is not None else _copy(tensor)
-
-
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether the contents are the same, as far as they can be read; NaN is the same as NaN."""
+    """Whether the contents are equal, as far as they can be read; NaN equals NaN."""
     if type(one) not in (torch.Tensor, nn.Parameter) or one.layout is not torch.strided:
         return True
     if one.is_meta or one.is_conj() or one.is_quantized:
         return True
-    if _is_converted(one, other):
+    if one.dtype != other.dtype or one.device != other.device:
         return True
     with unseen_by_modes(one):
-        return torch.equal(_bytes(one), _bytes(other))
-
-
-def _is_converted(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether a tensor was given another type or device, which is no write."""
-    return one.dtype != other.dtype or one.device != other.device
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
+        return torch.equal(*(t.detach().reshape(-1).view(torch.uint8) for t in (one, other)))

@@ -1,21 +1,19 @@
-"""The options of checkpointing, checked once, when a module is wrapped."""
+"""The options of checkpointing, validated when a module is wrapped."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import noop_context_fn
 
-from ckpt_wrap._errors import ModuleError, OptionError, require_known_options
+from ckpt_wrap._errors import ModuleError, OptionError
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
-
-_DETERMINISM_CHECKS = ("default", "none")
 
 
 class CheckpointImpl(enum.Enum):
@@ -34,8 +32,7 @@ class CheckpointOptions:
     """How a module is checkpointed; the meaning is that of `torch.utils.checkpoint.checkpoint`.
 
     Raises:
-        OptionError: a value that cannot work, naming the option; `checkpoint_options` adds the
-            function.
+        OptionError: a value is invalid, or two options conflict.
     """
 
     impl: CheckpointImpl = CheckpointImpl.NO_REENTRANT
@@ -57,79 +54,32 @@ class CheckpointOptions:
                 "Pass CheckpointImpl.NO_REENTRANT or CheckpointImpl.REENTRANT."
             )
         for name in ("preserve_rng_state", "debug", "early_stop"):
-            if not isinstance(getattr(self, name), bool):
-                value = getattr(self, name)
+            value = getattr(self, name)
+            if not isinstance(value, bool):
                 return f"option {name!r} is {value!r}, but it must be a bool. Pass True or False."
-        if self.determinism_check not in _DETERMINISM_CHECKS:
+        if self.determinism_check not in ("default", "none"):
             return (
                 f"option 'determinism_check' is {self.determinism_check!r}, but it must be "
-                f"one of {_DETERMINISM_CHECKS}. Pass one of them."
+                "'default' or 'none'. Pass one of them."
             )
         if not callable(self.context_fn):
             return (
                 f"option 'context_fn' is {self.context_fn!r}, but it must be a function that "
                 "returns two context managers. Pass such a function."
             )
-        return self._conflict()
-
-    def _conflict(self) -> str:
-        custom_context = self.context_fn is not noop_context_fn
-        if self.impl is CheckpointImpl.REENTRANT and custom_context:
-            return _only_no_reentrant("context_fn")
-        if self.impl is CheckpointImpl.REENTRANT and self.debug:
-            return _only_no_reentrant("debug")
-        if self.debug and custom_context:
+        contexts = self.context_fn is not noop_context_fn
+        if self.impl is CheckpointImpl.REENTRANT and (contexts or self.debug):
+            name = "context_fn" if contexts else "debug"
+            return (
+                f"option {name!r} is set with checkpoint_impl=CheckpointImpl.REENTRANT, but only "
+                "NO_REENTRANT supports it. Leave one of the two out."
+            )
+        if self.debug and contexts:
             return (
                 "option 'debug' is True together with 'context_fn', but debug brings a context "
                 "of its own. Pass only one of them."
             )
         return ""
-
-
-def _only_no_reentrant(name: str) -> str:
-    return (
-        f"option {name!r} is set with checkpoint_impl=CheckpointImpl.REENTRANT, but only "
-        "NO_REENTRANT supports it. Leave one of the two out."
-    )
-
-
-def _impl_for(use_reentrant: object, impl: CheckpointImpl) -> CheckpointImpl:
-    """The implementation that torch's own option asks for."""
-    if not isinstance(use_reentrant, bool):
-        raise OptionError(
-            f"option 'use_reentrant' is {use_reentrant!r}, but it must be a bool. "
-            "Pass True or False."
-        )
-    if impl is CheckpointImpl.REENTRANT and not use_reentrant:
-        raise OptionError(
-            "option 'use_reentrant' is False, but checkpoint_impl=CheckpointImpl.REENTRANT asks "
-            "for the opposite. Pass only one of them."
-        )
-    return CheckpointImpl.REENTRANT if use_reentrant else impl
-
-
-_OPTION_NAMES = (
-    *(field.name for field in fields(CheckpointOptions) if field.name != "impl"),
-    "use_reentrant",
-)
-
-
-def checkpoint_options(
-    impl: CheckpointImpl, given: Mapping[str, Any], made_by: str
-) -> CheckpointOptions:
-    """Options from the keyword arguments of the function `made_by`.
-
-    Raises:
-        OptionError: an unknown option, naming the closest known one, or a value that cannot work.
-    """
-    require_known_options(made_by, given, _OPTION_NAMES)
-    rest = dict(given)
-    try:
-        if "use_reentrant" in rest:
-            impl = _impl_for(rest.pop("use_reentrant"), impl)
-        return CheckpointOptions(impl=impl, **rest)
-    except OptionError as error:
-        raise OptionError(f"ckpt_wrap.{made_by}: {error}") from None
 
 
 def require_module(value: object, function: str) -> None:

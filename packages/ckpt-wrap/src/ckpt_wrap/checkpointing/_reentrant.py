@@ -14,57 +14,62 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ckpt_wrap._errors import RecomputeError, changed_input_message, is_in_place_error
 from ckpt_wrap._phase import FirstRun, SecondRun
-from ckpt_wrap._torch_compat import never_compiled_inside
+from ckpt_wrap._torch_compat import (
+    never_compiled_inside,
+    next_hook_number,
+    remove_hooks,
+    version_of,
+)
 from ckpt_wrap._where import Where
-from ckpt_wrap.checkpointing._call import Arguments, refused_error
+from ckpt_wrap.checkpointing._arguments import Arguments
 from ckpt_wrap.checkpointing._module_state import ModuleState
-from ckpt_wrap.checkpointing._object_tensors import Refused
-from ckpt_wrap.checkpointing._tree import fill, flatten
 
 
 class ReentrantCall:
-    """What forward runs, and backward runs again: tensors in, tensors out.
+    """The function that forward runs, and backward runs again: tensors in, tensors out.
 
     Args:
-        function: what is called.
-        arguments: its arguments, taken apart.
-        buffers: those of the module it is, if it is one.
-        order: for each tensor in the arguments, its place among those handed in.
+        function: the called function.
+        given: its arguments, for forward.
+        arguments: the arguments taken apart.
+        state: the state of the module, if the function is one.
+        order: for each tensor in the arguments, its position among the inputs.
         where: the module, for messages.
-        check: whether the second run must have the results of the first.
+        check: whether the results of recomputation must be like those of forward.
     """
 
     def __init__(
         self,
         function: Callable[..., Any],
+        given: tuple[tuple[Any, ...], dict[str, Any]],
         arguments: Arguments,
-        buffers: ModuleState,
+        state: ModuleState,
         order: Sequence[int],
         *,
         where: Where,
         check: bool,
     ) -> None:
         self.where = where
-        self.template: Any = None
+        self.result: Arguments | None = None
         self.ran_again = False
         self._function = function
+        self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = given
         self._arguments = arguments
-        self._buffers = buffers
+        self._state = state
         self._order = order
         self._check = check
-        self._results: list[tuple[Any, ...]] | None = None
+        self._changed_input = False  # by forward, in place
+        self._results: list[tuple[Any, ...]] = []
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The tensors of the result; what else is in it is in `template`."""
-        self.ran_again = self._results is not None
+        """The tensors of the result; the rest of it is in `result`."""
         inputs = [tensors[index] for index in self._order]
-        found: list[torch.Tensor] = []
-        try:
-            self.template = flatten(self._run(inputs), found)
-        except Refused as refused:
-            raise refused_error(refused, self.where) from refused
+        given, self._given = self._given, None
+        self.ran_again = given is None
+        self.result = Arguments([self._run(given, inputs)], {})
+        found = self.result.tensors
         results = [(tensor.shape, tensor.dtype, tensor.device) for tensor in found]
-        if self._results is None:
+        if not self.ran_again:
             self._results = results
         elif self._check and results != self._results:
             raise RecomputeError(
@@ -72,21 +77,29 @@ class ReentrantCall:
                 f"in recomputation, but was {self._results} in forward. "
                 "Make its forward depend on its inputs only."
             )
+        if self.ran_again:
+            self.result = None
         return tuple(found)
 
-    def _run(self, inputs: list[torch.Tensor]) -> Any:
-        objects = self._arguments.objects
-        first = self._results is None
-        args, kwargs = self._arguments.filled(inputs, objects.live() if first else objects.values())
-        with self._arguments.weights.put_in(inputs):
-            if not first:
-                with self._buffers.put_in() as put_in, SecondRun(put_in):
+    def _run(
+        self, given: tuple[tuple[Any, ...], dict[str, Any]] | None, inputs: list[torch.Tensor]
+    ) -> Any:
+        if given is None:
+            if self._changed_input:
+                raise RecomputeError(changed_input_message(self.where))
+            args, kwargs = self._arguments.filled(inputs, self.where, rebuild=True)
+            first_hook = next_hook_number()
+            try:
+                with self._state.put_in(inputs), SecondRun():
                     return self._function(*args, **kwargs)
-            self._buffers.begin()
-            with FirstRun(self._buffers):
-                result = self._function(*args, **kwargs)
-            self._buffers.end(keep=True)
-        objects.settle()
+            finally:
+                remove_hooks(range(first_hook, next_hook_number()), inputs, self._state.module)
+        versions = list(map(version_of, inputs))
+        with FirstRun(self._state):
+            result = self._function(*given[0], **given[1])
+        self._changed_input = versions != list(map(version_of, inputs))
+        self._state.end(keep=True)
+        self._arguments.end(inputs, self.where)
         return result
 
 
@@ -128,8 +141,9 @@ def _explained(error: RuntimeError, call: ReentrantCall) -> str:
 
 def checkpoint_reentrant(
     function: Callable[..., Any],
+    given: tuple[tuple[Any, ...], dict[str, Any]],
     arguments: Arguments,
-    buffers: ModuleState,
+    state: ModuleState,
     *,
     preserve_rng_state: bool,
     check: bool,
@@ -138,15 +152,17 @@ def checkpoint_reentrant(
     """Call `function` with the arguments, reentrantly.
 
     Where no tensor requires grad, parameters of the function still get theirs. A tensor passed
-    twice is one tensor inside too, so that its gradients add up in the order they always do.
+    twice is one input, so that its gradients add up in the order they always do.
     """
-    tensors, arguments.tensors = arguments.tensors, []
+    tensors, arguments.tensors = arguments.tensors + state.begin(), []
     unique = list({id(tensor): tensor for tensor in tensors}.values())
     position = {id(tensor): index for index, tensor in enumerate(unique)}
     order = [position[id(tensor)] for tensor in tensors]
-    call = ReentrantCall(function, arguments, buffers, order, where=where, check=check)
+    call = ReentrantCall(function, given, arguments, state, order, where=where, check=check)
     results = ReentrantCheckpoint.apply(call, preserve_rng_state, *unique, *_anchor(unique))
-    return fill(call.template, results)
+    result, call.result = call.result, None
+    assert result is not None
+    return result.filled(results, where, rebuild=True)[0][0]
 
 
 def _anchor(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -3,29 +3,30 @@
 The class becomes a subclass made for it, see `_subclass`, whose `forward` goes through a
 checkpoint, an offload, or both.
 
-Rule 1. All state is one frozen value in the instance, `_ckpt_wrap`. Copies share nothing that
-        changes.
-Rule 2. Offload goes around checkpoint, whichever was asked for first. What is recomputed is not
-        kept, so what is left to offload are the inputs.
-Rule 3. `unwrap` gives the class back. Where another class was put on top in the meantime, as
-        `fully_shard` does, the subclass stays below it and does nothing.
+- The options are one frozen value in the instance, `_ckpt_wrap`, so copies share nothing mutable.
+- Offload goes around checkpoint, whichever was asked for first. Activations are recomputed, so only
+  the inputs can be offloaded.
+- `unwrap` gives the class back. Where another class was put on top in the meantime, as
+  `fully_shard` does, the subclass stays below it and does nothing.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from torch import nn
+from torch.utils.checkpoint import noop_context_fn
 
-from ckpt_wrap._errors import ModuleError
+from ckpt_wrap._errors import ModuleError, OptionError
 from ckpt_wrap._torch_compat import edges, is_sharded, never_compiled
 from ckpt_wrap._where import describe
 from ckpt_wrap.checkpointing._checkpoint import Checkpoint
-from ckpt_wrap.checkpointing._checkpoint_fn import CheckpointFn, checkpoint_fn_from
-from ckpt_wrap.checkpointing._options import CheckpointImpl, require_module
-from ckpt_wrap.modules._inner_state import innermost, is_wrapper
+from ckpt_wrap.checkpointing._checkpoint_fn import CheckpointFn, make_checkpoint_fn
+from ckpt_wrap.checkpointing._options import CheckpointImpl, ContextFn, require_module
+from ckpt_wrap.modules._names import innermost, is_wrapper
 from ckpt_wrap.modules._subclass import (
     STATE,
     changed_class,
@@ -33,9 +34,11 @@ from ckpt_wrap.modules._subclass import (
     require_changeable,
     set_class,
 )
+from ckpt_wrap.modules._switches import warn_of_one_region, warn_of_own_switch
 from ckpt_wrap.modules._wrapper import ActivationWrapper
 from ckpt_wrap.offload._offload import Offload
-from ckpt_wrap.offload._offload_options import offload_options
+from ckpt_wrap.offload._offload_options import OffloadOptions
+from ckpt_wrap.offload._offload_stats import OffloadStats
 
 M = TypeVar("M", bound=nn.Module)
 Action = Literal["checkpoint", "offload"]
@@ -43,14 +46,14 @@ Action = Literal["checkpoint", "offload"]
 
 @dataclass(frozen=True, slots=True)
 class Behaviour:
-    """What calls a module's forward."""
+    """The checkpoint function and the offload that a module's forward goes through."""
 
     checkpoint: CheckpointFn | None = None
     offload: Offload | None = None
 
     @never_compiled
     def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """The forward by way of them, see Rule 2."""
+        """Call the forward through them."""
         if self.offload is None:
             return self.checkpoint(forward, *args, **kwargs)  # type: ignore[misc]  # one is set
         if self.checkpoint is None:
@@ -62,8 +65,14 @@ def checkpoint_(
     module: M,
     *,
     checkpoint_impl: CheckpointImpl = CheckpointImpl.NO_REENTRANT,
-    checkpoint_fn: Callable[..., Any] | None = None,
-    **options: Any,
+    checkpoint_fn: CheckpointFn | None = None,
+    use_reentrant: bool | None = None,
+    preserve_rng_state: bool = True,
+    context_fn: ContextFn = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    **checkpoint_fn_options: Any,
 ) -> M:
     """Checkpoint a module in place: backward recomputes what its forward would have saved.
 
@@ -72,13 +81,18 @@ def checkpoint_(
 
     Args:
         module: the module to change.
-        checkpoint_impl: what recomputes, unless `checkpoint_fn` is given.
-        checkpoint_fn: a checkpoint function, called as `checkpoint_fn(function, *args, **kwargs)`;
-            None for this package's own.
-        **options: options of that function. This package's own has `preserve_rng_state`,
-            `context_fn`, `determinism_check`, `debug`, `early_stop` and `use_reentrant`, with
-            the meaning they have in `torch.utils.checkpoint.checkpoint`. `use_reentrant=True`
-            is the same as `checkpoint_impl=CheckpointImpl.REENTRANT`.
+        checkpoint_impl: the implementation, unless `checkpoint_fn` is given.
+        checkpoint_fn: a checkpoint function, called as `checkpoint_fn(function, *args, **kwargs)`.
+            None: this package's own.
+        use_reentrant: True is the same as `checkpoint_impl=CheckpointImpl.REENTRANT`.
+        preserve_rng_state: replay random numbers in recomputation.
+        context_fn: returns two context managers, for forward and for recomputation.
+        determinism_check: "default" compares every recomputed tensor with the one it replaces;
+            "none" does not.
+        debug: on a mismatch, print the operators of forward and of recomputation.
+        early_stop: end recomputation at the last tensor that backward needs.
+        **checkpoint_fn_options: further options of `checkpoint_fn`. It also receives those of the
+            options above that differ from their default.
 
     Returns:
         The module.
@@ -86,7 +100,11 @@ def checkpoint_(
     Raises:
         ModuleError: not an `nn.Module`, one without a forward, such as `nn.ModuleList`, or one
             whose class cannot be changed.
-        OptionError: an option this package's own function does not have or cannot follow.
+        OptionError: an option is unknown or invalid, or two options conflict.
+
+    Warns:
+        UserWarning: the module contains a list of repeated blocks, which become one region, or
+            has checkpointing of its own switched on.
 
     Example:
         >>> import torch
@@ -96,21 +114,49 @@ def checkpoint_(
         >>> model(torch.ones(1, 4)).sum().backward()
     """
     require_changeable(module, "checkpoint_")
-    options.update(checkpoint_impl=checkpoint_impl, checkpoint_fn=checkpoint_fn)
-    return become(module, planned(module, "checkpoint", options))
+    warn_of_one_region(module, "checkpoint_")
+    warn_of_own_switch(module, "checkpoint_")
+    made = make_checkpoint_fn(
+        "checkpoint_",
+        checkpoint_impl=checkpoint_impl,
+        checkpoint_fn=checkpoint_fn,
+        use_reentrant=use_reentrant,
+        preserve_rng_state=preserve_rng_state,
+        context_fn=context_fn,
+        determinism_check=determinism_check,
+        debug=debug,
+        early_stop=early_stop,
+        **checkpoint_fn_options,
+    )
+    return become(module, checkpoint=made)
 
 
-def offload_(module: M, **options: Any) -> M:
+def offload_(
+    module: M,
+    *,
+    to: str | os.PathLike[str] = "cpu",
+    create: bool = False,
+    min_bytes: int = 1024,
+    keep_last: int = 0,
+    max_inflight_bytes: int | None = None,
+    max_bytes_away: int | None = None,
+) -> M:
     """Offload a module in place: what its forward saves for backward is kept elsewhere.
 
-    Under `torch.compile` and `torch.export` the module runs as it is: the compiler decides what to
-    keep, and where. It also does so under `torch.func`, and inside a checkpointed module, which
-    keeps nothing.
+    Under `torch.compile` it is an error, because the compiler decides what to keep, and where.
+    Under `torch.func`, in `torch.export` and inside a checkpointed module, which keeps nothing,
+    the module runs as it is.
 
     Args:
         module: the module to change.
-        **options: the fields of `OffloadOptions`: `to`, `create`, `min_bytes`,
-            `keep_last`, `max_inflight_bytes`, `max_bytes_away`.
+        to: `"cpu"` for host memory, or the path of a folder.
+        create: create that folder, and its parents, if it does not exist.
+        min_bytes: tensors with a smaller storage stay where they are.
+        keep_last: how many of the latest calls keep their tensors; backward needs those first.
+        max_inflight_bytes: how many bytes saved by one thread may wait on a device to be copied.
+            None: what two calls save, and 1 GiB at most.
+        max_bytes_away: how many bytes may be elsewhere at one time, over all modules with the same
+            options in this process. Tensors beyond that stay where they are. None: no limit.
 
     Returns:
         The module.
@@ -118,7 +164,8 @@ def offload_(module: M, **options: Any) -> M:
     Raises:
         ModuleError: not an `nn.Module`, one without a forward, such as `nn.ModuleList`, or one
             whose class cannot be changed.
-        OptionError: an unknown option, or a value that cannot work.
+        OptionError: a value is invalid, or the folder does not exist and `create` is False.
+        OffloadError: the folder cannot be created or written to.
 
     Example:
         >>> import torch
@@ -126,7 +173,33 @@ def offload_(module: M, **options: Any) -> M:
         >>> block(torch.ones(1, 4)).sum().backward()
     """
     require_changeable(module, "offload_")
-    return become(module, planned(module, "offload", options))
+    options = OffloadOptions(
+        to=to,
+        create=create,
+        min_bytes=min_bytes,
+        keep_last=keep_last,
+        max_inflight_bytes=max_inflight_bytes,
+        max_bytes_away=max_bytes_away,
+    )
+    return become(module, offload=Offload(options))
+
+
+def offload_stats(module: nn.Module) -> OffloadStats:
+    """Counts of all offloaded modules at and below a module, added up.
+
+    So `peak_bytes_away` of several modules is an upper bound: their peaks need not coincide.
+
+    Raises:
+        ModuleError: not an `nn.Module`.
+
+    Example:
+        >>> offload_stats(nn.Linear(2, 2)).copies_out
+        0
+    """
+    require_module(module, "offload_stats")
+    callers = [caller for each in module.modules() for caller in callers_of(each)]
+    found = [caller.stats for caller in callers if isinstance(caller, Offload)]
+    return OffloadStats(*map(sum, zip(*map(astuple, [OffloadStats(), *found]), strict=True)))
 
 
 def unwrap(module: nn.Module, *, recurse: bool = True) -> nn.Module:
@@ -177,21 +250,27 @@ def behaviour(module: nn.Module) -> Behaviour | None:
     return done
 
 
-def planned(module: nn.Module, action: Action, options: Mapping[str, Any]) -> Behaviour:
-    """What a module will do once it is changed; all that can raise is raised here.
+def planned(
+    action: Action, options: Mapping[str, Any], *, check_only: bool = False
+) -> dict[str, Any]:
+    """The fields of `Behaviour` that an action sets; everything that can raise is raised here.
 
     Raises:
         OptionError: an unknown option, or a value that cannot work.
-        OffloadError: the folder cannot be made or written to.
+        OffloadError: the folder cannot be made or written to; not with `check_only`.
     """
-    before = behaviour(module) or Behaviour()
-    if action == "offload":
-        return replace(before, offload=Offload(offload_options(options)))
-    return replace(before, checkpoint=checkpoint_fn_from(options))
+    if action == "checkpoint":
+        return {"checkpoint": make_checkpoint_fn("checkpoint_", **options)}
+    try:
+        checked = OffloadOptions(**options)
+    except TypeError as error:  # an unknown name
+        raise OptionError(f"ckpt_wrap.offload_: {error}. Pass options of offload_.") from None
+    return {} if check_only else {"offload": Offload(checked)}
 
 
-def become(module: M, wanted: Behaviour) -> M:
-    """Have a module do what was planned."""
+def become(module: M, **change: Any) -> M:
+    """Change a module in place, by fields of `Behaviour`."""
+    wanted = replace(behaviour(module) or Behaviour(), **change)
     set_class(module, changed_class(type(module)))
     vars(module)[STATE] = wanted
     return module

@@ -1,10 +1,14 @@
-"""The name a nested wrapper adds to state-dict keys, and how to be rid of it."""
+"""The name of a wrapped module, in attribute paths and in state dicts of torch's wrapper."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, TypeVar
+
+from torch import nn
+
+from ckpt_wrap._torch_compat import edges
 
 WRAPPED_MODULE = "_checkpoint_wrapped_module"
 PREFIX = WRAPPED_MODULE + "."
@@ -34,7 +38,7 @@ def clean_state_dict(state_dict: Mapping[str, T]) -> dict[str, T]:
     clean: Any = OrderedDict((clean_name(name), value) for name, value in state_dict.items())
     metadata = getattr(state_dict, "_metadata", None)
     if metadata is not None:
-        # A module comes after its wrapper, so what is said of the module counts.
+        # A module comes after its wrapper, so the module's version is the one that is kept.
         clean._metadata = {clean_name(name): value for name, value in metadata.items()}
     cleaned: dict[str, T] = clean
     return cleaned
@@ -49,8 +53,13 @@ def clean_in_place(state_dict: dict[str, Any]) -> None:
     state_dict.update(items)
 
 
-def add_prefix(state_dict: dict[str, Any], prefix: str) -> None:
-    """Give the keys under `prefix` the wrapper's part, unless they have it already."""
-    nested = prefix + PREFIX
-    for key in [k for k in state_dict if k.startswith(prefix) and not k.startswith(nested)]:
-        state_dict[nested + key[len(prefix) :]] = state_dict.pop(key)
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether a module is a wrapper, this package's or torch's own."""
+    return any(name == WRAPPED_MODULE for name, _ in edges(module))
+
+
+def innermost(module: nn.Module) -> nn.Module:
+    """The module within all wrappers around it."""
+    while is_wrapper(module):
+        module = module.get_submodule(WRAPPED_MODULE)
+    return module

@@ -23,7 +23,6 @@ from ckpt_wrap._errors import ModuleError
 from ckpt_wrap._where import describe, has_forward
 from ckpt_wrap.checkpointing._options import require_module
 from ckpt_wrap.modules._names import clean_in_place
-from ckpt_wrap.modules._versions import hand_down, own_entry
 
 STATE = "_ckpt_wrap"
 
@@ -75,13 +74,9 @@ def subclass_of(base: Any) -> Any:
             return super(made, self).forward(*args, **kwargs)
         return self._ckpt_wrap(super(made, self).forward, *args, **kwargs)
 
-    def load(
-        self: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *rest: Any
-    ) -> None:
+    def load(self: Any, state_dict: dict[str, Any], *rest: Any) -> None:
         clean_in_place(state_dict)
-        hand_down(self, prefix)
-        own = own_entry(prefix, local_metadata)
-        base._load_from_state_dict(self, state_dict, prefix, own, *rest)
+        base._load_from_state_dict(self, state_dict, *rest)
 
     def reduce_ex(self: Any, protocol: Any) -> tuple[Any, ...]:
         make, args, *rest = base.__reduce_ex__(self, protocol)

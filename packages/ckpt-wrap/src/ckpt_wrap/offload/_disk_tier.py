@@ -1,14 +1,13 @@
 """A folder as the place tensors go to, one file per storage, mapped when it is read.
 
-Every process has a folder of its own in the given one, and holds a lock in it while it runs. It
-removes the folder when it exits, after an exception too; a folder whose process was killed is
-removed by the next process that uses the same place.
+Every process makes a folder of its own in the given one, and holds a lock in it while it runs. It
+removes the folder at exit, after an exception too. A folder whose process was killed is removed by
+the next process that uses the same place.
 
-Rule 1. A process writes into the folder it made, and removes what it made, nothing else. A forked
-        child is another process: it makes a folder of its own at its first write, and may read
-        its parent's files for as long as the parent keeps them.
-Rule 2. One lock serves all folders of a process that are on one file system: the file is the same
-        under several names, so a process holds one handle however many folders it uses.
+- A process writes into its own folder, and removes only what it made. A forked child makes a folder
+  at its first write, and may read its parent's files as long as the parent keeps them.
+- One lock serves all folders of a process on one file system: the same file under several names. So
+  a process holds one open file, however many folders it uses.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from pathlib import Path
 import torch
 
 from ckpt_wrap._errors import OffloadError
-from ckpt_wrap.offload._host_tier import captures_calls_on
 
 try:
     import fcntl
@@ -37,12 +35,12 @@ except ImportError:  # a system without it keeps the folders of killed processes
 _PREFIX = "ckpt_wrap-"
 _LOCK = "owner.lock"
 _numbers = itertools.count()
-_folders: dict[tuple[int, Path], Path] = {}  # by process, see Rule 1
-_locks: dict[int, list[Path]] = {}  # by process: names of the files it holds locked, see Rule 2
+_folders: dict[tuple[int, Path], Path] = {}  # by process
+_locks: dict[int, list[Path]] = {}  # by process: names of the files it holds locked
 
 
-class FileStored:
-    """The bytes of one storage in a file, which is there from `take` to `discard`."""
+class _FileStored:
+    """The bytes of one storage in a file: `Stored` of `_offloaded_storage`."""
 
     is_immediate = True
 
@@ -51,14 +49,9 @@ class FileStored:
         self._device = source.device
         self._nbytes = source.numel()
         self._process = os.getpid()
-        self._taken = False  # whether the name was someone else's, see Rule 1
+        self._taken = False  # whether another process has a file of this name
 
     def take(self, source: torch.Tensor) -> None:
-        """Copy the bytes of a flat tensor to the file.
-
-        Raises:
-            OffloadError: the disk is full, or the folder can no longer be written to.
-        """
         with _explained(self._path.parent.parent, f"cannot take {self._nbytes} bytes"):
             try:
                 _write(self._path, source.cpu())
@@ -67,18 +60,13 @@ class FileStored:
                 raise
 
     def copied(self) -> bool:
-        """Whether the source is no longer read: always, the copy is made at once."""
         return True
 
     def release_source(self) -> None:
-        """Nothing reads it any more."""
+        pass
 
     def fetch(self) -> torch.Tensor:
-        """The bytes, mapped: read from the file as they are touched; writes stay private.
-
-        Raises:
-            OffloadError: the file is gone or shorter than it was.
-        """
+        # Mapped: read from the file as it is touched; writes stay private.
         try:
             mapped = torch.from_file(
                 str(self._path), shared=False, size=self._nbytes, dtype=torch.uint8
@@ -92,14 +80,14 @@ class FileStored:
         return mapped.to(self._device)
 
     def wait_fetched(self) -> None:
-        """Nothing to wait for."""
+        pass
 
     def release_fetched(self) -> None:
-        """Nothing writes to it any more."""
+        pass
 
     def discard(self) -> None:
-        """Remove the file, if it is there; tensors mapped from it stay valid."""
-        if os.getpid() == self._process and not self._taken:  # Rule 1
+        # Tensors mapped from it stay valid.
+        if os.getpid() == self._process and not self._taken:
             self._path.unlink(missing_ok=True)
 
 
@@ -121,23 +109,17 @@ class DiskTier:
         """Whether the tensors of this device are to be moved."""
         return device.type != "meta"
 
-    def place(self, source: torch.Tensor) -> FileStored:
+    def place(self, source: torch.Tensor) -> _FileStored:
         """A file for the bytes of a flat tensor, which is not there yet.
 
         Raises:
-            OffloadError: the folder cannot be made, or a graph is being captured.
+            OffloadError: the folder cannot be made.
         """
-        if captures_calls_on(source.device):
-            raise OffloadError(
-                f"ckpt_wrap.offload_: a graph is being captured, but a replay runs no Python and "
-                f"writes no file to folder '{self._parent}'. Capture a model that is offloaded to "
-                "the host, without 'to'."
-            )
-        # Forked since, see Rule 1, or someone removed the folder.
+        # Forked since, or the folder was removed.
         if os.getpid() != self._process or not self.folder.is_dir():
             self.folder = own_folder(self._parent)
-            self._process = os.getpid()  # last: until then nobody may write to the folder before
-        return FileStored(self.folder / f"{next(_numbers)}.bin", source)
+            self._process = os.getpid()  # last: until then the previous folder is not written to
+        return _FileStored(self.folder / f"{next(_numbers)}.bin", source)
 
 
 def own_folder(parent: Path) -> Path:
@@ -153,7 +135,7 @@ def own_folder(parent: Path) -> Path:
     with _explained(parent, "cannot be made or written to"):
         parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned(parent)
-        # Locked before it has a name others look for, so nobody can take it for abandoned.
+        # Locked before it has the name, so that no other process takes it for abandoned.
         word = os.urandom(8).hex()
         new, folder = parent / f".new-{word}", parent / f"{_PREFIX}{process}-{word}"
         for each in (new, folder):  # before either is there
@@ -172,7 +154,7 @@ def own_folder(parent: Path) -> Path:
 
 
 def _lock(path: Path, process: int) -> bool:
-    """Lock a new file; whether it is another name of one this process has locked, see Rule 2."""
+    """Lock a new file; whether it is another name of one this process has locked."""
     for held in _locks.get(process, ()):
         # Another file system, one without links, or the folder of that lock is gone.
         with contextlib.suppress(OSError):
@@ -202,7 +184,7 @@ def _remove_when_over(folder: Path, process: int) -> None:
 
 
 def _remove_at_exit(folder: Path, process: int) -> None:
-    if os.getpid() == process:  # Rule 1
+    if os.getpid() == process:
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -219,7 +201,7 @@ def _try_lock(lock: int) -> bool:
 def _write(path: Path, source: torch.Tensor) -> None:
     # Not through a mapping: a full disk would show as a signal that ends the process.
     left = memoryview((ctypes.c_char * source.numel()).from_address(source.data_ptr()))
-    with open(path, "xb", buffering=0) as file:  # nothing to clean up where this raises: Rule 1
+    with open(path, "xb", buffering=0) as file:  # raises if the name is taken
         try:
             while left:
                 left = left[file.write(left) :]

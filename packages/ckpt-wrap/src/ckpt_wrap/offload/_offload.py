@@ -1,12 +1,10 @@
 """Run a function and keep what it saves for backward elsewhere until backward asks.
 
-Rule 1. Parameters, buffers, storages below `min_bytes` and tensors the tier does not take stay
-        where they are.
-Rule 2. What leaves are storages, each once, however many saved tensors share it. Where tensors
-        of one storage have different version counters, it leaves once for each counter.
-Rule 3. Reading a tensor that was changed in place since it was saved is an error, as it is
-        without offload, however far its copy is by then; but not once its bytes are in a folder,
-        where they are from the moment it is saved.
+- Parameters, buffers, storages below `min_bytes` and tensors the tier does not take stay.
+- Storages leave, each once, however many saved tensors share it. Where tensors of one storage have
+  different version counters, it leaves once for each counter.
+- Reading a tensor that was changed in place since it was saved is an error, as it is without
+  offload; but not once its bytes are in a folder, where they are from the moment it is saved.
 """
 
 from __future__ import annotations
@@ -25,17 +23,22 @@ from ckpt_wrap._errors import OffloadError
 from ckpt_wrap._phase import is_checkpointing
 from ckpt_wrap._torch_compat import (
     active_transform,
+    break_graph,
     counter_owner,
+    is_exporting,
     is_parameter_view,
+    never_compiled_inside,
+    next_node_number,
     storage_key,
     version_of,
 )
 from ckpt_wrap._where import describe, owner
+from ckpt_wrap.offload._host_tier import captures_calls_on
 from ckpt_wrap.offload._offload_options import OffloadOptions
 from ckpt_wrap.offload._offload_scheduler import CallStorages, OffloadScheduler, scheduler_for
 from ckpt_wrap.offload._offload_stats import Counters, OffloadStats
 from ckpt_wrap.offload._offloaded_storage import OffloadedStorage, changed_message
-from ckpt_wrap.offload._storage import View, is_plain, split, view_of
+from ckpt_wrap.offload._storage import View, is_plain, split, storage_bytes, view_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +92,17 @@ class OffloadCall:
         self._where = where
         self._module = module
         self._state_keys: set[Any] | None = None
+        self._node = -1  # number of the node that saved last
+        self._pending: list[tuple[OffloadedStorage, CallStorages]] = []
 
     @torch.no_grad()
+    @never_compiled_inside  # compiled modules call it where they save
     def pack(self, tensor: torch.Tensor) -> Any:
         """What the graph gets in place of a saved tensor."""
+        node = next_node_number()
+        if node != self._node:
+            self._send_pending()
+            self._node = node
         parts = split(tensor)
         if parts is not None:
             packed = {name: self.pack(part) for name, part in parts[0].items()}
@@ -103,6 +113,7 @@ class OffloadCall:
         return OffloadedTensor(self._storage_of(tensor), view_of(tensor))
 
     @torch.no_grad()
+    @never_compiled_inside
     def unpack(self, packed: Any) -> torch.Tensor:
         """The saved tensor.
 
@@ -125,8 +136,8 @@ class OffloadCall:
         return kept
 
     def _leaves(self, tensor: torch.Tensor) -> bool:
-        """Whether a saved tensor leaves the device, see Rule 1."""
-        nbytes = tensor.untyped_storage().nbytes() if is_plain(tensor) else 0
+        """Whether a saved tensor leaves."""
+        nbytes = storage_bytes(tensor) if is_plain(tensor) else 0
         return (
             nbytes >= max(1, self._scheduler.options.min_bytes)
             and self._scheduler.tier.takes(tensor.device)
@@ -145,22 +156,49 @@ class OffloadCall:
     def _storage_of(self, tensor: torch.Tensor) -> OffloadedStorage:
         call = self._by_device.get(tensor.device)
         if call is None:
+            if captures_calls_on(tensor.device):
+                raise OffloadError(
+                    f"ckpt_wrap.offload_: a graph is being captured around module {self._where}, "
+                    "but a replay would not run the schedule of copies. Take offload_ off with "
+                    "unwrap before capturing."
+                )
             call = self._by_device[tensor.device] = self._scheduler.begin(tensor.device)
         key = storage_key(tensor), id(counter_owner(tensor))
         storage = self._scheduler.storages.get(key)
-        if storage is not None and storage.shares(tensor, call.capture):
+        if storage is not None and storage.shares(tensor):
             self._counters.shared += 1
             return storage
         storage = OffloadedStorage(tensor, self._counters, self._where)
         self._scheduler.storages[key] = storage
         call.add(storage)
         if self._scheduler.options.keep_last == 0:
-            self._scheduler.send(storage, call.order)
+            if tensor.requires_grad:
+                self._scheduler.send(storage, call.order)
+            else:
+                self._pending.append((storage, call))
         return storage
 
+    def _send_pending(self) -> None:
+        """Start copying the tensors that an earlier operator saved.
+
+        An operator may save a tensor before it writes it, as `rrelu` does with its noise. Results
+        require grad when they are saved, and are written by then.
+        """
+        pending, self._pending = self._pending, []
+        for storage, call in pending:
+            self._scheduler.send(storage, call.order)
+
     def finish(self) -> None:
-        """Let what the call saved take its turn."""
+        """The call has ended: start copying the rest, and what older calls kept."""
+        self._send_pending()
         self._scheduler.finish(iter(self._by_device.values()))
+
+
+_COMPILED = (
+    "ckpt_wrap.offload_: an offloaded module is compiled, but the compiler decides which tensors "
+    "are saved, so nothing could be offloaded. Compile modules inside of the offloaded one, or "
+    "take offload_ off with unwrap."
+)
 
 
 class Offload:
@@ -168,7 +206,7 @@ class Offload:
 
     It does nothing, and the function runs as it is, while gradients are off, inside a
     checkpointed module (nothing is kept there), under `torch.func` (which allows no hooks) and
-    while a compiler or `torch.export` traces (the compiler decides itself what it keeps).
+    while `torch.export` traces.
 
     Raises:
         OffloadError: the folder cannot be made or written to.
@@ -187,7 +225,12 @@ class Offload:
 
     def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """`function(*args, **kwargs)`, what it saves kept elsewhere."""
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or self._pointless():
+        if not torch.is_grad_enabled() or is_exporting():
+            return function(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            break_graph(_COMPILED)
+            raise OffloadError(_COMPILED)  # in the frame after the break, which is not compiled
+        if self._scheduler.tier.idle or is_checkpointing() or active_transform() is not None:
             return function(*args, **kwargs)
         # Around a checkpoint, the function is the checkpoint and the module comes after it.
         inside = owner(function) is None and bool(args) and callable(args[0])
@@ -198,9 +241,6 @@ class Offload:
             result = function(*args, **kwargs)
         call.finish()
         return result
-
-    def _pointless(self) -> bool:
-        return self._scheduler.tier.idle or is_checkpointing() or active_transform() is not None
 
     @property
     def stats(self) -> OffloadStats:

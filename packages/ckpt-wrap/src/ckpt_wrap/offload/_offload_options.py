@@ -1,16 +1,14 @@
-"""The options of offload, checked once, when a module is wrapped."""
+"""The options of offload, validated when a module is wrapped."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from ckpt_wrap._errors import OptionError, require_known_options
+from ckpt_wrap._errors import OptionError
 
 MIB = 2**20
 MOST_INFLIGHT_BYTES = 1024 * MIB  # where no number is given
@@ -18,25 +16,13 @@ MOST_INFLIGHT_BYTES = 1024 * MIB  # where no number is given
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadOptions:
-    """Where saved tensors go, and which.
-
-    Args:
-        to: `"cpu"` for host memory, or the path of a folder for memory-mapped files in it.
-        create: whether to make that folder, and its parents, if it does not exist.
-        min_bytes: a tensor whose storage is smaller stays where it is.
-        keep_last: how many of the latest calls keep their tensors; backward needs those first.
-        max_inflight_bytes: how many bytes saved by one thread may wait on a device to be copied;
-            beyond that, the device waits for the oldest copy. None: what two calls save, and 1 GiB
-            at most; the device waits for the copies of one call when the next one ends.
-        max_bytes_away: how many bytes may be elsewhere at one time, over all modules with the same
-            options in this process; tensors that would exceed it stay where they are. None: no
-            limit.
+    """Where saved tensors go, and which; see `offload_`.
 
     Raises:
-        OptionError: a value that cannot work, naming the option.
+        OptionError: a value is invalid, or the folder does not exist and `create` is False.
     """
 
-    to: str = "cpu"
+    to: str | os.PathLike[str] = "cpu"
     create: bool = False
     min_bytes: int = 1024
     keep_last: int = 0
@@ -44,15 +30,16 @@ class OffloadOptions:
     max_bytes_away: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.to, str) or not self.to:
+        to = os.fspath(self.to) if isinstance(self.to, os.PathLike) else self.to
+        if not isinstance(to, str) or not to:
             raise OptionError(
                 f"ckpt_wrap.offload_: option 'to' is {self.to!r}, but it must be 'cpu' or the "
                 "path of a folder. Pass one of them."
             )
-        if self.to != "cpu" and _names_device(self.to):
+        if to != "cpu" and _names_device(to):
             raise OptionError(
-                f"ckpt_wrap.offload_: option 'to' is {self.to!r}, but offload goes to 'cpu' or to "
-                f"a folder. Pass './{self.to}' if you mean a folder."
+                f"ckpt_wrap.offload_: option 'to' is {to!r}, but offload goes to 'cpu' or to a "
+                f"folder. Pass './{to}' if you mean a folder."
             )
         if not isinstance(self.create, bool):
             raise OptionError(
@@ -68,6 +55,19 @@ class OffloadOptions:
                     f"ckpt_wrap.offload_: option {name!r} is {value!r}, but it must be an int "
                     "of at least 0. Pass such a number."
                 )
+        if to != "cpu":
+            # The process may change its working directory before backward.
+            folder = os.path.abspath(os.path.expanduser(to))
+            if not self.create and not os.path.exists(folder):
+                raise OptionError(
+                    f"ckpt_wrap.offload_: option 'to' is {to!r}, but the folder must exist, so "
+                    "that a typo does not create one. Pass create=True to create it, or 'cpu' for "
+                    "host memory."
+                )
+            to = folder
+        # Two modules with the same folder have equal options, whichever of them created it.
+        object.__setattr__(self, "to", to)
+        object.__setattr__(self, "create", False)
 
     @property
     def folder(self) -> Path | None:
@@ -81,30 +81,3 @@ def _names_device(text: str) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-_OPTION_NAMES = tuple(field.name for field in fields(OffloadOptions))
-
-
-def offload_options(given: Mapping[str, Any]) -> OffloadOptions:
-    """Options from keyword arguments.
-
-    Raises:
-        OptionError: an unknown option, naming the closest known one, a value that cannot work, or
-            a folder that does not exist and is not to be made.
-    """
-    require_known_options("offload_", given, _OPTION_NAMES)
-    to = given.get("to", "cpu")
-    to = os.fspath(to) if isinstance(to, os.PathLike) else to
-    options = OffloadOptions(**{**given, "to": to})
-    if options.folder is None:
-        return options
-    # The process may change its working directory before backward.
-    folder = os.path.abspath(options.folder.expanduser())
-    if not options.create and not os.path.exists(folder):
-        raise OptionError(
-            f"ckpt_wrap.offload_: option 'to' is {to!r}, but the folder must exist, so that a "
-            "typo does not create one. Pass create=True to create it, or 'cpu' for host memory."
-        )
-    # Once it is there, who made it is no difference between two modules that share it.
-    return replace(options, to=folder, create=False)

@@ -1,22 +1,16 @@
 """The order in which storages leave and come back, over all calls of a model.
 
-Rule 1. A storage leaves when it is saved or, with `keep_last`, when that many later calls have
-        finished. It is away once the copy is made; the device waits for the copy, never the host,
-        when the next call ends, or once more than `max_inflight_bytes` are leaving. So what is
-        held does not grow with how far the host is ahead of the device. While a graph is captured
-        it waits when the call itself ends: this may be the last one, and a capture that ends with
-        a copy that nobody waited for is an error; a backward may be captured for another graph.
-Rule 2. The first read of a call's storages starts fetching the storages of the call before it.
-Rule 3. Each thread that runs forward has an order of its own for each device, `max_inflight_bytes`
-        included: what another thread or device does neither delays its storages nor holds them.
-        The calls keep their order, whichever threads run backward. What is captured for a graph has
-        another: it is copied in replays alone, if there are any, and what is not captured is copied
-        once. Neither may leave or come back in the other, nor be the other's storage.
-Rule 4. An order's lock is held for its own lists and for letting go of sources; a storage's lock is
-        taken inside it, never the other way about. Finalizers take neither.
-Rule 5. An order holds no storage: what the graph gives up goes at once.
-Rule 6. What would pass `max_bytes_away` stays, also when there is room again. Whether there is room
-        is asked by one thread at a time; its lock is taken before a storage's.
+- A storage leaves when it is saved or, with `keep_last`, when that many later calls have ended. It
+  is away once the copy is made. The device waits for the copy, never the host: when the next call
+  ends, or once more than `max_inflight_bytes` are leaving. So the bytes held do not grow with how
+  far the host is ahead of the device.
+- The first read of a call's storages starts fetching the storages of the call before it.
+- Each thread that runs forward has an order of its own for each device. Calls keep their order,
+  whichever threads run backward.
+- The lock of an order guards its lists. A storage's lock is taken inside it, never the other way
+  about; finalizers take neither.
+- An order holds storages by weak references: they go when the graph releases them.
+- A storage that would exceed `max_bytes_away` stays, also when there is room again.
 """
 
 from __future__ import annotations
@@ -33,7 +27,7 @@ import torch
 
 from ckpt_wrap._errors import OffloadError
 from ckpt_wrap.offload._disk_tier import DiskTier
-from ckpt_wrap.offload._host_tier import HostTier, StreamLink, captures_calls_on
+from ckpt_wrap.offload._host_tier import HostTier, StreamLink
 from ckpt_wrap.offload._offload_options import MOST_INFLIGHT_BYTES, OffloadOptions
 from ckpt_wrap.offload._offloaded_storage import OffloadedStorage, Tier
 
@@ -45,18 +39,16 @@ class _Leaving(NamedTuple):
 
 
 class CallOrder:
-    """The calls of one thread on one device, see Rule 3, and what is leaving.
+    """The calls of one thread on one device, and the storages that are leaving.
 
     Attributes:
-        captured: whether they are captured for graphs.
         latest: the call that began last.
         reading: the call that backward reads now.
-        finished: calls that still keep their storages, see Rule 1.
+        finished: calls that still keep their storages, by `keep_last`.
     """
 
-    def __init__(self, captured: bool = False) -> None:
+    def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.captured = captured
         self.latest: weakref.ref[CallStorages] | None = None
         self.reading: weakref.ref[CallStorages] | None = None
         self.finished: list[weakref.ref[CallStorages]] = []
@@ -74,14 +66,11 @@ class CallOrder:
     def leaves(self, storage: OffloadedStorage) -> None:
         """Note that a storage has begun to leave."""
         with self.lock:
-            entry = _Leaving(weakref.ref(storage), self._sent_bytes, self.calls)
+            self._leaving.append(_Leaving(weakref.ref(storage), self._sent_bytes, self.calls))
             self._sent_bytes += storage.nbytes
-            self._leaving.append(entry)
 
     def settle(self, max_inflight_bytes: int, before_call: int = 0) -> None:
-        """Let go of the sources that are copied, of those of calls before one, and of the oldest
-        beyond a bound.
-        """
+        """Release copied sources, those of calls before one, and the oldest beyond a bound."""
         if not self._leaving:
             return
         with self.lock:
@@ -89,11 +78,8 @@ class CallOrder:
                 first = self._leaving[0]
                 storage = first.ref()
                 if storage is not None:
-                    has_to_go = (
-                        first.call < before_call
-                        or self._sent_bytes - first.bytes_before > max_inflight_bytes
-                    )
-                    if not has_to_go and not storage.copied():
+                    beyond = self._sent_bytes - first.bytes_before > max_inflight_bytes
+                    if not beyond and first.call >= before_call and not storage.copied():
                         return
                     storage.drop_source()
                 self._leaving.popleft()
@@ -113,15 +99,7 @@ class CallStorages:
 
     def add(self, storage: OffloadedStorage) -> None:
         """Note a storage, without keeping it."""
-        storage.capture = self.capture
         self._storages.append(weakref.ref(storage))
-
-    @property
-    def capture(self) -> object:
-        """Whose storages it may share: no other call's where it is captured, as graphs have no
-        names, and the one before may have been given up.
-        """
-        return self if self.order.captured else None
 
     def alive(self) -> Iterator[OffloadedStorage]:
         """The storages that are still needed."""
@@ -129,7 +107,7 @@ class CallStorages:
 
 
 class OffloadScheduler:
-    """What all calls with the same options share: the tier, and what is there already."""
+    """What all calls with the same options share: the tier, and the storages that left."""
 
     def __init__(self, tier: Tier, options: OffloadOptions) -> None:
         self.tier = tier
@@ -140,25 +118,26 @@ class OffloadScheduler:
         limit = options.max_inflight_bytes
         self._limit = MOST_INFLIGHT_BYTES if limit is None else limit
         self.away: dict[int, int] = {}  # bytes by the number that a storage left under
-        self._room = threading.RLock()
+        self._room = threading.RLock()  # taken before a storage's lock
         self._orders = threading.local()
 
     @property
-    def orders(self) -> dict[tuple[torch.device, bool], CallOrder]:
-        """The orders of this thread's calls by device, captured or not, see Rule 3."""
-        try:
-            orders: dict[tuple[torch.device, bool], CallOrder] = self._orders.by_device
-        except AttributeError:
-            orders = self._orders.by_device = {}
+    def orders(self) -> dict[torch.device, CallOrder]:
+        """The orders of this thread's calls, by device."""
+        orders: dict[torch.device, CallOrder] = self._orders.__dict__.setdefault("by_device", {})
         return orders
 
+    def begin(self, device: torch.device) -> CallStorages:
+        """A place for what a call of this thread saves on a device."""
+        return CallStorages(self.orders.setdefault(device, CallOrder()))
+
     def send(self, storage: OffloadedStorage, order: CallOrder) -> None:
-        """Have a storage leave, see Rule 1."""
+        """Start moving a storage, if there is room for it."""
         if self._has_left(storage):
             order.leaves(storage)
             order.settle(self._limit)
 
-    def _has_left(self, storage: OffloadedStorage) -> bool:  # see Rule 6
+    def _has_left(self, storage: OffloadedStorage) -> bool:
         most = self.options.max_bytes_away
         if most is None:
             return storage.leave(self.tier)
@@ -168,18 +147,8 @@ class OffloadScheduler:
         storage.counters.kept += 1
         return False
 
-    def begin(self, device: torch.device) -> CallStorages:
-        """A place for what a call of this thread saves on a device."""
-        key = device, captures_calls_on(device)
-        orders = self.orders
-        if key not in orders:
-            orders[key] = CallOrder(captured=key[1])
-        if not key[1]:
-            orders.pop((device, True), None)  # of a capture that is over
-        return CallStorages(orders[key])
-
     def finish(self, calls: Iterator[CallStorages]) -> None:
-        """Let go of what is copied, and have what older calls kept leave, see Rule 1."""
+        """Calls have ended: release copied sources, and move what older calls kept."""
         for order in self.orders.values():
             order.settle(self._limit)
         for call in calls:
@@ -187,9 +156,6 @@ class OffloadScheduler:
                 self._send_older(call)
             if self.options.max_inflight_bytes is None:
                 call.order.settle(self._limit, before_call=call.number)
-        for (device, captured), order in self.orders.items():
-            if captured and captures_calls_on(device):
-                order.settle(self._limit, before_call=order.calls + 1)
 
     def _send_older(self, call: CallStorages) -> None:
         order = call.order
@@ -202,7 +168,7 @@ class OffloadScheduler:
                 self.send(storage, order)
 
     def read_from(self, call: CallStorages, storage: OffloadedStorage) -> None:
-        """Note that backward reads this storage of this call, see Rule 2."""
+        """Backward reads this storage of this call: fetch those of the call before it."""
         order = call.order
         order.settle(self._limit)
         storage.start_fetch(late=True)

@@ -18,10 +18,9 @@ class OffloadStats:
         kept: saved tensors that stayed: parameters, buffers, small ones, those on the host, and
             storages for which there was no room within `max_bytes_away`.
         bytes_away: bytes elsewhere now.
-        peak_bytes_away: the most there were at one time; for several modules together, the sum
-            of what each had at most, which is no less than they had at one time.
-        late: of the storages copied back, how many had not been requested before they were read:
-            backward stalls for such a copy, however short it is.
+        peak_bytes_away: the most there were at one time; for several modules, the sum of their
+            peaks, which need not coincide.
+        late: copies back that were only requested when backward read them, and waited for them.
     """
 
     copies_out: int = 0
@@ -36,10 +35,9 @@ class OffloadStats:
 
 
 class Counters:
-    """Counts in the making.
+    """The counts of one module.
 
-    Threads and finalizers count too, so no line here reads a count, calls something, and writes
-    the count.
+    Threads and finalizers count too, so no line reads a count, calls something, and writes it.
 
     Args:
         away_of_all: bytes by number of everything with the same options that is away.
@@ -49,7 +47,7 @@ class Counters:
         self._away_of_all = away_of_all
         self._copies_out = self._bytes_out = self._copies_in = self._bytes_in = 0
         self._away: dict[int, int] = {}  # bytes by the number that a storage left under
-        self._about_away = self._peak = 0  # an interrupt can leave the former too large
+        self._peak = 0
         self.shared = self.kept = self._late = 0
 
     def out(self, number: int, nbytes: int) -> None:
@@ -57,26 +55,20 @@ class Counters:
         self._away[number] = self._away_of_all[number] = nbytes
         self._copies_out += 1
         self._bytes_out += nbytes
-        self._about_away += nbytes
-        if self._about_away > self._peak:
-            away = self._bytes_away()
-            if away > self._peak:
-                self._peak = away
+        away = sum(self._away.values())
+        if away > self._peak:
+            self._peak = away
 
     def back(self, nbytes: int, late: bool) -> None:
-        """A storage was brought back, asked for when it was read or before."""
+        """A storage was brought back; `late` if it was read when it was asked for."""
         self._copies_in += 1
         self._bytes_in += nbytes
         self._late += late
 
     def gone(self, number: int) -> None:
-        """The storage of this number was given up, if it had left."""
+        """The storage of this number was released, if it had left."""
         self._away_of_all.pop(number, None)
-        nbytes = self._away.pop(number, 0)
-        self._about_away -= nbytes
-
-    def _bytes_away(self) -> int:
-        return sum(self._away.values())
+        self._away.pop(number, None)
 
     def snapshot(self) -> OffloadStats:
         """The counts as they are."""
@@ -87,7 +79,7 @@ class Counters:
             self._bytes_in,
             self.shared,
             self.kept,
-            self._bytes_away(),
+            sum(self._away.values()),
             self._peak,
             self._late,
         )

@@ -1,15 +1,14 @@
 """The bytes of one storage on their way elsewhere and back.
 
-One lock for each storage: several threads may run backward through what one forward saved, for
-every device has a backward thread of its own. Each change of state and each read is one step. The
-lock may be held while other storages' finalizers run; these touch no storage. It may be taken again
-by its thread, so that an exception from outside, wherever it lands, leaves a thread able to go on.
-
 | state | `source` | `stored` | reading it |
 |---|---|---|---|
 | kept | yes | no | gives the source |
 | leaving | yes | yes | gives the source |
 | away | no | yes | fetches the bytes |
+
+Each storage has a lock, because several threads may run backward through what one forward saved.
+The lock may be held while finalizers of other storages run, which take no lock. It is reentrant, so
+that a thread can go on after an exception from outside.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import itertools
 import os
 import threading
 import weakref
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -27,7 +25,6 @@ from ckpt_wrap._errors import OffloadError, about
 from ckpt_wrap._torch_compat import counter_owner, version_of
 from ckpt_wrap.offload._offload_stats import Counters
 from ckpt_wrap.offload._storage import flat_bytes, forget_bytes
-from ckpt_wrap.offload._when_gone import do_due, when_gone
 
 _numbers = itertools.count()
 
@@ -36,8 +33,7 @@ class Stored(Protocol):
     """The bytes of one storage, somewhere else.
 
     Attributes:
-        is_immediate: whether all bytes are there when `take` returns, whatever is done to the
-            source then.
+        is_immediate: whether all bytes are there when `take` returns.
     """
 
     is_immediate: bool
@@ -51,7 +47,7 @@ class Stored(Protocol):
         ...
 
     def release_source(self) -> None:
-        """Let go of the source; the device's later work starts when it is no longer read."""
+        """Release the source, in the order of the device's work."""
         ...
 
     def fetch(self) -> torch.Tensor:
@@ -59,11 +55,11 @@ class Stored(Protocol):
         ...
 
     def wait_fetched(self) -> None:
-        """Have the device's later work start when the bytes are back."""
+        """Make the device's later work wait for the fetched bytes."""
         ...
 
     def release_fetched(self) -> None:
-        """Let go of what was brought back, if anything was; it may not have been waited for."""
+        """Release the fetched bytes, if there are any; they may not have been waited for."""
         ...
 
     def discard(self) -> None:
@@ -72,19 +68,20 @@ class Stored(Protocol):
 
 
 class Tier(Protocol):
-    """A place for tensors."""
+    """A place for tensors.
 
-    @property
-    def idle(self) -> bool:
-        """Whether there is no device whose tensors are to be moved."""
-        ...
+    Attributes:
+        idle: whether there is no device whose tensors are to be moved.
+    """
+
+    idle: bool
 
     def takes(self, device: torch.device) -> bool:
         """Whether the tensors of this device are to be moved."""
         ...
 
     def place(self, source: torch.Tensor) -> Stored:
-        """Where the bytes of a flat tensor can go; nothing is there before it takes them."""
+        """A place for the bytes of a flat tensor; nothing is there before it takes them."""
         ...
 
 
@@ -97,7 +94,6 @@ class OffloadedStorage:
         "_guard",
         "_lock",
         "_owner",
-        "capture",
         "counters",
         "device",
         "nbytes",
@@ -110,7 +106,7 @@ class OffloadedStorage:
 
     def __init__(self, tensor: torch.Tensor, counters: Counters, where: str) -> None:
         self._lock = threading.RLock()
-        # Shares the tensor's version, also when its bytes are gone.
+        # Shares the tensor's version counter, also when its bytes are gone.
         self._guard: torch.Tensor | None = tensor.detach()
         self._owner = weakref.ref(counter_owner(tensor))
         self.source: torch.Tensor | None = flat_bytes(tensor)
@@ -120,8 +116,7 @@ class OffloadedStorage:
         self.stored: Stored | None = None
         self._fetched: torch.Tensor | None = None
         self.counters = counters
-        self.capture: object = None  # in which it was made, see Rule 3 in _offload_scheduler.py
-        self.process = os.getpid()  # that has the right to remove what is stored
+        self.process = os.getpid()  # that may remove the stored bytes
         self.where = where  # the module that saved it first, for messages
 
     def leave(self, tier: Tier) -> bool:
@@ -131,13 +126,12 @@ class OffloadedStorage:
             OffloadError: it cannot be stored.
         """
         with self._lock:
-            if self.source is None or self.stored is not None:
+            if self.source is None or self.stored is not None or self._is_changed():
                 return False
-            do_due()
             number = next(_numbers)
             with about(f"a tensor saved by module {self.where}"):
                 stored = tier.place(self.source)
-                when_gone(self, partial(_forget, stored, self.counters, number))
+                weakref.finalize(self, _forget, stored, self.counters, number).atexit = False
                 stored.take(self.source)
             self.stored = stored
             self.counters.out(number, self.nbytes)
@@ -159,28 +153,30 @@ class OffloadedStorage:
                     forget_bytes(self._guard)
                 self.stored.release_source()
 
-    def shares(self, tensor: torch.Tensor, capture: object = None) -> bool:
+    def shares(self, tensor: torch.Tensor) -> bool:
         """Whether this tensor of the same storage can use this copy, too.
 
         Its bytes must not have changed since the copy was made. The version says so only for
         tensors with the same version counter. A forked child makes a copy of its own, because
         the parent removes what it stored.
         """
-        is_here = self.process == os.getpid() and self.capture is capture
         same_counter = self._owner() is counter_owner(tensor)
-        return is_here and same_counter and self.version == version_of(tensor)
+        return self.process == os.getpid() and same_counter and self.version == version_of(tensor)
 
     def start_fetch(self, late: bool = False) -> None:
-        """Start bringing the bytes back, where they are away; late if they are read now.
+        """Start bringing the bytes back, if they are away; `late` if they are read now.
 
         Raises:
-            OffloadError: what was stored is no longer there.
+            OffloadError: the stored bytes are gone.
         """
         with self._lock:
-            self._fetch(late)
+            if self._fetched is None and self.source is None and self.stored is not None:
+                with about(f"a tensor saved by module {self.where}"):
+                    self._fetched = self.stored.fetch()
+                self.counters.back(self.nbytes, late)
 
     def drop_fetched(self) -> None:
-        """Let go of what was brought back; reading it again brings it back again."""
+        """Release the fetched bytes; reading them again brings them back again."""
         with self._lock:
             if self._fetched is not None and self.stored is not None:
                 self._fetched = None
@@ -193,22 +189,18 @@ class OffloadedStorage:
             OffloadError: they were changed in place since, or cannot be brought back.
         """
         with self._lock:
-            if self._guard is not None and version_of(self._guard) != self.version:
+            if self._is_changed():
                 raise OffloadError(changed_message(self.where))
             if self.source is not None:
                 return self.source
-            fetched = self._fetch(late=True)
-            assert fetched is not None
+            self.start_fetch(late=True)
+            assert self._fetched is not None
             assert self.stored is not None
             self.stored.wait_fetched()
-            return fetched
+            return self._fetched
 
-    def _fetch(self, late: bool) -> torch.Tensor | None:  # hold the lock
-        if self._fetched is None and self.source is None and self.stored is not None:
-            with about(f"a tensor saved by module {self.where}"):
-                self._fetched = self.stored.fetch()
-            self.counters.back(self.nbytes, late)
-        return self._fetched
+    def _is_changed(self) -> bool:
+        return self._guard is not None and version_of(self._guard) != self.version
 
 
 def _forget(stored: Stored, counters: Counters, number: int) -> None:

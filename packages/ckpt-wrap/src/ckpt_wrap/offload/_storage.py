@@ -37,6 +37,15 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return flat.set_(tensor.untyped_storage())
 
 
+def storage_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the tensor's storage; 0 for one without memory, such as a zero tangent."""
+    storage = tensor.untyped_storage()
+    try:
+        return storage.nbytes() if storage.data_ptr() else 0
+    except RuntimeError:  # torch's error for a storage that has no memory
+        return 0
+
+
 def forget_bytes(tensor: torch.Tensor) -> None:
     """Let a detached tensor let go of its storage, and go on sharing its version with others."""
     tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

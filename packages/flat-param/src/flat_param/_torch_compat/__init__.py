@@ -141,21 +141,33 @@ def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
     return list(hooks.values()) if hooks else []
 
 
-def storage_info(path: str, offset: int, length: int) -> Any:
-    """Where an entry of a checkpoint is, as torch.distributed.checkpoint's metadata has it.
+def dtensor_spec(
+    mesh: Any, placements: Any, size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
+) -> Any:
+    """What a DTensor knows of itself; a subclass that is no view of its elements must set it.
 
-    Fallback: a StateError, since neither torch nor anyone else could read what is written.
+    No fallback: `torch.distributed.checkpoint` gathers DTensors only.
     """
-    from torch.distributed.checkpoint import filesystem
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    kind: Callable[[str, int, int], Any] | None = getattr(filesystem, "_StorageInfo", None)
-    if kind is None:
-        raise StateError(
-            f"flat_param.save_sharded: torch {torch.__version__} has no _StorageInfo in "
-            "torch.distributed.checkpoint.filesystem, but its checkpoints are described with it. "
-            "Use torch 2.9 to 2.15."
-        )
-    return kind(path, offset, length)
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(size, stride, dtype))
+
+
+def make_wrapper(cls: Any, size: torch.Size, stride: tuple[int, ...], local: Tensor) -> Any:
+    """A tensor of a subclass without memory, of the dtype and device of `local`.
+
+    No fallback: torch documents it for tensor subclasses, and only its name is private.
+    """
+    return Tensor._make_wrapper_subclass(
+        cls, size, strides=stride, dtype=local.dtype, device=local.device
+    )
+
+
+without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
+"""Context in which functions ignore `__torch_function__` of subclasses."""
+
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+"""A `__torch_function__` that does nothing; torch's own subclasses, such as Parameter, have it."""
 
 
 @contextmanager

@@ -1,19 +1,7 @@
-"""Optimizer state by parameter name, whole or in pieces.
-
-Rule 1: a state tensor of its parameter's shape is cut like the parameter: whole tensors have the
-        whole parameter's shape, pieces the piece's. `step`, which torch's optimizers keep as a
-        0-dim tensor, never is: a 0-dim parameter would otherwise be taken for its step.
-Rule 2: any other state without dimensions (a step count), or that is no tensor, is the same on
-        every rank that holds a part of the parameter; the rank that holds its first element speaks
-        for it.
-Rule 3: a tensor with a row for each block (scales) is cut between blocks, see `_block_rows`.
-Rule 4: any other tensor is about the elements that its rank holds, so it is refused where these
-        are not all of the parameter.
-"""
+"""Optimizer state by parameter name."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,13 +10,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._errors import ParameterError, StateError
-from ..layout._param_shard import ParamShard
-from ..memory._dtensors import DTensorPlace, is_dtensor, place_of_dtensor
-from ..memory._tensors import tensors_in
+from ..memory._dtensors import as_dtensor
 from ..sharded._full_params import named_sites
-from ..sharded._param_sites import ParamSite
-from ._block_rows import BlockRows, block_rows
-from ._one_world import place_in, whole_shape
+from ..sharded._optim_state import present_all, take_all
+from ..sharded._param_piece import ParamPiece
 
 
 @dataclass(frozen=True)
@@ -38,53 +23,22 @@ class NamedParam:
     Args:
         name: qualified name in the module.
         param: as the optimizer has it.
-        site: where it lies in a unit; None for a parameter that is not sharded.
+        piece: what it is a piece of; None for a parameter that is not sharded.
     """
 
     name: str
     param: nn.Parameter
-    site: ParamSite | None
-
-    @property
-    def piece(self) -> ParamShard | None:
-        """What this rank holds of it."""
-        return None if self.site is None else self.site.part.pieces[self.site.index]
-
-    @property
-    def rows(self) -> BlockRows | None:
-        """Which of its blocks this rank holds (Rule 3); none of what tensor parallel has cut."""
-        if self.site is None or self.piece is None or self.place is not None:
-            return None
-        return block_rows(self.site.part.plan, self.site.index, self.piece.start, self.piece.stop)
-
-    @property
-    def place(self) -> DTensorPlace | None:
-        """How tensor parallel has cut it."""
-        return None if self.site is None else place_in(self.site)
+    piece: ParamPiece | None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the whole parameter."""
-        return tuple(self.param.shape) if self.site is None else whole_shape(self.site)
-
-    @property
-    def shape_numel(self) -> int:
-        """Elements of the whole parameter."""
-        return math.prod(self.shape)
-
-    @property
-    def speaks_for_all(self) -> bool:
-        """Whether it `speaks` for all that tensor parallel has cut it into, too."""
-        return self.speaks and (self.place is None or self.place.is_first)
+        return tuple(self.param.shape) if self.piece is None else self.piece.shape
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank speaks for the parameter's uncut state (Rule 2)."""
-        if self.site is None or self.piece is None:
-            return False
-        comm = self.site.part.comms.gather
-        empty = self.piece.spec.numel == 0
-        return comm.rank == 0 if empty else self.piece.numel > 0 and self.piece.start == 0
+        """Whether this rank is the first that has elements of the parameter."""
+        return self.piece is None or self.piece.comm.rank == self.piece.first_holder
 
 
 def named_params(module: nn.Module) -> dict[nn.Parameter, NamedParam]:
@@ -92,7 +46,9 @@ def named_params(module: nn.Module) -> dict[nn.Parameter, NamedParam]:
     sites = dict(named_sites(module))
     named: dict[nn.Parameter, NamedParam] = {}
     for name, param in module.named_parameters():
-        named[param] = NamedParam(name, param, sites.get(name))
+        site = sites.get(name)
+        piece = None if site is None else site.part.param_pieces[site.index]
+        named[param] = NamedParam(name, param, piece)
     return named
 
 
@@ -121,52 +77,8 @@ def optimizer_params(module: nn.Module, optimizer: Optimizer) -> list[list[Named
     return groups
 
 
-def is_cut(key: str, shape: tuple[int, ...], param_shape: tuple[int, ...]) -> bool:
-    """Whether state is cut like its parameter, from its shape and the parameter's (Rule 1).
-
-    Args:
-        key: name of the state, such as `exp_avg`.
-        shape: of the state; whole or of a piece.
-        param_shape: of the parameter; likewise.
-    """
-    return key != "step" and tuple(shape) == tuple(param_shape)
-
-
-def is_piece(key: str, state: Any, param: nn.Parameter) -> bool:
-    """Whether a state value that the optimizer has is a piece (Rule 1)."""
-    return isinstance(state, Tensor) and is_cut(key, state.shape, param.shape)
-
-
-def no_place(key: str, state: Any, shape: tuple[int, ...], named: NamedParam) -> str:
-    """Why a state value cannot be saved or loaded by name (Rule 4); empty if it can.
-
-    Args:
-        key: name of the state.
-        state: the value.
-        shape: of what is cut like the parameter, whole or a piece.
-        named: the parameter.
-    """
-    cut = isinstance(state, Tensor) and is_cut(key, state.shape, shape)
-    shapes = [] if cut else [tuple(tensor.shape) for tensor in tensors_in(state) if tensor.ndim]
-    if named.piece is None or not shapes:
-        return ""
-    held, numel = named.piece.numel, named.shape_numel
-    if held in (0, numel):
-        return ""
-    rows = named.rows
-    if rows and (rows.fits_piece if math.prod(shape) == held else rows.fits_whole)(key, state):
-        return ""
-    return (
-        f"flat_param.state_dict: optimizer state '{key}' of parameter '{named.name}' has a tensor "
-        f"of shape {shapes[0]}, and this rank has {held} of the parameter's {numel} elements, but "
-        "only tensors of the parameter's shape, or with a row for each of its blocks, can be cut. "
-        'Shard with boundary="tensor", which cuts no parameter, or with Blocks as the optimizer '
-        "has them; or save without it."
-    )
-
-
 def shared_rows(params: Iterable[NamedParam], optimizer: Optimizer) -> str:
-    """Why what has a row for each block is none of a parameter's (Rule 3); empty if all are.
+    """Why state with a row for each block is not the parameter's own; empty if it is.
 
     A table that parameters share may have as many rows as a rank has blocks. It is one tensor;
     rows of blocks are each parameter's own.
@@ -174,11 +86,12 @@ def shared_rows(params: Iterable[NamedParam], optimizer: Optimizer) -> str:
     first: dict[tuple[object, ...], str] = {}
     rows: dict[tuple[object, ...], str] = {}
     for named in params:
+        rows_here = None if named.piece is None else named.piece.rows
         for key, value in optimizer.state.get(named.param, {}).items():
             if type(value) is not Tensor or not value.dim() or not value.data_ptr():
                 continue
             place = value.device, value.data_ptr(), tuple(value.shape)
-            if named.rows is not None and named.rows.fits_piece(key, value):
+            if rows_here is not None and rows_here.fits_piece(key, value):
                 rows.setdefault(place, key)
             other = first.setdefault(place, named.name)
             if other != named.name and place in rows:
@@ -199,23 +112,50 @@ def group_options(optimizer: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
+def named_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """State by name with shards, as `get_optimizer_state_dict` gives it. Not a collective.
+
+    A rank has nothing of a parameter that its optimizer skips.
+
+    Raises:
+        StateError: a tensor cannot be cut.
+    """
+    groups = optimizer_params(module, optimizer)
+    flat = [named for group in groups for named in group]
+    if reason := shared_rows(flat, optimizer):
+        raise StateError(reason)
+    state: dict[str, dict[str, Any]] = {}
+    for named in flat:
+        values = optimizer.state.get(named.param)
+        if values and named.piece is not None:
+            values = present_all(values, named.param, named.piece, skips=False, name=named.name)
+            values = None if named.piece.skips else values
+        if values:
+            state[named.name] = dict(values)
+    return {"state": state, "param_groups": _named_groups(optimizer, groups)}
+
+
+def _named_groups(optimizer: Optimizer, groups: list[list[NamedParam]]) -> list[dict[str, Any]]:
+    options = group_options(optimizer)
+    return [
+        {**opts, "params": [named.name for named in group]}
+        for opts, group in zip(options, groups, strict=True)
+    ]
+
+
 def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load whole state by name, or a plain optimizer's state by position. Not a collective.
+    """Load state by name, or a plain optimizer's by position. Not a collective for whole tensors.
 
     Args:
         module: whose parameters the optimizer trains.
         optimizer: with groups of the same parameters, in any order.
-        state: as `whole_optimizer_state` or `torch.optim.Optimizer.state_dict` gives it.
+        state: as `full_state_dict` or `torch.optim.Optimizer.state_dict` gives it.
     """
     groups = optimizer_params(module, optimizer)
     names = _names_by_key(state["param_groups"], groups)
     by_name = _by_name(state["state"], names, groups)
-    pieces: dict[str, dict[str, Any]] = {}
-    for named in (n for group in groups for n in group):
-        if named.name in by_name:
-            pieces[named.name] = {k: _cut(k, v, named) for k, v in by_name[named.name].items()}
     saved = [{**g, "params": [names[key] for key in g["params"]]} for g in state["param_groups"]]
-    load_pieces(optimizer, groups, pieces, options=options_by_name(saved, groups, optimizer))
+    load_named_state(optimizer, groups, by_name, options=options_by_name(saved, groups, optimizer))
 
 
 def _names_by_key(
@@ -305,56 +245,60 @@ def _other_options(
     )
 
 
-def _cut(key: str, value: Any, named: NamedParam) -> Any:
-    """This rank's piece of a whole state tensor; anything else as it is.
-
-    Raises:
-        StateError: a tensor of another shape, and this rank has a part of the parameter.
-    """
-    piece = named.piece
-    if piece is None:
-        place = place_of_dtensor(named.param)
-        if place is None or not isinstance(value, Tensor) or is_dtensor(value):
-            return value
-        cut = is_cut(key, value.shape, named.shape)
-        return place.over(place.local_of_value(value)) if cut else value
-    if reason := no_place(key, value, named.shape, named):
-        raise StateError(reason)
-    if not isinstance(value, Tensor):
-        return value
-    if not is_cut(key, value.shape, named.shape):
-        rows = named.rows
-        return rows.of(value).clone() if rows and rows.fits_whole(key, value) else value
-    assert named.site is not None
-    part, index = named.site.part, named.site.index
-    return part.cut(index, part.local_of_value(index, value))
-
-
-def load_pieces(
+def load_named_state(
     optimizer: Optimizer,
     groups: list[list[NamedParam]],
-    pieces: Mapping[str, Mapping[str, Any]],
+    by_name: Mapping[str, Mapping[str, Any]],
     *,
     options: list[dict[str, Any]],
 ) -> None:
-    """Give the optimizer its state, through its own `load_state_dict`. Not a collective.
+    """Give the optimizer its state, through its own `load_state_dict`.
 
     Args:
         optimizer: of the parameters.
         groups: its parameters.
-        pieces: state of each parameter, by name.
+        by_name: state of each parameter, in any form that a state dict may have.
         options: of each of its groups; `param_names` is left as the optimizer has it.
     """
     flat = [named for group in groups for named in group]
     position = {named.name: index for index, named in enumerate(flat)}
-    state = {position[name]: dict(values) for name, values in pieces.items()}
+    found = state_of(optimizer)
+    now = {named.name: found.get(named.param, {}) for named in flat}
+    given = {
+        named.name: _given(by_name[named.name], named, now[named.name])
+        for named in flat
+        if named.name in by_name
+    }
     merged = []
     for group, opts in zip(groups, options, strict=True):
         plain = {key: value for key, value in opts.items() if key not in _OF_PARAMS}
         merged.append({**plain, "params": [position[named.name] for named in group]})
+    sharded = {named.name for named in flat if named.piece is not None}
+    state = {
+        position[name]: dict(by_name[name] if name in sharded else given[name]) for name in given
+    }
     optimizer.load_state_dict({"state": state, "param_groups": merged})
     for named in flat:
-        _keep_codes(optimizer.state.get(named.param, {}), pieces.get(named.name, {}))
+        _keep_codes(optimizer.state.get(named.param, {}), given.get(named.name, {}))
+
+
+def state_of(optimizer: Optimizer) -> Any:
+    """An optimizer's state, from where it lies: an offloaded one refuses it after a stopped step.
+
+    Wrapped optimizers, such as accelerate's, have theirs elsewhere.
+    """
+    if "state" in vars(optimizer):
+        return vars(optimizer)["state"]
+    return optimizer.state
+
+
+def _given(
+    values: Mapping[str, Any], named: NamedParam, now: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Integers as they were given, see `_keep_codes`; all checks come before anything is loaded."""
+    if named.piece is None:
+        return {k: v if k == "step" else as_dtensor(v, named.param) for k, v in values.items()}
+    return take_all(values, named.param, named.piece, now)
 
 
 def _keep_codes(found: dict[str, Any], given: Mapping[str, Any]) -> None:

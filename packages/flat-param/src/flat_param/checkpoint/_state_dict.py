@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._errors import StateError
-from ..memory._dtensors import is_dtensor
+from ..memory._dtensors import as_dtensor, is_dtensor
 from ..sharded._by_hand import units_below
-from ..sharded._full_params import handing_out, named_sites
-from ..sharded._sharded_params import as_gathered
-from ._full_optim_state import full_optimizer_state
-from ._optim_state import load_optimizer_state
+from ..sharded._full_params import named_sites
+from ._optim_state import load_optimizer_state, named_optimizer_state, optimizer_params
 from ._put_back import put_back_on_error
+from ._world import World
 
 
 def full_state_dict(
@@ -30,95 +31,314 @@ def full_state_dict(
     Args:
         module: sharded, or plain.
         optimizer: of the module.
-        rank0_only: keep it on the first rank that shares the module; the others have no more than
-            one unit's whole parameters at a time, and get empty dicts.
-        offload_to_cpu: put it in CPU memory, each unit's as soon as it is whole; DTensors stay
-            where they are.
+        rank0_only: keep it on the first rank that shares the module; the others have one whole
+            tensor at a time, and get empty dicts.
+        offload_to_cpu: put it in CPU memory, each tensor as soon as it is whole.
 
     Returns:
         `{"model": {name: tensor}}`, and with an optimizer
         `"optim": {"state": {name: {key: value}}, "param_groups": [...]}`.
 
     Raises:
-        StateError: with `rank0_only`, a parameter is a DTensor, of which no rank has all.
+        StateError: optimizer state cannot be cut.
     """
-    keeps = not rank0_only or _is_first(module)
-    hands_out = (_on_cpu if offload_to_cpu else as_gathered) if keeps else _dropped
-    with handing_out(module, hands_out):
-        state: dict[str, Any] = {"model": module.state_dict()}
+    world = World(module, "full_state_dict") if _is_sharded(module) else None
+    keeps = world is None or not rank0_only or world.is_first
+    error: Exception | None = None
+    state: dict[str, Any] = {}
+    try:
+        state["model"] = module.state_dict()
+        if optimizer is not None:
+            state["optim"] = named_optimizer_state(module, optimizer)
+    except Exception as raised:
+        error = raised
+    if world is not None:
+        world.agree(error)
+        if optimizer is not None:
+            _complete(state["optim"]["state"], module, optimizer, world)
+    elif error is not None:
+        raise error
+    gather = _Gather(keeps=keeps, on_host=offload_to_cpu)
+    state["model"] = gather.all_of(state["model"])
     if optimizer is not None:
-        state["optim"] = full_optimizer_state(module, optimizer, hands_out=hands_out)
-    if not keeps:
-        return {part: {} for part in state}
-    if offload_to_cpu:  # what no unit has gathered
-        for values in (state["model"], *state.get("optim", {}).get("state", {}).values()):
+        values = state["optim"]["state"]
+        state["optim"]["state"] = {name: gather.all_of(own) for name, own in values.items()}
+    return state if keeps else {part: {} for part in state}
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return next(units_below(module), None) is not None
+
+
+def _complete(
+    state: dict[str, dict[str, Any]], module: nn.Module, optimizer: Optimizer, world: World
+) -> None:
+    """Add to a rank's state what other ranks have, so that all gather the same. Collective."""
+    named = {each.name: each for group in optimizer_params(module, optimizer) for each in group}
+    note = {
+        name: {key: _described(value, named[name].speaks) for key, value in values.items()}
+        for name, values in state.items()
+    }
+    found: dict[str, dict[str, Any]] = {}
+    for told in world.comm.share(note):
+        for name, values in told.items():
             for key, value in values.items():
-                values[key] = value.cpu() if _may_move(value) else value
-    return state
+                if isinstance(value, _Silent):
+                    continue
+                first = found.setdefault(name, {}).setdefault(key, value)
+                if isinstance(value, _Shard) and first != value:
+                    raise StateError(
+                        f"flat_param.full_state_dict: optimizer state '{key}' of parameter "
+                        f"'{name}' has shape {first.size} and {first.dtype} on one rank and "
+                        f"{value.size} and {value.dtype} on another. Step the same optimizer on "
+                        "all ranks."
+                    )
+    mine = dict(state)
+    state.clear()
+    for name in (each for each in named if each in found):
+        piece = named[name].piece
+        own = mine.get(name, {})
+        state[name] = {}
+        for key, value in found[name].items():
+            if key in own:
+                state[name][key] = own[key]
+            elif isinstance(value, _Shard) and piece is not None:
+                state[name][key] = value.empty(piece)
+            else:
+                state[name][key] = value
 
 
-def _is_first(module: nn.Module) -> bool:
-    """Whether this is the first of all ranks that share a module.
+class _Silent:
+    """In the place of a value of which another rank's copy counts."""
 
-    Raises:
-        StateError: see `full_state_dict`.
+
+@dataclass(frozen=True)
+class _Shard:
+    """Describes a shard to ranks that have nothing of it."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+
+    def empty(self, piece: Any) -> Tensor:
+        """The shard of a rank that has no elements."""
+        if self.size == piece.shape:
+            shard: Tensor = piece.present(torch.empty(0, dtype=self.dtype, device=piece.device))
+            return shard
+        rows = torch.empty(0, *self.size[1:], dtype=self.dtype, device=piece.device)
+        return piece.present_rows(rows)
+
+
+def _described(value: Any, speaks: bool) -> Any:
+    if is_dtensor(value):
+        return _Shard(value.dtype, tuple(value.shape))
+    return value if speaks else _Silent()
+
+
+class _Gather:
+    """Makes tensors whole.
+
+    Args:
+        keeps: whether this rank keeps them.
+        on_host: whether it keeps them in CPU memory.
     """
-    units = list(units_below(module))
-    for name, param in module.named_parameters():
-        if is_dtensor(param):
-            raise _no_whole(name)
-    for name, site in named_sites(module):
-        if site.part.places[site.index] is not None:
-            raise _no_whole(name)
-    return not any(
-        comm.rank for unit in units[:1] for comm in (unit.comms.gather, unit.comms.replicate)
-    )
 
+    def __init__(self, *, keeps: bool, on_host: bool) -> None:
+        self._keeps, self._on_host = keeps, on_host
 
-def _no_whole(name: str) -> StateError:
-    return StateError(
-        f"flat_param.full_state_dict: parameter '{name}' is a DTensor, but rank0_only puts "
-        "everything on one rank, and no rank has all of a DTensor. Use save_sharded, or leave "
-        "rank0_only out."
-    )
+    def all_of(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """All values of a dict. Collective."""
+        whole = {key: self._whole(value) for key, value in values.items()}
+        return whole if self._keeps else {}
 
-
-def _on_cpu(full: Tensor) -> Tensor:
-    return full.cpu()
-
-
-def _dropped(full: Tensor) -> Tensor:
-    return full.new_empty(full.shape, device="meta")
-
-
-def _may_move(value: object) -> bool:
-    return isinstance(value, Tensor) and not is_dtensor(value)
+    def _whole(self, value: Any) -> Any:
+        if is_dtensor(value):
+            value = value.full_tensor()
+        if not self._keeps:
+            return None
+        return value.cpu() if self._on_host and isinstance(value, Tensor) else value
 
 
 def load_full_state_dict(
     module: nn.Module, state: Mapping[str, Any], *, optimizer: Optimizer | None = None
 ) -> None:
-    """Load whole tensors; each rank keeps its part. Not a collective.
+    """Load whole tensors; each rank keeps its part. Collective if the module is sharded.
 
-    After an error, parameters, buffers and optimizer state are what they were on this rank. Takes
+    After an error on any rank, all have the parameters, buffers and optimizer state they had. Takes
     memory for one more copy of them meanwhile.
 
     Args:
         module: sharded, or plain.
-        state: what `full_state_dict` returns, or a plain module's state dict.
+        state: what `full_state_dict` returns, or a plain module's state dict. With `rank0_only` the
+            first rank sends one tensor after another to the others.
         optimizer: of the module; needs `state["optim"]`, by name or by position. Its groups may be
             in another order than the saved ones, if names were saved.
+
+    Raises:
+        CheckpointError: another rank has failed.
+        StateError: a shape, a name or a parameter group does not fit.
     """
-    nested = isinstance(state.get("model"), Mapping)
-    if optimizer is not None and (not nested or "optim" not in state):
-        raise StateError(
-            f"flat_param.load_full_state_dict: the state has the keys {sorted(state)[:4]}, but an "
-            "optimizer is loaded from 'optim' next to 'model'. Leave the optimizer out."
-        )
+    world = World(module, "load_full_state_dict") if _is_sharded(module) else None
+    if not isinstance(state.get("model"), Mapping):
+        state = {"model": state}
     with put_back_on_error(module, optimizer):
-        module.load_state_dict(state["model"] if nested else state)
-        if optimizer is not None:
-            load_optimizer_state(module, optimizer, state["optim"])
+        error: Exception | None = None
+        try:
+            if world is not None:
+                state = _from_first(state, module, optimizer, world)
+            load_whole(module, state, optimizer)
+        except Exception as raised:
+            error = raised
+        if world is not None:
+            world.agree(error)
+        elif error is not None:
+            raise error
+
+
+def load_whole(module: nn.Module, state: Mapping[str, Any], optimizer: Optimizer | None) -> None:
+    """Load whole tensors, see `load_full_state_dict`. Not a collective."""
+    if not isinstance(state.get("model"), Mapping):
+        state = {"model": state}
+    if optimizer is not None and "optim" not in state:
+        raise StateError(
+            "flat_param.load_full_state_dict: the state has no 'optim' next to 'model', from "
+            "which an optimizer is loaded. Leave the optimizer out."
+        )
+    load_model(module, state["model"])
+    if optimizer is not None:
+        load_optimizer_state(module, optimizer, state["optim"])
+
+
+def load_model(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load a module's state dict, which may have one of several names of a tied parameter.
+
+    Raises:
+        StateError: keys or shapes differ.
+    """
+    known = dict(state)
+    for names in tied_names(module):
+        given = next((name for name in names if name in known), None)
+        for name in names:
+            if given is not None:
+                known.setdefault(name, known[given])
+    beside = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    for name, tensor in beside.items():
+        if is_dtensor(tensor) and name in known:
+            known[name] = as_dtensor(known[name], tensor)
+    try:
+        module.load_state_dict(known)
+    except RuntimeError as error:
+        raise StateError(f"flat_param.load_state_dict: {error}") from error
+
+
+def tied_names(module: nn.Module) -> list[list[str]]:
+    """All names of each parameter that has several."""
+    names: dict[object, list[str]] = {}
+    for name, site in named_sites(module):
+        names.setdefault((id(site.part), site.index), []).append(name)
+    managed = {name for own in names.values() for name in own}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        if name not in managed:
+            names.setdefault(id(param), []).append(name)
+    return [own for own in names.values() if len(own) > 1]
+
+
+def _from_first(
+    state: Mapping[str, Any], module: nn.Module, optimizer: Optimizer | None, world: World
+) -> Mapping[str, Any]:
+    """The state itself, or this rank's part of it where only the first rank has it. Collective."""
+    empty = not any(len(part) for part in state.values())
+    told = world.comm.share(empty)
+    if not any(told[1:]) or told[0]:
+        return state
+    outline = _shared_outline(state, world)
+    params = {} if optimizer is None else _params_by_name(module, optimizer)
+    sites = dict(named_sites(module))
+    found: dict[str, Any] = {"model": {}}
+    if "optim" in outline:
+        found["optim"] = {"state": {}, "param_groups": outline["optim"]["param_groups"]}
+    for path, info in outline["tensors"]:
+        whole = _sent(state, path, info, world)
+        part, *keys = path
+        if part == "model":
+            (name,) = keys
+            site = sites.get(name)
+            piece = None if site is None else site.part.param_pieces[site.index]
+            found["model"][name] = _cut(whole, piece)
+        elif optimizer is not None:
+            name, key = keys
+            found["optim"]["state"].setdefault(name, {})[key] = _cut(whole, params.get(name))
+    return found
+
+
+_BAD = (
+    "flat_param.load_full_state_dict: the first rank's state cannot be sent ({}). Pass what "
+    "full_state_dict returns."
+)
+
+
+def _shared_outline(state: Mapping[str, Any], world: World) -> dict[str, Any]:
+    """The outline of the first rank's state, or its error, on all ranks. Collective."""
+    outline: dict[str, Any] | None = None
+    try:
+        outline = _outline(state) if world.is_first else None
+    except Exception as error:
+        world.comm.share(repr(error))
+        raise StateError(_BAD.format(repr(error))) from error
+    found = world.comm.share(outline)[0]
+    if isinstance(found, str):
+        raise StateError(_BAD.format(found))
+    return dict(found)
+
+
+def _params_by_name(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    groups = optimizer_params(module, optimizer)
+    return {named.name: named.piece for group in groups for named in group}
+
+
+def _tensors(state: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, value in state["model"].items():
+        yield ("model", name), value
+    for name, values in state.get("optim", {}).get("state", {}).items():
+        for key, value in values.items():
+            yield ("optim", name, key), value
+
+
+def _outline(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What a state has, without its large tensors."""
+    outline: dict[str, Any] = {"tensors": [(path, _info(value)) for path, value in _tensors(state)]}
+    if "optim" in state:
+        outline["optim"] = {"param_groups": state["optim"]["param_groups"]}
+    return outline
+
+
+def _info(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.dim():
+        return _Shard(value.dtype, tuple(value.shape))
+    return value
+
+
+def _sent(state: Mapping[str, Any], path: tuple[str, ...], info: Any, world: World) -> Any:
+    """One value of the first rank. Collective where it is a tensor."""
+    if not isinstance(info, _Shard):
+        return info
+    if world.is_first:
+        part, name, *rest = path
+        value = state["model"][name] if part == "model" else state["optim"]["state"][name][rest[0]]
+        sent = value.detach().cpu().contiguous()
+    else:
+        sent = torch.empty(info.size, dtype=info.dtype)
+    if sent.numel():
+        world.comm.broadcast(sent.view(-1).view(torch.uint8)).wait()
+    return sent
+
+
+def _cut(whole: Any, piece: Any) -> Any:
+    """This rank's part of a whole tensor as a shard, or the tensor."""
+    if piece is None or not isinstance(whole, Tensor) or not piece.is_cut:
+        return whole
+    if tuple(whole.shape) != piece.shape or not whole.dim():
+        return whole
+    return piece.present(piece.elements(whole))
 
 
 def optimizer_state_by_position(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from concurrent.futures import Future, wait
 from .._errors import CheckpointError
 
 
-class SaveFuture(Future[bool]):
+class SaveFuture(Future[None]):
     """The outcome of an asynchronous save; remembers whether somebody has asked for its error."""
 
     def __init__(self, path: str) -> None:
@@ -30,10 +30,10 @@ class SaveFuture(Future[bool]):
         self.asked = False
         self._process = os.getpid()
 
-    def result(self, timeout: float | None = None) -> bool:
-        """Whether the path holds the state; see `async_save_sharded`."""
+    def result(self, timeout: float | None = None) -> None:
+        """Wait until the path holds the state; see `async_save_sharded`."""
         self.exception(timeout)
-        return super().result()
+        super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What the save has raised, or None."""
@@ -54,7 +54,7 @@ class SaveFuture(Future[bool]):
 _last: SaveFuture | None = None
 
 
-def start(call: Callable[[], bool], path: str) -> SaveFuture:
+def start(call: Callable[[], None], path: str) -> SaveFuture:
     """Carry out a save in a thread; `wait_for_last` must have returned before."""
     global _last
     if _last is None:
@@ -65,13 +65,13 @@ def start(call: Callable[[], bool], path: str) -> SaveFuture:
     return future
 
 
-def _carry_out(call: Callable[[], bool], future: SaveFuture) -> None:
+def _carry_out(call: Callable[[], None], future: SaveFuture) -> None:
     try:
-        found = call()
+        call()
     except BaseException as error:
         future.set_exception(error)
     else:
-        future.set_result(found)
+        future.set_result(None)
 
 
 def wait_for_last() -> None:

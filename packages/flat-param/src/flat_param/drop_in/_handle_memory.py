@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..comm._comm import CommLog, Communicator
-from ..memory._huge_pages import prefer_huge_pages
 from ._flat_parameter import HandleShardingStrategy
 from ._handle_shards import HandleShards
 from ._handle_views import HandleViews
@@ -103,7 +102,6 @@ class HandleMemory(HandleShards, HandleViews):
         if self.needs_unshard():
             shard = self.flat_param._local_shard.to(self.device, self._fwd_bwd_param_dtype)
             full = shard.new_empty(shard.numel() * self.world_size)
-            prefer_huge_pages(full)
             Communicator(self.process_group, log=CommLog()).all_gather(full, shard).wait()
             self.flat_param._full_param_padded = full
             numel = self.flat_param._unpadded_unsharded_size.numel()

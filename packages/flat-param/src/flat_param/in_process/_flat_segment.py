@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .._errors import ParameterError
 from ..layout._layout import Segment
-from ..memory._buffer import migrate, spacious
+from ..memory._buffer import allocate, migrate
 from ..memory._views import over, param_view, param_views
 from ._flat_grad import FlatGrad
 
@@ -38,7 +38,7 @@ class FlatSegment:
     def __init__(self, plan: Segment, params: Sequence[nn.Parameter]) -> None:
         self.plan = plan
         self.params: list[nn.Parameter] = list(params)
-        whole = spacious(plan.layout, self.params[0].device)
+        whole = allocate(plan.layout, device=self.params[0].device)
         self._memory = whole.untyped_storage()
         self._slices: tuple[Tensor, ...] | None = None
         self.buffer: Tensor = migrate(self.params, plan.layout, buffer=over(self._memory, whole))

@@ -5,8 +5,6 @@ Rule 1: a parameter may be cut at multiples of its atom, counted from its first 
 Rule 2: blocks in a piece are those of the whole parameter: where the rows or matrices of a
         parameter end in a short block, whole rows or matrices are the atoms.
 Rule 3: a parameter that does not lie row by row in memory has no blocks there, and stays whole.
-Rule 4: where a layout has blocks of its own, atoms are multiples of them: of a row of 48 and a
-        block of 32, two rows and three blocks stay together.
 """
 
 from __future__ import annotations
@@ -109,16 +107,13 @@ class Cut:
     whole: bool
 
 
-def cut_of(
-    shape: tuple[int, ...], stride: tuple[int, ...], boundary: Word | Blocks, *, block: int = 1
-) -> Cut:
+def cut_of(shape: tuple[int, ...], stride: tuple[int, ...], boundary: Word | Blocks) -> Cut:
     """How a parameter of dense `shape` and `stride` (elements) is cut at a boundary.
 
     Args:
         shape: sizes.
         stride: in elements.
         boundary: where it may be cut.
-        block: elements that stay together as well (Rule 4).
 
     Example:
         >>> cut_of((6, 4), (4, 1), "row")
@@ -127,10 +122,10 @@ def cut_of(
         (8, Cut(atom_numel=3, inner=None, whole=False))
     """
     if boundary == "element":
-        return Cut(block, None, whole=False)
+        return Cut(1, None, whole=False)
     numel = math.prod(shape)
     atom, inner = _atom(shape, stride, boundary)
-    atom = math.lcm(max(1, atom), block)
+    atom = max(1, atom)
     if atom >= numel:
         return Cut(max(1, numel), shape[1:], whole=True)
     return Cut(atom, inner, whole=False)

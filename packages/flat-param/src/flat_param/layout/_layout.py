@@ -7,16 +7,13 @@ Rule 3: same specs, same layout, on every rank and in every process.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from .._errors import LayoutError
-from ._scaled import Scaled
 from ._spec import ParamSpec
-from ._tiles import Tile
 
 DEFAULT_ALIGN_BYTES = 16
 
@@ -30,16 +27,12 @@ class FlatLayout:
         offsets: first element of each parameter.
         numel: elements of the buffer, gaps included.
         align_numel: every offset is a multiple of it.
-        block_numel: elements, counted from a parameter's first one, that ranks may not split.
-        tile: rows and columns of its matrices that ranks may not split.
     """
 
     specs: tuple[ParamSpec, ...]
     offsets: tuple[int, ...]
     numel: int
     align_numel: int = 1
-    block_numel: int = 1
-    tile: Tile | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -94,17 +87,14 @@ class Segment:
     """The part of a unit with one dtype and one trainability.
 
     Args:
-        name: dtype, `.scaled` where it is sent so, and `.frozen` where nothing in it is trained:
-            `bfloat16.frozen`.
+        name: dtype, and `.frozen` where nothing in it is trained: `bfloat16.frozen`.
         trainable: whether its parameters require gradients.
         layout: where they lie.
-        scaled: how they are sent; None: in the dtype that they compute in.
     """
 
     name: str
     trainable: bool
     layout: FlatLayout
-    scaled: Scaled | None = None
 
 
 def plan_layout(
@@ -112,7 +102,6 @@ def plan_layout(
     *,
     align_bytes: int = DEFAULT_ALIGN_BYTES,
     multiple: int | None = None,
-    block: int | Tile = 1,
 ) -> FlatLayout:
     """Place parameters one after another in a flat buffer.
 
@@ -122,23 +111,19 @@ def plan_layout(
         specs: in buffer order; non-empty; one dtype.
         align_bytes: start of each parameter, bytes; a power of two; 1 leaves no gaps.
         multiple: the buffer's numel is rounded up to it, elements; default: the alignment.
-        block: elements; each parameter also starts at a multiple of it, and no rank cuts one. Or
-            rows and columns of tiles that no rank cuts.
 
     Returns:
         Layout with `numel` (elements, gaps included) and offsets (elements).
 
     Raises:
-        LayoutError: empty input, mixed dtype, `align_bytes` not a power of two, or a block below 1.
+        LayoutError: empty input, mixed dtype, or `align_bytes` not a power of two.
 
     Example:
         >>> plan_layout([ParamSpec("w", (3, 2), torch.float32)], align_bytes=16).numel
         8
     """
     _check_specs(specs)
-    block_numel, tile = (1, block) if isinstance(block, tuple) else (block, None)
-    _check_block(block_numel)
-    align_numel = math.lcm(_align_numel(align_bytes, specs[0].dtype), block_numel)
+    align_numel = _align_numel(align_bytes, specs[0].dtype)
     offsets: list[int] = []
     end = 0
     for spec in specs:
@@ -146,23 +131,19 @@ def plan_layout(
         offsets.append(start)
         end = start + spec.numel
     numel = round_up(end, align_numel if multiple is None else multiple)
-    return FlatLayout(tuple(specs), tuple(offsets), numel, align_numel, block_numel, tile)
+    return FlatLayout(tuple(specs), tuple(offsets), numel, align_numel)
 
 
 def plan_segments(
-    specs: Sequence[ParamSpec],
-    *,
-    align_bytes: int = DEFAULT_ALIGN_BYTES,
-    scaled: Scaled | None = None,
+    specs: Sequence[ParamSpec], *, align_bytes: int = DEFAULT_ALIGN_BYTES
 ) -> tuple[Segment, ...]:
-    """Group parameters by dtype and trainability, and by how they are sent; place each group.
+    """Group parameters by dtype and trainability; place each group.
 
     Pure. O(n). Segments come in the order of their first parameter.
 
     Args:
         specs: non-empty.
         align_bytes: as in `plan_layout`.
-        scaled: how the parameters that it accepts are sent; None: in their computing dtype.
 
     Raises:
         LayoutError: empty input, or `align_bytes` not a power of two.
@@ -178,24 +159,22 @@ def plan_segments(
             "flat_param.plan_segments: specs is empty, but a segment needs a parameter. "
             "Skip modules without parameters."
         )
-    groups: dict[tuple[torch.dtype, bool, Scaled | None], list[ParamSpec]] = {}
+    groups: dict[tuple[torch.dtype, bool], list[ParamSpec]] = {}
     for spec in specs:
-        how = scaled if scaled is not None and scaled.takes(spec) else None
-        groups.setdefault((spec.dtype, spec.requires_grad, how), []).append(spec)
+        groups.setdefault((spec.dtype, spec.requires_grad), []).append(spec)
     return tuple(
         Segment(
-            segment_name(dtype, trainable=trainable, scaled=how is not None),
+            segment_name(dtype, trainable=trainable),
             trainable,
-            plan_layout(group, align_bytes=align_bytes, block=how.block if how else 1),
-            how,
+            plan_layout(group, align_bytes=align_bytes),
         )
-        for (dtype, trainable, how), group in groups.items()
+        for (dtype, trainable), group in groups.items()
     )
 
 
-def segment_name(dtype: torch.dtype, *, trainable: bool, scaled: bool = False) -> str:
-    """`float32`, `float32.frozen` or `float32.scaled`."""
-    name = str(dtype).removeprefix("torch.") + (".scaled" if scaled else "")
+def segment_name(dtype: torch.dtype, *, trainable: bool) -> str:
+    """`float32` or `float32.frozen`."""
+    name = str(dtype).removeprefix("torch.")
     return name if trainable else f"{name}.frozen"
 
 
@@ -211,14 +190,6 @@ def _align_numel(align_bytes: int, dtype: torch.dtype) -> int:
             "Use 16, or 1 for no gaps."
         )
     return max(1, align_bytes // dtype.itemsize)
-
-
-def _check_block(block: int) -> None:
-    if type(block) is not int or block < 1:
-        raise LayoutError(
-            f"flat_param.plan_layout: block is {block!r}, but a block has at least one element. "
-            "Use 32, or 1 for no blocks."
-        )
 
 
 def _check_specs(specs: Sequence[ParamSpec]) -> None:

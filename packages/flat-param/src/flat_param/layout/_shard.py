@@ -5,10 +5,6 @@ Rule 2: boundary "element" gives every rank the same numel, and every range star
 collective moves them; what the last ranks hold beyond the layout is padding and zero.
 Rule 3: other boundaries never cut through a row of dim 0, a block or a tensor. Ranges then differ
 in length, and the longest is as short as a contiguous cut allows.
-Rule 4: no boundary cuts a block of the layout. Where ranges begin with a gap, that lies before
-their first block, and the last block of the rank before reaches into it.
-Rule 5: a layout of tiles has no place between elements: where "element" is asked for, ranges begin
-between rows of tiles.
 """
 
 from __future__ import annotations
@@ -18,11 +14,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from .._errors import LayoutError
-from ._boundary import Blocks, Boundary, Cut, PerParameter, boundaries_of, check_boundary, cut_of
+from ._boundary import Boundary, Cut, PerParameter, boundaries_of, check_boundary, cut_of
 from ._cuts import CutPlaces
 from ._layout import FlatLayout, round_up
-from ._spec import ParamSpec
-from ._tiles import tiles_in
 
 
 @dataclass(frozen=True)
@@ -80,24 +74,6 @@ class ShardPlan:
     def cuts(self) -> tuple[Cut, ...]:
         """How each parameter may be cut, in layout order."""
         return _cuts(self.layout, self.boundary)
-
-    @cached_property
-    def blocks(self) -> tuple[tuple[int, int], ...]:
-        """`(first, end)` of each rank's blocks, counted through the buffer (Rule 4)."""
-        size = self.layout.block_numel
-        return tuple((-(-start // size), -(-stop // size)) for start, stop in self.ranges)
-
-    @cached_property
-    def most_blocks(self) -> int:
-        """How many the rank with most of them has."""
-        return max(end - first for first, end in self.blocks)
-
-    @cached_property
-    def most_sent(self) -> tuple[int, int]:
-        """Values and scales that a message has room for, in low precision; see `Scaled`."""
-        if self.layout.tile is None:
-            return self.most_blocks * self.layout.block_numel, self.most_blocks
-        return self.shard_numel, max(tiles_between(self.layout, *each) for each in self.ranges)
 
     @cached_property
     def even(self) -> bool:
@@ -188,38 +164,14 @@ def cut_places(layout: FlatLayout, boundary: Boundary) -> CutPlaces:
 def _cuts(layout: FlatLayout, boundary: Boundary) -> tuple[Cut, ...]:
     each = boundaries_of(boundary, [spec.name for spec in layout.specs])
     pairs = zip(layout.specs, each, strict=True)
-    return tuple(
-        cut_of(spec.shape, spec.stride, own, block=_stays_together(layout, spec))
-        for spec, own in pairs
-    )
-
-
-def _stays_together(layout: FlatLayout, spec: ParamSpec) -> int:
-    """Elements of a parameter that the layout leaves together (Rules 4 and 5)."""
-    if layout.tile is None:
-        return layout.block_numel
-    return cut_of(spec.shape, spec.stride, Blocks(layout.tile)).atom_numel
+    return tuple(cut_of(spec.shape, spec.stride, own) for spec, own in pairs)
 
 
 def boundary_in(layout: FlatLayout, boundary: Boundary) -> Boundary:
-    """The boundary of this buffer alone; one word where all its parameters have the same.
-
-    With tiles, none of them is "element" (Rule 5).
-    """
+    """The boundary of this buffer alone; one word where all its parameters have the same."""
     names = [spec.name for spec in layout.specs]
     each = boundaries_of(boundary, names)
-    if layout.tile is not None:
-        each = tuple(Blocks(layout.tile) if own == "element" else own for own in each)
     return each[0] if len(set(each)) == 1 else PerParameter(tuple(zip(names, each, strict=True)))
-
-
-def tiles_between(layout: FlatLayout, start: int, stop: int) -> int:
-    """How many tiles `[start, stop)` of a buffer of tiles has."""
-    assert layout.tile is not None
-    return sum(
-        tiles_in(layout.specs[part.index].shape, layout.tile, part.numel)
-        for part in parts_between(layout, start, stop)
-    )
 
 
 def check_ranks(world_size: int) -> None:

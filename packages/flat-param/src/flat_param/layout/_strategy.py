@@ -9,7 +9,6 @@ import torch
 
 from .._errors import LayoutError, StateError
 from ._boundary import Boundary
-from ._scaled import Scaled
 
 _BEFORE, _AFTER = "BACKWARD_PRE", "BACKWARD_POST"
 
@@ -61,13 +60,12 @@ class MixedPrecision:
         reduce_dtype: in which gradients are summed over ranks; None takes the computing dtype.
         keep_low_precision_grads: leave `.grad` in the reduce dtype.
         cast_forward_inputs: cast floating-point inputs of the unit to `param_dtype`.
-        gather: how parameters are sent, see `Scaled`; None: in `param_dtype`.
         output_dtype: cast floating-point outputs of the unit to it, after its forward hooks.
         buffer_dtype: cast floating-point buffers to it when the unit is made; the state dict has
             them in their original dtype.
 
     Raises:
-        LayoutError: nothing can be computed or summed in the dtype, or `gather` is no `Scaled`.
+        LayoutError: nothing can be computed or summed in the dtype.
 
     Example:
         >>> MixedPrecision(param_dtype=torch.bfloat16).compute_dtype(torch.float32)
@@ -78,7 +76,6 @@ class MixedPrecision:
     reduce_dtype: torch.dtype | None = None
     keep_low_precision_grads: bool = False
     cast_forward_inputs: bool = True
-    gather: Scaled | None = None
     output_dtype: torch.dtype | None = None
     buffer_dtype: torch.dtype | None = None
 
@@ -88,14 +85,8 @@ class MixedPrecision:
             if dtype is not None and not _can_compute(dtype):
                 raise LayoutError(
                     f"flat_param.MixedPrecision: {name} is {dtype!r}, but torch computes in "
-                    "floating point of 16 bits or more. Use torch.bfloat16, and "
-                    "gather=Scaled(...) to send parameters in float8."
+                    "floating point of 16 bits or more. Use torch.bfloat16."
                 )
-        if self.gather is not None and not isinstance(self.gather, Scaled):
-            raise LayoutError(
-                f"flat_param.MixedPrecision: gather is {self.gather!r}, but it says in which dtype "
-                "parameters are sent and what shares a scale. Pass Scaled(dtype, block)."
-            )
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which a parameter of `dtype` computes; only floating point is cast."""

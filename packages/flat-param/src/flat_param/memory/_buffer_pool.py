@@ -11,8 +11,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._huge_pages import prefer_huge_pages
-
 _KEPT = 3
 _free: dict[torch.dtype, list[Tensor]] = {}
 
@@ -23,9 +21,7 @@ def acquire(numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
     for index, buffer in enumerate(kept):
         if buffer.numel() >= numel:
             return kept.pop(index)
-    buffer = torch.empty(numel, dtype=dtype, device=device)
-    prefer_huge_pages(buffer)
-    return buffer
+    return torch.empty(numel, dtype=dtype, device=device)
 
 
 def release(buffer: Tensor) -> None:

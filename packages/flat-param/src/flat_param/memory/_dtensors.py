@@ -149,6 +149,13 @@ def place_of_dtensor(tensor: Any) -> DTensorPlace | None:
     )
 
 
+def as_dtensor(value: Any, like: Tensor) -> Any:
+    """A plain whole tensor as a DTensor that lies as another does; anything else as it is."""
+    place = place_of_dtensor(like)
+    whole = isinstance(value, Tensor) and not is_dtensor(value) and value.shape == like.shape
+    return place.over(place.local_of_value(value)) if place is not None and whole else value
+
+
 def local_of(tensor: Any) -> Tensor:
     """This rank's part of a DTensor, over the same memory and outside autograd; else the tensor."""
     if not is_dtensor(tensor):

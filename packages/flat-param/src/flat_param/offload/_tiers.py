@@ -9,7 +9,10 @@ Rule 2: what a folder holds is a file that is mapped and has lost its name: it t
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
+import sys
 import tempfile
 from collections.abc import Sequence
 from typing import Protocol
@@ -19,7 +22,6 @@ from torch import Tensor
 
 from .._errors import StateError
 from ..layout._spec import dense_stride
-from ..memory._huge_pages import forget_pages
 
 _ALIGN_BYTES = 64
 _ZEROS = bytes(1 << 20)
@@ -112,7 +114,7 @@ class FolderTier:
     def settle(self, stored: Sequence[Tensor]) -> None:
         """Let the system have their pages back: they are in the file."""
         for tensor in stored:
-            forget_pages(tensor)
+            _forget_pages(tensor)
 
     def check(self) -> None:
         """Refuse a forked process: its writes would be in its parent's state.
@@ -126,6 +128,18 @@ class FolderTier:
                 f"{self._process}, whose state is in folder '{self.folder}', but both would write "
                 "to it. Build an optimizer in the new process."
             )
+
+
+_MADV_DONTNEED = 4  # include/uapi/asm-generic/mman-common.h
+
+
+def _forget_pages(mapped: Tensor) -> None:
+    """Take a mapped file's pages out of this process's memory; the file keeps what was written."""
+    if sys.platform != "linux":
+        return
+    start = mapped.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    length = mapped.data_ptr() + mapped.nbytes - start
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_DONTNEED)
 
 
 def _reserve(handle: int, nbytes: int) -> None:

@@ -15,17 +15,15 @@ Rule 5: an overflow that `torch.amp.GradScaler` finds on one rank is one on all 
 Rule 6: an optimizer whose state is of whole parameters refuses to step on pieces of them.
 Rule 7: a backward is over when whoever called it has it back, also where it raised.
 Rule 8: `backward(inputs=...)` that names a sharded parameter means the whole one of the graph.
-Rule 9: `optimizer.state_dict()` says which elements of each parameter its state is of, and
-        `optimizer.load_state_dict()` refuses state of other elements than this rank's. Pieces often
-        have the same shape on all ranks, so that shapes alone tell nothing.
+Rule 9: `optimizer.state_dict()` says which elements its state is of, see _optim_state.py.
 All are installed once, at the first `fully_shard`, and change nothing for other tensors.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache, wraps
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -44,6 +42,7 @@ from .._torch_compat import replace_inputs, replace_total_norm, replace_unscale,
 from ..comm._clip import Spread, norm_over
 from ..comm._comm import CommLog, Communicator
 from ..memory._loaded_state import LoadedStates
+from ._optim_state import PIECE, install_state_hooks, piece_of
 
 WHOLE_TENSOR_OPTIMIZERS = frozenset(
     {"Adafactor", "LAMB", "LARS", "Lamb", "Lars", "Muon", "SOAP", "Shampoo"}
@@ -66,9 +65,7 @@ def install_guards() -> None:
     register_optimizer_step_pre_hook(_refuse_cut_params)
     _loaded_states.install()
     register_optimizer_step_post_hook(_count_step)
-    optimizer: Any = Optimizer
-    optimizer.state_dict = _say_which_elements(optimizer.state_dict)
-    optimizer.load_state_dict = _compare_elements(optimizer.load_state_dict)
+    install_state_hooks()
     if not replace_unscale(_found_by_all):
         scaler: Any = torch.amp.GradScaler
         scaler.step = _refuse_to_scale(scaler.step)
@@ -84,7 +81,7 @@ def mark_param(
     world_size: int,
     comms: Spread = (),
     whole: tuple[int, ...] | None = None,
-    elements: str = "",
+    piece: object = None,
 ) -> None:
     """Tell the guards what a parameter is a piece of, and which ranks step it together.
 
@@ -95,12 +92,12 @@ def mark_param(
         world_size: number of ranks that it is spread over.
         comms: to the ranks that step it together.
         whole: shape of the whole parameter.
-        elements: those that this rank holds, see `elements_of`.
+        piece: what the parameter is a piece of, see `ParamPiece`.
     """
     param._flat_param_mark = (name, may_be_cut, world_size)  # type: ignore[attr-defined]  # ours
     param._flat_param_ranks = comms  # type: ignore[attr-defined]  # our own mark
     param._flat_param_whole = whole  # type: ignore[attr-defined]  # our own mark
-    param._flat_param_elements = elements  # type: ignore[attr-defined]  # our own mark
+    setattr(param, PIECE, piece)
     _loaded_states.forget()
 
 
@@ -134,84 +131,12 @@ def optimizer_steps() -> int:
 
 
 def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if any(hasattr(param, "_flat_param_mark") for param in _params_of(optimizer)):
-        _steps[0] += 1
-
-
-_ELEMENTS = "flat_param_elements"
-"""Key of Rule 9 in an optimizer's state dict; torch reads `state` and `param_groups` only."""
-
-
-def elements_of(
-    start: int, stop: int, shape: tuple[int, ...], stride: tuple[int, ...], place: str = ""
-) -> str:
-    """Which elements of a parameter a rank holds, in words that are the same wherever it does.
-
-    Args:
-        start: of the first one in memory order.
-        stop: behind the last one.
-        shape: of the whole parameter, or of what tensor parallel leaves here.
-        stride: the same.
-        place: what tensor parallel leaves here.
-    """
-    held = f"elements {start} to {stop}" if start < stop else "no element"
-    return f"{held} of shape {tuple(shape)}, stride {tuple(stride)}{place and f', {place}'}"
-
-
-def _elements_of(param: Tensor) -> str:
-    known: str = getattr(param, "_flat_param_elements", "")
-    return known or elements_of(0, param.numel(), tuple(param.shape), param.stride())
-
-
-def _say_which_elements(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Rule 9, around saving. Plain text and numbers: `torch.load(weights_only=True)` takes them."""
-
-    @wraps(original)
-    def state_dict(optimizer: Optimizer) -> dict[str, Any]:
-        state = original(optimizer)
-        params = list(_params_of(optimizer))
-        if any(getattr(param, "_flat_param_elements", "") for param in params):
-            keys = _keys_of(state)
-            state[_ELEMENTS] = dict(zip(keys, map(_elements_of, params), strict=True))
-        return state
-
-    return state_dict
-
-
-def _compare_elements(original: Callable[..., None]) -> Callable[..., None]:
-    """Rule 9, around loading."""
-
-    @wraps(original)
-    def load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        # Last of all hooks: one of the user's may bring the state into another order.
-        hook = optimizer.register_load_state_dict_pre_hook(_refuse_other_elements)
-        try:
-            original(optimizer, state_dict)
-        finally:
-            hook.remove()
-
-    return load_state_dict
-
-
-def _refuse_other_elements(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    saved = state.get(_ELEMENTS)
-    if not saved:
-        return
-    # Where the numbers differ, torch says so.
-    for key, param in zip(_keys_of(state), _params_of(optimizer), strict=False):
-        here, there = _elements_of(param), saved.get(key)
-        if there not in (None, here) and state["state"].get(key):
-            name, *_ = getattr(param, "_flat_param_mark", (f"number {key}",))
-            raise StateError(
-                f"flat_param.fully_shard: the optimizer state of parameter '{name}' is of {there}, "
-                f"but this rank has {here}. Nothing was loaded. optimizer.state_dict() is each "
-                "rank's own: load the one that this rank saved, or use flat_param.save_sharded and "
-                "load_sharded, or full_state_dict and load_full_state_dict."
-            )
-
-
-def _keys_of(state: Mapping[str, Any]) -> list[Any]:
-    return [key for group in state["param_groups"] for key in group["params"]]
+    pieces = [piece for piece in map(piece_of, _params_of(optimizer)) if piece is not None]
+    for piece in pieces:
+        piece.is_stepped |= piece.has_grad
+    for segment in {piece.segment for piece in pieces}:
+        segment.steps += 1
+    _steps[0] += any(hasattr(param, "_flat_param_mark") for param in _params_of(optimizer))
 
 
 def _over_ranks(original: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -168,6 +168,12 @@ class ParamSites:
 def _absorb(site: ParamSite, current: Tensor | None) -> None:
     """Copy a re-assigned parameter's values into the shard and restore the registration."""
     param, piece = site.part.params[site.index], site.part.pieces[site.index]
+    if type(current).__name__ == "FakeTensor":
+        raise StateError(
+            f"flat_param.fully_shard: parameter '{site.name}' is a fake tensor, as in "
+            "torch.export, which cannot trace the collectives of a sharded module. Export the "
+            "plain module, with flat_param.full_state_dict."
+        )
     values = None
     if current is not None:
         values = site.part.local_of_value(site.index, current.detach())

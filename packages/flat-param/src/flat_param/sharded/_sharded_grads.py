@@ -234,7 +234,9 @@ class ShardedGrads:
             return
         with at_home(self._home):
             for index, used in enumerate(used_anywhere):
-                if used and not self.owner.leaves_out(index):
+                if used and self.owner.leaves_out(index):
+                    self.owner.param_pieces[index].has_grad = True
+                elif used:
                     self._publish_one(index, reduced)
             del reduced
 

@@ -7,7 +7,7 @@ module runs and until after the last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,7 @@ from ..comm._clip import checked_norms, clip_
 from ..comm._comm import CommCount
 from . import _switches
 from ._by_hand import UnshardHandle, begin_unshard, reshard, units_at_rest, units_below
-from ._full_params import full_params, full_state, load_full_state
+from ._full_params import full_params
 from ._sharded_grads import norm_of
 from ._unit import Unit
 from ._unit_call import run_unit, with_method
@@ -34,6 +34,7 @@ class ShardedModule(nn.Module):
 
     _flat_param: Unit
     _flat_param_class: type[nn.Module]
+    _is_fsdp_managed_module: ClassVar[bool] = True  # transformers' generate() keeps ranks in step
     _flat_param_methods: ClassVar[dict[str, Callable[..., Any]]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -301,22 +302,6 @@ class ShardedModule(nn.Module):
         counts = dict(log.counts)
         log.reset()
         return counts
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The plain module's state dict: same keys, whole tensors. Collective."""
-        return full_state(self, super().state_dict, *args, **kwargs)
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load a plain module's state dict; each rank keeps its part. Not a collective.
-
-        Args:
-            state_dict: whole tensors.
-            strict: as in `torch.nn.Module.load_state_dict`.
-            assign: has no effect here; values are always copied.
-        """
-        return load_full_state(self, super().load_state_dict, state_dict, strict=strict)
 
     def _units(self, recurse: bool = True) -> list[Unit]:
         """This module's, and those inside."""

@@ -17,25 +17,23 @@ Note [Lent memory]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._torch_compat import versions
 from ..comm._comm import Communicator, Pending
 from ..comm._groups import CommGroups
-from ..comm._scaled_gather import gather_scaled
 from ..layout._layout import Segment
 from ..layout._param_shard import keeps_dims, make_param_shards, stays_whole
 from ..layout._shard import plan_shard
 from ..layout._strategy import UnitOptions
 from ..memory._buffer import zeros
 from ..memory._dtensors import DTensorPlace, as_plain, is_dtensor, local_of, place_of_dtensor
-from ..memory._huge_pages import prefer_huge_pages
 from ..memory._views import memory_order, param_views
-from ._guards import elements_of, mark_leaves, mark_param
+from ._guards import mark_leaves, mark_param
+from ._param_piece import ParamPiece, PieceSegment
 
 
 class ShardedParams:
@@ -91,26 +89,22 @@ class ShardedParams:
 
     def _remember(self) -> None:
         self.pointers = tuple(param.data_ptr() for param in self.params)
-        self.versions_at_start = versions(self.params)
         world_size = self.plan.world_size
+        segment = PieceSegment(self.plan, self.comms.gather, self.device)
+        self.param_pieces = tuple(
+            ParamPiece(piece, index, segment, self.places[index])
+            for index, piece in enumerate(self.pieces)
+        )
         for index, (piece, param) in enumerate(zip(self.pieces, self.params, strict=True)):
-            name, may_be_cut = piece.spec.name, not stays_whole(self.plan, index)
-            comms = self._ranks_with(self.places[index])
             mark_param(
                 param,
-                name=name,
-                may_be_cut=may_be_cut,
+                name=piece.spec.name,
+                may_be_cut=not stays_whole(self.plan, index),
                 world_size=world_size,
-                comms=comms,
+                comms=self._ranks_with(self.places[index]),
                 whole=tuple(piece.spec.shape),
-                elements=self._elements(index),
+                piece=self.param_pieces[index],
             )
-
-    def _elements(self, index: int) -> str:
-        piece, place = self.pieces[index], self.places[index]
-        beside = "" if place is None else f"part {place.cut_at} of {place}"
-        spec = piece.spec
-        return elements_of(piece.start, piece.stop, spec.shape, spec.stride, beside)
 
     def _ranks_with(self, place: DTensorPlace | None) -> tuple[Communicator, ...]:
         """Communicators to all ranks that step a parameter together with this one."""
@@ -121,7 +115,7 @@ class ShardedParams:
     def _make_full(self) -> None:
         self._is_lent, self._is_attached = False, True
         dtype = self.options.mixed_precision.compute_dtype(self.shard.dtype)
-        alone = self.comms.gather.world_size == 1 and self.segment.scaled is None
+        alone = self.comms.gather.world_size == 1
         if alone and dtype == self.shard.dtype and self.shard.device == self.device:
             self.full = self.shard
         else:
@@ -165,10 +159,6 @@ class ShardedParams:
 
     def start_gather(self) -> Pending | None:
         """Begin to fill the whole buffer from every rank's shard. Collective."""
-        scaled, comm = self.segment.scaled, self.comms.gather
-        if scaled is not None:
-            at, need = self.device, self.need_full
-            return gather_scaled(comm, self.shard, self.plan, scaled, device=at, need_full=need)
         return None if self.aliased else self.gather_into(self.need_full())
 
     def need_full(self) -> Tensor:
@@ -178,16 +168,10 @@ class ShardedParams:
         alloc_storage(self.full)
         return self.full
 
-    def gather_into(self, full: Tensor, *, source: Tensor | None = None) -> Pending:
-        """Begin to fill `full` (world*shard,), of any dtype. Collective.
-
-        Args:
-            full: the destination.
-            source: what to gather; default: the shard.
-        """
+    def gather_into(self, full: Tensor) -> Pending:
+        """Begin to fill `full` (world*shard,), of any dtype. Collective."""
         comm, plan = self.comms.gather, self.plan
-        shard = self.shard if source is None else source
-        part = shard.to(device=full.device, dtype=full.dtype)
+        part = self.shard.to(device=full.device, dtype=full.dtype)
         if plan.even:
             return comm.all_gather(as_bytes(full), as_bytes(part))
         staged = full.new_empty(plan.world_size * plan.shard_numel)
@@ -273,6 +257,11 @@ class ShardedParams:
             elements = memory_order(whole, piece.spec)[piece.start : piece.stop]
             piece.flat(self.shard).copy_(elements)
 
+    @torch.no_grad()
+    def write(self, index: int, elements: Tensor) -> None:
+        """Copy this rank's elements of a parameter, 1-D, into the shard. Not a collective."""
+        self.pieces[index].flat(self.shard).copy_(elements)
+
     def local_of_value(self, index: int, value: Tensor) -> Tensor:
         """What is laid out here of a value that is meant for a parameter; any shape."""
         place = self.places[index]
@@ -298,15 +287,6 @@ class ShardedParams:
             self._make_full()
         self.shard = moved
         self._remember()
-
-
-HandsOut = Callable[[Tensor], Tensor]
-"""Gives what is kept of a gathered flat tensor: that one, a copy elsewhere, or one on meta."""
-
-
-def as_gathered(full: Tensor) -> Tensor:
-    """Where it was gathered."""
-    return full
 
 
 def placement_of(parts: Sequence[ShardedParams]) -> str:
@@ -345,7 +325,6 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def alloc_storage(tensor: Tensor) -> None:
     """Give a flat tensor its storage again, uninitialised."""
     tensor.untyped_storage().resize_(tensor.nbytes)
-    prefer_huge_pages(tensor)
 
 
 def free_storage(tensor: Tensor) -> None:

@@ -13,7 +13,7 @@ Rule 3: a leaf that this backward does not reach may be one of a backward inside
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ from ._kept_parts import KeptParts
 from ._param_sites import ParamSite, ParamSites
 from ._passes import UnitBackward, outdated, too_late
 from ._sharded_grads import Reduction, ShardedGrads
-from ._sharded_params import HandsOut, ShardedParams, as_gathered, placement_of
+from ._sharded_params import ShardedParams, placement_of
 from ._unit_schedule import UnitSchedule
 
 
@@ -48,12 +48,13 @@ class Unit:
         ignored: parameters of its module, and of units inside, that are left alone; _ignored.py.
         grads: gradients of the trainable segments.
         is_unsharded: whether every leaf may be read.
-        hands_out: what `state_dict()` has of gathered memory; None: pieces, and none is gathered.
         around: units in whose forward this one has run since the last backward.
         frees_after_forward: whether whole parameters are dropped between forward and backward.
         frees_after_backward: whether they are after it; None: as `Schedule.release` says.
         reduction: how its gradients are summed.
         regroup: the smaller group that has the unit whole from forward to backward, if any.
+        module: a weak reference to its module.
+        is_new: whether it has not run as an outermost unit yet.
         is_by_hand: whether its user has had it gathered, and no forward or backward has begun yet.
     """
 
@@ -66,8 +67,13 @@ class Unit:
         options: UnitOptions,
         schedule: UnitSchedule[Unit],
         ignored: Sequence[nn.Parameter] = (),
+        module: nn.Module | None = None,
     ) -> None:
         self.name = ""
+        self.module: Callable[[], nn.Module | None] = (
+            (lambda: None) if module is None else weakref.ref(module)
+        )
+        self.is_new = True
         self.owners: tuple[Owner, ...] = ()
         self.parts = tuple(parts)
         self.ignored = tuple(ignored)
@@ -84,7 +90,6 @@ class Unit:
         self._kept: KeptParts | None = None
         self.is_unsharded = False
         self.is_by_hand = False
-        self.hands_out: HandsOut | None = as_gathered
         self._gathering: list[Pending | None] | None = None
         self._version: tuple[int, int, bool] | None = None
         self._change = ""  # of dtype or device, until all ranks have made it

@@ -14,11 +14,13 @@ from types import TracebackType
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
 from torch import nn
 
 from .._errors import FlatParamError, StateError
 from .._torch_compat import pass_over_frames
 from ._param_sites import ParamSite
+from ._strays import check_strays
 from ._unit import Unit
 
 _classes: WeakValueDictionary[tuple[object, ...], type] = WeakValueDictionary()
@@ -30,6 +32,8 @@ def run_unit(
     """Call `run` as a forward of the unit. Collective."""
     depth = unit.schedule.depth
     try:
+        if unit.is_new:
+            torch.compiler.disable(_look_for_strays)(unit)
         args, kwargs = unit.begin_forward(args, kwargs)
         output = unit.end_forward(run(*args, **kwargs))
     except BaseException as error:
@@ -39,6 +43,14 @@ def run_unit(
             raise named from error
         raise
     return output
+
+
+def _look_for_strays(unit: Unit) -> None:
+    """Before the first forward of an outermost unit, see `check_strays`."""
+    unit.is_new = False
+    module = unit.module()
+    if module is not None and not unit.schedule.depth:
+        check_strays("fully_shard", module, unit.schedule.units)
 
 
 def sharded_class(

@@ -39,7 +39,6 @@ from ..memory._owners import (
     check_owners,
     check_unowned,
 )
-from ..memory._scaled_values import check_device
 from ._by_hand import units_at_rest
 from ._guards import install_guards, mark_replaced
 from ._half_sharded import half_sharded
@@ -48,6 +47,7 @@ from ._param_sites import ParamSite
 from ._schedule import Schedule
 from ._sharded_module import ShardedModule
 from ._sharded_params import ShardedParams
+from ._state_hooks import install_module_hooks
 from ._switches import check_group_size, free_after_forward
 from ._unit import Unit
 from ._unit_call import sharded_class
@@ -153,6 +153,7 @@ def fully_shard(
             free_after_forward([unit], reshard_after_forward)
         _join(module, unit, planned.inner, cls.__name__)
         install_guards()
+        install_module_hooks(module, unit)
         object.__setattr__(module, "_flat_param", unit)
         module.__class__ = sharded_class(ShardedModule, cls, {})
         if planned.options.mixed_precision.buffer_dtype is not None:
@@ -236,10 +237,7 @@ def _plan_unit(
     check_apart("fully_shard", module, params)
     place = one_device(specs, params) if device is None else torch.device(device)
     options = replace(options, boundary=resolve(boundary, specs, module))
-    scaled = options.mixed_precision.gather
-    segments = tuple(plan_segments(specs, scaled=scaled)) if specs else ()
-    if scaled is not None:
-        check_device(scaled, place)
+    segments = tuple(plan_segments(specs)) if specs else ()
     for segment in segments:
         plan_shard(segment.layout, world_size=copies[1], boundary=options.boundary)
     settings: dict[str, object] = {
@@ -329,6 +327,7 @@ def _make_unit(
         options=planned.options,
         schedule=schedule,
         ignored=planned.ignored,
+        module=module,
     )
     now = {
         spec.name: param

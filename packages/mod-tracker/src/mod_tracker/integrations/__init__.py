@@ -4,9 +4,3 @@ Their events become steps of a `ReportSchedule`. Each library is imported when i
 and not before: neither is a requirement. Uses the reports; nothing else of the package knows of
 this room.
 """
-
-from ._lightning import lightning_callback
-from ._schedule import ReportSchedule
-from ._transformers import transformers_callback
-
-__all__ = ["ReportSchedule", "lightning_callback", "transformers_callback"]

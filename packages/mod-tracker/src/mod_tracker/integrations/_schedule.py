@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from .._errors import OptionError
-from ..reports import Report
+from ..reports._report import Report
 
-_thread = threading.local()
 _GIVE = (
     "Give profile_flops, profile_time, profile_memory or trace, or a function that calls one: "
     "functools.partial(profile_memory, model)."
@@ -100,16 +98,11 @@ class ReportSchedule:
         """Begin a step; one that has not ended is abandoned, without a report."""
         self.close()
         self._open = self.step(number)
-        _begun().append(self)
         self._open.__enter__()
 
     def end_step(self) -> None:
-        """End the step, and those of other schedules that began inside it and have not ended.
-
-        Does nothing if no step has begun.
-        """
+        """End the step; does nothing if none has begun."""
         try:
-            self._end_inner(ReportSchedule.end_step)
             if self._open is not None:
                 self._open.__exit__(None, None, None)
         finally:
@@ -117,24 +110,16 @@ class ReportSchedule:
 
     def close(self) -> None:
         """Abandon a step that has begun and not ended, without a report."""
-        self._end_inner(ReportSchedule.close)
         if self._open is not None:
             # Once it has ended, this changes nothing.
             self._open.__exit__(GeneratorExit, GeneratorExit(), None)
             self._open = None
-        if self in _begun():
-            _begun().remove(self)
 
     def __enter__(self) -> ReportSchedule:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    def _end_inner(self, end: Callable[[ReportSchedule], None]) -> None:
-        # Contexts end in the reverse order. Trainers end callbacks in the order they began them.
-        while self in _begun() and _begun()[-1] is not self:
-            end(_begun()[-1])
 
     @contextmanager
     def _measured(self, number: int) -> Iterator[None]:
@@ -147,12 +132,6 @@ class ReportSchedule:
             yield
         if report._ran:  # there is no report of nothing
             self._on_report(report, number)
-
-
-def _begun() -> list[ReportSchedule]:
-    """Return this thread's schedules whose `begin_step()` has no `end_step()` yet, outer first."""
-    found: list[ReportSchedule] = _thread.__dict__.setdefault("begun", [])
-    return found
 
 
 def _check_number(name: str, value: Any, least: int) -> None:

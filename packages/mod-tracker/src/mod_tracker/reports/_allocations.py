@@ -15,14 +15,20 @@ peak makes all of these forgotten.
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from contextlib import contextmanager
+from pathlib import Path as FilePath
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -30,10 +36,18 @@ from torch.optim.optimizer import (
 
 from .._attribution import BACKWARD, Attribution
 from .._edges import tensors_in
-from .._errors import OptionError, StateError
+from .._errors import OptionError
+from .._names import walk
 from .._record import Call
-from .._torch_compat import is_composite, is_higher_order, views_are_noted, without_torch_function
-from ._causes import ACTIVATIONS, GRADIENTS, LOGITS, OPTIMIZER, LogitsAndLoss
+from .._torch_compat import (
+    buffers_of,
+    is_composite,
+    is_higher_order,
+    parameters_of,
+    views_are_noted,
+    without_torch_function,
+)
+from ._causes import ACTIVATIONS, GRADIENTS, LOGITS, OPTIMIZER, PARAMETERS, LogitsAndLoss
 from ._mode import MeasuringMode, has_own_way, measuring
 from ._phase_totals import PhaseTotals
 
@@ -41,17 +55,14 @@ Stored = tuple[torch.Tensor, torch.UntypedStorage]
 """A tensor, and the storage whose bytes it occupies."""
 
 
-class Ledger(Protocol):
-    """Is told of every storage."""
+class Made(NamedTuple):
+    """Where a storage was made, and for what tensor: call, phase, file and line, shape, dtype."""
 
-    def add(self, made: Allocation, tensor: torch.Tensor, call: Call, phase: str) -> None:
-        """A storage was made, for this tensor."""
-
-    def renew(self, made: Allocation) -> None:
-        """A storage has another size now."""
-
-    def drop(self, key: int) -> None:
-        """A storage is gone."""
+    call: Call
+    phase: str
+    line: str
+    shape: tuple[int, ...]
+    dtype: str
 
 
 class Allocation(weakref.ref[torch.UntypedStorage]):
@@ -62,13 +73,15 @@ class Allocation(weakref.ref[torch.UntypedStorage]):
         size: its bytes; 0 for one that was there before.
         number: of the allocation; see Note [What was alive at the peak].
         cause: one of `CAUSES`, where it is known for sure; else "".
+        made: where it was made, if that is followed.
     """
 
-    __slots__ = ("cause", "key", "number", "size")
+    __slots__ = ("cause", "key", "made", "number", "size")
     key: int
     size: int
     number: int
     cause: str
+    made: Made | None
 
 
 class AllocationMode(MeasuringMode):
@@ -83,6 +96,12 @@ class AllocationMode(MeasuringMode):
         saw_any: whether any operator ran.
         optimizers: those that made a step.
         went_back: whether a backward ran since this was set to False.
+        known: the storages that are alive, by `id`.
+
+    Args:
+        attribution: where a thread is.
+        changed: called with `live` whenever it is another.
+        lines: whether to note where each storage is made.
     """
 
     def __init__(
@@ -90,7 +109,7 @@ class AllocationMode(MeasuringMode):
         attribution: Attribution,
         *,
         changed: Callable[[int], None] | None = None,
-        ledger: Ledger | None = None,
+        lines: bool = False,
     ) -> None:
         super().__init__(attribution)
         self.live = self.peak = 0
@@ -100,8 +119,8 @@ class AllocationMode(MeasuringMode):
         self.optimizers: list[torch.optim.Optimizer] = []
         self.logits = LogitsAndLoss()
         self._in_step = False
-        self._changed, self._ledger = changed, ledger
-        self._known: dict[int, Allocation] = {}
+        self._changed, self._lines = changed, lines
+        self.known: dict[int, Allocation] = {}
         self._number = self._peak_number = 0
         self._gone_since_peak: list[Allocation] = []
         self._plain: dict[Any, bool] = {}
@@ -129,11 +148,11 @@ class AllocationMode(MeasuringMode):
             with views_are_noted(func):
                 output = func(*args, **kwargs)
         if type(output) is torch.Tensor and output.layout is torch.strided:
-            if id(storage := output.untyped_storage()) not in self._known:
+            if id(storage := output.untyped_storage()) not in self.known:
                 self._add([(output, storage)], args, kwargs)
             return output
         made = [output] if isinstance(output, torch.Tensor) else tensors_in(output)
-        new = [stored for stored in storages_of(made) if id(stored[1]) not in self._known]
+        new = [stored for stored in storages_of(made) if id(stored[1]) not in self.known]
         if new:
             self._add(new, args, kwargs)
         return output
@@ -143,18 +162,19 @@ class AllocationMode(MeasuringMode):
         call, phase = self.attribution.locate()
         for tensor, storage in made:
             key = id(storage)
-            if key in self._known:
+            if key in self.known:
                 continue
             size = 0 if key in given else storage.nbytes()
             found = self._note(storage, size, call, phase)
-            if size and self._ledger is not None:
-                self._ledger.add(found, tensor, call, phase)
+            if size and self._lines:
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                found.made = Made(call, phase, line_here(), shape_of(tensor), dtype)
         self._tell(call, phase)
 
     def _note(self, storage: torch.UntypedStorage, size: int, call: Call, phase: str) -> Allocation:
         found = Allocation(storage, self._forget)
-        self._known[id(storage)] = found
-        found.key, found.size = id(storage), size
+        self.known[id(storage)] = found
+        found.key, found.size, found.made = id(storage), size, None
         found.cause = OPTIMIZER if self._in_step else ""
         found.number = self._number = self._number + 1
         if size:
@@ -175,11 +195,9 @@ class AllocationMode(MeasuringMode):
 
     def _forget(self, gone: weakref.ref[torch.UntypedStorage]) -> None:
         assert isinstance(gone, Allocation)
-        if self._known.get(gone.key) is not gone:
+        if self.known.get(gone.key) is not gone:
             return
-        del self._known[gone.key]
-        if self._ledger is not None:
-            self._ledger.drop(gone.key)
+        del self.known[gone.key]
         self._free(gone)
 
     def _free(self, gone: Allocation) -> None:
@@ -194,14 +212,13 @@ class AllocationMode(MeasuringMode):
 
     def resized(self, storage: torch.UntypedStorage, before: int, after: int) -> None:
         """Note that a storage that had so many bytes has others now."""
-        known = self._known.get(id(storage))
+        known = self.known.get(id(storage))
         size = 0 if known is None else known.size
         if known is not None:
             self._free(known)
         call, phase = self.attribution.locate()
         found = self._note(storage, max(0, size + after - before), call, phase)
-        if self._ledger is not None:
-            self._ledger.renew(found)
+        found.made = None if known is None else known.made
         self._tell(call, phase)
 
     def mark(self, tensors: Iterable[torch.Tensor | None], cause: str) -> dict[int, int]:
@@ -209,7 +226,7 @@ class AllocationMode(MeasuringMode):
         before = {}
         stored = storages_of(tensor for tensor in tensors if tensor is not None)
         for key, size in ((id(storage), storage.nbytes()) for _, storage in stored):
-            found = self._known.get(key)
+            found = self.known.get(key)
             if found is not None and found.size:
                 found.cause = cause
             else:
@@ -218,14 +235,23 @@ class AllocationMode(MeasuringMode):
 
     def at_peak(self) -> Counter[str]:
         """Return bytes that were alive at the peak, by cause."""
-        alive = [found for found in self._known.values() if found.number <= self._peak_number]
+        alive = [found for found in self.known.values() if found.number <= self._peak_number]
         causes: Counter[str] = Counter()
         for found in [*alive, *self._gone_since_peak]:
-            causes[found.cause or self._cause_of(found.number)] += found.size
+            causes[self.cause_of(found)] += found.size
         return causes
 
-    def _cause_of(self, number: int) -> str:
-        return LOGITS if self.logits.has(number) else ACTIVATIONS
+    def cause_of(self, found: Allocation) -> str:
+        """Return which of `CAUSES` a storage is of."""
+        return found.cause or (LOGITS if self.logits.has(found.number) else ACTIVATIONS)
+
+    def by_line(self) -> Counter[tuple[str, str]]:
+        """Return the bytes alive by module and line, where lines are followed."""
+        alive: Counter[tuple[str, str]] = Counter()
+        for found in list(self.known.values()):
+            if found.made is not None:
+                alive[found.made.call[0].name, found.made.line] += found.size
+        return alive
 
     @contextmanager
     def following_optimizers(self) -> Iterator[None]:
@@ -270,7 +296,7 @@ def _resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
 
 @contextmanager
 def measuring_storages(
-    mode: AllocationMode, hooks: AbstractContextManager[Any] | None = None
+    mode: AllocationMode, hooks: saved_tensors_hooks | None = None
 ) -> Iterator[None]:
     """Measure inside of this, resized storages among them. See Note [Storages]."""
     kind: Any = torch.UntypedStorage
@@ -349,6 +375,49 @@ def _asked_as_tensor(tensor: torch.Tensor) -> list[Stored]:
         return []
 
 
+def registered(
+    roots: Mapping[str, nn.Module], optimizers: Iterable[torch.optim.Optimizer]
+) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Yield kind, module's name and tensor of buffers, parameters, gradients, optimizer state."""
+    for label, root in roots.items():
+        for name, module in walk(root, label):
+            for buffer in buffers_of(module).values():
+                if buffer is not None:
+                    yield "buffers", name, buffer
+            for parameter in parameters_of(module).values():
+                if parameter is None:
+                    continue
+                yield PARAMETERS, name, parameter
+                if parameter.grad is not None:
+                    yield GRADIENTS, name, parameter.grad
+                for optimizer in optimizers:
+                    for value in tensors_in(optimizer.state.get(parameter, {})):
+                        yield OPTIMIZER, name, value
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return a tensor's shape; () for a nested one of torch's older kind, which has none."""
+    try:
+        return tuple(tensor.shape)
+    except RuntimeError:
+        return ()
+
+
+# With the separator: torchvision begins as torch does.
+_OWN = f"{FilePath(__file__).parent.parent}{os.sep}"
+_SKIPPED = (f"{FilePath(torch.__file__).parent}{os.sep}", _OWN, "<")
+
+
+def line_here() -> str:
+    """Return file and line of the innermost code that is neither torch's nor this package's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_SKIPPED):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    return f"{FilePath(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
 def check_optimizer(optimizer: Any, function: str) -> None:
     """See that an optimizer has state, before a page is written that needs it.
 
@@ -360,51 +429,3 @@ def check_optimizer(optimizer: Any, function: str) -> None:
             f"mod_tracker.{function}: optimizer is a {type(optimizer).__name__}, but its `state` "
             "is read, by parameter. Give the optimizer itself."
         )
-
-
-def apart(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that is saved for backward without its place in the graph.
-
-    A node saves its own result, too: kept as it is, the two would hold each other, and what a
-    forward made that nobody goes back through would stay until garbage is collected. When torch
-    takes the tensor back it puts it in its place again.
-    """
-    return tensor if tensor.grad_fn is None else tensor.detach()
-
-
-class KeptTensor:
-    """A tensor kept for backward by hooks of a report. Its end is the end of the keeping.
-
-    Attributes:
-        keys: its storages, by `id`.
-        tensor: the tensor, without its place in the graph.
-    """
-
-    __slots__ = ("_released", "_version", "keys", "tensor")
-
-    def __init__(
-        self, tensor: torch.Tensor, keys: list[int], released: Callable[[int], None]
-    ) -> None:
-        self.keys: list[int] = keys
-        self._released, self._version = released, tensor._version
-        self.tensor: torch.Tensor = apart(tensor)
-
-    def __del__(self) -> None:
-        if hasattr(self, "tensor"):  # an interrupt may have come before there was any
-            for key in self.keys:
-                self._released(key)
-
-    def given_back(self, function: str) -> torch.Tensor:
-        """Return the tensor, which must be as it was: under hooks torch does not look.
-
-        Raises:
-            StateError: it was changed in place.
-        """
-        tensor, version = self.tensor, self._version
-        if tensor._version != version:
-            raise StateError(
-                f"mod_tracker.{function}: a tensor {tensor.dtype} {list(tensor.shape)} that was "
-                f"saved for backward at version {version} is at {tensor._version}, but it must not "
-                "be changed in place until then. Change a copy of it."
-            )
-        return tensor

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import nn
 
 from .._attribution import FORWARD, NOWHERE, OUTSIDE, Attribution
 from .._record import Call, Path
@@ -23,6 +25,14 @@ from .._torch_compat import NO_TASK, buffers_of, graph_task, parameters_of
 from ._phase_totals import PhaseTotals
 
 Reading = tuple[Any, Call, str]
+
+
+def totals_of(readings: list[Reading], nanoseconds: Callable[[Any, Any], int]) -> PhaseTotals:
+    """Charge the time between two readings to the call that ran."""
+    totals = PhaseTotals()
+    for (begin, call, phase), (end, _, _) in pairwise(readings):
+        totals.add(call[0], phase, nanoseconds(begin, end))
+    return totals
 
 
 class DeviceTimelines:
@@ -50,6 +60,12 @@ class DeviceTimelines:
             self._readings[index] = []
             self._read(index, *self._now)
 
+    def use_those_of(self, module: nn.Module) -> None:
+        """Use the devices on which a module itself has parameters or buffers."""
+        for tensor in (*parameters_of(module).values(), *buffers_of(module).values()):
+            if tensor is not None and tensor.device.type == self._kind:
+                self.use(tensor.device.index or 0)
+
     def switch(self, call: Call, phase: str) -> None:
         """Note that `call` runs from here on, in this thread's part of the devices."""
         path = call[0]
@@ -76,10 +92,9 @@ class DeviceTimelines:
         found = {}
         for index, readings in self._readings.items():
             torch.accelerator.synchronize(index)
-            totals = found[index] = PhaseTotals()
-            for at in range(len(readings) - 1):
-                (begin, call, phase), (end, _, _) = readings[at], readings[at + 1]
-                totals.add(call[0], phase, round(begin.elapsed_time(end) * 1_000_000))
+            found[index] = totals_of(
+                readings, lambda begin, end: round(begin.elapsed_time(end) * 1_000_000)
+            )
         return found
 
     def _read(self, index: int, call: Call, phase: str) -> None:
@@ -92,11 +107,8 @@ class DeviceTimelines:
 
     def _find_devices(self, path: Path) -> None:
         module = path.module()
-        if module is None:
-            return
-        for tensor in (*parameters_of(module).values(), *buffers_of(module).values()):
-            if tensor is not None and tensor.device.type == self._kind:
-                self.use(tensor.device.index or 0)
+        if module is not None:
+            self.use_those_of(module)
 
 
 def accelerator_kind() -> str | None:

@@ -7,8 +7,7 @@ which there is nothing. Plain numbers come in; this file knows no report and no 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from html import escape
 
 Stack = tuple[str, ...]
@@ -28,8 +27,6 @@ COLOURS = {
 LEAST = 2000
 """Frames narrower than this part of the whole are not drawn."""
 
-ROW = 20  # pixels
-
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c1e21; --paper: #fff; --line: #d5d8dc }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e8eb; --paper: #16181b; --line: #3a3e44 } }
@@ -39,121 +36,67 @@ h1 { font-size: 1.3rem }
 pre { overflow-x: auto; font-size: 12px }
 .key span { display: inline-block; margin-right: 1rem }
 .key i { display: inline-block; width: .8em; height: .8em; margin-right: .35em }
-.flame { position: relative; overflow: hidden; border-top: 1px solid var(--line) }
-.flame button { position: absolute; height: 19px; padding: 0 3px; border: 0; border-radius: 2px;
+.flame, .inside { display: flex; align-items: flex-start }
+.flame { border-top: 1px solid var(--line) }
+.frame { min-width: 0; overflow: hidden }
+.frame.hidden { display: none }
+.frame button { width: 100%; height: 19px; padding: 0 3px; border: 0; border-radius: 2px;
   font: 12px/19px system-ui, sans-serif; text-align: left; color: #111; overflow: hidden;
   white-space: nowrap; cursor: pointer; box-shadow: inset -1px 0 var(--paper) }
-.flame button:focus-visible { outline: 2px solid var(--ink); z-index: 1 }
+.frame button:focus-visible { outline: 2px solid var(--ink) }
 p.said { min-height: 1.45em; font-variant-numeric: tabular-nums }
 """
 
-# A click on a frame makes it as wide as the chart; on the widest one, back to the whole.
+# A click on a frame hides those beside it and beside the ones above; a second one shows them.
 SCRIPT = """
-for (const chart of document.querySelectorAll('.flame')) {
-  const frames = [...chart.querySelectorAll('button')], said = chart.nextElementSibling;
-  let from = 0, width = 1;
-  const draw = () => frames.forEach(frame => {
-    const left = (frame.dataset.at - from) / width, wide = frame.dataset.part / width;
-    frame.style.left = 100 * Math.max(left, 0) + '%';
-    frame.style.width = 100 * (Math.min(left + wide, 1) - Math.max(left, 0)) + '%';
-    frame.hidden = left + wide <= 1e-9 || left >= 1 - 1e-9;
-  });
-  frames.forEach(frame => {
-    const say = () => { said.textContent = frame.title; };
-    frame.addEventListener('mouseenter', say); frame.addEventListener('focus', say);
-    frame.addEventListener('click', () => {
-      const again = from == frame.dataset.at && width == frame.dataset.part;
-      from = again ? 0 : +frame.dataset.at; width = again ? 1 : +frame.dataset.part; draw();
-    });
-  });
-}
+const chart = document.querySelector('.flame'), said = document.querySelector('.said');
+const say = event => { if (event.target.title) said.textContent = event.target.title; };
+chart?.addEventListener('mouseover', say); chart?.addEventListener('focusin', say);
+chart?.addEventListener('click', event => {
+  const frame = event.target.closest('.frame'), again = frame?.classList.contains('wide');
+  if (!frame) return;
+  for (const each of chart.querySelectorAll('.frame')) each.classList.remove('hidden', 'wide');
+  if (again) return;
+  frame.classList.add('wide');
+  for (let at = frame; at !== chart; at = at.parentElement)
+    for (const beside of at.parentElement.querySelectorAll(':scope > .frame'))
+      if (beside !== at) beside.classList.add('hidden');
+});
 """
 
 
-@dataclass(frozen=True)
 class Frame:
-    """One module where it was called.
+    """A module where it was called.
 
     Attributes:
-        name: of the module, "" for the outside.
-        label: the same, less what the name of the module around it says already.
-        depth: modules around it.
-        start: amount of what lies before it in the chart.
-        amounts: by phase, of the module and those inside it, in the order of the colours.
-        own: amount of the module itself, in all phases.
+        amounts: by phase, of the module and those inside it.
+        inside: the frames below, by name.
     """
 
-    name: str
-    label: str
-    depth: int
-    start: int
-    amounts: Amounts
-    own: int
+    def __init__(self) -> None:
+        self.amounts: Amounts = {}
+        self.inside: dict[str, Frame] = {}
+
+    def add(self, stack: Stack, amounts: Mapping[str, int]) -> None:
+        """Add amounts to the frame and to those of the stack below it."""
+        for phase, amount in amounts.items():
+            self.amounts[phase] = self.amounts.get(phase, 0) + amount
+        if stack:
+            self.inside.setdefault(stack[0], Frame()).add(stack[1:], amounts)
 
     @property
     def total(self) -> int:
         """Amount in all phases: the frame's width."""
         return sum(self.amounts.values())
 
-
-class _Node:
-    def __init__(self) -> None:
-        self.amounts: Amounts = {}
-        self.own = 0
-        self.inside: dict[str, _Node] = {}
-
-    def add(self, amounts: Mapping[str, int]) -> None:
-        for phase, amount in amounts.items():
-            self.amounts[phase] = self.amounts.get(phase, 0) + amount
-
-
-def frames_of(stacks: Mapping[Stack, Amounts]) -> list[Frame]:
-    """Lay out the frames, outer ones before inner ones, each kind in the order first seen.
-
-    Frames without an amount are left out.
-
-    Example:
-        >>> frames = frames_of({("Net", "Net.0"): {"forward": 3}, ("Net",): {"backward": 1}})
-        >>> [(frame.name, frame.start, frame.total, frame.own) for frame in frames]
-        [('Net', 0, 4, 1), ('Net.0', 0, 3, 3)]
-    """
-    whole = _Node()
-    for stack, amounts in stacks.items():
-        node = whole
-        for name in stack or ("",):
-            node = node.inside.setdefault(name, _Node())
-            node.add(amounts)
-        node.own += sum(amounts.values())
-    frames: list[Frame] = []
-    level: list[tuple[_Node, str, int]] = [(whole, "", 0)]
-    depth = 0
-    while level:
-        below = []
-        for parent, around, start in level:
-            for name, node in parent.inside.items():
-                width = sum(node.amounts.values())
-                if width <= 0:
-                    continue
-                label = name.removeprefix(f"{around}.") or "(outside)"
-                frames.append(Frame(name, label, depth, start, _in_order(node.amounts), node.own))
-                below.append((node, name, start))
-                start += width
-        level, depth = below, depth + 1
-    return frames
-
-
-def _in_order(amounts: Amounts) -> Amounts:
-    known = {phase: amounts[phase] for phase in COLOURS if amounts.get(phase)}
-    return known | {phase: amount for phase, amount in amounts.items() if amount}
+    @property
+    def own(self) -> int:
+        """Amount of the module itself."""
+        return self.total - sum(frame.total for frame in self.inside.values())
 
 
 def flame_page(
-    title: str,
-    stacks: Mapping[Stack, Amounts],
-    show: Callable[[int], str],
-    *,
-    table: str = "",
-    notes: Iterable[str] = (),
+    title: str, stacks: Mapping[Stack, Amounts], show: Callable[[int], str], *, table: str = ""
 ) -> str:
     """Write the page.
 
@@ -162,10 +105,11 @@ def flame_page(
         stacks: amounts by stack and phase.
         show: writes an amount with its unit.
         table: what is written below the chart.
-        notes: what a reader has to know.
     """
-    parts = [f"<h1>{escape(title)}</h1>", *_flame(frames_of(stacks), show)]
-    parts += [f"<p>{escape(note)}</p>" for note in notes]
+    whole = Frame()
+    for stack, amounts in stacks.items():
+        whole.add(stack or ("",), amounts)
+    parts = [f"<h1>{escape(title)}</h1>", *_chart(whole, show)]
     parts += [f"<pre>{escape(table)}</pre>"] if table else []
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -176,43 +120,46 @@ def flame_page(
     )
 
 
-def _flame(frames: list[Frame], show: Callable[[int], str]) -> list[str]:
-    whole = sum(frame.total for frame in frames if frame.depth == 0)
-    drawn = [frame for frame in frames if frame.total * LEAST >= whole]
-    if not drawn:
+def _chart(whole: Frame, show: Callable[[int], str]) -> list[str]:
+    if not whole.total:
         return ["<p>Nothing was counted.</p>"]
-    height = ROW * (1 + max(frame.depth for frame in drawn))
-    left_out = len(frames) - len(drawn)
     key = (
         f'<span><i style="background:{colour}"></i>{phase}</span>'
         for phase, colour in COLOURS.items()
-        if any(frame.amounts.get(phase) for frame in drawn)
+        if whole.amounts.get(phase)
     )
     return [
         "<p>Each module is as wide as its amount, and the modules inside it are below it; width "
         "with nothing below is the module's own. Click a module to zoom in.</p>",
         f'<p class="key">{"".join(key)}</p>',
-        f'<div class="flame" style="height:{height}px">',
-        *(_frame(frame, whole, show) for frame in drawn),
-        '</div><p class="said"></p>',
-        *([f"<p>Too narrow to draw, and left out: {left_out}.</p>"] if left_out else []),
+        f'<div class="flame">{_inside(whole, "", whole.total, show)}</div><p class="said"></p>',
     ]
 
 
-def _frame(frame: Frame, whole: int, show: Callable[[int], str]) -> str:
-    at, part = frame.start / whole, frame.total / whole
-    name = frame.name or "(outside)"
-    words = [f"{phase} {show(n)}" for phase, n in frame.amounts.items() if phase]
+def _inside(parent: Frame, around: str, whole: int, show: Callable[[int], str]) -> str:
+    drawn = {n: each for n, each in parent.inside.items() if 0 < whole <= each.total * LEAST}
+    rest = parent.total - sum(frame.total for frame in drawn.values())
+    frames = [_frame(name, around, frame, whole, show) for name, frame in drawn.items()]
+    return "".join([*frames, f'<div class="frame" style="flex:{_width(rest, whole)} 0 0"></div>'])
+
+
+def _width(amount: int, whole: int) -> int:
+    return round(1_000_000 * amount / whole)
+
+
+def _frame(name: str, around: str, frame: Frame, whole: int, show: Callable[[int], str]) -> str:
+    label = name.removeprefix(f"{around}.") or "(outside)"
+    words = [f"{phase} {show(n)}" for phase, n in frame.amounts.items() if phase and n]
     more = ", ".join([*words, f"itself {show(frame.own)}"])
-    said = f"{name}: {show(frame.total)}, {part:.1%} ({more})"
+    said = f"{name or label}: {show(frame.total)}, {frame.total / whole:.1%} ({more})"
     stops, done = [], 0
-    for phase, amount in frame.amounts.items():
-        ends = (100 * done / frame.total, 100 * (done + amount) / frame.total)
+    for phase in sorted(frame.amounts, key=[*COLOURS, ""].index):
+        ends = (100 * done / frame.total, 100 * (done + frame.amounts[phase]) / frame.total)
         stops += [f"{COLOURS.get(phase, COLOURS['forward'])} {end:.2f}%" for end in ends]
-        done += amount
+        done += frame.amounts[phase]
     return (
-        f'<button data-at="{at:.9f}" data-part="{part:.9f}" title="{escape(said)}" style="'
-        f"left:{100 * at:.6f}%;width:{100 * part:.6f}%;top:{ROW * frame.depth}px;"
-        f'background:linear-gradient(90deg,{",".join(stops)})">{escape(frame.label)}'
-        "</button>"
+        f'<div class="frame" style="flex:{_width(frame.total, whole)} 0 0">'
+        f'<button title="{escape(said)}" style="background:linear-gradient(90deg,'
+        f'{",".join(stops)})">{escape(label)}</button>'
+        f'<div class="inside">{_inside(frame, name, whole, show)}</div></div>'
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from .._torch_compat import (
 )
 from .._tracker import tracking
 from ._compiled import compiled_modules, compiled_note, compiled_paths, ran_compiled
-from ._formulas import OWN, Amount, Count, Formula, depends_on_data, of_shapes, of_torch
+from ._formulas import OWN, Count, Formula, of_shapes, of_torch
 from ._free_operators import is_free
 from ._mode import MeasuringMode, has_own_way, is_sharded, measuring
 from ._phase_totals import PhaseTotals
@@ -115,27 +115,13 @@ class FlopReport(Report[PhaseRow]):
         return {**super().to_dict(), **extra}
 
 
-class Rule(NamedTuple):
-    """How an operator is counted.
+FREE, UNKNOWN = "free", "unknown"
+COMPOSITE = "composite"  # its parts are counted
+BRANCHES = "branches"  # torch.cond: one of its functions is counted
+INSIDE = "inside"  # a higher-order operator: what its functions do is counted
 
-    Attributes:
-        formula: None for an operator without one.
-        kind: what is to be done with one that has none.
-        cached: whether the amount depends on shapes and numbers only.
-    """
-
-    formula: Count | None
-    kind: str = ""
-    cached: bool = True
-
-
-FREE = Rule(None, "free")
-COMPOSITE = Rule(None, "composite")  # its parts are counted
-BRANCHES = Rule(None, "branches")  # torch.cond: one of its functions is counted
-INSIDE = Rule(None, "inside")  # a higher-order operator: what its functions do is counted
-UNKNOWN = Rule(None, "unknown")
-
-_NUMBERS = frozenset({type(None), bool, int, float})
+Rule = Count | str
+"""How an operator is counted: its formula, or what is to be done with one that has none."""
 
 
 class Counts:
@@ -182,7 +168,6 @@ class FlopMode(MeasuringMode):
         self.errors: dict[Any, Exception] = {}
         self._formulas = formulas
         self._rules: dict[Any, Rule] = {}
-        self._amounts: defaultdict[Any, dict[Any, Amount]] = defaultdict(dict)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -193,7 +178,7 @@ class FlopMode(MeasuringMode):
             rule = self._rules[func] = self._rule_of(func)
         # A subclass is counted as a whole where there is a formula, and else by what it does. A
         # rank of a sharded tensor does a part of the whole.
-        if types and has_own_way(types) and (rule.formula is None or _not_whole(types, args)):
+        if types and has_own_way(types) and (isinstance(rule, str) or _not_whole(types, args)):
             return self.pass_on(func, types, args, kwargs)
         if types and self.is_tried_out(types):
             return func(*args, **kwargs)
@@ -201,32 +186,23 @@ class FlopMode(MeasuringMode):
         if rule is FREE:
             self.counts.uncounted[func] += 1
             return func(*args, **kwargs)
-        if rule.formula is None or _is_ragged(args):
+        if isinstance(rule, str) or _is_ragged(args):
             return self._without_formula(rule, func, types, args, kwargs)
         output = func(*args, **kwargs)
-        key = shape_key(args, kwargs) if rule.cached else None
-        amount = self._amounts[func].get(key) if key is not None else None
-        if amount is None:
-            try:
-                amount = rule.formula(func, args, kwargs, output)
-            except Exception as error:
-                self.errors[func] = error
-                self.counts.uncounted[func] += 1
-                return output
-            if key is not None:
-                self._amounts[func][key] = amount
-        sums = self.counts.amounts[call[0], phase, func]
-        sums[0] += amount[0]
-        if amount[1] or amount[2]:
-            for at in (1, 2, 3):
-                sums[at] += amount[at]
+        try:
+            amount = rule(func, args, kwargs, output)
+        except Exception as error:
+            self.errors[func] = error
+            self.counts.uncounted[func] += 1
+        else:
+            self.counts.add_at((call[0], phase, func), amount)
         return output
 
     def _rule_of(self, func: Any) -> Rule:
         packet = getattr(func, "overloadpacket", func)
         formula = self._formulas.get(func) or self._formulas.get(packet)
         if formula is not None:
-            return Rule(formula, cached=not depends_on_data(func))
+            return formula
         if is_higher_order(func):
             return BRANCHES if func is torch.ops.higher_order.cond else INSIDE
         if is_composite(func):
@@ -275,30 +251,6 @@ class FlopMode(MeasuringMode):
         finally:
             if counted:
                 outer.add(max(counted, key=lambda counts: counts.total))
-
-
-def shape_key(args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Return what a formula's result depends on; None if that may be more than can be a key."""
-    # Sequences may hold tensors, and symbolic sizes cannot be keys: no key for those.
-    key: list[Any] = []
-    for value in (*args, *kwargs.values()) if kwargs else args:
-        kind = type(value)
-        if kind is torch.Tensor or isinstance(value, torch.Tensor):
-            if value.layout is not torch.strided:
-                return None
-            key.append(value.shape)
-        elif kind in _NUMBERS or isinstance(value, (torch.dtype, torch.device, str)):
-            key.append(value)
-        elif isinstance(value, (list, tuple)) and all(type(item) in _NUMBERS for item in value):
-            key.append(tuple(value))
-        else:
-            return None
-    shapes = (*key, *kwargs)
-    try:
-        hash(shapes)
-    except TypeError:
-        return None
-    return shapes
 
 
 def _is_ragged(args: tuple) -> bool:

@@ -390,11 +390,3 @@ def _operators() -> Iterator[tuple[Any, Count]]:
 
 OWN: dict[Any, Count] = dict(_operators())
 """Formulas that torch lacks, or has wrong."""
-
-
-def depends_on_data(operator: Any) -> bool:
-    """Whether an amount may differ between calls of the same shapes: lengths are data."""
-    if not isinstance(operator, torch._ops.OpOverload):
-        return False
-    names, _ = _arguments(operator)
-    return "cum_seq_q" in names or "cu_seqlens_q" in names

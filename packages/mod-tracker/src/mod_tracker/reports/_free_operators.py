@@ -7,140 +7,61 @@ at most, or none. Of all others nobody knows, and a report says so.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
 
-_CREATE = """
-_efficientzerotensor arange bartlett_window bernoulli blackman_window cauchy empty empty_like
-empty_permuted empty_strided exponential eye fft_fftfreq fft_rfftfreq fill from_file full full_like
-geometric hamming_window hann_window kaiser_window linspace log_normal logspace multinomial
-native_dropout native_dropout_backward new_empty new_empty_strided new_full new_ones new_zeros
-normal normal_functional ones ones_like poisson rand rand_like randint randint_like randn randn_like
-random randperm range scalar_tensor tril_indices triu_indices uniform zero zeros zeros_like binomial
-_fused_dropout _masked_scale _philox_normal _philox_uniform _philox_key_fold_in _philox_key_split
-_cudnn_init_dropout_state _new_zeros_with_same_feature_meta _empty_affine_quantized
-_empty_per_channel_affine_quantized empty_quantized _fill_mem_eff_dropout_mask
+_NAMES = """
+__irshift__ _add_relu _amp_foreach_non_finite_check_and_unscale _amp_update_scale _chunk_cat
+_coalesce _coalesced _conj _conj_physical _cudnn_rnn_flatten_weight _dimI _dimV _efficientzerotensor
+_fused_sdp_choice _fw_primal _has_same_storage_numel _indices _lazy_clone _linalg_check_errors
+_local_scalar_dense _make_dual _mkldnn_transpose _neg_view _nnz _pack_padded_sequence _pin_memory
+_print _reshape_alias _stack _transform_bias_rescale_qkv _values abs add addr alias all allclose
+amax amin any arange as_strided bernoulli binary_cross_entropy binary_cross_entropy_backward
+binary_cross_entropy_with_logits bincount binomial bitwise_and bitwise_or bitwise_xor block_diag
+bucketize cat cauchy clone col2im complex conj count_nonzero dense_dim dequantize detach dim dist
+div eq equal expand exponential eye fft_fftfreq fft_rfftfreq fill flip floor_divide from_file full
+gather gcd ge gelu geometric glu gt hardswish hash_tensor heaviside histc histogram im2col indices
+int_repr isin isinf isnan item kthvalue lcm le lift lift_fresh linalg__powsum linalg_cross
+linalg_vector_norm linspace log_normal logspace logsumexp lt lu_unpack max mean min mish mode mul
+multinomial nansum narrow native_norm ne nonzero nonzero_static normal normal_functional numel ones
+permute poisson polar prod put qscheme range record_stream relu renorm repeat repeat_interleave
+reshape roll rot90 rsub scalar_tensor searchsorted select select_backward size slice slice_backward
+sort sparse_dim split split_with_sizes squeeze stack storage_offset stride sub sum t take threshold
+topk trace transpose unbind unfold unfold_backward uniform unsqueeze values view view_as_complex
+view_as_real where xlogy zero zeros
 """
 
-_MOVE = """
-_assert_async _assert_scalar _assert_tensor_metadata _chunk_cat _copy_from _copy_from_and_resize
-_functional_assert_async _functional_assert_scalar _has_same_storage_numel _index_put_impl
-_is_all_true _is_any_true _lazy_clone _local_scalar_dense _pack_padded_sequence _pin_memory
-_resize_output _stack _to_copy _unsafe_index _unsafe_index_put _unsafe_masked_index
-_unsafe_masked_index_put_accumulate _unsafe_view _mkldnn_reshape _mkldnn_transpose as_strided
-as_strided_scatter block_diag cat channel_shuffle clone col2im complex constant_pad_nd copy detach
-diag_embed diagonal_backward diagonal_scatter embedding embedding_dense_backward embedding_renorm
-equal expand flip gather im2col index index_add index_copy index_fill index_put index_reduce
-index_select is_pinned is_same_size is_set_to item lift lift_fresh masked_fill masked_scatter
-masked_scatter_backward masked_select native_channel_shuffle nonzero nonzero_static pixel_shuffle
-pixel_unshuffle put record_stream reflection_pad1d reflection_pad1d_backward reflection_pad2d
-reflection_pad2d_backward reflection_pad3d reflection_pad3d_backward repeat repeat_interleave
-replication_pad1d replication_pad1d_backward replication_pad2d replication_pad2d_backward
-replication_pad3d replication_pad3d_backward resize resize_as roll rot90 scatter scatter_add
-scatter_reduce select_backward select_scatter set slice_backward slice_scatter split squeeze stack
-sym_constrain_range sym_constrain_range_for_size t take to_mkldnn to_padded_tensor transpose tril
-triu unfold_backward unsafe_split unsafe_split_with_sizes unsqueeze view where
-_jagged_to_padded_dense_forward _padded_dense_to_jagged_forward _nested_select_backward
-_nested_from_padded _nested_from_padded_and_nested_example _nested_tensor_from_mask
-_nested_tensor_from_mask_left_aligned _nested_tensor_from_tensor_list _nested_tensor_size
-_nested_tensor_strides _nested_tensor_storage_offsets _transform_bias_rescale_qkv _fused_sdp_choice
-_reshape_alias _cudnn_rnn_flatten_weight mkldnn_reorder_conv2d_weight mkldnn_reorder_conv3d_weight
-sym_size sym_stride sym_numel sym_storage_offset sym_is_contiguous size stride dim numel
-is_contiguous is_non_overlapping_and_dense is_strides_like_format storage_offset _to_dense
-_to_sparse _coalesce _coalesced _indices _values _nnz _dimI _dimV sparse_dim dense_dim is_coalesced
-_sparse_coo_tensor_with_dims _sparse_coo_tensor_with_dims_and_tensors sparse_coo_tensor
-sparse_compressed_tensor _sparse_compressed_tensor_with_dims sparse_mask sparse_resize
-_to_sparse_csr _to_sparse_csc _to_sparse_bsr _to_sparse_bsc copy_sparse_to_sparse
-_convert_indices_from_coo_to_csr _convert_indices_from_csr_to_coo
-_validate_compressed_sparse_indices alias diagonal narrow permute select slice split_with_sizes
-unbind unfold values ccol_indices col_indices row_indices crow_indices indices reshape
-view_as_complex view_as_real conj _conj _neg_view _nested_get_values _nested_view_from_buffer
-_nested_view_from_jagged _nested_get_jagged_dummy _nested_get_lengths _nested_get_max_seqlen
-_nested_get_min_seqlen _nested_get_offsets _nested_get_ragged_idx _nested_from_padded_tensor
-_nested_compute_contiguous_strides_offsets resize_as_sparse sparse_resize_and_clear lu_unpack
-q_per_channel_axis q_per_channel_scales q_per_channel_zero_points _make_per_channel_quantized_tensor
-_make_per_tensor_quantized_tensor _convert_weight_to_int4pack _convert_weight_to_int4pack_for_cpu
-_dyn_quant_pack_4bit_weight _functional_sym_constrain_range _functional_sym_constrain_range_for_size
-_make_dual _fw_primal _linalg_check_errors _print
-"""
+_FAMILIES = re.compile(
+    r"""(?!\w*(attention|gemm))(
+    # What makes tensors, or fills them.
+    \w+_like | empty\w* | new_\w+ | rand\w* | \w+_window | \w*dropout\w* | philox_\w+
+    | (standard_gamma | dirichlet | sample_dirichlet)\w*
+    # What moves elements, or tells of them.
+    | (functional_)?(assert|sym_constrain)_\w+ | sym_\w+ | is_\w+ | set(_\w+)? | copy\w*
+    | resize\w* | (pixel|channel)_\w+ | \w+_(scatter|indices|indices_copy|shuffle) | index\w*
+    | scatter\w* | embedding\w* | (un)?masked_\w+ | unsafe_(\w*split|index|view|masked)\w*
+    | \w+_pad_?[123n]d\w* | diag\w* | tri[lu](_indices)? | jagged_to\w+ | padded_dense\w+
+    | nested_(get|view|from|tensor|select|sum|compute)\w* | to_(sparse|mkldnn|padded|copy|dense)\w*
+    | sparse_(co|cs|bs|compressed|resize|sum|mask)\w* | convert_(indices|weight)_\w+
+    | mkldnn_re\w+ | \w+_pack_4bit_weight
+    # What reduces or compares.
+    | unique\w* | (log)?cum\w+ | arg(max|min|sort) | segment_reduce\w* | aminmax
+    | (var|std|median|nanmedian|norm)(_\w+)?
+    # What does a few operations per element.
+    | \w+_loss\w* | \w*quantize_\w+ | q_\w+ | make_per_\w+ | fused_(ada|sgd|moving)\w*
+    | (glu|gelu|elu|mish|prelu|rrelu|hard\w+|leaky_relu|softplus|softshrink|log_sigmoid|pdist)_\w+
+    | weight_norm_\w+ | thnn_fused_\w+ | \w*grid_sampler\w* | \w*affine_grid\w*
+    # What normalizes, pools and resamples.
+    | (\w+_)?(batch|layer|group|rms)_norm\w* | (\w+_)?softmax\w* | \w*pool[123]d\w*
+    | upsample_\w+
+    )""",
+    re.VERBOSE,
+)
+"""Families of names, without underscores around them."""
 
-_REDUCE = """
-_aminmax _amp_foreach_non_finite_check_and_unscale _amp_update_scale _cummax_helper _cummin_helper
-_logcumsumexp _nested_sum_backward _unique _unique2 all allclose amax amin aminmax any argmax argmin
-argsort bincount bucketize count_nonzero cummax cummin cumprod cumsum dist hash_tensor histc
-histogram isin kthvalue linalg_vector_norm logcumsumexp logsumexp max mean median min mode nanmedian
-nansum native_norm norm prod renorm searchsorted segment_reduce _segment_reduce_backward sort std
-std_mean sum topk trace unique_consecutive unique_dim unique_dim_consecutive var var_mean
-_sparse_sum _sparse_sum_backward _sparse_csr_sum
-"""
-
-_ELEMENTWISE = """
-_add_relu _conj_physical _prelu_kernel _prelu_kernel_backward _dirichlet_grad _sample_dirichlet
-_standard_gamma _standard_gamma_grad _thnn_fused_gru_cell _thnn_fused_gru_cell_backward
-_thnn_fused_lstm_cell _thnn_fused_lstm_cell_backward_impl addr affine_grid_generator
-binary_cross_entropy binary_cross_entropy_backward binary_cross_entropy_with_logits gelu
-gelu_backward glu glu_backward glu_backward_jvp glu_jvp huber_loss huber_loss_backward linalg_cross
-log_sigmoid_backward log_sigmoid_forward mse_loss mse_loss_backward multi_margin_loss
-multi_margin_loss_backward multilabel_margin_loss_backward multilabel_margin_loss_forward nll_loss
-nll_loss2d nll_loss2d_backward nll_loss2d_forward nll_loss_backward nll_loss_forward polar
-rrelu_with_noise rrelu_with_noise_backward rrelu_with_noise_functional smooth_l1_loss
-smooth_l1_loss_backward soft_margin_loss soft_margin_loss_backward _ctc_loss _ctc_loss_backward
-_cudnn_ctc_loss _use_cudnn_ctc_loss _weight_norm_interface _weight_norm_interface_backward
-grid_sampler_2d grid_sampler_2d_backward grid_sampler_3d grid_sampler_3d_backward
-_grid_sampler_2d_cpu_fallback cudnn_grid_sampler cudnn_grid_sampler_backward _pdist_forward add
-bitwise_and bitwise_or bitwise_xor div eq ge gt isinf isnan le lt mul ne relu sub abs dequantize
-int_repr q_scale q_zero_point qscheme quantize_per_channel quantize_per_tensor
-quantize_per_tensor_dynamic fake_quantize_per_channel_affine_cachemask
-fake_quantize_per_tensor_affine_cachemask _fake_quantize_learnable_per_channel_affine
-_fake_quantize_learnable_per_channel_affine_backward _fake_quantize_learnable_per_tensor_affine
-_fake_quantize_learnable_per_tensor_affine_backward
-_fake_quantize_per_tensor_affine_cachemask_tensor_qparams copysign elu_backward floor_divide gcd
-hardshrink_backward hardsigmoid_backward hardswish hardswish_backward hardtanh_backward heaviside
-lcm leaky_relu_backward mish mish_backward rsub softplus_backward softshrink_backward threshold
-xlogy cudnn_affine_grid_generator cudnn_affine_grid_generator_backward
-_fused_moving_avg_obs_fq_helper _fused_moving_avg_obs_fq_helper_functional _pdist_backward
-_grid_sampler_2d_cpu_fallback_backward miopen_ctc_loss _use_miopen_ctc_loss __irshift__
-linalg__powsum
-"""
-
-_NORMALIZE = """
-_batch_norm_no_update _batch_norm_with_update _batch_norm_with_update_functional _fused_rms_norm
-_fused_rms_norm_backward _log_softmax _log_softmax_backward_data _masked_softmax
-_masked_softmax_backward _native_batch_norm_legit _native_batch_norm_legit_functional
-_native_batch_norm_legit_no_training _nested_tensor_softmax_with_shape _safe_softmax _softmax
-_softmax_backward_data _sparse_log_softmax _sparse_softmax batch_norm_backward
-batch_norm_backward_elemt batch_norm_backward_reduce batch_norm_elemt batch_norm_gather_stats
-batch_norm_gather_stats_with_counts batch_norm_stats batch_norm_update_stats cudnn_batch_norm
-cudnn_batch_norm_backward log_softmax miopen_batch_norm miopen_batch_norm_backward native_batch_norm
-native_batch_norm_backward native_group_norm native_group_norm_backward native_layer_norm
-native_layer_norm_backward softmax quantized_batch_norm _sparse_softmax_backward_data
-_sparse_log_softmax_backward_data
-"""
-
-_POOL = """
-_adaptive_avg_pool2d _adaptive_avg_pool2d_backward _adaptive_avg_pool3d
-_adaptive_avg_pool3d_backward adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
-adaptive_max_pool2d adaptive_max_pool2d_backward adaptive_max_pool3d adaptive_max_pool3d_backward
-avg_pool1d avg_pool2d avg_pool2d_backward avg_pool3d avg_pool3d_backward fractional_max_pool2d
-fractional_max_pool2d_backward fractional_max_pool3d fractional_max_pool3d_backward
-max_pool2d_backward max_pool2d_with_indices max_pool2d_with_indices_backward max_pool3d_with_indices
-max_pool3d_with_indices_backward max_unpool2d max_unpool3d _embedding_bag _embedding_bag_backward
-_embedding_bag_dense_backward _embedding_bag_forward_only _embedding_bag_per_sample_weights_backward
-_upsample_bicubic2d_aa _upsample_bicubic2d_aa_backward _upsample_bilinear2d_aa
-_upsample_bilinear2d_aa_backward _upsample_nearest_exact1d _upsample_nearest_exact1d_backward
-_upsample_nearest_exact2d _upsample_nearest_exact2d_backward _upsample_nearest_exact3d
-_upsample_nearest_exact3d_backward upsample_bicubic2d upsample_bicubic2d_backward
-upsample_bilinear2d upsample_bilinear2d_backward upsample_linear1d upsample_linear1d_backward
-upsample_nearest1d upsample_nearest1d_backward upsample_nearest2d upsample_nearest2d_backward
-upsample_nearest3d upsample_nearest3d_backward upsample_trilinear3d upsample_trilinear3d_backward
-mkldnn_adaptive_avg_pool2d mkldnn_adaptive_avg_pool2d_backward mkldnn_max_pool2d
-mkldnn_max_pool2d_backward mkldnn_max_pool3d mkldnn_max_pool3d_backward quantized_max_pool1d
-quantized_max_pool2d quantized_max_pool3d _upsample_lanczos2d_aa _upsample_lanczos2d_aa_backward
-"""
-
-_NAMES = frozenset(" ".join((_CREATE, _MOVE, _REDUCE, _ELEMENTWISE, _NORMALIZE, _POOL)).split())
-_OPTIMIZERS = ("_fused_ada", "_fused_sgd")
+_KNOWN = frozenset(_NAMES.split())
 _MULTIPLIES = ("_foreach_mm",)
 # Communication, copies around it, and what marks a place for a profiler.
 _NAMESPACES = frozenset({"c10d", "_c10d_functional", "fsdp", "symm_mem", "profiler", "prim"})
@@ -165,4 +86,5 @@ def is_free(operator: Any) -> bool:
     own = name.rstrip("_") if not name.startswith("__") else name
     if own.startswith("_foreach_"):
         return own not in _MULTIPLIES
-    return own in _NAMES or own.removesuffix("_copy") in _NAMES or own.startswith(_OPTIMIZERS)
+    known = own in _KNOWN or own.removesuffix("_copy") in _KNOWN
+    return known or _FAMILIES.fullmatch(own.strip("_")) is not None

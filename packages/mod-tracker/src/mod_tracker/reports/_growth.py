@@ -48,7 +48,7 @@ def assert_no_growth(
         for _ in range(warmup + steps):
             step()
             gc.collect()
-            alive.append(Counter(watch._ledger.by_line()))
+            alive.append(watch._mode.by_line())
     compared = alive[-steps:] if warmup == 0 else alive[-steps - 1 :]
     grown = {}
     for place in compared[-1]:

@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from .._attribution import Attribution
 from .._edges import tensors_in
-from .._names import walk
+from .._errors import StateError
 from .._record import Call
-from .._torch_compat import SavedHooks, buffers_of, parameters_of
+from .._torch_compat import SAYS_HOOKS
 from .._tracker import tracking
 from ._allocations import (
     AllocationMode,
-    KeptTensor,
     check_optimizer,
     measuring_storages,
+    registered,
     storages_of,
 )
 from ._causes import CAUSES, GRADIENTS, OPTIMIZER, PARAMETERS
 from ._compiled import compiled_note
 from ._flame_page import Amounts, Stack
-from ._phase_totals import PhaseTotals
+from ._phase_totals import PhaseTotals, stack_of
 from ._report import OUTSIDE_NAME, Report
 
 
@@ -115,6 +116,54 @@ class MemoryReport(Report[MemoryRow]):
         return {**super().to_dict(), **extra}
 
 
+def apart(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that is saved for backward without its place in the graph.
+
+    A node saves its own result, too: kept as it is, the two would hold each other, and what a
+    forward made that nobody goes back through would stay until garbage is collected. When torch
+    takes the tensor back it puts it in its place again.
+    """
+    return tensor if tensor.grad_fn is None else tensor.detach()
+
+
+class KeptTensor:
+    """A tensor kept for backward by hooks of a report. Its end is the end of the keeping.
+
+    Attributes:
+        keys: its storages, by `id`.
+        tensor: the tensor, without its place in the graph.
+    """
+
+    __slots__ = ("_released", "_version", "keys", "tensor")
+
+    def __init__(
+        self, tensor: torch.Tensor, keys: list[int], released: Callable[[int], None]
+    ) -> None:
+        self.keys: list[int] = keys
+        self._released, self._version = released, tensor._version
+        self.tensor: torch.Tensor = apart(tensor)
+
+    def __del__(self) -> None:
+        if hasattr(self, "tensor"):  # an interrupt may have come before there was any
+            for key in self.keys:
+                self._released(key)
+
+    def given_back(self) -> torch.Tensor:
+        """Return the tensor, which must be as it was: under hooks torch does not look.
+
+        Raises:
+            StateError: it was changed in place.
+        """
+        tensor, version = self.tensor, self._version
+        if tensor._version != version:
+            raise StateError(
+                f"mod_tracker.profile_memory: a tensor {tensor.dtype} {list(tensor.shape)} that "
+                f"was saved for backward at version {version} is at {tensor._version}, but it must "
+                "not be changed in place until then. Change a copy of it."
+            )
+        return tensor
+
+
 class _Saved:
     """Bytes kept for backward, each storage once for as long as it is kept."""
 
@@ -151,56 +200,6 @@ class _Saved:
         return totals
 
 
-def _unpack(kept: KeptTensor) -> torch.Tensor:
-    return kept.given_back("profile_memory")
-
-
-@dataclass(frozen=True)
-class _Static:
-    """Bytes that belong to modules whether they run or not."""
-
-    parameters: PhaseTotals
-    gradients: PhaseTotals
-    optimizer: PhaseTotals
-    storages: set[int]
-
-
-def _static(roots: dict[str, nn.Module], optimizer: torch.optim.Optimizer | None) -> _Static:
-    found = _Static(PhaseTotals(), PhaseTotals(), PhaseTotals(), set())
-    state: Any = {} if optimizer is None else optimizer.state
-    counted: set[int] = set()
-
-    def fresh(tensors: Iterable[torch.Tensor | None]) -> int:
-        stored = _sizes(tensors)
-        new = stored.keys() - counted
-        counted.update(new)
-        return sum(stored[key] for key in new)
-
-    for label, root in roots.items():
-        for name, module in walk(root, label):
-            found.storages.update(_sizes(buffers_of(module).values()))
-            for parameter in parameters_of(module).values():
-                if parameter is None:
-                    continue
-                found.storages.update(_sizes([parameter]))
-                stack = _stack(name)
-                found.parameters.add_at(stack, "forward", fresh([parameter]))
-                found.gradients.add_at(stack, "forward", fresh([parameter.grad]))
-                held = state.get(parameter, {})
-                found.optimizer.add_at(stack, "forward", fresh(tensors_in(held)))
-    return found
-
-
-def _sizes(tensors: Iterable[torch.Tensor | None]) -> dict[int, int]:
-    stored = storages_of(tensor for tensor in tensors if tensor is not None)
-    return {id(storage): storage.nbytes() for _, storage in stored}
-
-
-def _stack(name: str) -> tuple[str, ...]:
-    parts = name.split(".")
-    return tuple(".".join(parts[: end + 1]) for end in range(len(parts)))
-
-
 def _rows(totals_by_kind: dict[str, PhaseTotals], peaks: dict[str, int]) -> dict[str, MemoryRow]:
     columns: dict[str, dict[str, int]] = {"": {}}
     for kind, totals in totals_by_kind.items():
@@ -227,7 +226,8 @@ def profile_memory(
     """Measure each module's memory in forward, recompute and backward.
 
     Works under `FakeTensorMode`, entered first: then nothing is allocated, and a model that fits
-    nowhere can be measured.
+    nowhere can be measured. What is kept for backward is counted by hooks for saved tensors, so a
+    model that uses `torch.func` cannot be measured; see `watch_memory`.
 
     Args:
         roots: models to name before they are called, and whose parameters count even if they are
@@ -236,6 +236,7 @@ def profile_memory(
 
     Raises:
         OptionError: `optimizer` has no state to read.
+        StateError: the model uses `torch.func.grad` or what is made of it.
 
     Example:
         >>> import torch
@@ -251,24 +252,42 @@ def profile_memory(
     with tracking(*roots) as tracker:
         attribution = tracker._attribution
         mode, saved = AllocationMode(attribution), _Saved(attribution)
-        hooks = SavedHooks(saved.pack, _unpack)
-        with mode.following_optimizers(), measuring_storages(mode, hooks):
-            yield report
-    static = _static(tracker.roots, optimizer)
+        hooks = saved_tensors_hooks(saved.pack, KeptTensor.given_back) if SAYS_HOOKS else None
+        try:
+            with mode.following_optimizers(), measuring_storages(mode, hooks):
+                yield report
+        except RuntimeError as error:
+            if "support saved tensor hooks" not in str(error):
+                raise
+            raise StateError(
+                "mod_tracker.profile_memory: the model uses torch.func, but torch does not run "
+                "that with hooks for saved tensors, which count what is kept for backward. Use "
+                "watch_memory or trace(memory=True), which have none."
+            ) from error
+    held = {kind: PhaseTotals() for kind in (PARAMETERS, GRADIENTS, OPTIMIZER)}
+    permanent, counted = set[int](), set[int]()
+    for kind, name, tensor in registered(tracker.roots, [] if optimizer is None else [optimizer]):
+        for _, storage in storages_of([tensor]):
+            key = id(storage)
+            if kind in ("buffers", PARAMETERS):
+                permanent.add(key)
+            if kind in held:
+                held[kind].add_at(
+                    stack_of(name), "forward", 0 if key in counted else storage.nbytes()
+                )
+                counted.add(key)
     totals_by_kind = {
         "allocated": mode.allocated,
         "freed": mode.freed,
-        "saved": saved.totals(static.storages),
-        "parameters": static.parameters,
-        "gradients": static.gradients,
-        "optimizer": static.optimizer,
+        "saved": saved.totals(permanent),
+        **held,
     }
     report.peak = mode.peak
     report.totals = {kind: totals.total for kind, totals in totals_by_kind.items()}
     report.causes = _causes(mode, tracker.roots, optimizer)
     report.notes = compiled_note(attribution, "bytes that compiled code allocates are missing")
     rows = _rows(totals_by_kind, {**mode.peaks, "": mode.peak})
-    ran = mode.saw_any or bool(static.storages)
+    ran = mode.saw_any or bool(permanent)
     report._fill(rows, mode.allocated.total, _stacks(totals_by_kind), ran=ran)
 
 
@@ -276,21 +295,16 @@ def _causes(
     mode: AllocationMode, roots: dict[str, nn.Module], optimizer: torch.optim.Optimizer | None
 ) -> dict[str, int]:
     """Bytes at the peak by cause, the largest first."""
-    before: dict[str, dict[int, int]] = {PARAMETERS: {}, GRADIENTS: {}, OPTIMIZER: {}}
-    held: dict[str, list[torch.Tensor | None]] = {kind: [] for kind in before}
-    for root in roots.values():
-        for _, module in walk(root):
-            own = [each for each in parameters_of(module).values() if each is not None]
-            held[PARAMETERS] += [*own, *buffers_of(module).values()]
-            held[GRADIENTS] += [each.grad for each in own]
+    held: dict[str, list[torch.Tensor]] = {PARAMETERS: [], GRADIENTS: [], OPTIMIZER: []}
+    for kind, _, tensor in registered(roots, ()):
+        held[PARAMETERS if kind == "buffers" else kind].append(tensor)
     for each in (*mode.optimizers, *([] if optimizer is None else [optimizer])):
         held[OPTIMIZER] += tensors_in(dict(each.state))
-    counted: set[int] = set()
+    before: dict[int, tuple[str, int]] = {}
     for kind, tensors in held.items():
-        new = mode.mark(tensors, kind)
-        before[kind] = {key: size for key, size in new.items() if key not in counted}
-        counted |= new.keys()
+        for key, size in mode.mark(tensors, kind).items():
+            before.setdefault(key, (kind, size))
     causes = mode.at_peak()
-    for kind, sizes in before.items():
-        causes[kind] += sum(sizes.values())
+    for kind, size in before.values():
+        causes[kind] += size
     return dict(sorted(((kind, causes[kind]) for kind in CAUSES), key=lambda item: -item[1]))

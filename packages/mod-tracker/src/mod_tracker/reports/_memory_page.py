@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from .._numbers import bytes_shown
+from ._allocations import shape_of
 from ._allocator import Allocator
 from ._causes import CAUSES
-from ._holders import KINDS, Held, shape_of
+from ._holders import KINDS, Held
 
 SHOWN = 8
 """Rows of each table."""

@@ -20,11 +20,12 @@ Rule 5: torch loads its compiler at the first operator that a mode sees. The fra
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import cache, wraps
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._attribution import Attribution
@@ -33,6 +34,7 @@ from .._torch_compat import (
     in_fresh_thread,
     is_stand_in,
     leave_mode,
+    leave_saved_hooks,
     makes_stand_ins,
 )
 
@@ -108,22 +110,20 @@ def is_sharded(kind: type) -> bool:
 
 
 @contextmanager
-def measuring(
-    mode: MeasuringMode, hooks: AbstractContextManager[Any] | None = None
-) -> Iterator[None]:
+def measuring(mode: MeasuringMode, hooks: saved_tensors_hooks | None = None) -> Iterator[None]:
     """Measure inside of this; modes and hooks of others may be left in any order.
 
     Args:
         mode: the dispatch mode.
         hooks: for saved tensors.
     """
-    with nullcontext() if hooks is None else hooks:
-        mode.__enter__()
-        try:
-            yield
-        finally:
+    with ExitStack() as stack:
+        if hooks is not None:
             # Twice: an interrupt in the first instruction keeps it from doing anything.
-            try:
-                leave_mode(mode)
-            finally:
-                leave_mode(mode)
+            stack.callback(leave_saved_hooks, hooks)
+            stack.callback(leave_saved_hooks, hooks)
+            hooks.__enter__()
+        stack.callback(leave_mode, mode)
+        stack.callback(leave_mode, mode)
+        mode.__enter__()
+        yield

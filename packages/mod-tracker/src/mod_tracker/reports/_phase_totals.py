@@ -16,6 +16,17 @@ PHASES = ("forward", "recompute", "backward")
 Stack = tuple[str, ...]
 
 
+def stack_of(name: str) -> Stack:
+    """Return the names from the root to a module.
+
+    Example:
+        >>> stack_of("Net.layers.0")
+        ('Net', 'Net.layers', 'Net.layers.0')
+    """
+    parts = name.split(".") if name else []
+    return tuple(".".join(parts[: end + 1]) for end in range(len(parts)))
+
+
 class PhaseTotals:
     """Adds amounts.
 

@@ -6,21 +6,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 
 from .._attribution import NOWHERE, OUTSIDE, Attribution
 from .._errors import OptionError
+from .._listeners import Callbacks
 from .._names import walk
 from .._numbers import time_shown
 from .._record import Call
-from .._torch_compat import buffers_of, parameters_of
 from .._tracker import tracking
 from ._compiled import WHOLE, compiled_note, nothing_called_note
-from ._device_time import DeviceTimelines, accelerator_kind
+from ._device_time import DeviceTimelines, accelerator_kind, totals_of
 from ._phase_totals import PhaseTotals
 from ._report import PhaseRow, Report, phase_rows
 
@@ -84,16 +82,6 @@ class Timeline:
         self.switch(NOWHERE, OUTSIDE)
 
 
-def totals_of(
-    readings: list[tuple[Any, Call, str]], nanoseconds: Callable[[Any, Any], int]
-) -> PhaseTotals:
-    """Charge the time between two readings to the call that ran."""
-    totals = PhaseTotals()
-    for (begin, call, phase), (end, _, _) in pairwise(readings):
-        totals.add(call[0], phase, nanoseconds(begin, end))
-    return totals
-
-
 @contextmanager
 def profile_time(*roots: nn.Module, clock: str = "cpu") -> Iterator[TimeReport]:
     """Measure how long each module runs in forward, recompute and backward.
@@ -122,17 +110,16 @@ def profile_time(*roots: nn.Module, clock: str = "cpu") -> Iterator[TimeReport]:
     with tracking(*roots) as tracker:
         if kind is None:
             line = Timeline(tracker._attribution, time.perf_counter_ns)
-            with tracker._listen_to_switches(line.switch):
+            with tracker._listen(Callbacks(switched=line.switch)):
                 line.start()
                 yield report
                 line.start()
             totals = totals_of(line.readings, lambda begin, end: end - begin)
         else:
             lines = DeviceTimelines(tracker._attribution, kind)
-            for tensor in (t for root in roots for _, module in walk(root) for t in _held(module)):
-                if tensor.device.type == kind:
-                    lines.use(tensor.device.index or 0)
-            with tracker._listen_to_switches(lines.switch):
+            for module in (module for root in roots for _, module in walk(root)):
+                lines.use_those_of(module)
+            with tracker._listen(Callbacks(switched=lines.switch)):
                 yield report
             totals = PhaseTotals()
             for index, found in sorted(lines.finish().items()):
@@ -141,11 +128,6 @@ def profile_time(*roots: nn.Module, clock: str = "cpu") -> Iterator[TimeReport]:
     rows = phase_rows(totals)
     report.notes = compiled_note(tracker._attribution, WHOLE) + nothing_called_note(rows)
     report._fill(rows, totals.total, {"total": totals.by_stack()})
-
-
-def _held(module: nn.Module) -> list[torch.Tensor]:
-    held = (*parameters_of(module).values(), *buffers_of(module).values())
-    return [tensor for tensor in held if tensor is not None]
 
 
 def _kind_of(clock: str) -> str:

@@ -22,12 +22,14 @@ from torch import nn
 
 from .._attribution import NOWHERE, OUTSIDE
 from .._errors import OptionError
+from .._listeners import Callbacks
 from .._record import Call, root_of
 from .._tracker import tracking
 from ._allocations import AllocationMode, measuring_storages
 from ._compiled import WHOLE, compiled_note, nothing_called_note
+from ._device_time import totals_of
 from ._report import phase_rows
-from ._time import Timeline, TimeReport, totals_of
+from ._time import Timeline, TimeReport
 
 Event = dict[str, Any]
 Frame = tuple[Call, str]
@@ -222,7 +224,7 @@ def trace(
             if memory
             else nullcontext()
         )
-        with tracker._listen_to_switches(listener), follow:
+        with tracker._listen(Callbacks(switched=listener)), follow:
             switch(NOWHERE, OUTSIDE)
             try:
                 yield report

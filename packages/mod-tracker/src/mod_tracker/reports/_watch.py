@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,12 +20,12 @@ from .._errors import OptionError
 from .._listeners import Callbacks, Filter
 from .._numbers import bytes_shown
 from .._subscription import Subscription
-from .._torch_compat import NO_TASK, SavedHooks, graph_task, on_out_of_memory
+from .._torch_compat import NO_TASK, graph_task, on_out_of_memory
 from .._tracker import ModTracker, tracking
-from ._allocations import AllocationMode, KeptTensor, check_optimizer, measuring_storages
+from ._allocations import AllocationMode, check_optimizer, measuring_storages, storages_of
 from ._allocator import allocators
 from ._compiled import compiled_note
-from ._holders import Ledger
+from ._holders import what_is_held
 from ._memory_page import MemoryPage, tensor_shown
 
 _log = logging.getLogger("mod_tracker")
@@ -48,14 +49,13 @@ class MemoryWatch:
     ) -> None:
         self._limit = limit_bytes
         self.pages: list[MemoryPage] = []
-        self._ledger = Ledger()
         self._tracker, self._optimizer = tracker, optimizer
         above = None if limit_bytes is None else self._above
-        self._mode = AllocationMode(self._attribution, changed=above, ledger=self._ledger)
-        self._ledger.logits = self._mode.logits
+        self._mode = AllocationMode(self._attribution, changed=above, lines=True)
+        self._given: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._steps = self._calls = 0
         self._thread = threading.get_ident()
-        self._since: dict[tuple[str, str], int] = {}
+        self._since: Counter[tuple[str, str]] = Counter()
         self._grown: dict[tuple[str, str], int] = {}
         self._inputs: tuple[str, ...] = ()
         self._observed: MemoryPage | None = None
@@ -66,7 +66,7 @@ class MemoryWatch:
 
     def page(self, reason: str = "asked") -> MemoryPage:
         """Return what holds the memory now. Takes as long as visiting every Python object."""
-        held = self._ledger.held(self._tracker.roots, self._optimizer)
+        held = what_is_held(self._mode, self._tracker.roots, self._optimizer, self._given)
         call, phase = self._attribution.locate()
         return MemoryPage(
             reason,
@@ -94,13 +94,11 @@ class MemoryWatch:
             self._begin_step(tensors_in((args, kwargs)))
 
     def _begin_step(self, given: list[torch.Tensor]) -> None:
-        alive = self._ledger.by_line()
+        alive = self._mode.by_line()
         if self._steps > 1:
-            grown = Counter(alive)
-            grown.subtract(self._since)
-            self._grown = {place: size for place, size in grown.items() if size > 0}
+            self._grown = dict(alive - self._since)
         self._since, self._observed = alive, None
-        self._ledger.given(given)
+        self._given = {id(storage): weakref.ref(storage) for _, storage in storages_of(given)}
         self._inputs = (", ".join(map(tensor_shown, given)), *self._inputs[:1])
 
     def _above(self, live: int) -> None:
@@ -141,10 +139,6 @@ class MemoryWatch:
         self.pages.append(page)
         _log.warning("%s", page)
         return page
-
-
-def _unpack(kept: KeptTensor) -> torch.Tensor:
-    return kept.given_back("watch_memory")
 
 
 @contextmanager
@@ -201,13 +195,12 @@ def watch_memory(
         outermost = Callbacks(
             pre_forward=guard.guard(watch._called), post_forward=guard.guard(watch._has_left)
         )
-        mode, hooks = watch._mode, SavedHooks(watch._ledger.pack, _unpack)
         end_observing = on_out_of_memory(watch._ran_out_on)
         try:
             with (
-                guard.starts(tracker._listen(outermost, Filter(max_depth=1))),
-                mode.following_optimizers(),
-                measuring_storages(mode, hooks),
+                tracker._listen(outermost, Filter(max_depth=1), guard),
+                watch._mode.following_optimizers(),
+                measuring_storages(watch._mode),
             ):
                 yield watch
         except BaseException as error:

@@ -6,12 +6,8 @@ and each function says what is lost. Uses no other room.
 
 from __future__ import annotations
 
-import functools
 import operator
-import sys
 import threading
-import types
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -25,7 +21,6 @@ from ._places import place_of as place_of
 from ._places import running_modules as running_modules
 from ._saved_hooks import pop_hooks as pop_hooks
 from ._saved_hooks import push_hooks as push_hooks
-from ._storages import StorageReference as StorageReference
 from ._storages import is_freed as is_freed
 from ._storages import lies_in_storage as lies_in_storage
 from ._storages import storage_bytes as storage_bytes
@@ -35,12 +30,9 @@ from ._storages import storage_under as storage_under
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 _NAMES = {
-    "keep_graph": "_C._autograd._get_current_graph_task_keep_graph",
     "top_hooks": "_C._autograd._top_saved_tensors_default_hooks",
     "backward_id": "_C._current_graph_task_id",
     "autograd_engine": "autograd.Variable._execution_engine",
-    "current_node": "_C._current_autograd_node",
-    "sequence": "_C._autograd._get_sequence_nr",
     "fake_tensor": "_subclasses.fake_tensor.FakeTensor",
     "tree_leaves": "utils._pytree.tree_leaves",
     "set_versions": "_C._autograd._unsafe_set_version_counter",
@@ -54,7 +46,6 @@ _NAMES = {
     "mode_keys": "_C._TorchDispatchModeKey",
     "mode_stack": "utils._python_dispatch._get_current_dispatch_mode_stack",
     "mode_count": "_C._len_torch_dispatch_stack",
-    "save_inputs": "utils.checkpoint._CheckpointFrame.save_inputs.__code__",
     "range_start": "ops.profiler._record_function_enter_new.default",
     "range_end": "ops.profiler._record_function_exit._RecordFunction",
 }
@@ -78,15 +69,6 @@ Lost without them: what FSDP does inside a region counts as the region's.
 """
 
 
-def backward_keeps_graph() -> bool:
-    """Whether the running backward retains its graph; True outside of backward.
-
-    Lost without it: saved values live until their graph does, not until they are read.
-    """
-    keep_graph = _torch["keep_graph"]
-    return True if keep_graph is None else bool(keep_graph())
-
-
 def saved_tensor_hooks() -> Hooks | None:
     """Return the pack and unpack functions that autograd would use now, None without any.
 
@@ -100,40 +82,6 @@ def saved_tensor_hooks() -> Hooks | None:
     except TypeError:  # an older signature without ignore_is_tracing
         found = top_hooks()
     return found
-
-
-def checkpoint_frame(hooks: Hooks | None) -> Any:
-    """Return what torch's checkpoint knows of the region whose hooks these are, None for others.
-
-    Lost where torch names it otherwise: without early stop a gradient inside runs all of it.
-    """
-    pack = None if hooks is None else hooks[0]
-    names = getattr(getattr(pack, "__code__", None), "co_freevars", ())
-    cells = dict(zip(names, getattr(pack, "__closure__", None) or (), strict=True))
-    frame = cells["frame"].cell_contents if "frame" in cells else None
-    return frame if hasattr(frame, "early_stop") else None
-
-
-def read_inputs_within(frame: Any, context: Callable[[], Any]) -> None:
-    """Have torch's checkpoint bring a region's inputs back inside of `context()`.
-
-    Lost where torch keeps them otherwise: work of hooks around a region is taken for the region's.
-    """
-    output = getattr(frame, "input_saver", None)  # without it what the node saved is freed
-    node: Any = getattr(output, "grad_fn", None)
-    if hasattr(type(frame), "get_inputs"):
-        read = (type(frame).get_inputs, weakref.proxy(frame))
-        frame.get_inputs = functools.partial(_within, context, *read)
-    elif hasattr(node, "get_args"):  # torch 2.9
-        saved = property(lambda _: _within(context, getattr, node, "saved_tensors"))
-        members = {"get_args": staticmethod(node.get_args), "saved_tensors": saved}
-        inputs = type("Inputs", (), members)()
-        frame.input_saver = types.SimpleNamespace(grad_fn=inputs, output=output)
-
-
-def _within(context: Callable[[], Any], function: Callable[..., Any], *args: Any) -> Any:
-    with context():
-        return function(*args)
 
 
 if _torch["key_guard"] is None:
@@ -183,24 +131,6 @@ def end_if_left(mode: TorchDispatchMode, error: BaseException) -> None:
         mode.__exit__(type(error), error, error.__traceback__)
 
 
-def is_entered(mode: TorchDispatchMode) -> bool:
-    """Whether a dispatch mode is entered on this thread.
-
-    Lost without the name: what an interrupt leaves behind is taken for entered.
-    """
-    entered = entered_modes()
-    return entered is None or any(each is mode for each in entered)
-
-
-def entered_modes() -> list[TorchDispatchMode] | None:
-    """Dispatch modes that see what this thread runs, outermost first; None: not known.
-
-    A backward thread of autograd's has those of the thread that called backward.
-    """
-    stack = _torch["mode_stack"]
-    return None if stack is None else stack()
-
-
 modes_entered: Callable[[], int] = _torch["mode_count"] or (lambda: 1)
 """How many these are. Lost without the name: who asks does without the short way for none."""
 
@@ -223,14 +153,6 @@ def _hide_from_dynamo(function: Callable[..., Any]) -> bool:
         return False
     set_strategy(function.__code__, strategy(action.SKIP, action.SKIP))
     return True
-
-
-def debug_enabled() -> bool | None:
-    """Return what torch's `set_checkpoint_debug_enabled` is set to; None where it is not set.
-
-    Lost without the name: the setting; `debug=True` works as before.
-    """
-    return getattr(torch.utils.checkpoint, "_checkpoint_debug_enabled", None)
 
 
 def registered_operators() -> Iterable[str]:
@@ -278,11 +200,6 @@ Lost without it: a replayed value with several readers is replayed for each.
 """
 
 
-current_node: Callable[[], Any] = _torch["current_node"] or (lambda: None)
-KNOWS_CURRENT_NODE = _torch["current_node"] is not None
-"""The autograd node that runs now; lost where it is not known: results that nodes save are kept."""
-
-
 def after_backward(callback: Callable[[], None]) -> bool:
     """Call `callback` when the running backward ends; False where torch cannot.
 
@@ -295,47 +212,16 @@ def after_backward(callback: Callable[[], None]) -> bool:
     return True
 
 
-def _number_after_a_new_node() -> int:
-    with torch.enable_grad():
-        return int(node_number(torch.zeros((), requires_grad=True).clone().grad_fn)) + 1
-
-
-sequence_number: Callable[[], int] = _torch["sequence"] or _number_after_a_new_node
-"""Number that this thread's next autograd node will have.
-
-Without the name behind it a node is made to read its number. Lost then: the recipe engine cannot
-tell its own nodes, and keeps what it would replay.
-"""
-
-
-_codes = (_torch["save_inputs"], *getattr(_torch["save_inputs"], "co_consts", ()))
-_saving_inputs = {id(each) for each in _codes if isinstance(each, types.CodeType)}
-
-
-def packs_for_a_node(depth: int) -> bool:
-    """Whether autograd calls a pack hook, `depth` Python calls from here, for a node it makes.
-
-    A checkpoint saves its inputs so, and no node reads them. Lost where torch names that otherwise:
-    what a checkpoint inside a region made is taken for the region's.
-    """
-    try:
-        caller = sys._getframe(depth + 1)
-    except ValueError:  # a thread of autograd's own
-        return True
-    if id(caller.f_code) in _saving_inputs:
-        return False
-    around = caller.f_back  # a hook may call that of its base class
-    return around is None or id(around.f_code) not in _saving_inputs
-
-
-node_number = operator.methodcaller("_sequence_nr")
-"""From an autograd node to its sequence number; nodes made later have larger ones."""
-
-
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor has no data; without the name dry runs find nothing to rebuild."""
     kind = _torch["fake_tensor"]
     return tensor.is_meta or (kind is not None and isinstance(tensor, kind))
+
+
+def in_fake_mode() -> bool:
+    """Whether a FakeTensorMode is entered. Lost without the names: fake regions keep everything."""
+    mode_of, keys = _torch["mode_of_key"], _torch["mode_keys"]
+    return mode_of is not None and keys is not None and mode_of(keys.FAKE) is not None
 
 
 FAKE_TENSOR: Any = _torch["fake_tensor"]

@@ -1,4 +1,4 @@
-"""Nested tensors: the shape of what has none, and how torch's checkpoint refuses them.
+"""Nested tensors: the shape of what has none.
 
 A dimension in which the parts differ has no size where the layout is strided, and one of its own,
 which is no number, where it is jagged.
@@ -6,13 +6,10 @@ which is no number, where it is jagged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 
 RAGGED = -1
 """Stands for the size of a dimension in which the parts differ."""
-_REFUSED = "NestedTensorImpl doesn't support sizes"
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -37,16 +34,3 @@ def compared_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     """
     has_none = tensor.is_nested and tensor.layout is torch.strided
     return shape_of(tensor) if has_none else tensor.shape
-
-
-def any_nested(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether one of these tensors is nested."""
-    return any(tensor.is_nested for tensor in tensors)
-
-
-def asks_for_sizes(error: BaseException) -> bool:
-    """Whether an error is of a strided nested tensor that was asked for its shape.
-
-    Lost where torch words it otherwise: then torch's error is left as it is.
-    """
-    return isinstance(error, RuntimeError) and _REFUSED in str(error)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from .._checkpoint import checkpoint, run_again
-from .._torch_compat import set_versions
+from .._torch_compat import in_func_transform, set_versions
 from .._torch_compat._module_calls import called_at
 from ..policies._policies import Policy
 
@@ -36,7 +36,6 @@ class Checkpointed:
     Args:
         module: whose it is; what somebody else had put in the place of its class's is put back.
         policy: what it keeps; None for a second forward that keeps nothing.
-        engine: which engine runs it.
         wrote: names of the buffers that its forward writes to.
         rewrites: whether its forward writes to tensors that it is given.
     """
@@ -48,25 +47,24 @@ class Checkpointed:
         module: nn.Module,
         *,
         policy: Policy | None,
-        engine: str = "auto",
         wrote: tuple[str, ...] = (),
         rewrites: bool = False,
     ) -> None:
         self.module, self.place = module, called_at(module)
         self.forward = getattr(module, self.place)
-        self.policy, self.engine, self.wrote = policy, engine, wrote
+        self.policy, self.wrote = policy, wrote
         self.rewrites = rewrites
         self.was_replaced = self.place in vars(module)
         _in_use.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward, checkpointed until that is undone."""
-        if self.is_undone:
+        if self.is_undone or in_func_transform():
             return self.forward(*args, **kwargs)
         if self.policy is None:
             around = self._around if self.wrote else None
             return run_again(self.forward, args, kwargs, around, self.rewrites)
-        return checkpoint(self.forward, *args, policy=self.policy, engine=self.engine, **kwargs)
+        return checkpoint(self.forward, *args, policy=self.policy, **kwargs)
 
     def put(self) -> None:
         """Put it in its place."""

@@ -8,7 +8,7 @@ Rule 3. All ranks decide from the same numbers (rank 0's plans, the largest peak
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -54,7 +54,6 @@ def fit(
     loss: Loss | None = None,
     rounds: int = 16,
     unit: Unit = "ns",
-    strict: bool = False,
 ) -> Fit | Infeasible:
     """Find the plan that repeats the least work while a step's measured peak fits `budget`.
 
@@ -74,8 +73,6 @@ def fit(
         rounds: where predictions are off, plans between keeping all and keeping least to try
             until one fits, and as many that keep every n-th value where none does; at least 1.
         unit: what work is measured in, see `profile`; with "flops" equal runs give equal plans.
-        strict: whether the plan refuses a forward that saves other tensors, as for another loss
-            or batch; else it keeps those that it does not know, and warns once.
 
     Returns:
         The plan and its peak, or an `Infeasible` with the smallest peak measured.
@@ -99,10 +96,7 @@ def fit(
     with step.leaving_the_model():
         step.settle_buckets()
         watched = watched_step(step, step.trace(unit))
-        found = _Search(watched, step).run(budget, rounds)
-    if not (strict and isinstance(found, Fit)):
-        return found
-    return replace(found, policy=replace(found.policy, strict=True))
+        return _Search(watched, step).run(budget, rounds)
 
 
 def _check_rounds(rounds: object) -> None:
@@ -111,6 +105,11 @@ def _check_rounds(rounds: object) -> None:
             f"sac_policies.fit: rounds {shown(rounds)} leaves nothing to try, but a plan is found "
             "by measuring. Use at least 1."
         )
+
+
+def _steady(model: nn.Module, plan: BudgetPlan, *args: Any, **kwargs: Any) -> Any:
+    """Run a forward as later ones run, which compare no bits."""
+    return checkpoint(model, *args, policy=plan, determinism_check="none", **kwargs)
 
 
 _POINTS, _SPREAD = 64, 16
@@ -214,7 +213,7 @@ class _Search:
         plan = from_first_rank(own)
         assert isinstance(plan, BudgetPlan)
         if plan.digest not in self._peaks:
-            call = partial(checkpoint, self._step.model, policy=plan, engine="recipe")
+            call = partial(_steady, self._step.model, plan)
             self._peaks[plan.digest] = peak = self._step.peak(call)
             self._rounds.append((plan.kept_bytes, peak))
         return plan, self._peaks[plan.digest]

@@ -326,7 +326,6 @@ class _Search:
                 Checkpointed(
                     region.module,
                     policy=does.policy,
-                    engine=does.engine,
                     wrote=region.wrote or (),
                     rewrites=region.rewrites,
                 ).put()

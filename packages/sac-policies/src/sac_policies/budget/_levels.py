@@ -33,13 +33,11 @@ class RegionFit:
         level: one of "keeps everything", "keeps matmuls" (attention and convolutions, too),
             "recomputes everything", "runs again", and on accelerators "offloads matmuls".
         policy: for `checkpoint`; None where everything is kept, and where it runs again.
-        engine: for `checkpoint`.
     """
 
     path: str
     level: str
     policy: Policy | None
-    engine: str
 
 
 @dataclass(frozen=True)
@@ -61,13 +59,13 @@ class Region:
         """What it does on a level."""
         is_refused = self.is_compiled and (level < 3 or self.rewrites or self.wrote is None)
         if level == 0 or is_refused:
-            return RegionFit(self.path, LEVELS[0], None, "auto")
+            return RegionFit(self.path, LEVELS[0], None)
         if self.is_compiled:
-            return RegionFit(self.path, LEVELS[3], None, "auto")
+            return RegionFit(self.path, LEVELS[3], None)
         if level == 4 and self.operators and self.wrote == ():
-            return RegionFit(self.path, LEVELS[4], offload(*self.operators), "contexts")
+            return RegionFit(self.path, LEVELS[4], offload(*self.operators))
         if level in (1, 4) and self.operators:
-            return RegionFit(self.path, LEVELS[1], save_ops(*self.operators), "auto")
+            return RegionFit(self.path, LEVELS[1], save_ops(*self.operators))
         if level < 3 or self.wrote is None:
-            return RegionFit(self.path, LEVELS[2], recompute_all(), "recipe")
-        return RegionFit(self.path, LEVELS[3], None, "auto")
+            return RegionFit(self.path, LEVELS[2], recompute_all())
+        return RegionFit(self.path, LEVELS[3], None)

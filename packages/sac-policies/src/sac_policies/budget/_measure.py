@@ -20,8 +20,8 @@ from torch.autograd.profiler import profile, record_function
 from .._errors import BudgetError, shown
 from .._torch_compat import storage_bytes as bytes_under
 from .._torch_compat import storage_key
-from ..engines.contexts._moved import leaving, measured
-from ..engines.contexts._moved_stats import counters
+from ..eager._moved import leaving, measured
+from ..eager._moved_stats import counters
 from ._times import Clock, Spent, no_collection
 
 _LOG_LEVEL = "KINETO_LOG_LEVEL"

@@ -12,9 +12,9 @@ from .._errors import BudgetError, shown, shown_text
 from ..policies._budget_plan import BudgetPlan
 from ..policies._checked import conforms, is_count
 from ..policies._json import load, policy_of, to_json
-from ..policies._plans import Target
+from ..policies._plans import Backend
 from ._sizes import Budget
-from ._solve import check_target, solve
+from ._solve import check_backend, solve
 from ._trace import Trace
 
 _MOST_POINTS = 10_000
@@ -39,7 +39,7 @@ def pareto(
     trace: Trace,
     *,
     points: int = 33,
-    engine: Target | None = None,
+    backend: Backend = "eager",
     host_bandwidth: Budget | None = None,
     regions: int = 1,
 ) -> list[ParetoPoint]:
@@ -47,43 +47,34 @@ def pareto(
 
     Args:
         trace: from `profile`.
-        points: budgets to solve for under each engine, from the smallest to everything kept; 2 to
-            10,000.
-        engine: as for `solve`; by default plans of the recipe engine, joined by those of the
-            contexts engine that keep less, or repeat less work within the same bytes.
-        host_bandwidth: as for `solve`; of the engines joined, only "contexts" offloads.
+        points: budgets to solve for, from the smallest to everything kept; 2 to 10,000.
+        backend: as for `solve`.
+        host_bandwidth: as for `solve`.
         regions: as for `solve`.
 
     Returns:
         Points by rising bytes and strictly falling seconds.
 
     Raises:
-        BudgetError: no trace, an unknown engine, fewer than 2 points or more than 10,000.
+        BudgetError: no trace, an unknown backend, fewer than 2 points or more than 10,000.
 
     Example:
         >>> [point.bytes for point in pareto(Trace("ns", (), ()))]
         [0]
     """
-    targets: tuple[Target, ...] = ("recipe", "contexts") if engine is None else (engine,)
-    for target in targets:
-        check_target(trace, target, where="pareto")
+    check_backend(trace, backend, where="pareto")
     if not is_count(points) or not 2 <= points <= _MOST_POINTS:
         raise BudgetError(
             f"sac_policies.pareto: points {shown(points)} is not a number of budgets, but a front "
             f"has two ends and is solved point by point. Ask for 2 to {_MOST_POINTS}."
         )
-    rates = [host_bandwidth if engine or target == "contexts" else None for target in targets]
-    # Where the first engine keeps everything it repeats nothing, and more bytes buy no more.
-    most = trace.total_bytes(targets[0])
-    found: list[ParetoPoint] = []
-    for target, rate in zip(targets, rates, strict=True):
-        low, high = trace.fixed_bytes(target), min(most, trace.total_bytes(target))
-        budgets = (low + (high - low) * step // (points - 1) for step in range(points))
-        plans = (
-            solve(trace, b, engine=target, host_bandwidth=rate, regions=regions) for b in budgets
-        )
-        found += [point_of(plan) for plan in plans if isinstance(plan, BudgetPlan)]
-    return _front(found)
+    low, high = trace.fixed_bytes(backend), trace.total_bytes(backend)
+    budgets = (low + (high - low) * step // (points - 1) for step in range(points))
+    plans = (
+        solve(trace, b, backend=backend, host_bandwidth=host_bandwidth, regions=regions)
+        for b in budgets
+    )
+    return _front(point_of(plan) for plan in plans if isinstance(plan, BudgetPlan))
 
 
 def point_of(plan: BudgetPlan) -> ParetoPoint:

@@ -12,17 +12,15 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._errors import BudgetError, shown
-from .._tensors import is_accelerator, needing_gradients, tensors_in
+from .._tensors import is_accelerator, tensors_in
 from .._torch_compat import is_fake, storage_under
 from .._watching_mode import WatchingMode
-from ..engines._fsdp import RANGE_OPS, Ranges
-from ..engines._guards import is_guarding
-from ..engines.recipe._writes import Habit, Writes, habits_of, remember
+from ..eager._fsdp import RANGE_OPS, Ranges
 from ..policies._checked import is_count
 from ..policies._flops import flops_of
 from ..policies._operators import facts_of
 from ..policies._plans import Unit
-from ._saved import Made, SavedTensors, nanoseconds_of_a_call
+from ._saved import Made, SavedTensors
 from ._trace import Trace, TracedOp
 
 
@@ -93,27 +91,12 @@ def _unit_of(values: Any) -> Unit:
 
 def _record(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unit: Unit) -> Trace:
     recorder = Recorder(unit)
-    region = SavedTensors(recorder.made, (args, kwargs))
-    known = habits_of(function)
-    region.mind(known | Habit.FORGETS)
-    recorder.on_habit = region.mind
-    inputs = needing_gradients((args, kwargs))
-    with recorder:
-        out = region.run(function, args, kwargs)
+    tape = SavedTensors(recorder.made)
+    with recorder:  # it sees what the tape runs
+        out = tape.run(function, args, kwargs)
+    packs, constants = tape.listed()
     del out
-    if Habit.UNCOUNTED & region.edges.habit & ~known:
-        # What came before the write was listed as it will not be any more.
-        remember(function, region.edges.habit)
-        return _record(function, args, kwargs, unit)
-    return Trace(
-        unit=unit,
-        ops=tuple(recorder.ops),
-        packs=tuple(region.packs),
-        inputs=inputs,
-        unseen=region.unseen,
-        calls_cost=region.calls * nanoseconds_of_a_call() if unit == "ns" else 0,
-        constants=tuple(region.constants),
-    )
+    return Trace(unit, tuple(recorder.ops), packs, constants)
 
 
 def _faster(one: Trace, other: Trace) -> Trace:
@@ -132,7 +115,6 @@ class Recorder(WatchingMode):
 
     Attributes:
         ops: what ran.
-        on_habit: told what each call does that the graph does not show.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -142,8 +124,6 @@ class Recorder(WatchingMode):
         self._calls: Counter[str] = Counter()
         self._made = WeakIdKeyDictionary()
         self._random = -1
-        self._writes = Writes()
-        self.on_habit: Callable[[Habit], None] = _nothing
         self._ranges = Ranges()
 
     def __torch_dispatch__(
@@ -153,14 +133,13 @@ class Recorder(WatchingMode):
         facts = facts_of(func)
         if func in RANGE_OPS:
             self._ranges.follow(func, args)
-        if facts.bookkeeping or self._ranges.inside or is_guarding():
+        if facts.bookkeeping or self._ranges.inside:
             return func(*args, **given)
         self.begin()
         began = self._clock(args)
         out = func(*args, **given)
         elapsed = self._clock(out) - began
         cost = elapsed if self._unit == "ns" else _work(func, args, given, out)
-        self.on_habit(self._writes.follow(func, args, given, out)[0])
         written = facts.written(args, given)
         for tensor in written:
             self._overwrite(tensor)
@@ -211,6 +190,7 @@ class Recorder(WatchingMode):
                 cost=cost,
                 inputs=tuple(sorted(makers)),
                 group=self._random if draws else at,
+                draws=draws,
             )
         )
         self._calls[name] += 1
@@ -221,10 +201,6 @@ class Recorder(WatchingMode):
             return 0
         _wait(values)
         return time.perf_counter_ns()
-
-
-def _nothing(habit: Habit) -> None:
-    pass
 
 
 Storages = Iterable[torch.UntypedStorage]

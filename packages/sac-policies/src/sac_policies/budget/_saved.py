@@ -1,39 +1,23 @@
-"""Writes down what autograd saves in one forward, with what its calls are given and without.
-
-A region that sees calls makes a few more values again, but it takes time to see them in every
-forward. So a profile is of both, and `_solve` takes the one that costs less.
-
-Rule 1. Both are asked about each tensor, by hooks of one forward: it is not run twice for that.
-Rule 2. Where regions or spans inside have a say, only the one that sees calls knows of them.
-"""
+"""Reads from a tape what autograd saves in one forward, and what is made again for it."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 
-from .._torch_compat import lies_in_storage, sequence_number, storage_bytes, storage_under
-from ..engines._guards import unnoticed
-from ..engines.recipe._calls import Calls, CallsMode
-from ..engines.recipe._filled import filling_of, narrowed
-from ..engines.recipe._masks import are_flags, bits_of
-from ..engines.recipe._replay import Node
-from ..engines.recipe._replay_entries import Why, every_rule
-from ..engines.recipe._writes import Habit
-from ..engines.recipe.regions._held_constants import HeldConstant, held_behind, held_for, seen_in
-from ..engines.recipe.regions._region import Region
-from ..engines.recipe.regions._remade import remade
-from ..engines.recipe.untracked._seen_calls import Remade
+from .._torch_compat import saved_tensor_hooks, storage_bytes, storage_under
+from .._torch_compat._dispatch import no_dispatch
+from ..eager._masks import UNPACK
+from ..eager._recorders import table_of
+from ..eager._tape import Region, Tape
+from ..eager._values import Call, Value
+from ..policies._rules import RECOMPUTE_ALL
+from ..policies._unmatched import watch_of
 from ._constants import TracedConstant
 from ._trace import TracedPack
-
-_CALLS, _ROUNDS = 64, 3
-"""Calls that are clocked at a time, and how often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,171 +29,112 @@ class Made:
 
 
 Makers = Callable[[torch.UntypedStorage], "Made | None"]
-"""Tells who made a storage; None for what the function was given."""
+"""Finds the maker of a storage; None for what the function was given."""
+_GIVEN = Made(-1, 0)
 
 
-class _Noting(Region):
-    """Writes down every tensor that autograd saves.
+class SavedTensors(Tape):
+    """A tape that keeps nothing it can replay, and lists what autograd saves.
 
-    Attributes:
-        packs: what it has written down.
-        constants: what is held besides, for what is made again.
+    Args:
+        made: finds the maker of a storage.
     """
 
-    def __init__(self, made: Makers, given: tuple[Any, ...], is_outermost: bool = False) -> None:
-        super().__init__(every_rule, given, is_outermost=is_outermost)
-        self._made = made
-        self.packs: list[TracedPack] = []
-        self.constants: list[TracedConstant] = []
-        self._places: dict[Any, int] = {}
-        self._seen: set[tuple[Node, int]] = set()
+    def __init__(self, made: Makers) -> None:
+        policy = RECOMPUTE_ALL
+        region = Region(policy, table_of(policy), watch_of(policy), None, checks=False)
+        super().__init__(region, saved_tensor_hooks())
+        self.takes_fakes = True
+        self._maker_of = made
+        self._found: list[tuple[Value, Made, int]] = []
+        self._bits: set[Value] = set()
+        self._tensors: dict[Value, torch.Tensor] = {}
 
-    def saw(self, tensor: torch.Tensor, number: int) -> Any:
-        """Note a tensor that the node before this number saves, then keep it."""
-        self.note(number)
-        node = tensor.grad_fn
-        found = self.producer(tensor, node, self._entries[type(node)], number)
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        packed = super()._pack(tensor)
+        if isinstance(packed, Value):
+            with no_dispatch():
+                self._tensors[packed] = tensor.detach()
+                self._found.append((packed, self._made(tensor), storage_bytes(tensor)))
+        return packed
+
+    def _unpack(self, saved: Any) -> torch.Tensor:
+        """Return the tensor itself: a replay would be listed as a call of the function."""
+        tensor = self._tensors.get(saved)
+        return super()._unpack(saved) if tensor is None else tensor
+
+    def _made(self, tensor: torch.Tensor) -> Made:
         storage = storage_under(tensor)
-        made = (None if storage is None else self._made(storage)) or Made(-1, 0)
-        if isinstance(found, Why):
-            producer, again = "", self._again(tensor, number) if node is None else None
-            read = held_for(again, self.edges, self._seen)
-            size = 0 if again is not None else self._size(tensor)
-        else:
-            producer, read = found[1].rule.node, held_behind(found[0], self.edges, self._seen)
-            size = unnoticed(storage_bytes, tensor)
-        reads = tuple(sorted({at for each in read if (at := self._place(each)) is not None}))
-        self.packs.append(TracedPack(producer, made.call, made.output, size, reads))
-        held = self.keep(tensor, node)
-        if node is not None and found is not Why.WRITTEN:
-            self._seen.add((node, tensor.output_nr))
-        if node is not None and isinstance(found, Why) and found is not Why.WRITTEN:
-            self.edges.outputs(found)[node, tensor.output_nr] = held
-        return held
+        return (None if storage is None else self._maker_of(storage)) or _GIVEN
 
-    def _again(self, tensor: torch.Tensor, number: int) -> Remade | None:
-        """What is held of a tensor without a gradient that calls make again; None of others."""
-        if tensor.requires_grad or not lies_in_storage(tensor):
-            return None
-        return remade(self, self._follow, tensor, number, None)
+    def note_mask(self, mask: torch.Tensor, version: int) -> None:
+        """Note the bits that are held in place of a mask."""
+        super().note_mask(mask, version)
+        seen = self._known.get(id(mask))
+        if seen is not None and isinstance(seen.value, Call):
+            self._bits.add(seen.value.inputs[0])
 
-    def _place(self, held: HeldConstant) -> int | None:
-        """Where a constant is written down; None for one of the caller's, who holds it anyway."""
-        made, key, size = Made(-1, 0), held.key, held.copy_bytes
-        if not size:
-            storage = None if held.tensor is None else storage_under(held.tensor)
-            maker = None if storage is None else self._made(storage)
-            if storage is None or maker is None:
+    def listed(self) -> tuple[tuple[TracedPack, ...], tuple[TracedConstant, ...]]:
+        """List what was saved, in order, and what else is held to make it again."""
+        self._tensors.clear()
+        saved = {value for value, _, _ in self._found}
+        places: dict[Any, int] = {}
+        constants: list[TracedConstant] = []
+
+        def place(value: Value) -> int | None:
+            made, size = self._constant(value)
+            if made is None or not size:
                 return None
-            made = key = maker
-            size = storage.nbytes()
-        place = self._places.setdefault(key, len(self.constants))
-        if place == len(self.constants):
-            self.constants.append(TracedConstant(made.call, made.output, size))
-        return place
+            key = made if made.call >= 0 else value
+            if key not in places:
+                places[key] = len(constants)
+                constants.append(TracedConstant(made.call, made.output, size))
+            return places[key]
 
-    def forget(self) -> None:
-        """Let go of what only the forward needs."""
-        super().forget()
-        self._seen.clear()
-        self._places.clear()
+        packs = []
+        for value, made, size in self._found:
+            call = value.made_by if value.held is None else None
+            if call is not None and call.recorder is UNPACK:
+                bits = call.inputs[0].held
+                packs.append(_pack_of("", made, 0 if bits is None else storage_bytes(bits)))
+                continue
+            if call is None:
+                held = value.held
+                packs.append(_pack_of("", made, size if held is None else storage_bytes(held)))
+                continue
+            found = (place(each) for each in _held_behind(call, saved))
+            reads = tuple(sorted({at for at in found if at is not None}))
+            packs.append(_pack_of(str(call.recorder.op), made, size, reads))
+        return tuple(packs), tuple(constants)
 
-    def _size(self, tensor: torch.Tensor) -> int:
-        """Bytes that the engine keeps of a tensor that nothing makes again."""
-        if tensor.grad_fn is not None or not lies_in_storage(tensor):
-            return unnoticed(storage_bytes, tensor)
-        bits = bits_of(tensor)
-        short = filling_of(tensor) if bits is None else bits[0]
-        if short is None and are_flags(tensor):
-            return (tensor.numel() + 7) // 8
-        if short is None and self.edges.calls.untracked.makes(tensor):
-            short = narrowed(tensor)
-        return (tensor if short is None else short).untyped_storage().nbytes()
-
-
-class SavedTensors(_Noting):
-    """The same as the hook of a forward, with what calls are given and without.
-
-    Attributes:
-        unseen: what a region writes down that does not see calls; None where regions or spans
-            inside have a say.
-        calls: how many were seen.
-    """
-
-    unseen: tuple[TracedPack, ...] | None = None
-
-    def __init__(self, made: Makers, given: tuple[Any, ...]) -> None:
-        super().__init__(made, given)
-        self._without = _Noting(made, given, is_outermost=True)
-        self._has_spans = False
-        self._mode = _CountedCalls(self.edges.calls, self._follow.keeps)
-
-    @property
-    def calls(self) -> int:
-        """How many calls were seen."""
-        return self._mode.count
-
-    def mind(self, habit: Habit) -> None:
-        """Note what the region does, for both."""
-        super().mind(habit)
-        self._without.mind(habit & ~Habit.FORGETS)
-
-    def pack(self, tensor: torch.Tensor) -> Any:
-        """Note the tensor twice, then keep it."""
-        number = sequence_number()
-        self._without.saw(tensor, number)
-        return self.saw(tensor, number)
-
-    def close(self) -> None:
-        """Take what was noted without calls, if nothing else had a say."""
-        for held in seen_in(self.edges.calls):
-            self._place(held)
-        super().close()
-        if len(self.edges.inside) == 1 and not self._has_spans:  # itself
-            self.unseen = tuple(self._without.packs)
-
-    def forget(self) -> None:
-        """Let go of what only the forward needs."""
-        super().forget()
-        self._without.forget()
-
-    def _span(self, *args: Any) -> Any:
-        self._has_spans = True
-        return super()._span(*args)
-
-    def _seeing(self) -> CallsMode:
-        return self._mode
+    def _constant(self, value: Value) -> tuple[Made | None, int]:
+        """Return the maker of a held value and its bytes; None for what the function was given."""
+        held = value.held
+        if held is None:
+            return None, 0
+        if value in self._bits:
+            return _GIVEN, storage_bytes(held)
+        made = self._made(held)
+        return (None if made == _GIVEN else made), storage_bytes(held)
 
 
-class _CountedCalls(CallsMode):
-    """Counts the calls that it sees.
-
-    Attributes:
-        count: how many there were.
-    """
-
-    count = 0
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if not torch.compiler.is_compiling():  # a compiler would guard on it
-            self.count += 1
-        return super().__torch_function__(func, types, args, kwargs)
+def _pack_of(producer: str, made: Made, size: int, reads: tuple[int, ...] = ()) -> TracedPack:
+    return TracedPack(producer, made.call, made.output, size, reads)
 
 
-@lru_cache
-def nanoseconds_of_a_call() -> int:
-    """What it takes to see a call of which there is nothing to note."""
-    value = torch.zeros(1, device="cpu")
-
-    def clocked() -> int:
-        began = time.perf_counter_ns()
-        for _ in range(_CALLS):
-            value.neg()
-        return time.perf_counter_ns() - began
-
-    plain = min(clocked() for _ in range(_ROUNDS))
-    with CallsMode(Calls()):
-        seen = min(clocked() for _ in range(_ROUNDS))
-    return max(0, seen - plain) // _CALLS
+def _held_behind(call: Call, saved: set[Value]) -> list[Value]:
+    """List the held values that a call reads, directly or by calls of which nothing is saved."""
+    found: dict[Value, None] = {}
+    seen: set[Value] = set()
+    stack = [call]
+    while stack:
+        for each in stack.pop().inputs:
+            if each in seen:
+                continue
+            seen.add(each)
+            maker = each.made_by
+            if each.held is not None or maker is None:
+                found[each] = None
+            elif each not in saved:
+                stack.append(maker)
+    return list(found)

@@ -3,9 +3,6 @@
 A value is kept or its operator runs again, so the work saved is what is left of a 0/1 knapsack:
 keep the values worth most whose bytes fit. `_knapsack` solves it in integers. Where values may be
 offloaded too, what counts of a copy is the time that regions wait for it (`offloading`).
-
-The recipe engine makes a few values again only where it sees what calls are given, which takes time
-in every forward. Both ways are solved, and the one that costs less is taken.
 """
 
 from __future__ import annotations
@@ -15,10 +12,10 @@ from dataclasses import replace
 from typing import get_args
 
 from .._errors import BudgetError, shown
-from ..policies._budget_plan import BudgetPlan, Infeasible, Pack
+from ..policies._budget_plan import BudgetPlan, Infeasible
 from ..policies._checked import is_count
 from ..policies._decisions import Decision
-from ..policies._plans import Call, Target
+from ..policies._plans import Backend, Call
 from ._knapsack import pack
 from ._sizes import Budget, budget_bytes, parse_size
 from ._trace import Item, Trace
@@ -29,45 +26,40 @@ def solve(
     trace: Trace,
     budget: Budget,
     *,
-    engine: Target = "recipe",
+    backend: Backend = "eager",
     host_bandwidth: Budget | None = None,
     regions: int = 1,
-    strict: bool = False,
 ) -> BudgetPlan | Infeasible:
     """Plan what to keep so that backward repeats the least work within `budget`.
 
     The bytes are those kept between forward and backward, counted exactly and never over; use
-    `fit` for a budget on the measured peak of a whole step. Under the recipe engine a plan may see
-    what calls are given, and make a few more values again for that; its time counts, too.
+    `fit` for a budget on the measured peak of a whole step.
 
     Args:
         trace: from `profile`.
         budget: bytes (int), a fraction of what can be kept (float), "6 GiB" or "50%".
-        engine: which engine will follow the plan; "contexts" also for compiled code.
+        backend: "eager", or "compile" for compiled code, which may keep any value.
         host_bandwidth: bytes per second between the accelerator and pinned host memory ("25 GB",
             or what `measure_host_bandwidth` returns). Values are then offloaded, too, where
             waiting for their copies takes less time than making them again; needs a trace in "ns"
-            and the contexts engine.
+            of an eager region.
         regions: how many regions in a row follow the plan, such as equal blocks of a model. The
             values of all but the last are copied back while backward is at the region after.
-        strict: under the recipe engine, whether a forward that saves other tensors than were
-            profiled is an error; else those that the plan does not know are kept, and it warns.
 
     Returns:
         A policy for `checkpoint`, or an `Infeasible` that says the smallest budget with a plan.
 
     Raises:
-        BudgetError: the budget is negative, above 100%, or does not parse; the engine is
+        BudgetError: the budget is negative, above 100%, or does not parse; the backend is
             unknown; values cannot be offloaded under it; or there are no regions.
 
     Example:
         >>> solve(Trace("ns", (), ()), "1 KiB").kept_bytes
         0
     """
-    plan = solve_with(
-        pack, trace, budget, engine=engine, host_bandwidth=host_bandwidth, regions=regions
+    return solve_with(
+        pack, trace, budget, backend=backend, host_bandwidth=host_bandwidth, regions=regions
     )
-    return replace(plan, strict=True) if strict and isinstance(plan, BudgetPlan) else plan
 
 
 def solve_with(
@@ -75,58 +67,43 @@ def solve_with(
     trace: Trace,
     budget: Budget,
     *,
-    engine: Target,
+    backend: Backend = "eager",
     host_bandwidth: Budget | None = None,
     regions: int = 1,
 ) -> BudgetPlan | Infeasible:
     """As `solve`, with another knapsack solver: `solver(weights, values, capacity=...)`."""
-    check_target(trace, engine, where="solve")
-    rate = _checked_rate(host_bandwidth, trace, engine)
+    check_backend(trace, backend, where="solve")
+    rate = _checked_rate(host_bandwidth, trace, backend)
     if not is_count(regions) or regions == 0:
         raise BudgetError(
             f"sac_policies.solve: regions {shown(regions)} is not a number of regions, but at "
             "least one follows a plan. Pass how many regions of a step do."
         )
-    allowed = budget_bytes(budget, total_bytes=trace.total_bytes(engine))
-    ways = [trace]
-    if engine == "recipe" and trace.without_calls is not None:
-        ways.insert(0, trace.without_calls)  # the first of two that cost the same is taken
+    allowed = budget_bytes(budget, total_bytes=trace.total_bytes(backend))
+    fixed, items = trace.fixed_bytes(backend), trace.items(backend)
+    if allowed < fixed:
+        return Infeasible(allowed, fixed, "what cannot be made again, and report names")
     if rate is not None:
         return _offloading(solver, trace, allowed, Copies.of(trace.ops, rate, regions))
-    found = [_solved(solver, way, allowed, engine=engine) for way in ways]
-    plans = [plan for plan in found if isinstance(plan, BudgetPlan)]
-    if not plans:
-        none = [each for each in found if isinstance(each, Infeasible)]
-        return min(none, key=lambda each: each.smallest_bytes)
-    best = min(plans, key=lambda plan: plan.recompute_cost)
-    return replace(best, bound_cost=min(plan.bound_cost for plan in plans))
-
-
-def _solved(
-    solver: Solver, trace: Trace, allowed: int, *, engine: Target
-) -> BudgetPlan | Infeasible:
-    fixed, items = trace.fixed_bytes(engine), trace.items(engine)
-    if allowed < fixed:
-        how = "what no replay makes again, and report names; engine='contexts' does"
-        return Infeasible(allowed, fixed, how)
     sizes, costs = [item.kept_bytes for item in items], [item.cost for item in items]
     packing = solver(sizes, costs, capacity=allowed - fixed)
     bound, kept = packing.bound, [items[n] for n in packing.taken]
-    slack = trace.slack_bytes if engine == "recipe" else 0
+    slack = trace.slack_bytes if backend == "eager" else 0
     if slack:
         # What several values are made of is taken to be held, unless all are kept.
         bound = solver(sizes, costs, capacity=allowed - fixed + slack).bound
         if trace.bytes_kept(frozenset(i for item in items for i in item.ops)) <= allowed:
             kept = list(items)
-    return plan_of(trace, kept, bound=bound, engine=engine)
+    return plan_of(trace, kept, bound=bound, backend=backend)
 
 
 def _offloading(solver: Solver, trace: Trace, allowed: int, copies: Copies) -> BudgetPlan:
-    """Plan for the contexts engine, which has to keep nothing; costs are those of one region."""
-    items, regions = trace.items("contexts"), copies.regions
-    choice = choose(items, copies, capacity=allowed, solver=solver)
+    """Plan with values offloaded, too; costs are those of one region."""
+    items, regions = trace.items(), copies.regions
+    capacity = allowed - trace.fixed_bytes()
+    choice = choose(items, copies, capacity=capacity, solver=solver)
     away, copy_cost = [items[n] for n in choice.away], -(-choice.waits // regions)
-    plan = plan_of(trace, [items[n] for n in choice.kept], bound=0, engine="contexts")
+    plan = plan_of(trace, [items[n] for n in choice.kept], bound=0, backend="eager")
     offloaded = {trace.ops[i].key: Decision.OFFLOAD for item in away for i in item.ops}
     return replace(
         plan,
@@ -138,13 +115,13 @@ def _offloading(solver: Solver, trace: Trace, allowed: int, copies: Copies) -> B
     )
 
 
-def _checked_rate(rate: Budget | None, trace: Trace, engine: Target) -> int | None:
+def _checked_rate(rate: Budget | None, trace: Trace, backend: Backend) -> int | None:
     if rate is None:
         return None
-    if engine != "contexts":
+    if backend != "eager":
         raise BudgetError(
-            "sac_policies.solve: host_bandwidth is given, but the recipe engine only keeps values "
-            "or replays them. Pass engine='contexts', or leave it out."
+            "sac_policies.solve: host_bandwidth is given, but compiled code keeps values on their "
+            "device. Leave one of host_bandwidth and backend out."
         )
     if trace.unit != "ns":
         raise BudgetError(
@@ -166,7 +143,7 @@ def _checked_rate(rate: Budget | None, trace: Trace, engine: Target) -> int | No
 
 
 def spread(trace: Trace, nth: int) -> BudgetPlan:
-    """Plan for the recipe engine to keep every `nth` value, so that no chain of replays is long.
+    """Plan to keep every `nth` value, so that no chain of replays is long.
 
     Which values it keeps depends on their order alone, not on what work was measured.
 
@@ -181,57 +158,48 @@ def spread(trace: Trace, nth: int) -> BudgetPlan:
         [item.cost for item in items],
         capacity=sum(item.kept_bytes for item in kept) + trace.slack_bytes,
     )
-    return plan_of(trace, kept, bound=best.bound, engine="recipe")
+    return plan_of(trace, kept, bound=best.bound, backend="eager")
 
 
-def check_target(trace: object, engine: object, *, where: str) -> None:
-    """Refuse what is no trace, and engines that no plan is for.
+def check_backend(trace: object, backend: object, *, where: str) -> None:
+    """Refuse what is no trace, and unknown backends.
 
     Raises:
-        BudgetError: with what is.
+        BudgetError: with what is accepted.
     """
     if not isinstance(trace, Trace):
         raise BudgetError(
             f"sac_policies.{where}: trace {shown(trace)} is a {type(trace).__name__}, but a plan "
             "is made from a Trace. Pass what profile(function, *args) returns."
         )
-    if not (isinstance(engine, str) and engine in get_args(Target)):
+    if not (isinstance(backend, str) and backend in get_args(Backend)):
         raise BudgetError(
-            f"sac_policies.{where}: engine {shown(engine)} is unknown, but a plan is for one of "
-            f"{get_args(Target)}. Use 'contexts' for compiled code too."
+            f"sac_policies.{where}: backend {shown(backend)} is unknown, but a plan is for one of "
+            f"{get_args(Backend)}. Use 'compile' for compiled code."
         )
 
 
-def plan_of(trace: Trace, kept: Sequence[Item], *, bound: int, engine: Target) -> BudgetPlan:
+def plan_of(trace: Trace, kept: Sequence[Item], *, bound: int, backend: Backend) -> BudgetPlan:
     """Write a choice of items as a plan.
 
     Args:
         trace: what the items belong to.
-        kept: items of `trace.items(engine)` to keep.
+        kept: items of `trace.items(backend)` to keep.
         bound: no choice within the budget saves more work, in the trace's unit.
-        engine: as for `solve`.
+        backend: as for `solve`.
     """
-    seeing = trace.calls_cost if engine == "recipe" else 0
-    whole = seeing + sum(item.cost for item in trace.items(engine))
+    whole = sum(item.cost for item in trace.items(backend))
     saved = {i for item in kept for i in item.ops}
-    own = engine == "recipe"
+    is_eager = backend == "eager"
     return BudgetPlan(
         choices=_rows({trace.ops[i].key: Decision.SAVE for i in saved}),
-        packs=_packs(trace, saved) if own else (),
-        kept_bytes=trace.bytes_kept(saved) if own else sum(item.kept_bytes for item in kept),
+        kept_bytes=trace.bytes_kept(saved) if is_eager else sum(item.kept_bytes for item in kept),
         recompute_cost=whole - sum(item.cost for item in kept),
         bound_cost=whole - bound,
         unit=trace.unit,
-        engine=engine,
-        inputs=trace.inputs,
-        sees_calls=trace.sees_calls,
+        backend=backend,
     )
 
 
 def _rows(decided: Mapping[Call, Decision]) -> tuple[tuple[Call, Decision], ...]:
     return tuple(sorted(decided.items(), key=lambda row: row[0]))
-
-
-def _packs(trace: Trace, saved: set[int]) -> tuple[Pack, ...]:
-    replayed = {storage for storage in trace.replayable if storage[0] not in saved}
-    return tuple((pack.producer, pack.storage not in replayed) for pack in trace.packs)

@@ -8,14 +8,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Container, Set
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
 from .._errors import BudgetError, shown, shown_text
 from ..policies._checked import field_problem
 from ..policies._json import load
-from ..policies._plans import Call, Target, Unit
+from ..policies._plans import Backend, Call, Unit
 from ._constants import Readings, Storage, TracedConstant
 
 Row = TypeVar("Row")
@@ -34,6 +34,7 @@ class TracedOp:
         inputs: indices of the calls that made what it reads, ascending.
         group: calls that are decided together share it; random operators do.
         overwritten: whether a later call writes into what it made.
+        draws: whether it draws random numbers: its result is held and never made again.
     """
 
     name: str
@@ -43,6 +44,7 @@ class TracedOp:
     inputs: tuple[int, ...]
     group: int
     overwritten: bool = False
+    draws: bool = False
 
     @property
     def key(self) -> Call:
@@ -97,53 +99,35 @@ class Trace:
         unit: of `TracedOp.cost`.
         ops: in the order they ran.
         packs: in the order autograd saved them.
-        inputs: for each tensor argument whether it needed a gradient; None where not noted.
-        unseen: the same as `packs`, for a region that does not see what its calls are given: a
-            few values have no replay then, and more is kept of some. None where not noted.
-        calls_cost: work to see the calls of a forward, in the same unit.
-        sees_calls: whether `packs` are those of a region that sees them.
-        constants: what such a region may hold besides what autograd saves.
+        constants: what a region may hold besides what autograd saves.
     """
 
     unit: Unit
     ops: tuple[TracedOp, ...]
     packs: tuple[TracedPack, ...]
-    inputs: tuple[bool, ...] | None = None
-    unseen: tuple[TracedPack, ...] | None = None
-    calls_cost: int = 0
-    sees_calls: bool = True
     constants: tuple[TracedConstant, ...] = ()
 
-    @cached_property
-    def without_calls(self) -> Trace | None:
-        """The same forward, of a region that does not see what calls are given; None if unknown."""
-        if self.unseen is None:
-            return None
-        return replace(
-            self, packs=self.unseen, unseen=None, calls_cost=0, sees_calls=False, constants=()
-        )
-
-    def items(self, engine: Target = "recipe") -> tuple[Item, ...]:
-        """What a solver chooses from.
+    def items(self, backend: Backend = "eager") -> tuple[Item, ...]:
+        """List what a solver chooses from.
 
         Args:
-            engine: "recipe" chooses among saved tensors that a replay can rebuild, "contexts"
-                (and "tags") among all operators that make a value.
+            backend: "eager" chooses among the calls that made saved tensors, "compile" among all
+                calls that make a value.
         """
-        if engine == "recipe":
-            freed, found = self._freed, sorted(self.replayable.items())
-            return tuple(
-                Item((key[0],), size - freed.get(key, 0), self._replay_cost(key[0]))
-                for key, size in found
-            )
-        return _grouped(self.ops)
+        if backend == "compile":
+            return _grouped(self.ops)
+        sizes: dict[int, int] = {}
+        for storage, size in sorted(self.replayable.items()):
+            own = size - self._freed.get(storage, 0)
+            sizes[storage[0]] = sizes.get(storage[0], 0) + own
+        return tuple(Item((op,), size, self._replay_cost(op)) for op, size in sizes.items())
 
     def _replay_cost(self, op: int) -> int:
         """Work to run a call again with what it reads and nobody saved."""
         cost, todo, seen = self.ops[op].cost, list(self.ops[op].inputs), set(self._saved)
         while todo:
             at = todo.pop()
-            if at not in seen:
+            if at not in seen and not self.ops[at].draws:
                 seen.add(at)
                 cost += self.ops[at].cost
                 todo.extend(self.ops[at].inputs)
@@ -154,20 +138,18 @@ class Trace:
         """Calls that made what autograd saved."""
         return frozenset(pack.made_by for pack in self.packs)
 
-    def fixed_bytes(self, engine: Target = "recipe") -> int:
+    def fixed_bytes(self, backend: Backend = "eager") -> int:
         """Bytes kept where all is made again that can be; some are of what that reads."""
-        return self.bytes_kept(frozenset()) if engine == "recipe" else 0
+        return self.bytes_kept(frozenset()) if backend == "eager" else 0
 
-    def total_bytes(self, engine: Target = "recipe") -> int:
+    def total_bytes(self, backend: Backend = "eager") -> int:
         """Bytes kept if everything that can be kept is."""
-        if engine != "recipe":
-            return sum(item.kept_bytes for item in self.items(engine))
-        own = self.bytes_kept(frozenset(call for call, _ in self.replayable))
-        other = self.without_calls
-        return own if other is None else max(own, other.total_bytes())
+        if backend == "compile":
+            return sum(item.kept_bytes for item in self.items(backend))
+        return self.bytes_kept(frozenset(call for call, _ in self.replayable))
 
     def bytes_kept(self, saved: Set[int]) -> int:
-        """Bytes that the recipe engine keeps, storage by storage.
+        """Bytes that an eager region keeps, storage by storage.
 
         Args:
             saved: the calls of which it keeps what a replay could rebuild.
@@ -176,6 +158,10 @@ class Trace:
         kept = self._kept(again)
         return sum(kept.values()) + self._readings.held_bytes(again, kept)
 
+    def is_kept(self, pack: TracedPack, saved: Set[int]) -> bool:
+        """Whether a saved tensor is kept where these calls are."""
+        return not pack.producer or (pack.storage in self.replayable and pack.made_by in saved)
+
     @cached_property
     def _readings(self) -> Readings:
         by_storage: dict[Storage, frozenset[int]] = dict.fromkeys(self.replayable, frozenset())
@@ -183,14 +169,18 @@ class Trace:
         for pack in self.packs:
             if pack.storage in by_storage:
                 by_storage[pack.storage] |= {*pack.reads}
-            elif not pack.producer:
+            else:
                 always |= {*pack.reads}
         return Readings(self.constants, by_storage, always, self._kept(self.replayable))
 
     def _kept(self, again: Container[Storage]) -> dict[Storage, int]:
-        """What is kept of storages that the function made, but for those that are made again."""
-        packs = (pack for pack in self.packs if pack.made_by >= 0 and pack.storage not in again)
-        return {pack.storage: pack.storage_bytes for pack in packs}
+        """Return what is kept of storages that the function made, but of those in `again`."""
+        found: dict[Storage, int] = {}
+        for pack in self.packs:
+            is_kept = not pack.producer or pack.storage in self.replayable
+            if pack.made_by >= 0 and is_kept and pack.storage not in again:
+                found[pack.storage] = max(found.get(pack.storage, 0), pack.storage_bytes)
+        return found
 
     @cached_property
     def _freed(self) -> dict[Storage, int]:
@@ -261,10 +251,8 @@ class Trace:
                 return f"operator {at} has numbers {numbers} and group {op.group}"
             if not all(0 <= each < at for each in op.inputs):
                 return f"operator {at} reads those of {shown(op.inputs)}"
-        if self.calls_cost < 0:
-            return f"its calls cost {self.calls_cost}"
         calls, constants = range(-1, len(self.ops)), range(len(self.constants))
-        for at, pack in enumerate((*self.packs, *(self.unseen or ()))):
+        for at, pack in enumerate(self.packs):
             if pack.made_by not in calls or min(pack.output, pack.storage_bytes) < 0:
                 return f"saved tensor {at} is made by operator {pack.made_by}"
             if not all(each in constants for each in pack.reads):
@@ -299,15 +287,10 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _read(data: dict[str, Any]) -> Trace:
-    inputs, unseen = data.get("inputs"), data.get("unseen")
     given = {
         "unit": data.get("unit"),
         "ops": _rows(TracedOp, data.get("ops")),
         "packs": _rows(TracedPack, data.get("packs")),
-        "inputs": tuple(inputs) if isinstance(inputs, list) else inputs,
-        "unseen": None if unseen is None else _rows(TracedPack, unseen),
-        "calls_cost": data.get("calls_cost", 0),
-        "sees_calls": data.get("sees_calls", True),
         "constants": _rows(TracedConstant, data.get("constants", [])),
     }
     trace = _checked(Trace, given)

@@ -23,41 +23,52 @@ class _Unpack:
 
 
 def takes(tensor: Any) -> bool:
-    """Whether a tensor is stored as bits: large and contiguous, with memory of its own."""
+    """Whether a tensor is stored as bits: large, and its elements lie side by side."""
     return (
         type(tensor) is torch.Tensor
         and tensor.numel() >= LEAST_ELEMENTS
-        and tensor.is_contiguous()
         and not tensor.is_meta
+        and (tensor.is_contiguous() or _is_dense(tensor))
     )
 
 
+def _is_dense(tensor: torch.Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 def packed(mask: torch.Tensor) -> torch.Tensor:
-    """Pack a contiguous mask, of zeros and ones, into bytes: eight planes side by side.
+    """Pack a mask of zeros and ones into bytes, as it lies in memory: eight planes side by side.
 
     Example:
         >>> packed(torch.ones(16, dtype=torch.bool)).tolist()
         [255, 255]
     """
-    flat = mask.reshape(-1)
+    flat = torch.as_strided(mask, (mask.numel(),), (1,))
     ones = (flat if flat.dtype is torch.bool else flat != 0).view(torch.uint8)
     if beyond := -ones.numel() % 8:
         ones = torch.nn.functional.pad(ones, (0, beyond))
     return (ones.view(8, -1) << _shifts(ones)).sum(0, dtype=torch.uint8)
 
 
-def unpacked(bits: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def unpacked(
+    bits: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
     """Return the mask that was packed.
 
     Example:
-        >>> unpacked(packed(torch.tensor([True, False, True])), (3,), torch.bool).tolist()
+        >>> unpacked(packed(torch.tensor([True, False, True])), (3,), (1,), torch.bool).tolist()
         [True, False, True]
     """
     numel = 1
     for size in shape:
         numel *= size
     ones = (bits >> _shifts(bits)).bitwise_and_(1).view(-1)[:numel]
-    flags = ones.view(torch.bool).view(shape)
+    flags = torch.as_strided(ones.view(torch.bool), shape, stride)
     return flags if dtype is torch.bool else flags.to(dtype)
 
 

@@ -13,14 +13,17 @@ from ._recorders import Recorder
 from ._values import Value
 
 Call = tuple[str, int]
-Held = dict[Call, tuple[int, str]]
-"""Call to the bytes that are held of what it made, and why if the policy does not keep it."""
 
 
 class Observed:
-    """Notes which call made each storage, and which values are held after the forward."""
+    """Notes which call made each storage, and which values are held after the forward.
+
+    Attributes:
+        moved_from: the calls of which a result was copied to the host.
+    """
 
     def __init__(self) -> None:
+        self.moved_from: set[Call] = set()
         self._made: dict[int, tuple[Call, str]] = {}
         self._values: list[ref[Value]] = []
 
@@ -40,13 +43,22 @@ class Observed:
         if made is not None:
             self._made[storage_key(held)] = made
 
+    def moved(self, tensor: torch.Tensor) -> None:
+        """Note that a tensor is copied to the host."""
+        made = self._made.get(storage_key(tensor))
+        if made is not None:
+            self.moved_from.add(made[0])
+
     def ended(self, values: list[ref[Value]]) -> None:
         """Note the values that hold tensors."""
         self._values += values
 
-    def held(self) -> Held:
-        """Sum up what is held now, each storage once; not what the region was given."""
-        found: Held = {}
+    def held(self) -> dict[Call, tuple[int, str]]:
+        """Return the bytes held of each call's results, and why if the policy does not keep them.
+
+        Each storage counts once; what the region was given does not count.
+        """
+        found: dict[Call, tuple[int, str]] = {}
         counted: set[int] = set()
         live = (each() for each in self._values)
         for tensor in (value.held for value in live if value is not None):

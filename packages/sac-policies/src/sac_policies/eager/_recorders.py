@@ -14,12 +14,12 @@ from weakref import ref
 import torch
 
 from .._torch_compat._dispatch import boxed_call, is_called_by_library
-from ..engines._fsdp import RANGE_OPS
 from ..policies._decisions import Decision
 from ..policies._operators import BATCH_NORMS, STATISTICS, Facts, facts_of
 from ..policies._policies import DEPENDS, Constant, Policy
 from ..policies._views import Operator
 from ._aliasing import tensors_among, version_of
+from ._fsdp import RANGE_OPS
 from ._values import Call, Item, Value
 
 
@@ -38,8 +38,11 @@ class Tape(Protocol):
     def note_mask(self, mask: torch.Tensor, version: int) -> None:
         """Hold the bits of a mask in its place."""
 
-    def before_write(self, written: list[torch.Tensor]) -> None:
+    def before_write(self, written: list[torch.Tensor], *, is_seen: bool = True) -> None:
         """Forget tensors of storages that are about to be written; copy what values hold."""
+
+    def note_unversioned(self, written: list[torch.Tensor]) -> None:
+        """Note storages whose writes no version counter shows."""
 
     def decide(
         self, recorder: Recorder, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -63,6 +66,8 @@ _UNDEFINED = frozenset(
         "new_empty_strided",
         "as_strided",
         "lift_fresh",
+        "_ctc_loss",
+        "_cudnn_ctc_loss",
     )
 )
 """Not functional: their result is uninitialised, or reads past its argument."""
@@ -192,7 +197,7 @@ class Recorder:
         out = self.call(*args, **kwargs) if kwargs else self.call(*args)
         if self.asks and self._keeps(tape, out, args, kwargs):
             return out
-        if _is_grad_enabled() or (not self.is_aten and is_called_by_library(3)):
+        if self._records():
             if self._is_view:
                 version = version_of(args[0])
             else:
@@ -207,8 +212,7 @@ class Recorder:
         out = self.call(*args, **kwargs) if kwargs else self.call(*args)
         if self.asks and self._keeps(tape, out, args, kwargs):
             return out
-        records = _is_grad_enabled() or (not self.is_aten and is_called_by_library(3))
-        if records and type(out) in (tuple, list):
+        if self._records() and type(out) in (tuple, list):
             self._note_items(tape, args, kwargs, out)
         return out
 
@@ -242,7 +246,8 @@ class Recorder:
         """Record batch norm that only reads its statistics."""
         if args[STATISTICS.stop]:
             statistics = [each for each in args[STATISTICS] if isinstance(each, torch.Tensor)]
-            tape.before_write(statistics)
+            tape.before_write(statistics, is_seen=False)
+            tape.note_unversioned(statistics)
             return self._held(tape, args, kwargs)
         return (self._held if self.keeps else self._several)(tape, args, kwargs)
 
@@ -267,7 +272,10 @@ class Recorder:
         return self._held(tape, args, kwargs)
 
     def _written(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tape.before_write(self.facts.written(args, kwargs))
+        written, is_seen = self.facts.written(args, kwargs), self.facts.returns_written
+        tape.before_write(written, is_seen=is_seen)
+        if not is_seen:  # as of the noise of rrelu, which its node saves first
+            tape.note_unversioned(written)
         return self._held(tape, args, kwargs)
 
     def _in_place(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -303,6 +311,16 @@ class Recorder:
         if kwargs:
             named = {name: _listed(tape, arg, inputs) for name, arg in kwargs.items()}
         return Call(self, values, named, inputs, copies)
+
+    def _records(self) -> bool:
+        """Whether a call is recorded: a view in any case, others where gradients are on.
+
+        DTensor makes views inside autograd functions. A view shares the memory, so it is as well
+        known as what it is a view of.
+        """
+        if _is_grad_enabled() or self._is_view:
+            return True
+        return not self.is_aten and is_called_by_library(4)
 
     def _cuts(self, args: tuple[Any, ...], dtype: torch.dtype) -> bool:
         """Whether a result is made of integers that were chosen by numbers: it may not differ."""

@@ -12,10 +12,7 @@ from ..policies._modules import root_of
 from ..policies._policies import Policy
 from ..policies._unmatched import Watch, watch_of
 from ._recorders import Table, table_of
-from ._tape import Observer, Region, Tape, refused_offload, tape_here
-
-CHECKS = ("default", "bits", "none")
-"""When replays are compared with the bits of the forward: in the first step, always, never."""
+from ._tape import Observer, Region, Tape, tape_here
 
 
 def run(
@@ -33,17 +30,15 @@ def run(
         args: its positional arguments.
         kwargs: its keyword arguments.
         policy: what to keep.
-        check: one of CHECKS. "default" compares in the first forward of a function and a policy.
+        check: "default", "bits" or "none". "default" compares
+            in the first forward of a function under a policy.
         observer: is given every call that the policy is asked about.
 
     Raises:
-        EngineError: the policy offloads.
         PolicyError: the policy reads modules, and there is no module to name paths from.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    if policy.offloads:
-        raise refused_offload(policy)
     watch, table = _known(policy)
     is_new = watch.is_new(function)
     checks = check == "bits" or (is_new and check == "default")
@@ -53,10 +48,14 @@ def run(
     region = Region(policy, table, watch, root, checks, observer)
     hooks = saved_tensor_hooks()
     tape = tape_here(hooks)
-    if tape is None:
-        out = Tape(region, hooks).run(function, args, kwargs)
-    else:
-        out = tape.run_inside(region, function, args, kwargs)
+    watch.running += 1
+    try:
+        if tape is None:
+            out = Tape(region, hooks).run(function, args, kwargs)
+        else:
+            out = tape.run_inside(region, function, args, kwargs)
+    finally:
+        watch.running -= 1
     if is_new or watch.open:
         watch.forward_ended(region.seen(), function)
     return out

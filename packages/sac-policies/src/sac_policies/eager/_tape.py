@@ -7,35 +7,39 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Protocol
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._errors import EngineError, MutationError, RecomputeError
+from .._errors import MutationError, RecomputeError
 from .._torch_compat import (
     FAKE_TENSOR,
     Hooks,
     after_backward,
     backward_id,
+    base_of,
     end_if_left,
+    in_fake_mode,
     install_dispatch,
     is_fake,
     pop_hooks,
     push_hooks,
 )
 from .._torch_compat._dispatch import is_wrapper, no_dispatch, unseen_alias
-from ..engines._fsdp import Ranges
-from ..engines._guards import Guard
 from ..policies._decisions import Decision
 from ..policies._modules import ModulePath, named_root
 from ..policies._names import NAME_OP, listening
 from ..policies._policies import DEPENDS, Policy
 from ..policies._unmatched import Watch
 from ..policies._views import Operator, OpView, RegionState, RegionSummary
-from ._aliasing import UNVERSIONED, copy_of, is_freed, storage_of, version_of
+from ._aliasing import UNVERSIONED, copy_of, is_freed, storage_of, tensors_among, version_of
+from ._fsdp import Ranges
+from ._guards import Guard
 from ._masks import UNPACK, packed, takes
+from ._moved import MovedTensor, is_movable, leaving, to_host
+from ._moved_stats import counters
 from ._recorders import Recorder, Table
 from ._values import Call, Replay, Value, want
 
@@ -50,6 +54,9 @@ class Observer(Protocol):
 
     def replaced(self, held: torch.Tensor, original: torch.Tensor) -> None:
         """See that a copy, or the bits of a mask, is held in place of a tensor."""
+
+    def moved(self, tensor: torch.Tensor) -> None:
+        """See that a tensor is copied to the host."""
 
     def ended(self, values: list[ref[Value]]) -> None:
         """See the values that hold tensors when the region ends; some may not outlive it."""
@@ -66,6 +73,7 @@ class Region:
         checks: whether replays are compared with the bits of the forward.
         labels: names given to tensors.
         kept: operators of which the policy kept a result.
+        inside: operators of regions inside.
         path: the module that runs, where the policy reads modules.
         observer: for reports.
     """
@@ -83,6 +91,7 @@ class Region:
         self.state = RegionState()
         self.labels: set[str] = set()
         self.kept: set[Operator] = set()
+        self.inside: set[Operator] = set()
         self.path = ModulePath(named_root(root)) if policy.reads_modules else None
         self.observer = observer
 
@@ -109,7 +118,7 @@ class Region:
     def seen(self) -> RegionSummary:
         """Say what ran, to find entries of the policy that match nothing."""
         recorders = self.table.recorders
-        calls = {**dict.fromkeys(recorders, 0), **self.state.calls()}
+        calls = {**dict.fromkeys((*recorders, *self.inside), 0), **self.state.calls()}
         kept = self.kept | {op for op, each in recorders.items() if each.keeps}
         paths = frozenset() if self.path is None else self.path.known
         return RegionSummary(calls, frozenset(self.labels), paths, frozenset(kept))
@@ -164,6 +173,8 @@ class Tape(TorchDispatchMode):
 
     Attributes:
         region: the region that runs now; regions inside it share the tape.
+        takes_fakes: whether calls with fake tensors are recorded. DTensor propagates shardings by
+            fake tensors; those are no work of a region with real ones.
     """
 
     supports_higher_order_operators = True
@@ -184,8 +195,16 @@ class Tape(TorchDispatchMode):
         self._holders: list[ref[Value]] = []
         self._ranges = Ranges()
         self._is_away = False
+        self._unversioned: set[int | None] = set()
+        self._saved_alone: WeakSet[Value] = WeakSet()
+        self.takes_fakes = in_fake_mode()
         self._replay = Replay()
         self._queued = -1
+        self._marked: dict[int, ref[torch.Tensor]] = {}
+        self._pending: list[ref[Value]] = []
+        self._moved: list[ref[MovedTensor]] = []
+        self._asked = -1
+        self._earlier: Callable[[], object] = _nothing
         self._lock = threading.RLock()
 
     # Running a region
@@ -218,6 +237,7 @@ class Tape(TorchDispatchMode):
                 return function(*args, **kwargs)
         finally:
             self.region, self._run_of = before, before.table
+            before.inside |= region.inside | region.table.recorders.keys()
 
     def takes_hooks(self, hooks: Hooks | None) -> bool:
         """Whether what autograd saves now comes to this tape."""
@@ -227,7 +247,12 @@ class Tape(TorchDispatchMode):
         """Forget all tensors; give what is held to the hooks around the region."""
         self._is_open = False
         self._known.clear()
+        self._marked.clear()
         holders, self._holders = self._holders, []
+        offloaded = {id(value) for value in (each() for each in self._pending) if value}
+        self._pending.clear()
+        if leaving.region_ended():
+            self._earlier, leaving.region = leaving.region, ref(self)
         if self.region.observer is not None:
             self.region.observer.ended(holders)
         outer, self._outer = self._outer, None
@@ -239,7 +264,11 @@ class Tape(TorchDispatchMode):
             value.held = None
         pack, unpack = outer
         for value, tensor in zip(live, held, strict=True):
-            if value.readers and tensor is not None:
+            if not value.readers or tensor is None:
+                continue
+            if id(value) in offloaded and tensor.device.type not in ("cpu", "meta"):
+                value.boxed = partial(_from_host, unpack, pack(to_host(tensor)), tensor.device)
+            else:
                 value.boxed = partial(unpack, pack(tensor))
 
     # What recorders call
@@ -277,11 +306,17 @@ class Tape(TorchDispatchMode):
         if self.region.observer is not None:
             self.region.observer.replaced(bits, mask)
         held = self._held(bits)
-        call = Call(UNPACK, [held, tuple(mask.shape), mask.dtype], None, [held])
+        call = Call(UNPACK, [held, tuple(mask.shape), mask.stride(), mask.dtype], None, [held])
         self.note(mask, call, version)
 
-    def before_write(self, written: list[torch.Tensor]) -> None:
-        """Forget tensors of storages that are about to be written; copy what values hold."""
+    def before_write(self, written: list[torch.Tensor], *, is_seen: bool = True) -> None:
+        """Forget tensors of storages that are about to be written; copy what values hold.
+
+        Args:
+            written: the tensors.
+            is_seen: whether the write shows in version counters. Of others autograd reads what it
+                saved itself as it is then: batch norm saves its statistics and does not read them.
+        """
         if not written:
             return
         with no_dispatch():
@@ -293,9 +328,18 @@ class Tape(TorchDispatchMode):
             tensor = None
             live = [value for value in (each() for each in self._holders) if value is not None]
             for value in live:
-                if value.held is not None and storage_of(value.held) in storages:
+                if value.held is None or not (is_seen or value not in self._saved_alone):
+                    continue
+                if storage_of(value.held) in storages:
                     self._copy(value, value.held)
             self._holders = [ref(value) for value in live]
+            for moved in (each() for each in self._moved):
+                if moved is not None:
+                    moved.leave(storages)
+
+    def note_unversioned(self, written: list[torch.Tensor]) -> None:
+        """Note storages whose writes no version counter shows: values hold copies of them."""
+        self._unversioned |= {storage_of(each) for each in written}
 
     def decide(
         self, recorder: Recorder, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -310,11 +354,12 @@ class Tape(TorchDispatchMode):
             answer = region.policy.decide(region.view(op, index, out, args, kwargs))
         if region.observer is not None:
             region.observer.called(recorder, index, out)
-        if answer is Decision.OFFLOAD:
-            raise refused_offload(region.policy)
-        if answer is not Decision.SAVE:
+        if answer is None or not answer.keeps or recorder.facts.is_view:
             return False
         region.kept.add(op)
+        if answer is Decision.OFFLOAD and not recorder.shares:
+            for each in tensors_among((out,)):
+                self._marked[id(each)] = ref(each)
         return True
 
     def follow_range(self, op: Operator, args: tuple[Any, ...]) -> None:
@@ -331,8 +376,16 @@ class Tape(TorchDispatchMode):
             or (tensor.requires_grad and tensor.is_leaf)
             or not (tensor.is_floating_point() or tensor.is_complex())  # it has no graph
         )
-        value = self._held(tensor if is_itself else unseen_alias(tensor), version)
+        if self._unversioned and storage_of(tensor) in self._unversioned:
+            with no_dispatch():
+                value = self._held(copy_of(tensor.detach()))
+        else:
+            value = self._held(tensor if is_itself else unseen_alias(tensor), version)
         self.note(tensor, value, version)
+        if self._marked:
+            marked = self._marked.get(id(tensor))
+            if marked is not None and marked() is tensor:
+                self._pending.append(ref(value))
         return value
 
     def _held(self, tensor: torch.Tensor, version: int = 0) -> Value:
@@ -358,26 +411,76 @@ class Tape(TorchDispatchMode):
         if region.observer is not None:
             region.table[NAME_OP]
             region.observer.called(region.table.recorders[NAME_OP], index, tensor)
-        if answer is Decision.OFFLOAD:
-            raise refused_offload(region.policy)
-        if answer is Decision.SAVE:
-            region.kept.add(NAME_OP)
-            for each in _parts_of(tensor):
-                value = self.value_of(each)
-                if value.held is None:
-                    value.hold(each if self._outer is not None else unseen_alias(each))
-                    self._holders.append(ref(value))
+        if answer is None or not answer.keeps:
+            return
+        region.kept.add(NAME_OP)
+        for each in map(self._whole, _parts_of(tensor)):
+            value = self.value_of(each)
+            if value.held is None and value.boxed is None:
+                value.hold(each if self._outer is not None else unseen_alias(each))
+                self._holders.append(ref(value))
+            if answer is Decision.OFFLOAD:
+                self._pending.append(ref(value))
+
+    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what a tensor is a view of, where the region knows it: others read it, too."""
+        base = base_of(tensor)
+        return tensor if base is None or self.known_value(base) is None else base
+
+    # Offloading
+
+    def _start_copies(self) -> None:
+        """Start to copy the values to be offloaded that backward reads."""
+        if self._outer is not None:
+            return  # the hooks around the region are given copies when it ends
+        waiting = []
+        for each in self._pending:
+            value = each()
+            if value is None or value.held is None:
+                continue
+            if value.readers:
+                self._move(value, value.held)
+            else:
+                waiting.append(each)
+        self._pending = waiting
+
+    def _move(self, value: Value, tensor: torch.Tensor) -> None:
+        if is_fake(tensor) or not is_movable(tensor) or not counters.has_room(tensor.nbytes):
+            return
+        moved = MovedTensor(tensor)
+        if self.region.observer is not None:
+            self.region.observer.moved(tensor)
+        value.held, value.boxed = None, moved.read
+        self._moved.append(ref(moved))
+
+    def _ask_back(self, backward: int) -> None:
+        """Start to copy back what this region and the one before it have offloaded."""
+        self._asked = backward
+        earlier = self._earlier()
+        for tape in (self, earlier):
+            for moved in (each() for each in tape._moved) if isinstance(tape, Tape) else ():
+                if moved is not None:
+                    moved.start_back()
 
     # Saved-tensor hooks
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if type(tensor) not in _PLAIN and is_wrapper(tensor):
             return _Flattened(tensor, self._pack_part)
-        value = self.value_of(tensor)
+        known = None if tensor.requires_grad else self.known_value(tensor)
+        if known is None and not tensor.requires_grad:
+            value = self._held(tensor, version_of(tensor))
+            self._saved_alone.add(value)
+        else:
+            value = known or self.value_of(tensor)
         want(value)
-        if self.region.checks and value.held is None and value.guard is None:
+        if self._pending:
+            self._start_copies()
+        is_made_again = value.held is None and value.boxed is None
+        if self.region.checks and is_made_again and value.guard is None:
             with no_dispatch():
-                if not is_fake(tensor) and tensor.layout is torch.strided:
+                is_dense = tensor.layout is torch.strided and not tensor.is_nested
+                if is_dense and not is_fake(tensor):
                     value.guard = Guard(_resolved(tensor))
         return value
 
@@ -392,13 +495,16 @@ class Tape(TorchDispatchMode):
 
     def _unpack(self, saved: Any) -> torch.Tensor:
         watch = self.region.watch
-        if watch.missing and watch.is_due:
+        if watch.is_due:
             raise watch.error()
         if type(saved) is _Flattened:
             return saved.restored(self._unpack)
         with self._lock:
-            tensor = self._replay.read(saved, caches=not self._is_open)
             backward = backward_id()
+            offloads = self._moved or self._earlier is not _nothing
+            if offloads and (backward < 0 or backward != self._asked):
+                self._ask_back(backward)
+            tensor = self._replay.read(saved, caches=not self._is_open)
             if self._replay.has_cached and (backward < 0 or self._queued != backward):
                 self._queued = backward
                 if not after_backward(self._replay.drop):
@@ -416,7 +522,9 @@ def _dispatch(
         return func(*args, **kwargs) if kwargs else func(*args)
     if types:
         for kind in types:
-            if kind is FAKE_TENSOR:  # DTensor propagates shardings by them: no work of the region
+            if kind is FAKE_TENSOR and self.takes_fakes:
+                continue
+            if kind is FAKE_TENSOR:
                 return func(*args, **kwargs) if kwargs else func(*args)
             if kind not in _PLAIN:
                 return NotImplemented
@@ -447,12 +555,15 @@ def tape_here(hooks: Hooks | None) -> Tape | None:
     return tape if tape is not None and tape.takes_hooks(hooks) else None
 
 
-def refused_offload(policy: Policy) -> EngineError:
-    """Make the error for a policy that offloads."""
-    return EngineError(
-        f"sac_policies.checkpoint: policy {policy.text} offloads, but the tape engine saves or "
-        'recomputes. Use engine="contexts" for it.'
-    )
+def _nothing() -> None:
+    """Stand for the region before the first that offloads."""
+
+
+def _from_host(
+    unpack: Callable[[Any], torch.Tensor], packed: Any, device: torch.device
+) -> torch.Tensor:
+    """Copy back what hooks around a region were given of an offloaded tensor."""
+    return unpack(packed).to(device)
 
 
 def differs(value: Value) -> RecomputeError:

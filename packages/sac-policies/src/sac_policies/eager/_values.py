@@ -376,7 +376,7 @@ def _order(root: Value, made: dict[Value, torch.Tensor]) -> list[Call]:
             stack.pop()
             continue
         waits = False
-        for each in call.inputs:
+        for each in reversed(call.inputs):  # the first is made first
             if each.held is not None or each in made:
                 continue
             tensor = each.now()

@@ -13,8 +13,6 @@ from torch.nn.modules.module import (
 )
 
 from .._errors import PolicyError
-from .._torch_compat import place_of
-from ._spans import Run, following
 
 
 def root_of(function: object) -> nn.Module | None:
@@ -30,29 +28,24 @@ def root_of(function: object) -> nn.Module | None:
 class ModulePath:
     """Path, below `root`, of the innermost module that is running; "" for `root` itself.
 
-    The labels of spans that are running stand after it (`_spans`, Rule 1).
-
     Attributes:
-        known: every path there is, whether it runs or not, and every span that ran.
+        known: every path there is, whether it runs or not.
     """
 
     def __init__(self, root: nn.Module) -> None:
         self._names = {id(module): path for path, module in root.named_modules()}
         self._running = [""]
-        self._spans: list[str] = []
         self.known = frozenset(self._names.values())
 
     @property
     def now(self) -> str:
-        """Path of the innermost running module, and of the spans."""
-        path = self._running[-1]
-        return place_of(path, self._spans) if self._spans else path
+        """Path of the innermost running module."""
+        return self._running[-1]
 
     def follow(self, until: ExitStack) -> None:
         """Follow the modules until that is closed, which runs no code of this package."""
         until.enter_context(register_module_forward_pre_hook(self._start))
         until.enter_context(register_module_forward_hook(self._stop, always_call=True))
-        until.enter_context(following(self._span))
 
     def _start(self, module: nn.Module, args: Any) -> None:
         del args
@@ -61,20 +54,6 @@ class ModulePath:
     def _stop(self, module: nn.Module, args: Any, output: Any) -> None:
         del module, args, output
         self._running.pop()
-
-    def _span(self, label: str, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        spans = self._spans
-        spans.append(label)
-        self.known |= {".".join(spans)}
-        self._note()
-        try:
-            return run(*args, **kwargs)
-        finally:
-            spans.pop()
-            self._note()
-
-    def _note(self) -> None:
-        """Take note that `now` is another."""
 
 
 def named_root(root: nn.Module | None) -> nn.Module:
@@ -85,8 +64,7 @@ def named_root(root: nn.Module | None) -> nn.Module:
     """
     if root is None:
         raise PolicyError(
-            "sac_policies.checkpoint: policy names modules or spans, whose paths begin at a "
-            "module, but the function is neither a module nor a module's method. Checkpoint the "
-            "module itself, or use context_fn(policy, root=...)."
+            "sac_policies.checkpoint: policy names modules, whose paths begin at a module, but "
+            "the function is neither a module nor a module's method. Checkpoint the module itself."
         )
     return root

@@ -152,10 +152,3 @@ def _is_bookkeeping(op: Operator, schema: Any) -> bool:
 
 def _is_geometry(op: Operator) -> bool:
     return op.namespace == "prim" or str(op) in _GEOMETRY
-
-
-def written_statistics(op: Operator, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return what a batch norm is about to write to, which its schema does not say."""
-    if op in BATCH_NORMS and args[STATISTICS.stop]:
-        return args[STATISTICS]
-    return ()

@@ -20,8 +20,8 @@ Call = tuple[str, int]
 Unit = Literal["ns", "flops"]
 """What work is measured in."""
 
-Target = Literal["recipe", "contexts"]
-"""Engine that a plan is solved for; compiled code follows plans for contexts."""
+Backend = Literal["eager", "compile"]
+"""What a plan is solved for: regions on the tape, or compiled ones."""
 
 
 @dataclass(frozen=True)

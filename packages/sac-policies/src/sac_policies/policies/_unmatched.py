@@ -19,8 +19,6 @@ import re
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import lru_cache
 from types import CodeType
@@ -44,6 +42,7 @@ class Watch:
     Attributes:
         open: whether the end of a forward is to be told.
         missing: names that no region has had.
+        running: regions that run now, which may still have what is missing.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -53,7 +52,7 @@ class Watch:
         self._traced: deque[frozenset[str]] = deque(maxlen=_MOST_TRACED)
         self.open = True
         self.missing: tuple[Unmatched, ...] = ()
-        self._running = 0
+        self.running = 0
 
     def is_new(self, function: object) -> bool:
         """Whether no forward of this function was told yet; None is a function nobody knows."""
@@ -66,16 +65,7 @@ class Watch:
     @property
     def is_due(self) -> bool:
         """Whether something is missing and no forward runs that could still have it."""
-        return bool(self.missing) and not self._running
-
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Have nothing be due while a region runs that tells only at its end what it had."""
-        self._running += 1
-        try:
-            yield
-        finally:
-            self._running -= 1
+        return bool(self.missing) and not self.running
 
     def forward_traced(self, seen: RegionSummary) -> None:
         """Warn after a trace that ran other operators than those before (Rule 3)."""

@@ -51,8 +51,7 @@ class OpView:
         output: what the operator returned (real or fake tensors), None where unknown.
         args: positional arguments.
         kwargs: keyword arguments.
-        module: path of the innermost module that ran the operator, "" for the region itself;
-            in a span with the label `s` of a module `m`, "m | s".
+        module: path of the innermost module that ran the operator, "" for the region itself.
         label: the name given by `sac_policies.name`, None otherwise.
         region: counts of the region so far, this call included.
     """
@@ -138,17 +137,16 @@ class Unmatched:
 
 
 def runs_of(path: str) -> Iterator[str]:
-    """Yield every run of components of a dotted path, and of the spans that stand after it.
+    """Yield every run of components of a dotted path.
 
     Example:
-        >>> list(runs_of("a.b | s"))
-        ['a', 'a.b', 'b', 's']
+        >>> list(runs_of("a.b"))
+        ['a', 'a.b', 'b']
     """
-    for each in path.split(" | "):
-        names = each.split(".")
-        for start in range(len(names)):
-            for stop in range(start + 1, len(names) + 1):
-                yield ".".join(names[start:stop])
+    names = path.split(".")
+    for start in range(len(names)):
+        for stop in range(start + 1, len(names) + 1):
+            yield ".".join(names[start:stop])
 
 
 def _flat(value: Any) -> tuple[Any, ...]:

@@ -18,13 +18,11 @@ class StepCall:
         made: numbers of the values that it made, in storages of their own.
         read: what it read: number of the value and how it lay in memory (`StepValue.layout`).
         most_bytes: most that was allocated while it ran, over what there was before.
-        copied_bytes: of small tensors from outside that a replay of its node reads.
     """
 
     made: tuple[int, ...]
     read: tuple[tuple[int, int], ...]
     most_bytes: int
-    copied_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +54,6 @@ class StepRun:
             its layout.
         dropped: for storages of forward, the number of the call before which only autograd holds
             them.
-        holds_sums: whether values that are made again are compared by sums on the device
-            (`_walk`, Rule 5).
     """
 
     calls: tuple[StepCall, ...]
@@ -65,4 +61,3 @@ class StepRun:
     events: tuple[Event, ...]
     saved: tuple[tuple[int, int], ...]
     dropped: Mapping[int, int]
-    holds_sums: bool = False

@@ -31,29 +31,33 @@ class StepTrace:
         not optimizer state, nor the buckets that DDP keeps.
 
         Args:
-            plan: for the whole model as one region, solved for the recipe engine from `trace`;
+            plan: for the whole model as one eager region, solved from `trace`;
                 without one, nothing is checkpointed.
 
         Raises:
             BudgetError: no such plan, or one of another trace.
         """
         packs = None if plan is None else self._packs(plan)
-        constants = self.trace.constants if plan is not None and plan.sees_calls else ()
-        walk = Walk(self._run, packs, constants, forward=len(self.trace.ops))
+        constants = self.trace.constants if plan is not None else ()
+        drawn = frozenset(at for at, op in enumerate(self.trace.ops) if op.draws)
+        walk = Walk(self._run, packs, constants, forward=len(self.trace.ops), drawn=drawn)
         return self.resident_bytes + walk.peak()
 
     def _packs(self, plan: BudgetPlan) -> list[tuple[TracedPack, bool]]:
-        if not isinstance(plan, BudgetPlan) or plan.engine != "recipe":
+        if not isinstance(plan, BudgetPlan) or plan.backend != "eager":
             raise BudgetError(
-                f"sac_policies.StepTrace.peak_bytes: plan {shown(plan)} is none of the recipe "
-                "engine, but its replays are what is predicted. Pass what "
-                "solve(step.trace, budget) returns."
+                f"sac_policies.StepTrace.peak_bytes: plan {shown(plan)} is no plan for eager code, "
+                "but its replays are what is predicted. Pass what solve(step.trace, budget) "
+                "returns."
             )
-        packs = self.trace.packs if plan.sees_calls else self.trace.unseen or ()
-        if [pack.producer for pack in packs] != [producer for producer, _ in plan.packs]:
+        trace = self.trace
+        places = {op.key: at for at, op in enumerate(trace.ops)}
+        missing = [call for call, _ in plan.choices if call not in places]
+        if missing:
+            name, number = missing[0]
             raise BudgetError(
-                f"sac_policies.StepTrace.peak_bytes: plan {plan.digest} is of {len(plan.packs)} "
-                f"saved tensors, but of the {len(packs)} here it is not. Solve for the trace of "
-                "this step."
+                f"sac_policies.StepTrace.peak_bytes: plan {plan.digest} lists {name}[{number}], "
+                "but this step has no such call. Solve for the trace of this step."
             )
-        return [(pack, kept) for pack, (_, kept) in zip(packs, plan.packs, strict=True)]
+        saved = {places[call] for call, _ in plan.choices}
+        return [(pack, trace.is_kept(pack, saved)) for pack in trace.packs]

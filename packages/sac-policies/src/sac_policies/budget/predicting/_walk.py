@@ -7,12 +7,8 @@ Rule 2. A replay runs a call again on what it read. What is kept or was given is
         replayed for it. What a call writes in place is another value in the same storage.
 Rule 3. What an operator takes for itself while it runs was measured, and is taken again where a
         replay runs it. Fake tensors only tell what it returns.
-Rule 4. What no node holds and only its call knew (`_constants`) lives until forward has ended, and
-        longer where something is to be made of it: until nothing is left of that. A copy of it
-        lives from there on.
-Rule 5. On an accelerator sums of a value's words are held for each saved tensor that is made again,
-        from its forward until backward is done with it. Those of what was made again are held until
-        there are enough to compare, or backward ends, and how they compared until it ends.
+Rule 4. A constant (`_constants`) lives until forward has ended, and longer where something is to be
+        made of it: until nothing is left of that. A copy of it lives from there on.
 """
 
 from __future__ import annotations
@@ -20,8 +16,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from ...engines._doubts import MOST_WORDS
-from ...engines._guards import print_words
 from .._constants import TracedConstant
 from .._trace import TracedPack
 from ._step_run import StepRun
@@ -36,6 +30,7 @@ class Walk:
             all are, as they are.
         constants: what is held for them besides, and until forward has ended in any case.
         forward: how many calls that is.
+        drawn: calls that draw random numbers; their results are made of bits that are held.
     """
 
     def __init__(
@@ -44,11 +39,10 @@ class Walk:
         packs: Sequence[tuple[TracedPack, bool]] | None,
         constants: Sequence[TracedConstant],
         forward: int,
+        drawn: frozenset[int] = frozenset(),
     ) -> None:
         self._run, self._values = run, run.values
         self._now = self._top = 0
-        self._waiting = 0
-        """Bytes of sums that wait to be compared."""
         self._alive: set[int] = set()
         """Storages that live as they did without a plan."""
         self._made: set[int] = set()
@@ -91,7 +85,7 @@ class Walk:
         """By saved tensor, the storages and copies that are held to make it again."""
         self._seen = frozenset(key for key in self._keys if key >= 0)
         self._holders.update(self._seen)
-        self._forward = forward
+        self._forward, self._drawn = forward, drawn
         self._copied_at: Counter[int] = Counter()
         """By call, bytes of copies of constants."""
         for at in sorted((*self._replayed, *self._widened)):
@@ -100,8 +94,6 @@ class Walk:
         self._left = Counter(self._values[each].storage for each in self._saved if each >= 0)
         """Saved tensors of each storage that are not released yet."""
         self._freed: set[int] = set()
-        self._copied = self._copies()
-        self._sums = self._held_sums()
 
     def _key(self, at: int) -> int:
         constant = self._constants[at]
@@ -123,27 +115,12 @@ class Walk:
         self._held[at] = held
         self._holders.update(held)
 
-    def _held_sums(self) -> dict[int, int]:
-        """By saved tensor, bytes of the sums that are held of it (Rule 5)."""
-        if not self._run.holds_sums:
-            return {}
-        sizes = {at: self._values[self._saved[at]].size_bytes for at in self._replayed}
-        return {at: _sum_bytes(size) for at, size in sizes.items()}
-
-    def _copies(self) -> dict[int, int]:
-        """By call, bytes that are copied for replays of it, until its values are done with."""
-        calls = {self._values[self._saved[at]].call for at in self._replayed}
-        return {at: size for at in calls if (size := self._run.calls[at].copied_bytes)}
-
     def peak(self) -> int:
         """Most bytes over those before the step."""
         dropped: dict[int, list[int]] = {}
         for storage, at in self._run.dropped.items():
             if storage in self._gone:
                 dropped.setdefault(at, []).append(storage)
-        sums: Counter[int] = Counter()
-        for at, size in self._sums.items():
-            sums[self._values[self._saved[at]].call] += size
         calls = 0
         for kind, number in self._run.events:
             if kind in ("call", "read"):
@@ -160,7 +137,7 @@ class Walk:
                 calls += 1
                 call = self._run.calls[number]
                 self._take(call.most_bytes, call.made, self._alive)
-                self._now += self._copied.get(number, 0) + sums[number] + self._copied_at[number]
+                self._now += self._copied_at[number]
             elif kind == "free":
                 self._free(number)
             elif self._saved[number] >= 0:
@@ -170,15 +147,6 @@ class Walk:
     def _is_whole(self, at: int) -> bool:
         return self._values[self._saved[at]].storage in self._kept_at
 
-    def _is_source(self, number: int, layout: int, at: int) -> bool:
-        """Whether a replay finds a value among what is kept for saved tensors before `at`.
-
-        It looks for the value, and for views on its way to that, by the nodes that made them.
-        """
-        value = self._values[number]
-        kept = self._kept_at.get(value.storage, {})
-        return min(kept.get(value.layout, at), kept.get(layout, at)) < at
-
     def _kept_for(self, number: int, at: int, constants: frozenset[int]) -> frozenset[int]:
         """Find out what a value is replayed from, once a recipe for the saved tensor `at` is made.
 
@@ -187,9 +155,10 @@ class Walk:
         """
         if number not in self._sources:
             found, again = set(), []
-            for each, layout in self._run.calls[self._values[number].call].read:
+            call = self._values[number].call
+            for each, _ in () if call in self._drawn else self._run.calls[call].read:
                 storage = self._values[each].storage
-                if storage in constants or self._is_source(each, layout, at):
+                if storage in self._seen or storage in self._kept_at:
                     found.add(storage)
                     continue
                 again.append(each)
@@ -221,34 +190,21 @@ class Walk:
     def _read(self, at: int) -> None:
         """Backward asks for a saved tensor."""
         number = self._saved[at]
-        is_first = number not in self._made
         if at in self._replayed or at in self._widened:
             self._make(number)
             self._readers[number] -= 1
-        if is_first and at in self._sums:
-            self._keep_sums(self._sums[at])
-
-    def _keep_sums(self, sum_bytes: int) -> None:
-        """Hold sums until they are compared."""
-        self._now += sum_bytes
-        self._waiting += sum_bytes
-        if self._waiting > MOST_WORDS * _WORD:
-            self._now += _BLOCK - self._waiting
-            self._waiting = 0
 
     def _release(self, at: int) -> None:
         """A node, or whoever lets go of the graph, is done with a saved tensor."""
         number = self._saved[at]
         storage = self._values[number].storage
         self._left[storage] -= 1
-        self._now -= self._sums.get(at, 0)
         self._let_go(self._held.get(at, ()))
         if storage in self._gone:
             if self._readers[number] <= 0:
                 self._drop(number, self._made)
             if not self._left[storage]:
                 self._now -= self._short.pop(storage, 0)
-                self._now -= self._copied.pop(self._values[number].call, 0)
 
     def _let_go(self, held: Iterable[int]) -> None:
         """One who held storages and copies does so no more."""
@@ -278,11 +234,3 @@ class Walk:
             self._readers[each] -= 1
             if self._readers[each] <= 0:
                 self._drop(each, self._made)
-
-
-def _sum_bytes(size_bytes: int) -> int:
-    """Of rows of words and of their columns, in blocks of the allocator."""
-    return -(-print_words(size_bytes) * _WORD // _BLOCK) * _BLOCK
-
-
-_WORD, _BLOCK = 8, 512

@@ -9,7 +9,6 @@ Rule 3. The allocator is asked around each operator. It is not where tensors hav
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -21,9 +20,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..._errors import BudgetError
-from ..._tensors import is_accelerator, tensors_in
+from ..._tensors import tensors_in
 from ..._torch_compat import lies_in_storage, storage_under
-from ...engines._guards import is_small
 from ...policies._plans import Unit
 from .._measure import Marks
 from .._record import Recorder, Storages
@@ -100,7 +98,6 @@ def watched_step(step: Step, trace: Trace) -> StepTrace:
         events=tuple(recorder.added_in_place()),
         saved=tuple(recorder.saved),
         dropped=dropped,
-        holds_sums=is_accelerator(step.device),
     )
     return StepTrace(trace, step.resident(), found)
 
@@ -125,7 +122,6 @@ class _StepRecorder(Recorder):
         self.saved: list[tuple[int, int]] = []
         self.names: list[str] = []
         self._values = WeakIdKeyDictionary()
-        self._copied: Counter[int] = Counter()
         self._layouts: dict[Any, int] = {}
         self._alive: list[weakref.ref[torch.UntypedStorage]] = []
 
@@ -147,7 +143,7 @@ class _StepRecorder(Recorder):
         at = len(self.calls)
         self.events.append(("call", at))
         known = tuple(each for each in operands if each[0] >= 0)
-        self.calls.append(StepCall(new, known, size, self._copied.pop(at, 0)))
+        self.calls.append(StepCall(new, known, size))
 
     def _operand(self, tensor: torch.Tensor) -> tuple[int, int]:
         """The value that a tensor lies in, -1 for what is from outside, and its layout."""
@@ -232,8 +228,6 @@ class _StepRecorder(Recorder):
     def _pack(self, tensor: torch.Tensor) -> _Saved:
         at, found = len(self.saved), self._operand(tensor)
         self.saved.append(found)
-        if found[0] < 0 and is_small(tensor):  # of the call that comes next
-            self._copied[len(self.calls)] += tensor.numel() * tensor.element_size()
         held = tensor if tensor.grad_fn is None else tensor.detach()
         return _Saved(held, partial(self._note, at))
 

@@ -1,0 +1,134 @@
+"""The repeated blocks of a model are found and checkpointed; likely mistakes give a warning."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt_wrap import ModuleError, OptionError, checkpoint_, checkpoint_layers_, offload_stats
+
+
+class Layer(nn.Module):
+    """A block with experts."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, width)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(width, width)) for _ in range(3))
+
+    def forward(self, x):
+        return torch.tanh(self.experts[0](torch.tanh(self.up(x))))
+
+
+class Stage(nn.Module):
+    """A number of blocks of one width."""
+
+    def __init__(self, width: int, count: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Layer(width) for _ in range(count))
+
+
+class Model(nn.Module):
+    """An encoder and a decoder."""
+
+    def __init__(self, count: int = 3) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 2)
+        self.encoder = nn.ModuleDict({"layer": nn.ModuleList(Layer() for _ in range(count))})
+        self.decoder = nn.Sequential(*[Layer() for _ in range(2)])
+
+    def forward(self, x):
+        for layer in self.encoder["layer"]:
+            x = layer(x)
+        return self.head(self.decoder(x))
+
+
+def _gradients(model):
+    model.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def test_layers_of_encoder_and_decoder_are_found():
+    """The result says which; gradients are the plain ones, and only inputs are kept."""
+    plain = Model()
+    model = copy.deepcopy(plain)
+    found = checkpoint_layers_(model)
+    assert found.names == (
+        "encoder.layer.0",
+        "encoder.layer.1",
+        "encoder.layer.2",
+        "decoder.0",
+        "decoder.1",
+    )
+    assert "encoder.layer.0, encoder.layer.1, encoder.layer.2  Layer      3" in str(found)
+    assert "decoder.0, decoder.1" in str(found)
+    assert all(map(torch.equal, _gradients(plain), _gradients(model)))
+    runs = []
+    for layer in (*model.encoder["layer"], *model.decoder):
+        layer.up.register_forward_hook(lambda *_: runs.append(1))
+    _gradients(model)
+    assert len(runs) == 10
+
+
+def test_every_second_layer_with_inputs_in_a_folder(tmp_path):
+    """Counted from the first of each list."""
+    model = Model()
+    found = checkpoint_layers_(model, every=2, offload=tmp_path)
+    assert found.names == ("encoder.layer.0", "encoder.layer.2", "decoder.0")
+    assert [step.action for step in found.steps] == ["checkpoint"] * 3 + ["offload"] * 3
+    model(torch.ones(256, 4).requires_grad_()).sum().backward()
+    assert offload_stats(model).copies_out == 3
+
+
+def test_blocks_inside_growing_stages_are_found():
+    """Stages of other widths are no repeated blocks."""
+    model = nn.Sequential(Stage(4, 2), Stage(8, 2), Stage(16, 3))
+    found = checkpoint_layers_(model)
+    parents = [name.rpartition(".")[0] for name in found.names]
+    assert parents == ["0.blocks"] * 2 + ["1.blocks"] * 2 + ["2.blocks"] * 3
+
+
+@pytest.mark.parametrize(
+    "model", [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), Layer()], ids=repr
+)
+def test_a_model_without_repeated_blocks_is_refused(model):
+    """A list of plain layers, or of experts, is none."""
+    with pytest.raises(ModuleError, match=r"has no nn\.ModuleList or"):
+        checkpoint_layers_(model)
+
+
+@pytest.mark.parametrize("options", [{"every": 0}, {"every": True}, {"offload": 3}], ids=str)
+def test_wrong_options_change_nothing(options):
+    """The error names the option."""
+    model = Model()
+    (name,) = options
+    with pytest.raises(OptionError, match=f"option '{name}' is"):
+        checkpoint_layers_(model, **options)
+    assert {type(block) for block in model.decoder} == {Layer}
+
+
+def test_a_whole_model_as_one_region_gives_a_warning():
+    """The warning names the list; a block, and a list that is a segment, give none."""
+    with pytest.warns(UserWarning, match=r"3 Layer in 'encoder\.layer' and becomes one region"):
+        checkpoint_(Model())
+    checkpoint_(Layer())
+    checkpoint_(nn.Sequential(*[Layer() for _ in range(4)]))
+
+
+def test_a_model_that_checkpoints_itself_gives_a_warning():
+    """Once, by the name of its switch."""
+    model = Model()
+    model.encoder.gradient_checkpointing = True
+    with pytest.warns(UserWarning, match=r"'encoder' \(ModuleDict\) has checkpointing") as said:
+        checkpoint_layers_(model)
+    assert len(said) == 1
+    layer = Layer()
+    layer.gradient_checkpointing = False
+    checkpoint_(layer)
+    layer.gradient_checkpointing = True
+    with pytest.warns(UserWarning, match="gradient_checkpointing=True"):
+        checkpoint_(layer)

@@ -1,0 +1,178 @@
+"""Saves a sharded module and its optimizer with torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import os
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .._errors import CheckpointError
+from ..memory._dtensors import is_dtensor
+from ..memory._tensors import map_tensors
+from ..sharded._by_hand import units_at_rest, units_below
+from ..sharded._strays import check_strays
+from ._optim_state import named_optimizer_state
+from ._world import World
+from ._writer import start, wait_for_last
+
+
+def save_sharded(
+    module: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    optimizer: Optimizer | None = None,
+    step: int | None = None,
+) -> None:
+    """Write a checkpoint in torch.distributed.checkpoint's format, each rank its part. Collective.
+
+    Any number of ranks loads it, and so does FSDP2. Until all parts are on the disk, the previous
+    checkpoint in `path` stays intact; the new one replaces it at once. An error on one rank is an
+    error on all. One job at a time can save to a path.
+
+    Args:
+        module: sharded.
+        path: a folder that all ranks reach.
+        optimizer: of the module.
+        step: of the training loop; ranks must save the same one. By default they compare how many
+            steps optimizers have made on the module's parameters.
+
+    Raises:
+        CheckpointError: a part cannot be written, ranks are at different steps, or another rank
+            has failed.
+        StateError: the module is not sharded, or optimizer state cannot be cut.
+    """
+    _prepare(module, path, optimizer, step, snapshot=False)()
+
+
+def async_save_sharded(
+    module: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    optimizer: Optimizer | None = None,
+    step: int | None = None,
+) -> Future[None]:
+    """Write a checkpoint as `save_sharded` does, in a thread, while training goes on. Collective.
+
+    Copies this rank's part to host memory and returns; later changes are not in the checkpoint. A
+    process has one save at a time: the next one, asynchronous or not, waits for it. The
+    interpreter does not end before it.
+
+    Args:
+        module: sharded.
+        path: a folder that all ranks reach.
+        optimizer: of the module.
+        step: as in `save_sharded`.
+
+    Returns:
+        A future that raises what `save_sharded` raises. If it has failed and its result was never
+        requested, the next save raises its error and saves nothing.
+
+    Raises:
+        CheckpointError: ranks are at different steps, or another rank has failed.
+        StateError: as in `save_sharded`.
+    """
+    return start(_prepare(module, path, optimizer, step, snapshot=True), str(path))
+
+
+def _prepare(
+    module: nn.Module,
+    path: str | os.PathLike[str],
+    optimizer: Optimizer | None,
+    step: int | None,
+    *,
+    snapshot: bool,
+) -> Callable[[], None]:
+    """Agree on what is saved. Collective; gives the function that writes it, collective too."""
+    state: dict[str, Any] = {}
+    error: Exception | None = None
+    world = World(module, "save_sharded")
+    try:
+        wait_for_last()
+        units_at_rest(module)  # refuses copies that whole_params shows
+        if hasattr(module, "_flat_param"):  # the parameters around units may be anybody's
+            check_strays("save_sharded", module, units_below(module))
+        state["model"] = module.state_dict()
+        if optimizer is not None:
+            state["optim"] = named_optimizer_state(module, optimizer)
+        if snapshot:
+            state = _on_host(state)
+    except Exception as raised:
+        error = raised
+    word = uuid.uuid4().hex[:12]
+    now = _steps_of(module) if step is None else step
+    notes = world.comm.share(("" if error is None else str(error), os.fspath(path), now, word))
+    if error is not None:
+        raise error
+    for rank, note in zip(world.ranks, notes, strict=True):
+        if note[0]:
+            raise CheckpointError(
+                f"flat_param.save_sharded: rank {rank} cannot save its part, so none was saved. "
+                f"Its error: {note[0]}"
+            )
+        for what, at in (("path", 1), ("step", 2)):
+            if note[at] != notes[0][at]:
+                raise CheckpointError(
+                    f"flat_param.save_sharded: the {what} is {_short(notes[0][at])} on rank "
+                    f"{world.ranks[0]} and {_short(note[at])} on rank {rank}, but all ranks must "
+                    "save one state. Call it after the same step on all ranks, or pass step=."
+                )
+    return lambda: _write(state, Path(path), notes[0][3], world)
+
+
+def _short(told: Any) -> Any:
+    return max(told, default=0) if isinstance(told, list) else told
+
+
+def _steps_of(module: nn.Module) -> list[int]:
+    """How many steps optimizers have made on each part of the module in this process."""
+    parts = [part for unit in units_below(module) for part in unit.parts]
+    return [piece.segment.steps for part in parts for piece in part.param_pieces[:1]]
+
+
+def _write(state: dict[str, Any], path: Path, word: str, world: World) -> None:
+    """Write and commit a state. Collective."""
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    from ._files import CheckedWriter
+
+    writer = CheckedWriter(path, word)
+    try:
+        # Of values that several ranks have, the first rank's are saved.
+        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+        save(state, storage_writer=writer, planner=planner, process_group=world.comm.group)
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        if world.is_first:
+            writer.remove()
+        raise CheckpointError(
+            f"flat_param.save_sharded: rank {world.ranks[rank]} cannot write its part to '{path}' "
+            f"({type(cause).__name__}: {cause}). Nothing was saved, and an earlier checkpoint "
+            "there is intact. Make room, or save to another path."
+        ) from cause
+    finally:
+        state.clear()  # an error would keep a snapshot alive
+    if world.is_first:
+        writer.remove_others()
+    world.comm.share(None)  # no rank returns before the checkpoint is complete
+
+
+def _on_host(state: dict[str, Any]) -> dict[str, Any]:
+    """A copy in host memory."""
+    copied: dict[str, Any] = map_tensors(copy.copy(state), _copy)
+    return copied
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    if is_dtensor(tensor):
+        return tensor.cpu().clone() if tensor.device.type == "cpu" else tensor.cpu()
+    moved = tensor.detach().cpu()
+    return moved.clone() if moved.device == tensor.device else moved

@@ -1,0 +1,102 @@
+"""The ranks that share a sharded module, and where they agree on saves and loads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+import torch.distributed as dist
+from torch import nn
+
+from .._errors import CheckpointError, StateError
+from ..comm._comm import CommLog, Communicator
+from ..memory._dtensors import place_of_dtensor
+from ..sharded._by_hand import units_below
+
+_Group = dist.ProcessGroup
+_groups: WeakKeyDictionary[_Group, dict[tuple[int, ...], ReferenceType[_Group]]]
+_groups = WeakKeyDictionary()
+
+
+class World:
+    """All ranks that have a part or a copy of a module's parameters.
+
+    Args:
+        module: sharded, or with sharded modules inside.
+        function: that was called, for messages.
+
+    Raises:
+        StateError: nothing in the module is sharded.
+    """
+
+    def __init__(self, module: nn.Module, function: str) -> None:
+        if next(units_below(module), None) is None:
+            raise StateError(
+                f"flat_param.{function}: {type(module).__name__} is not sharded. Call fully_shard "
+                "first."
+            )
+        self.function = function
+        self.ranks = _ranks_of(module)
+        self.comm = Communicator(_checkpoint_group(self.ranks), log=CommLog())
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first of the ranks."""
+        return self.comm.rank == 0
+
+    def agree(self, error: Exception | None) -> None:
+        """Raise on all ranks if there is an error on one. Collective.
+
+        Raises:
+            CheckpointError: there is one on another rank.
+        """
+        told = self.comm.share(None if error is None else str(error))
+        if error is not None:
+            raise error
+        for rank, text in zip(self.ranks, told, strict=True):
+            if text is not None:
+                raise CheckpointError(
+                    f"flat_param.{self.function}: rank {rank} has failed, so nothing was done on "
+                    f"any rank. Its error: {text}"
+                )
+
+
+def _ranks_of(module: nn.Module) -> tuple[int, ...]:
+    groups = list(dict.fromkeys(_groups_of(module)))
+    known = {dist.get_rank()}
+    for group in groups:
+        known |= set(dist.get_process_group_ranks(group))
+    if len(groups) > 1 and len(known) < dist.get_world_size():
+        for _ in groups:  # ranks of ranks, along all axes
+            for group in groups:
+                known |= set().union(*Communicator(group, log=CommLog()).share(known))
+    return tuple(sorted(known))
+
+
+def _groups_of(module: nn.Module) -> Iterator[_Group]:
+    places = [place_of_dtensor(each) for each in (*module.parameters(), *module.buffers())]
+    for unit in units_below(module):
+        for comm in (unit.comms.gather, unit.comms.replicate):
+            if comm.group is not None:
+                yield comm.group
+        places += [place for part in unit.parts for place in part.places]
+    for mesh in dict.fromkeys(place.mesh for place in places if place is not None):
+        for axis in range(mesh.ndim):
+            yield mesh.get_group(axis)
+
+
+def _checkpoint_group(ranks: tuple[int, ...]) -> _Group:
+    """A gloo group of these ranks, made once. Collective.
+
+    Of its own, as an asynchronous save's collectives go on beside those of training.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "a sharded module has process groups"
+    known = _groups.setdefault(world, {})
+    group = known[ranks]() if ranks in known else None
+    if group is None:
+        made = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+        group = cast(_Group, made)
+        known[ranks] = ref(group)
+    return group

@@ -1,0 +1,61 @@
+"""Optimizer state with a row for each block of a parameter, such as scales of 8-bit moments.
+
+- Where a boundary keeps rows or blocks whole, a rank's state has a row for each that it holds, and
+  the whole tensor has all rows in order. The last block may be short and has a row, too.
+- A tensor counts as such state if it has as many rows as there are blocks in the rank's piece or in
+  the parameter, and if no other parameter has the same tensor, see `shared_rows`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..layout._boundary import boundaries_of, numel_of_block
+from ..layout._shard import ShardPlan
+
+
+@dataclass(frozen=True)
+class BlockRows:
+    """Which blocks of a parameter a rank holds, where that is not all or nothing.
+
+    Args:
+        first: of them.
+        count: of them.
+        total: of the parameter.
+    """
+
+    first: int
+    count: int
+    total: int
+
+    def fits_piece(self, key: str, state: Any) -> bool:
+        """Whether state that the optimizer has is a row for each block here."""
+        return _has_rows(key, state, self.count)
+
+    def fits_whole(self, key: str, state: Any) -> bool:
+        """Whether state of the whole parameter has a row for each block."""
+        return _has_rows(key, state, self.total)
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The rows here of a whole tensor; a view."""
+        return whole[self.first : self.first + self.count]
+
+
+def _has_rows(key: str, state: Any, count: int) -> bool:
+    if key == "step" or not isinstance(state, Tensor) or not state.numel():
+        return False
+    return state.dim() > 0 and state.shape[0] == count
+
+
+def block_rows(plan: ShardPlan, index: int, start: int, stop: int) -> BlockRows | None:
+    """The blocks in `[start, stop)` of a parameter; None where it has none, or none but these."""
+    spec = plan.layout.specs[index]
+    names = [each.name for each in plan.layout.specs]
+    size = numel_of_block(spec.shape, spec.stride, boundaries_of(plan.boundary, names)[index])
+    if not size or stop - start in (0, spec.numel):
+        return None
+    first = start // size
+    return BlockRows(first, -(-stop // size) - first, -(-spec.numel // size))

@@ -1,0 +1,101 @@
+"""`state_dict()` of sharded modules gives shards; `load_state_dict()` takes whole tensors, too.
+
+torch and other libraries call both on any module inside a sharded one, so the hooks are on every
+module that has sharded parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from .._errors import FlatParamError, StateError
+from ._by_hand import put_to_rest
+from ._param_sites import ParamSite
+from ._unit import Unit
+
+
+def install_module_hooks(module: nn.Module, unit: Unit) -> None:
+    """Add the hooks to the modules that have a unit's parameters."""
+    by_registry: dict[int, list[ParamSite]] = {}
+    for site in unit.sites:
+        by_registry.setdefault(id(site.registry), []).append(site)
+    for child in module.modules():
+        sites = by_registry.get(id(child._parameters))
+        if sites:
+            child.register_state_dict_pre_hook(partial(_before, unit))
+            child.register_state_dict_post_hook(partial(_present, unit, sites))
+            child.register_load_state_dict_pre_hook(partial(_take, unit, sites))
+
+
+def _before(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    if not unit.sites.shows_copies:
+        _rest(unit, "state_dict")
+
+
+def _rest(unit: Unit, method: str) -> None:
+    unit.schedule.settle()
+    if unit.schedule.depth or unit.schedule.backward is not None:
+        raise StateError(
+            f"flat_param.{method}: called inside forward or backward, where the module has "
+            "unsharded parameters. Call it between steps."
+        )
+    put_to_rest(unit)
+
+
+def _present(
+    unit: Unit,
+    sites: Sequence[ParamSite],
+    module: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    metadata: Any,
+) -> None:
+    if unit.sites.shows_copies:
+        return
+    from ._flat_shard import flat_view
+
+    for name, site in _named(sites, prefix):
+        if isinstance(state.get(name), Tensor):
+            param = site.part.params[site.index]
+            piece = site.part.param_pieces[site.index]
+            state[name] = (
+                param.detach() if piece.is_plain else piece.present(flat_view(param, param))
+            )
+
+
+def _take(
+    unit: Unit,
+    sites: Sequence[ParamSite],
+    module: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    metadata: Mapping[str, Any],
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    _rest(unit, "load_state_dict")
+    unit.reshard()
+    for name, site in _named(sites, prefix):
+        value, param = state.get(name), site.part.params[site.index]
+        if not isinstance(value, Tensor) or value is param:
+            continue  # torch passes the module's own parameters where a state has no value
+        try:
+            elements = site.part.param_pieces[site.index].elements(value, name)
+        except FlatParamError as error:
+            errors.append(str(error))
+            state[name] = param
+            continue
+        state[name] = elements.as_strided(param.shape, param.stride())
+        if metadata.get("assign_to_params_buffers"):
+            site.part.write(site.index, elements)
+            state[name] = param
+
+
+def _named(sites: Sequence[ParamSite], prefix: str) -> Iterator[tuple[str, ParamSite]]:
+    return ((prefix + site.key, site) for site in sites)

@@ -1,0 +1,42 @@
+"""Parameters that were put into a sharded module afterwards, and belong to no unit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from .._errors import StateError
+from ..memory._dtensors import is_dtensor
+from ._unit import Unit
+
+
+def check_strays(function: str, module: nn.Module, units: Iterable[Unit]) -> None:
+    """Refuse a parameter of a sharded module whose gradients nothing reduces.
+
+    Not a collective. Frozen ones may stay, as buffers may.
+
+    Args:
+        function: that was called, for the message.
+        module: that is a unit.
+        units: of the module and of those inside.
+
+    Raises:
+        StateError: names the first.
+    """
+    units = list(units)
+    if all(unit.comms.world_size == 1 for unit in units):
+        return
+    owned = {(id(site.registry), site.key) for unit in units for site in unit.sites}
+    ignored = {id(param) for unit in units for param in unit.ignored}
+    for path, child in module.named_modules():
+        for key, param in child._parameters.items():
+            if param is None or not param.requires_grad or id(param) in ignored:
+                continue
+            if (id(child._parameters), key) not in owned and not is_dtensor(param):
+                name = f"{path}.{key}" if path else key
+                raise StateError(
+                    f"flat_param.{function}: parameter '{name}' was added after fully_shard and "
+                    "belongs to no unit, so each rank would train its own. Add it before "
+                    "fully_shard, or pass it in ignored_params and reduce its gradients yourself."
+                )

@@ -1,0 +1,29 @@
+"""What once went wrong without a word is right, or refused with a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ._claims import all_are_listed, holds_on_every_rank
+
+pytest.importorskip("transformers")
+
+CLAIMS = (
+    "forward_after_a_failed_export",
+    "parameter_added_after_sharding_is_refused",
+    "saved_pretrained_folder_loads",
+    "transformers_keeps_ranks_in_step",
+)
+
+
+@pytest.fixture(scope="module")
+def results(ranks: Callable[..., list[Any]]) -> list[dict[str, str]]:
+    """All checks of workers/traps.py, run once on two ranks."""
+    return ranks(2, "traps", timeout_s=120)
+
+
+test_claim_holds_on_every_rank = holds_on_every_rank(CLAIMS)
+test_every_check_is_listed = all_are_listed(CLAIMS)

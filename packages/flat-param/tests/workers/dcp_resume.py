@@ -1,0 +1,70 @@
+"""Loads on another number of ranks what `dcp_states.py` and `own_checkpoints.py` have saved."""
+
+from __future__ import annotations
+
+import torch.distributed.checkpoint as dcp
+from _harness import main, run_checks
+from _states import optimizer_of, same, sharded, train, truth, values_of
+from dcp_states import BOUNDARIES, put, state_of
+from torch.distributed.device_mesh import init_device_mesh
+
+import flat_param
+
+FOLDER = [""]
+
+
+def check_torch_resumes(rank: int, world: int) -> None:
+    """Some ranks have nothing of many parameters."""
+    for boundary in BOUNDARIES:
+        for saved in BOUNDARIES:
+            model = sharded(9, boundary=boundary)
+            optimizer = optimizer_of(model)
+            state = state_of(model, optimizer)
+            dcp.load(state, checkpoint_id=f"{FOLDER[0]}/{saved}")
+            put(model, optimizer, state)
+            same(values_of(model, optimizer), truth(3))
+
+
+def check_load_sharded_resumes(rank: int, world: int) -> None:
+    """With fresh optimizers, whose groups are in another order."""
+    for boundary in BOUNDARIES:
+        model = sharded(9, boundary=boundary)
+        optimizer = optimizer_of(model, flipped=True)
+        flat_param.load_sharded(model, f"{FOLDER[0]}/element", optimizer=optimizer)
+        same(values_of(model, optimizer), truth(3))
+        assert [group["lr"] for group in optimizer.param_groups] == [0.02, 0.01]
+
+
+def check_copies_of_shards(rank: int, world: int) -> None:
+    """HSDP saves each element once, and loads."""
+    if world != 4:
+        return
+    options = {"strategy": "HYBRID_SHARD", "mesh": init_device_mesh("cpu", (2, 2))}
+    model = sharded(9, **options)
+    optimizer = optimizer_of(model)
+    flat_param.load_sharded(model, f"{FOLDER[0]}/row", optimizer=optimizer)
+    same(values_of(model, optimizer), truth(3))
+    path = f"{FOLDER[0]}/hybrid"
+    dcp.save(state_of(model, optimizer), checkpoint_id=path)
+    flat_param.save_sharded(model, f"{path}-ours", optimizer=optimizer)
+    train(model, optimizer, 3, 5)
+    expected = values_of(model, optimizer)
+    for each in (path, f"{path}-ours"):
+        other = sharded(7)
+        fresh = optimizer_of(other)
+        flat_param.load_sharded(other, each, optimizer=fresh)
+        same(values_of(other, fresh), truth(3))
+        train(other, fresh, 3, 5)
+        same(values_of(other, fresh), expected)
+    full = flat_param.full_state_dict(model, optimizer=optimizer, rank0_only=True)
+    assert bool(full["model"]) == (rank == 0)
+
+
+def run(rank: int, world: int, folder: str) -> dict[str, str]:
+    """All checks."""
+    FOLDER[0] = folder
+    return run_checks(globals(), rank, world)
+
+
+if __name__ == "__main__":
+    main(run)

@@ -1,0 +1,359 @@
+"""torch's own functions for states and checkpoints, on sharded models; one check per claim.
+
+Run on two ranks with a folder, for which it writes checkpoints that `dcp_resume.py` loads.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from _harness import main, raises
+from _states import (
+    fsdp2,
+    optimizer_of,
+    plain,
+    plain_values,
+    same,
+    sharded,
+    train,
+    trained,
+    truth,
+    values_of,
+)
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+import flat_param
+
+BOUNDARIES = ("element", "row", "tensor")
+FOLDER = [""]
+
+
+def state_of(model: nn.Module, optimizer: Any, **options: Any) -> dict[str, Any]:
+    """What torch's documentation passes to `dcp.save`."""
+    found = get_state_dict(model, optimizer, options=StateDictOptions(**options))
+    return dict(zip(("model", "optim"), found, strict=True))
+
+
+def put(model: nn.Module, optimizer: Any, state: dict[str, Any], **options: Any) -> None:
+    """The reverse."""
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optim"],
+        options=StateDictOptions(**options),
+    )
+
+
+def check_training_is_that_of_one_process(rank: int, world: int) -> None:
+    """What all other checks compare with."""
+    for boundary in BOUNDARIES:
+        same(values_of(*trained(3, boundary=boundary)), truth(3))
+
+
+def check_saved_state_comes_back_and_trains_on(rank: int, world: int) -> None:
+    """In the same model after more steps, and in another one; lr follows the groups' names."""
+    for boundary in BOUNDARIES:
+        model, optimizer = trained(3, boundary=boundary)
+        path = f"{FOLDER[0]}/{boundary}"
+        dcp.save(state_of(model, optimizer), checkpoint_id=path)
+        train(model, optimizer, 3, 5)
+        other = sharded(7, boundary=boundary)
+        fresh = optimizer_of(other, flipped=boundary == "row")
+        for each, own in ((model, optimizer), (other, fresh)):
+            state = state_of(each, own)
+            dcp.load(state, checkpoint_id=path)
+            put(each, own, state)
+            same(values_of(each, own), truth(3))
+            train(each, own, 3, 5)
+            same(values_of(each, own), truth(5))
+
+
+def check_load_in_place_needs_no_set(rank: int, world: int) -> None:
+    """Shards of a state dict are the module's and the optimizer's own memory."""
+    model, optimizer = trained(3)
+    dcp.save(state_of(model, optimizer), checkpoint_id=f"{FOLDER[0]}/in-place")
+    train(model, optimizer, 3, 5)
+    dcp.load(state_of(model, optimizer), checkpoint_id=f"{FOLDER[0]}/in-place")
+    found = values_of(model, optimizer)
+    same({k: v for k, v in found.items() if not k.endswith("step")}, _no_steps(truth(3)))
+
+
+def _no_steps(values: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in values.items() if not k.endswith("step")}
+
+
+def check_async_save_beside_training(rank: int, world: int) -> None:
+    """With a group of its own, as the page says."""
+    model, optimizer = trained(3)
+    group = dist.new_group(backend="gloo")
+    path = f"{FOLDER[0]}/async"
+    saved = dcp.async_save(state_of(model, optimizer), checkpoint_id=path, process_group=group)
+    train(model, optimizer, 3, 5)
+    saved.result()
+    state = state_of(model, optimizer)
+    dcp.load(state, checkpoint_id=path)
+    put(model, optimizer, state)
+    same(values_of(model, optimizer), truth(3))
+
+
+def check_full_state_is_plain(rank: int, world: int) -> None:
+    """Whole plain tensors, on rank 0 alone with `cpu_offload`."""
+    for boundary in BOUNDARIES:
+        model, optimizer = trained(3, boundary=boundary)
+        state = state_of(model, optimizer, full_state_dict=True)
+        same(_flat(state, model), truth(3))
+        kinds = {type(value) for value in _flat(state, model).values()}
+        assert kinds == {torch.Tensor}, kinds
+        state = state_of(model, optimizer, full_state_dict=True, cpu_offload=True)
+        assert bool(state["model"]) == (rank == 0)
+
+
+def _flat(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    names = {name for name, _ in model.named_parameters()}
+    found = {k: v for k, v in state["model"].items() if k in names}
+    for name, values in state["optim"]["state"].items():
+        found |= {f"{name}/{key}": value for key, value in values.items()}
+    return found
+
+
+def check_full_state_is_taken(rank: int, world: int) -> None:
+    """On every rank, from rank 0 alone, and what a plain model has saved."""
+    one = plain()
+    own = optimizer_of(one)
+    train(one, own, 0, 3)
+    for boundary in BOUNDARIES:
+        model, optimizer = trained(3, boundary=boundary)
+        ours = state_of(model, optimizer, full_state_dict=True)
+        for state, from_first in ((ours, False), (ours, True), (state_of(one, own), False)):
+            given = {"model": {}, "optim": {}} if from_first and rank else copy.deepcopy(state)
+            other = sharded(9, boundary=boundary)
+            fresh = optimizer_of(other)
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_first)
+            set_model_state_dict(other, given["model"], options=options)
+            set_optimizer_state_dict(other, fresh, given["optim"], options=options)
+            same(values_of(other, fresh), truth(3))
+
+
+def check_flattened_state_with_groups_in_other_order(rank: int, world: int) -> None:
+    """`flatten_optimizer_state_dict` and `optimizer.load_state_dict`; lr follows the names."""
+    model, optimizer = trained(3)
+    path, flat = f"{FOLDER[0]}/flattened", {"flatten_optimizer_state_dict": True}
+    dcp.save(state_of(model, optimizer, **flat), checkpoint_id=path)
+    other = sharded(9)
+    fresh = optimizer_of(other, flipped=True)
+    for group in fresh.param_groups:
+        group["lr"] = 0.5
+    state = state_of(other, fresh, **flat)
+    dcp.load(state, checkpoint_id=path)
+    put(other, fresh, state, **flat)
+    same(values_of(other, fresh), truth(3))
+    assert [group["lr"] for group in fresh.param_groups] == [0.02, 0.01]
+    last = sharded(9)
+    flat_param.load_sharded(last, path, optimizer=optimizer_of(last, flipped=True))
+
+
+def check_state_of_own_rank_comes_back(rank: int, world: int) -> None:
+    """`torch.save` of state dicts, into an optimizer that has made no step."""
+    for boundary in BOUNDARIES:
+        model, optimizer = trained(3, boundary=boundary)
+        file = io.BytesIO()
+        torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, file)
+        file.seek(0)
+        state = torch.load(file, weights_only=True)
+        other = sharded(9, boundary=boundary)
+        fresh = optimizer_of(other)
+        other.load_state_dict(state["model"])
+        fresh.load_state_dict(state["optim"])
+        same(values_of(other, fresh), truth(3))
+        assert other.note == "new"
+
+
+def check_state_of_other_rank_is_refused(rank: int, world: int) -> None:
+    """Although pieces have the same shape on all ranks; and nothing changes."""
+    layer = flat_param.fully_shard(nn.Linear(8, 8, bias=False))
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+    layer(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save((layer.state_dict(), optimizer.state_dict()), file)
+    files: list[Any] = [None] * world
+    dist.all_gather_object(files, file.getvalue())
+    theirs = torch.load(io.BytesIO(files[1 - rank]), weights_only=True)
+    before = [layer.weight.detach().clone(), optimizer.state[layer.weight]["exp_avg"].clone()]
+    raises(RuntimeError, "It was saved by another rank", lambda: layer.load_state_dict(theirs[0]))
+    raises(
+        flat_param.StateError,
+        "It was saved by another rank",
+        lambda: optimizer.load_state_dict(theirs[1]),
+    )
+    assert torch.equal(before[0], layer.weight)
+    assert torch.equal(before[1], optimizer.state[layer.weight]["exp_avg"])
+    assert len(optimizer.state_dict()["state"]) == 1
+
+
+def check_computing_with_a_shard_is_refused(rank: int, world: int) -> None:
+    """Copies keep the elements; everything else would be of one rank's."""
+    value = get_model_state_dict(sharded())["embed.weight"]
+    assert isinstance(value, DTensor)
+    assert value.shape == (29, 13)
+    for call in (
+        lambda: value + 1,
+        lambda: value.norm(),
+        lambda: value.sum(),
+        lambda: value[0],
+        lambda: torch.equal(value, value),
+        lambda: value.numpy(),
+        lambda: value.tolist(),
+        lambda: torch.allclose(value, value),
+        lambda: value.mul_(2),
+    ):
+        raises(flat_param.StateError, "Call full_tensor() on every rank first", call)
+    whole = value.full_tensor()
+    for copied in (value.clone(), value.detach(), value.cpu(), value.half(), copy.deepcopy(value)):
+        assert torch.equal(copied.full_tensor().float(), whole.to(copied.dtype).float())
+    assert "embed.weight" in repr(value)
+
+
+def check_whole_tensors_load(rank: int, world: int) -> None:
+    """Into the sharded model and into a module inside, assigned or copied; wrong shapes raise."""
+    expected = plain(3).state_dict()
+    for assign in (False, True):
+        model = sharded()
+        optimizer = optimizer_of(model)
+        model.load_state_dict(expected, assign=assign)
+        found = values_of(model, optimizer)
+        same(found, {k: v for k, v in expected.items() if k in found})
+        model.layers[0].load_state_dict(plain(4).layers[0].state_dict(), assign=assign)
+        found = values_of(model, optimizer)
+        assert torch.equal(found["layers.0.up.weight"], plain(4).layers[0].up.weight)
+        assert torch.equal(found["layers.1.up.weight"], expected["layers.1.up.weight"])
+        train(model, optimizer, 0, 1)
+    wrong = {**expected, "head.weight": torch.ones(29, 12)}
+    raises(RuntimeError, "has shape (29, 12)", lambda: model.load_state_dict(wrong))
+    part = model.load_state_dict({"embed.weight": expected["embed.weight"]}, strict=False)
+    assert "layers.0.up.weight" in part.missing_keys
+
+
+def check_state_dict_is_refused_inside_forward(rank: int, world: int) -> None:
+    """There the module has unsharded parameters."""
+    model = sharded()
+    model.layers[0].up.register_forward_hook(lambda *_: model.state_dict())
+    ids = torch.zeros(1, 2, dtype=torch.long)
+    raises(flat_param.StateError, "called inside forward or backward", lambda: model(ids))
+
+
+def check_count_of_ranks_that_skip_does_not_count(rank: int, world: int) -> None:
+    """Where only ranks that have elements step a parameter, theirs is the step that is saved.
+
+    A count may be a number of Python; it comes back as one.
+    """
+
+    class Counting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None:
+                        state = self.state[param]
+                        state["count"] = state.get("count", 0) + 1
+                        state["sum"] = state.get("sum", 0) + param.grad
+
+    model = flat_param.fully_shard(
+        nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)), boundary="tensor"
+    )
+    optimizer = Counting(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    mine = optimizer.state[model[rank].weight]
+    mine["count"] = 7 + rank
+    full = get_optimizer_state_dict(
+        model, optimizer, options=StateDictOptions(full_state_dict=True)
+    )
+    counts = [int(full["state"][f"{at}.weight"]["count"]) for at in range(2)]
+    assert counts == [7, 8], counts
+    path = f"{FOLDER[0]}/counts"
+    dcp.save({"optim": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=path)
+    mine["count"] = 0
+    state = {"optim": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=path)
+    set_optimizer_state_dict(model, optimizer, state["optim"])
+    again = optimizer.state[model[rank].weight]
+    assert again["count"] == 7 + rank, again["count"]
+    assert type(again["count"]) is int
+
+
+def check_checkpoints_of_fsdp2_and_of_plain_models(rank: int, world: int) -> None:
+    """Both ways, through torch and through `load_sharded`."""
+    theirs = fsdp2()
+    their_optimizer = optimizer_of(theirs)
+    train(theirs, their_optimizer, 0, 3)
+    expected = plain_values(theirs, their_optimizer)
+    dcp.save(state_of(theirs, their_optimizer), checkpoint_id=f"{FOLDER[0]}/fsdp2")
+    one = plain()
+    own = optimizer_of(one)
+    train(one, own, 0, 3)
+    dcp.save(state_of(one, own), checkpoint_id=f"{FOLDER[0]}/plain")
+    saved = {"fsdp2": expected, "plain": truth(3)}
+    for boundary in BOUNDARIES:
+        for name in ("fsdp2", "plain"):
+            model = sharded(9, boundary=boundary)
+            optimizer = optimizer_of(model)
+            state = state_of(model, optimizer)
+            dcp.load(state, checkpoint_id=f"{FOLDER[0]}/{name}")
+            put(model, optimizer, state)
+            same(values_of(model, optimizer), saved[name])
+            other = sharded(9, boundary=boundary)
+            fresh = optimizer_of(other, flipped=True)
+            flat_param.load_sharded(other, f"{FOLDER[0]}/{name}", optimizer=fresh)
+            same(values_of(other, fresh), saved[name])
+            assert [group["lr"] for group in fresh.param_groups] == [0.02, 0.01]
+        for make in (fsdp2, plain):
+            model = make(9)
+            optimizer = optimizer_of(model)
+            state = state_of(model, optimizer)
+            dcp.load(state, checkpoint_id=f"{FOLDER[0]}/{boundary}")
+            put(model, optimizer, state)
+            same(plain_values(model, optimizer), truth(3))
+
+
+def check_offline_conversion(rank: int, world: int) -> None:
+    """`dcp_to_torch_save` gives a state for a plain model."""
+    if rank == 0:
+        path = f"{FOLDER[0]}/whole.pt"
+        dcp_to_torch_save(f"{FOLDER[0]}/element", path)
+        state = torch.load(path, weights_only=False)
+        model = plain(9)
+        optimizer = optimizer_of(model)
+        train(model, optimizer, 0, 1)
+        put(model, optimizer, state)
+        same(plain_values(model, optimizer), truth(3))
+
+
+def run(rank: int, world: int, folder: str) -> dict[str, str]:
+    """All checks."""
+    from _harness import run_checks
+
+    FOLDER[0] = folder
+    return run_checks(globals(), rank, world)
+
+
+if __name__ == "__main__":
+    main(run)

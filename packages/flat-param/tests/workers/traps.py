@@ -1,0 +1,127 @@
+"""Uses of a sharded model that once went wrong without a word; one check per claim."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from _harness import main, raises, run_checks, whole_state
+from torch import Tensor, nn
+
+import flat_param
+
+
+class Adapter(nn.Module):
+    """A layer and two small ones beside it."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        self.down, self.up = nn.Linear(6, 2, bias=False), nn.Linear(2, 6, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base(x) + self.up(self.down(x))
+        return y
+
+
+def sharded() -> nn.Module:
+    """Two layers, a unit each, and one around them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    for module in (model[0], model[1], model):
+        flat_param.fully_shard(module)
+    return model
+
+
+def check_parameter_added_after_sharding_is_refused(rank: int, world: int) -> None:
+    """In the first forward, and in a save; a frozen one and an ignored one may stay."""
+    text = "parameter '0.down.weight' was added after fully_shard and belongs to no unit"
+    model = sharded()
+    model[0] = Adapter(model[0])
+    raises(flat_param.StateError, text, lambda: model(torch.ones(2, 6)))
+    raises(flat_param.StateError, text, lambda: flat_param.save_sharded(model, "nowhere"))
+    model[0].down.requires_grad_(False)
+    model[0].up.requires_grad_(False)
+    frozen = sharded()
+    frozen[0] = Adapter(frozen[0]).requires_grad_(False)
+    frozen(torch.ones(2, 6))
+
+
+def check_forward_after_a_failed_export(rank: int, world: int) -> None:
+    """Export is refused by name, and the module is as it was."""
+    model = sharded()
+    x = torch.ones(2, 6)
+    before = model(x).detach()
+    found: list[Any] = []
+    try:
+        torch.export.export(model, (x,))
+    except Exception as error:
+        found.append(error)
+    assert found
+    assert "cannot trace the collectives of a sharded module" in str(found[0]), found[0]
+    assert torch.equal(model(x).detach(), before)
+    assert torch.equal(whole_state(model)["0.weight"], whole_state(sharded())["0.weight"])
+
+
+def check_transformers_keeps_ranks_in_step(rank: int, world: int) -> None:
+    """`generate` looks for the attribute; ranks that end at other lengths would wait for ever."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    model = LlamaForCausalLM(config).eval()
+    for layer in model.model.layers:
+        flat_param.fully_shard(layer)
+    flat_param.fully_shard(model)
+    prompt = torch.tensor([[3, 5, 7 + rank]])
+    out = model.generate(prompt, do_sample=False, max_new_tokens=4 if rank else 8)
+    assert out.shape[1] == 3 + (4 if rank else 8)
+
+
+def check_saved_pretrained_folder_loads(rank: int, world: int) -> None:
+    """With a tied head, whose name the file leaves out."""
+    import tempfile
+
+    import torch.distributed as dist
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+    )
+    first = flat_param.fully_shard(LlamaForCausalLM(config))
+    state = flat_param.full_state_dict(first)["model"]
+    box = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(box)
+    if rank == 0:
+        first.save_pretrained(box[0], state_dict=state)
+    dist.barrier()
+    torch.manual_seed(1)
+    other = flat_param.fully_shard(LlamaForCausalLM(config))
+    flat_param.load_sharded(other, box[0])
+    found = whole_state(other)
+    assert all(torch.equal(found[name], value) for name, value in state.items())
+
+
+def run(rank: int, world: int) -> dict[str, str]:
+    """All checks."""
+    return run_checks(globals(), rank, world)
+
+
+if __name__ == "__main__":
+    main(run)

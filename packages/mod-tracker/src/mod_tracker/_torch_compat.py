@@ -1,0 +1,597 @@
+"""Every private torch name that this package needs, each with a check and a fallback.
+
+Nothing else in the package reads one. Where torch lacks a name, or what it names does something
+else, what it is for is left out.
+
+Backward attribution needs four facts that torch has no public function for: the number the next
+autograd node will get, the number of a node, the node that runs now, and whether a backward runs.
+`probe` tries them once at import on a two-node graph. If any is missing or answers something else,
+`EXACT_BACKWARD` is False: forward tracking stays complete, and a backward is simply not seen.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def look_up(dotted: str) -> Any:
+    """What torch has under a dotted name, or None."""
+    found: Any = torch
+    for part in dotted.split("."):
+        if found is None:  # which has names of its own
+            return None
+        found = getattr(found, part, None)
+    return found
+
+
+# The autograd graph.
+
+
+NO_TASK = -1
+"""What `graph_task` answers when no backward runs in this thread."""
+
+Found = TypeVar("Found")
+
+UNNUMBERED = 2**63
+"""Gradient accumulation nodes carry the largest number there is; every other node is below this."""
+
+
+def in_fresh_thread(function: Callable[[], Found]) -> Found:
+    """Return what a function gives where no mode of torch is on and no backward runs.
+
+    Where no thread can be started it is called in this one.
+    """
+    found: list[Found] = []
+    thread = threading.Thread(target=lambda: found.append(function()), name="mod_tracker probe")
+    try:
+        thread.start()
+    except RuntimeError:
+        return function()
+    thread.join()
+    return found[0]
+
+
+def probe(
+    next_number: Callable[[], int] | None,
+    graph_task: Callable[[], int] | None,
+    current_node: Callable[[], Any] | None,
+) -> bool:
+    """Whether the three functions tell the truth about a two-node graph.
+
+    Args:
+        next_number: number that the next autograd node of this thread will get.
+        graph_task: id of the backward that runs in this thread, or `NO_TASK`.
+        current_node: the autograd node that runs in this thread, or None.
+    """
+    if next_number is None or graph_task is None or current_node is None:
+        return False
+    seen: list[tuple[int, int]] = []
+    try:
+        with torch.enable_grad():
+            first = torch.empty((), device="cpu", requires_grad=True).neg()
+            expected = next_number()
+            second = first.neg()
+        first.register_hook(lambda _: seen.append((graph_task(), current_node()._sequence_nr())))
+        numbered = second.grad_fn._sequence_nr() == expected  # type: ignore[union-attr]
+        second.backward()
+    except (AttributeError, TypeError, RuntimeError):
+        return False
+    right = [number for task, number in seen if task != NO_TASK]
+    return numbered and graph_task() == NO_TASK and right == [expected - 1]
+
+
+_next_number = look_up("_C._autograd._get_sequence_nr")
+_graph_task = look_up("_C._current_graph_task_id")
+_current_node = look_up("_C._current_autograd_node")
+
+EXACT_BACKWARD: bool = in_fresh_thread(lambda: probe(_next_number, _graph_task, _current_node))
+"""Whether backward attribution works on this torch."""
+
+next_number: Callable[[], int] = _next_number if EXACT_BACKWARD else lambda: 0
+graph_task: Callable[[], int] = _graph_task if EXACT_BACKWARD else lambda: NO_TASK
+current_node: Callable[[], Any] = _current_node if EXACT_BACKWARD else lambda: None
+
+
+LEAF_NODE: Any = look_up("_C._functions.AccumulateGrad")
+"""Type of the nodes that keep hooks of this kind on their tensor, and do not look at their own."""
+
+
+def carries(carrier: torch.Tensor, leaf_node: Any, function_mode: Any) -> bool:
+    """Whether a node takes over the hooks that a foreign tensor carries, and keeps them.
+
+    Args:
+        carrier: a tensor that requires no gradient.
+        leaf_node: type of the nodes of leaf tensors.
+        function_mode: says whether a `TorchFunctionMode` is on; None if nothing does.
+    """
+    if function_mode is None:
+        return False
+    seen: list[Any] = []
+    try:
+        with torch.enable_grad():
+            leaf = torch.ones(1, device="cpu", requires_grad=True)
+            first, second = leaf * 2, leaf * 3
+        node: Any = first.grad_fn
+        hooks: Any = {0: lambda grad: seen.append((grad.item(), current_node()))}
+        carrier._backward_hooks = hooks
+        if carrier._backward_hooks is not hooks:
+            return False  # a node that is given nothing would crash
+        node._register_hook_dict(carrier)
+        carrier._backward_hooks = {}
+        (first * 7 + second).backward()
+    except (AttributeError, TypeError, RuntimeError):
+        return False
+    known = type(node.next_functions[0][0]) is leaf_node
+    return known and [(grad, at is node) for grad, at in seen] == [(7.0, True)]
+
+
+_EMPTY: torch.Tensor = in_fresh_thread(lambda: torch.empty(0, device="cpu"))
+
+_function_mode = look_up("_C._is_torch_function_mode_enabled")
+
+CARRIES: bool = in_fresh_thread(
+    lambda: carries(torch.empty((), device="cpu"), LEAF_NODE, _function_mode)
+)
+"""Whether `hook_gradient` may take the short way."""
+
+in_function_mode: Callable[[], bool] = _function_mode if CARRIES else (lambda: True)
+"""Whether a `TorchFunctionMode` is on, which would be asked to put hooks on a tensor."""
+
+
+def new_carrier() -> torch.Tensor:
+    """Return what carries hooks to nodes in one thread; no mode sees it being made."""
+    return nn.Parameter(_EMPTY, requires_grad=False)
+
+
+def hook_gradient(
+    node: Any, output: int, carrier: torch.Tensor, hook: Callable[[Any], None]
+) -> None:
+    """Have `hook` called with the gradient of one output of a node, before the node runs.
+
+    What `Tensor.register_hook` does, short of the dictionary and the handle that make it ten times
+    as expensive. `torch.autograd.grad` for that output calls the hook, too.
+
+    Args:
+        node: an autograd node.
+        output: which of its outputs.
+        carrier: of this thread, from `new_carrier`. It is the first output of no node, so only
+            hooks for first outputs can be carried.
+        hook: its result must be None.
+    """
+    if output == 0 and not in_function_mode() and type(node) is not LEAF_NODE:
+        carrier._backward_hooks = {0: hook}
+        node._register_hook_dict(carrier)
+    else:
+        node.register_prehook(lambda grads: hook(grads[output]))
+
+
+def number_asking() -> int:
+    """Number of the node that runs now in this thread; `UNNUMBERED` if none does."""
+    node = current_node()
+    return UNNUMBERED if node is None else number_of(node)
+
+
+keeps_graph: Callable[[], bool] = look_up("_C._autograd._get_current_graph_task_keep_graph") or (
+    lambda: True
+)
+"""Whether the backward that runs keeps its graph, as one that makes a graph does."""
+
+
+def number_of(node: Any) -> int:
+    """Autograd's number of a node: creation order within the thread that created it."""
+    number: int = node._sequence_nr()
+    return number
+
+
+def at_backward_end(callback: Callable[[], None]) -> bool:
+    """Run `callback` when the backward that runs now ends without an error.
+
+    Returns:
+        False where torch offers no such queue; the callback is then never called.
+    """
+    queue = getattr(look_up("autograd.Variable._execution_engine"), "queue_callback", None)
+    if queue is None or graph_task() == NO_TASK:
+        return False
+    queue(callback)
+    return True
+
+
+def node_creation_hook(
+    callback: Callable[[Any], None],
+) -> AbstractContextManager[Any] | None:
+    """Context in which torch >= 2.14 tells `callback` each autograd node made in this thread.
+
+    Returns:
+        None where torch has no such hook.
+    """
+    hook = getattr(torch.autograd.graph, "node_creation_hook", None)
+    return None if hook is None else cast("AbstractContextManager[Any]", hook(callback))
+
+
+# What nodes keep for backward.
+
+
+_CHECKPOINTS: tuple[type, ...] = tuple(
+    kind
+    for dotted in (
+        "utils.checkpoint.CheckpointFunction",
+        "utils.checkpoint._NoopSaveInputs",
+    )
+    if (kind := look_up(dotted)) is not None
+)
+"""Functions whose nodes keep the inputs of a region that runs again."""
+
+
+SAVED: Any = look_up("_C._autograd.SavedTensor")
+"""Type of what keeps a tensor for backward, in a node or, by torch's checkpoint, outside of one."""
+
+
+class SavedValue(NamedTuple):
+    """What a node, or torch's checkpoint, keeps of one tensor.
+
+    Attributes:
+        data: the tensor, or what the hooks that were on have made of it.
+        hook: the one that makes the tensor again; None if there were no hooks.
+        of_checkpoint: whether the node is one by which torch's checkpoint keeps inputs.
+    """
+
+    data: Any
+    hook: Any
+    of_checkpoint: bool
+
+
+def saved_values(tensors: Iterable[torch.Tensor]) -> Iterator[SavedValue]:
+    """Return what is kept by all nodes that the gradients of these tensors go through.
+
+    Nothing where torch does not show what a node keeps. What a backward has used is kept no more.
+    """
+    waiting = [_node_of(tensor) for tensor in tensors]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [reached for reached, _ in node.next_functions]
+        of_checkpoint = issubclass(getattr(node, "_forward_cls", object), _CHECKPOINTS)
+        kind: Any = type(node)
+        for name in _fields(kind):
+            for saved in _saved_in(node, name):
+                yield from value_in(saved, of_checkpoint=of_checkpoint)
+
+
+def value_in(saved: Any, *, of_checkpoint: bool) -> Iterator[SavedValue]:
+    """Return what is in an instance of `SAVED`; nothing where torch does not show it."""
+    data = getattr(saved, "data", None)
+    if data is not None:
+        yield SavedValue(data, getattr(saved, "unpack_hook", None), of_checkpoint)
+
+
+def _node_of(tensor: torch.Tensor) -> Any:
+    try:
+        return tensor.grad_fn
+    except Exception:  # of a class of anybody's
+        return None
+
+
+@cache
+def _fields(kind: Any) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def _saved_in(node: Any, name: str) -> Iterable[Any]:
+    try:
+        found = getattr(node, name)
+    except RuntimeError:  # a backward has used it
+        return ()
+    return found if isinstance(found, (list, tuple)) else (found,)
+
+
+# Modules.
+
+
+def children_of(module: nn.Module) -> Mapping[str, nn.Module | None]:
+    """Return direct children by attribute name, shared ones under every name they have.
+
+    `named_children` leaves out repeats, and a module may override it.
+    """
+    own = module.__dict__.get("_modules")
+    return own if type(own) is dict or isinstance(own, Mapping) else _listed(module.named_children)
+
+
+def parameters_of(module: nn.Module) -> Mapping[str, torch.Tensor | None]:
+    """Return the parameters that the module itself registers, by attribute name."""
+    own = module.__dict__.get("_parameters")
+    return own if isinstance(own, Mapping) else _listed(module.named_parameters, recurse=False)
+
+
+def buffers_of(module: nn.Module) -> Mapping[str, torch.Tensor | None]:
+    """Return the buffers that the module itself registers, by attribute name."""
+    own = module.__dict__.get("_buffers")
+    return own if isinstance(own, Mapping) else _listed(module.named_buffers, recurse=False)
+
+
+def _listed(listing: Callable[..., Any], **options: Any) -> dict[str, Any]:
+    try:
+        return dict(listing(**options))
+    except AttributeError:
+        # `nn.Module.__init__` has not run; calling the module will say so.
+        return {}
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return the user's module: itself, or the one inside what torch.compile returned."""
+    if type(module).__name__ != "OptimizedModule":
+        return module
+    inner = children_of(module).get("_orig_mod")
+    return module if inner is None else inner
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of the module, or of what `torch.compile` returned for it, run compiled."""
+    in_place = module.__dict__.get("_compiled_call_impl")
+    return in_place is not None or unwrap(module) is not module
+
+
+def is_compiled_graph(module: nn.Module) -> bool:
+    """Whether the module is a graph that torch.compile made, not one the user wrote or traced."""
+    if not isinstance(module, torch.fx.GraphModule):
+        return False
+    if "dynamo_compile_id" in getattr(module, "meta", ()) or hasattr(
+        module, "compile_subgraph_reason"
+    ):
+        return True
+    # AOTAutograd's graphs take their inputs in a list that they empty.
+    return type(getattr(module.graph, "_codegen", None)).__name__ == "_BoxedCodeGen"
+
+
+# The dispatcher, modes, and hooks for saved tensors.
+
+
+def without_torch_function() -> AbstractContextManager[Any]:
+    """Context in which a tensor subclass is treated as a tensor."""
+    disable = look_up("_C.DisableTorchFunctionSubclass")
+    return nullcontext() if disable is None else disable()
+
+
+_COMPOSITE: Any = look_up("_C.DispatchKey.CompositeImplicitAutograd")
+_has_kernel: Any = look_up("_C._dispatch_has_kernel_for_dispatch_key")
+_OWN_KERNELS = ("CPU", "CUDA", "CompositeExplicitAutograd")
+
+
+def is_composite(operator: Any) -> bool:
+    """Whether an operator is carried out by its parts, as in inference mode it must be.
+
+    Some have parts and a kernel of their own, as `aten.silu_backward` has. torch runs the kernel,
+    and its result differs from that of the parts in the last bits.
+    """
+    can = getattr(operator, "_can_decompose", None)
+    try:
+        if can is None or not can():
+            return False
+        return not any(_has_kernel(operator.name(), key) for key in _OWN_KERNELS)
+    except (AttributeError, RuntimeError, TypeError):
+        # Of an operator that torch's C++ dispatcher does not know, as `aten.sym_size` is.
+        return False
+
+
+_set_excluded: Any = look_up("_C._SetExcludeDispatchKeyGuard")
+_VIEWS: Any = look_up("_C.DispatchKey.ADInplaceOrView")
+
+
+def views_are_noted(operator: Any) -> AbstractContextManager[Any]:
+    """Context in which an operator that a mode runs has views inside as without the mode.
+
+    In inference mode a view of a parameter needs a gradient as the parameter does, and by that a
+    product in several dimensions is carried out as one or as many. Below a mode nobody notes what
+    is a view, so the other kernel would run, whose last bits may differ.
+    """
+    if not torch.is_inference_mode_enabled() or not is_composite(operator):
+        return nullcontext()
+    if _set_excluded is None or _VIEWS is None:
+        return nullcontext()
+    guard: AbstractContextManager[Any] = _set_excluded(_VIEWS, False)
+    return guard
+
+
+def run_parts(operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Carry out an operator by its parts: those of its C++ kernel, which torch would run."""
+    run = getattr(operator, "_op_dk", None)
+    if run is None or _COMPOSITE is None or not _has_kernel(operator.name(), _COMPOSITE):
+        return operator.decompose(*args, **kwargs)
+    return run(_COMPOSITE, *args, **kwargs)
+
+
+_HigherOrderOperator: Any = look_up("_ops.HigherOrderOperator")
+
+
+def is_higher_order(operator: Any) -> bool:
+    """Whether an operator is one that takes functions, as `torch.cond` does."""
+    return _HigherOrderOperator is not None and isinstance(operator, _HigherOrderOperator)
+
+
+_INTERNAL_TENSORS: tuple[type, ...] = tuple(
+    kind
+    for dotted in (
+        "_subclasses.fake_tensor.FakeTensor",
+        "_subclasses.functional_tensor.FunctionalTensor",
+    )
+    if (kind := look_up(dotted)) is not None
+)
+
+
+def has_own_operators(kind: type) -> bool:
+    """Whether a tensor class carries out operators itself, and is none of torch's stand-ins."""
+    own = getattr(kind, "__torch_dispatch__", None)
+    return own is not torch.Tensor.__torch_dispatch__ and not issubclass(kind, _INTERNAL_TENSORS)
+
+
+def is_stand_in(kind: type) -> bool:
+    """Whether a tensor class is one that torch itself puts in the place of tensors with data."""
+    return issubclass(kind, _INTERNAL_TENSORS)
+
+
+def mode_depth() -> int:
+    """Return how many dispatch modes are on in this thread; -1 where torch does not say."""
+    depth = look_up("_C._len_torch_dispatch_stack")
+    return -1 if depth is None else int(depth())
+
+
+def leave_mode(mode: TorchDispatchMode) -> None:
+    """Leave a dispatch mode, if it is on; those that were entered after it stay on.
+
+    Left by itself, a mode takes off whichever is on top.
+    """
+    if mode_depth() < 0:
+        mode.__exit__(None, None, None)
+        return
+    taken: list[TorchDispatchMode] = []
+    try:
+        for other in _down_to(mode):
+            TorchDispatchMode.__exit__(other, None, None, None)
+            taken.append(other)
+    finally:
+        for other in reversed(taken):
+            if other is not mode:
+                TorchDispatchMode.__enter__(other)
+
+
+def _down_to(mode: TorchDispatchMode) -> list[TorchDispatchMode]:
+    """Modes from the topmost to this one; none if it is not on."""
+    at = look_up("_C._get_dispatch_stack_at")
+    found: list[TorchDispatchMode] = []
+    for place in reversed(range(mode_depth())):
+        each = at(place)
+        if each is mode:
+            return [*found, mode]
+        if getattr(each, "_mode_key", None) is None:  # torch's own have a place of their own
+            found.append(each)
+    return []
+
+
+SAYS_HOOKS: bool = look_up("_C._autograd._top_saved_tensors_default_hooks") is not None
+"""Whether torch says which hooks for saved tensors are on."""
+
+
+def top_saved_hooks() -> tuple[Any, Any] | None:
+    """Return the innermost hooks for saved tensors of this thread; None if none are known."""
+    top = look_up("_C._autograd._top_saved_tensors_default_hooks")
+    return None if top is None else top(True)
+
+
+def leave_saved_hooks(own: saved_tensors_hooks) -> None:
+    """Leave hooks for saved tensors, if they are on; those that were entered after them stay on.
+
+    Left by themselves, hooks take off whichever are on top.
+    """
+    taken: list[saved_tensors_hooks] = []
+    try:
+        while (hooks := top_saved_hooks()) is not None and hooks[0] != own.pack_hook:
+            taken.append(saved_tensors_hooks(*hooks))
+            taken[-1].__exit__()
+        if hooks is not None:
+            own.__exit__()
+    finally:
+        while taken:
+            taken.pop().__enter__()
+
+
+_plain_tensors = (torch.Tensor, torch.nn.Parameter)
+_keys_of: Any = look_up("_C._dispatch_keys")
+_PYTHON: Any = look_up("_C.DispatchKey.Python")
+_keys_after: Any = look_up("_C._dispatch_keyset_full_after")
+
+
+def run_inside(
+    mode: TorchDispatchMode, operator: Any, args: tuple, kwargs: dict[str, Any]
+) -> tuple[Any] | None:
+    """Run an operator so that a mode sees what its kernel has torch carry out.
+
+    A mode is off while an operator that it was asked about runs. So it is put on again, and the
+    operator's kernel is called past it.
+
+    Returns:
+        The result, in a tuple; None if this cannot be done, and nothing has run: for tensors of a
+        class, without tensors, with a number in the place of a tensor, and where a mode makes
+        stand-ins.
+    """
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    if (
+        not tensors
+        or any(type(tensor) not in _plain_tensors or tensor.is_meta for tensor in tensors)
+        or not isinstance(operator, torch._ops.OpOverload)
+        or None in (_keys_of, _PYTHON, _keys_after)
+        or makes_stand_ins()
+        or _has_wrapped_number(operator, args)
+    ):
+        return None
+    keys = _keys_of(tensors[0])
+    for tensor in tensors[1:]:
+        keys = keys | _keys_of(tensor)
+    with mode:
+        return (operator.redispatch(keys & _keys_after(_PYTHON), *args, **kwargs),)
+
+
+def _has_wrapped_number(operator: Any, args: tuple) -> bool:
+    arguments = operator._schema.arguments[: len(args)]
+    return any(
+        str(argument.type) == "Tensor" and not isinstance(value, torch.Tensor)
+        for argument, value in zip(arguments, args, strict=True)
+    )
+
+
+def makes_stand_ins() -> bool:
+    """Whether a mode of torch's own is on, such as `FakeTensorMode`."""
+    at = look_up("_C._get_dispatch_stack_at")
+    modes = [None if at is None else at(place) for place in range(mode_depth())]
+    return at is None or any(getattr(mode, "_mode_key", None) is not None for mode in modes)
+
+
+# Memory that runs out.
+
+
+_log = logging.getLogger("mod_tracker")
+
+Listener = Callable[[int, int, int], None]
+"""Called with the device's index, the bytes that were asked for, and the bytes that are free."""
+
+_listeners: list[Listener] = []
+_attached: set[int] = set()
+
+
+def on_out_of_memory(listener: Listener) -> Callable[[], None]:
+    """Tell `listener` of allocations on CUDA that fail, until what is returned is called.
+
+    Where torch has no such observer nothing happens. What the listener raises is logged: torch
+    would raise it in place of its own error.
+    """
+    _listeners.append(listener)
+    attach = look_up("_C._cuda_attach_out_of_memory_observer")
+    when_ready = look_up("cuda._lazy_call")  # before CUDA is used there is nothing to attach to
+    if attach is not None and when_ready is not None and id(attach) not in _attached:
+        _attached.add(id(attach))
+        when_ready(lambda: attach(_tell))
+
+    def end() -> None:
+        if listener in _listeners:
+            _listeners.remove(listener)
+
+    return end
+
+
+def _tell(device: int, asked: int, total: int, free: int) -> None:
+    for listener in list(_listeners):
+        try:
+            listener(device, asked, free)
+        except Exception:
+            _log.exception("mod_tracker: memory ran out, and its page could not be written")

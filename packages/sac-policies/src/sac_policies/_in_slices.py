@@ -1,0 +1,163 @@
+"""A function over slices of its arguments, each of which runs again in backward.
+
+What a function makes on the way, such as logits over a vocabulary, is there for one slice at a
+time, in forward and in backward. Kept for backward are the arguments alone, of which slices are
+views, and the results.
+
+The gradients of sliced arguments come together in one node for each argument, whatever the number
+of slices: slices are made by one split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from ._errors import SlicesError, shown
+
+T = TypeVar("T")
+
+
+def in_slices(function: Callable[..., T], chunks: int, dim: int = 0) -> Callable[..., T]:
+    """Make a function that runs `function` on one slice of its tensors after the other.
+
+    The slices run again in backward, so no more than one slice's intermediates are ever alive.
+    Results are those of the whole function up to the rounding of sums: sums over slices are added
+    up in another order than sums over everything, gradients of weights among them.
+
+    Args:
+        function: called with slices of the positional tensors, and everything else as it is given.
+            It returns a sum over its slice, as a tensor without dimensions; or a tensor with the
+            slice's size in dimension `dim`, of which the results of all slices are concatenated;
+            or a tuple of such tensors. A mean is no sum: return the sum and the count, and divide.
+        chunks: number of slices; those of a size that it does not divide differ by one.
+        dim: dimension of the positional tensors that is cut. All must have the same size there.
+
+    Returns:
+        A function with the arguments of `function`: positional tensors are cut, other positional
+        arguments and keyword arguments are passed to each slice whole.
+
+    Raises:
+        SlicesError: `chunks` or `dim` is no such number. When it is called: there is no positional
+            tensor, sizes differ, or a result is neither a sum nor as long as its slice.
+
+    Example:
+        >>> head, hidden = torch.nn.Linear(4, 1000), torch.randn(6, 4, requires_grad=True)
+        >>> labels = torch.tensor([1, 2, -100, 4, 5, 6])
+        >>> def loss_of(hidden, labels):
+        ...     sums = torch.nn.functional.cross_entropy(head(hidden), labels, reduction="sum")
+        ...     return sums, (labels != -100).sum()
+        >>> loss, count = in_slices(loss_of, 3)(hidden, labels)
+        >>> (loss / count).backward()
+        >>> hidden.grad.shape, int(count)
+        (torch.Size([6, 4]), 5)
+    """
+    if not callable(function):
+        raise SlicesError(
+            f"sac_policies.in_slices: function {shown(function)} cannot be called. "
+            "Pass the function first, then the number of slices."
+        )
+    _check_number("chunks", chunks, least=1)
+    _check_number("dim", dim)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        sizes, parts = _cut(args, chunks, dim)
+        results = [_run_slice(function, part, kwargs) for part in parts]
+        if isinstance(results[0], tuple):
+            _check_lengths(results)
+            columns = list(zip(*results, strict=True))
+            return tuple(_joined(list(column), sizes, dim) for column in columns)
+        return _joined(results, sizes, dim)
+
+    return run
+
+
+def _check_number(name: str, value: object, least: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or (least and value < least):
+        wanted = f"an integer of at least {least}" if least else "an integer"
+        raise SlicesError(
+            f"sac_policies.in_slices: {name} is {shown(value)}, but it must be {wanted}."
+        )
+
+
+def _cut(args: tuple[Any, ...], chunks: int, dim: int) -> tuple[list[int], list[tuple[Any, ...]]]:
+    """Give the sizes of the slices, and the positional arguments of each."""
+    tensors = [(at, each) for at, each in enumerate(args) if isinstance(each, torch.Tensor)]
+    if not tensors:
+        raise SlicesError(
+            "sac_policies.in_slices: no positional argument is a tensor, but those are cut into "
+            "slices. Pass them by position, and what belongs to all slices by keyword."
+        )
+    whole: dict[int, int] = {}
+    for at, each in tensors:
+        if not -each.dim() <= dim < each.dim():
+            raise SlicesError(
+                f"sac_policies.in_slices: argument {at} has shape {tuple(each.shape)}, which has "
+                f"no dimension {dim} to cut. Pass it by keyword if it belongs to all slices."
+            )
+        whole[at] = each.shape[dim]
+    if len(set(whole.values())) > 1:
+        told = ", ".join(f"argument {at} has {size}" for at, size in whole.items())
+        raise SlicesError(
+            f"sac_policies.in_slices: sizes in dimension {dim} differ: {told}. They must be equal; "
+            "pass by keyword what belongs to all slices."
+        )
+    size = next(iter(whole.values()))
+    count = max(1, min(chunks, size))
+    sizes = [size // count + (at < size % count) for at in range(count)]
+    cut = {at: each.split(sizes, dim) for at, each in tensors}
+    parts = [
+        tuple(cut[at][number] if at in cut else each for at, each in enumerate(args))
+        for number in range(count)
+    ]
+    return sizes, parts
+
+
+def _run_slice(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+
+    def call(*given: Any) -> Any:
+        return function(*given, **kwargs)
+
+    return torch_checkpoint(call, *args, use_reentrant=False)
+
+
+def _check_lengths(results: list[tuple[Any, ...]]) -> None:
+    lengths = {len(each) if isinstance(each, tuple) else -1 for each in results}
+    if len(lengths) > 1:
+        raise SlicesError(
+            "sac_policies.in_slices: the function returned tuples of different lengths for its "
+            "slices. Return the same results for each."
+        )
+
+
+def _joined(results: list[Any], sizes: list[int], dim: int) -> Any:
+    """Add up sums, or concatenate what is as long as its slice."""
+    if all(isinstance(each, (int, float)) for each in results):
+        return sum(results)
+    if all(isinstance(each, torch.Tensor) for each in results):
+        if all(each.dim() == 0 for each in results):
+            return _added_up(results)
+        if all(_length(each, dim) == size for each, size in zip(results, sizes, strict=True)):
+            return torch.cat(results, dim)
+    found = [tuple(r.shape) if isinstance(r, torch.Tensor) else type(r).__name__ for r in results]
+    raise SlicesError(
+        f"sac_policies.in_slices: for slices of sizes {shown(sizes)} the function returned "
+        f"{shown(found)}, but each result must be a sum (a tensor without dimensions, or a number) "
+        f"or have its slice's size in dimension {dim}."
+    )
+
+
+def _added_up(results: list[torch.Tensor]) -> torch.Tensor:
+    total = results[0]
+    for each in results[1:]:
+        total = total + each
+    return total
+
+
+def _length(tensor: torch.Tensor, dim: int) -> int:
+    return tensor.shape[dim] if -tensor.dim() <= dim < tensor.dim() else -1

@@ -1,0 +1,178 @@
+"""Bits of a tensor, to compare a replay with the forward.
+
+On the CPU a guard is a 64-bit hash. On other devices it is a copy of a small tensor, or a
+fingerprint of a larger one: its words in a table, with the sum of each row and of each column. A
+change of up to three words is always seen; a change of more unless every sum stays the same,
+modulo 2**64.
+
+Each operator costs an accelerator a launch. So rows of the table overlap rather than leave words
+over, sums lie in one tensor, and many are compared at once (`_doubts`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from ctypes import string_at
+from functools import lru_cache
+
+import torch
+
+from .._torch_compat import is_freed
+from .._torch_compat._dispatch import no_dispatch
+from ._capturing import is_capturing
+from ._doubts import doubts_here
+
+_SMALL_BYTES = 4096
+_SMALL_VECTOR_BYTES = 65536
+_STEPS = (127, 113, 109, 107, 103, 101, 97, 89)
+"""Words from row to row of a table, primes: no row of a usual matrix is a whole number of them."""
+_LEAST_WORDS = 3 * _STEPS[0]
+"""Fewer are kept themselves: of less than three rows a change of three words may not be seen."""
+_WORD_BYTES = 8
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_is_immediate: Callable[[torch.Tensor], bool] = operator.attrgetter("is_cpu")
+"""Whether the numbers of a tensor's device are there without waiting."""
+
+
+class Guard:
+    """One tensor as it was.
+
+    Args:
+        tensor: a strided tensor with data. No dispatch mode may see the guard being made.
+    """
+
+    __slots__ = ("_copy", "_digest", "_sums")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._copy: torch.Tensor | None = None
+        self._digest: tuple[object, int] | None = None
+        self._sums: tuple[torch.Tensor, int] | None = None
+        if _is_immediate(tensor):
+            self._digest = _digest(tensor)
+        elif _is_small(tensor):
+            self._copy = tensor.detach().clone()
+        else:
+            self._sums = fingerprint(tensor), tensor.nbytes
+
+    def check(self, tensor: torch.Tensor, error: Callable[[], Exception]) -> None:
+        """Raise `error` if the tensor is not as it was, bit by bit, or its memory was freed.
+
+        On an accelerator the result is read when backward ends: reading it earlier would make each
+        replay wait for the device's queue. In a graph capture nothing is compared.
+        """
+        if is_freed(tensor):
+            raise error()
+        if self._digest is not None:
+            if not _is_immediate(tensor) or self._digest != _digest(tensor):
+                raise error()
+        elif is_capturing(tensor.device):
+            return
+        elif self._copy is not None:
+            _compare_copies(self._copy, tensor.detach(), error)
+        elif self._sums is not None:
+            sums, size_bytes = self._sums
+            if tensor.nbytes != size_bytes:
+                raise error()
+            doubts = doubts_here()
+            after = fingerprint(tensor)
+            if doubts is not None:
+                doubts.compare(sums, after, error)
+            elif not torch.equal(sums, after):
+                raise error()
+
+
+def _compare_copies(
+    before: torch.Tensor, now: torch.Tensor, error: Callable[[], Exception]
+) -> None:
+    if before.shape != now.shape or before.dtype != now.dtype:
+        raise error()
+    same = (_bits(before) == _bits(now)).all()
+    doubts = doubts_here()
+    if doubts is not None:
+        doubts.ask(same, error)
+    elif not same:
+        raise error()
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor as integers: a NaN equals itself then."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_INTEGERS[tensor.element_size()])
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    limit = _SMALL_VECTOR_BYTES if tensor.dim() <= 1 else _SMALL_BYTES
+    return tensor.nbytes <= limit
+
+
+def _digest(tensor: torch.Tensor) -> tuple[object, int]:
+    """Hash the bits of a tensor on the CPU; equal tensors have equal digests in one process.
+
+    The digest of a small tensor has its shape and dtype too; others only have their bytes.
+    """
+    small = _is_small(tensor)
+    if small and tensor.is_contiguous():
+        return (tensor.shape, tensor.dtype), hash(string_at(tensor.data_ptr(), tensor.nbytes))
+    sums = fingerprint(tensor)
+    facts = (tensor.shape, tensor.dtype) if small else tensor.nbytes
+    return facts, hash(string_at(sums.data_ptr(), sums.nbytes))
+
+
+def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum up the bits of a tensor; equal tensors in equal layout have equal fingerprints.
+
+    Args:
+        tensor: of any shape, strides and dtype of whole bytes.
+
+    Returns:
+        int64 sums modulo 2**64 of rows, then of columns; all words where these are few.
+    """
+    with no_dispatch(), torch.no_grad():
+        return _sums(tensor.detach())
+
+
+def _sums(tensor: torch.Tensor) -> torch.Tensor:
+    flat = _flat(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
+    if flat.storage_offset() * flat.element_size() % _WORD_BYTES:
+        flat = flat.clone()
+    count, tail = divmod(flat.numel() * flat.element_size(), _WORD_BYTES)
+    raw = flat.view(torch.uint8) if tail else flat
+    words = (raw[: count * _WORD_BYTES] if tail else flat).view(torch.int64)
+    rows, columns, step = _table_of(count)
+    found = words.new_empty(rows + columns + bool(tail))
+    if step:
+        table = words.as_strided((rows, columns), (step, 1))
+        torch.sum(table, 1, out=found[:rows])
+        torch.sum(table, 0, out=found[rows : rows + columns])
+    else:
+        found[:count].copy_(words)
+    if tail:
+        found[-1:].zero_().view(torch.uint8)[:tail].copy_(raw[count * _WORD_BYTES :])
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _table_of(words: int) -> tuple[int, int, int]:
+    """Rows and columns of a table of so many words, and the words from row to row.
+
+    Rows are longer than the steps between them by what would be left over.
+    """
+    if words < _LEAST_WORDS:
+        return 0, words, 0  # themselves
+    step = min(_STEPS, key=lambda each: words % each)
+    return words // step, step + words % step, step
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements in one dimension, without a copy where they lie side by side."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return tensor.reshape(-1).contiguous()
+        expected *= size
+    return tensor.as_strided((tensor.numel(),), (1,))

@@ -1,0 +1,321 @@
+"""Offload tensors to pinned host memory on side streams.
+
+The home stream of a tensor is the stream that was current when the tensor was saved; backward runs
+on it too.
+
+Invariants:
+- One copy-out and one copy-in stream per device. A copy starts when the home stream reaches the
+  point where the copy was requested.
+- Device memory that a copy reads or writes is freed only after the home stream has waited for the
+  copy, or the host has seen it end. So `record_stream` is needed only where a tensor is produced or
+  read on another stream.
+- Device memory is freed once it is copied. If the copies of a thread fall behind by more than its
+  largest tensor, the device waits for the oldest copy. At the end of a region the device waits for
+  all copies but the last, which is usually of the region's result and held by others.
+- When backward first reads a region, the copies of that region and of the region before it start
+  back.
+- An in-place change of an offloaded tensor is an error, however far its copy is.
+- During graph capture, events are not queried: that would end the capture. A region waits for all
+  its copies then, since an unjoined copy at the end of a capture is an error.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+import torch
+
+from .._errors import MutationError
+from .._torch_compat import alias, backward_id, storage_key
+from .._torch_compat._dispatch import no_dispatch
+from ._capturing import is_capturing, refuse_old_torch
+from ._moved_stats import counters
+
+_streams: dict[torch.device, tuple[torch.Stream, torch.Stream]] = {}
+_measured = [0]  # how many measure memory; a backward's threads ask, too
+
+
+class MovedTensor:
+    """One tensor in host memory until backward reads it.
+
+    Attributes:
+        host: where its bytes are, or will be.
+        home: the device they came from.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_arrived",
+        "_back",
+        "_back_captured",
+        "_captured",
+        "_guard",
+        "_here",
+        "_lock",
+        "_made",
+        "_number",
+        "_out",
+        "_reader",
+        "_storage",
+        "_stream",
+        "_version",
+        "home",
+        "host",
+    )
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._here = False
+        self._back: torch.Tensor | None = None
+        self._arrived: torch.Event | None = None
+        self._captured = self._back_captured = False
+        self._reader = -1  # the backward that read it last
+        self._lock = threading.RLock()
+        self.home = tensor.device
+        with no_dispatch():
+            self._stream = torch.accelerator.current_stream(self.home)
+            self._captured = _is_capturing(self._stream)
+            refuse_old_torch(self._captured)
+            self.host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self._number = counters.out(tensor.nbytes)
+            # Shares the tensor's version, also when its bytes are gone.
+            self._guard: torch.Tensor | None = alias(tensor)
+            self._version = self._guard._version
+            self._storage = storage_key(tensor)
+            tensor.record_stream(self._stream)
+            out, _ = _streams_of(self.home)
+            self._made = self._stream.record_event()
+            out.wait_event(self._made)
+            self._here = True
+            with _On(out):
+                self.host.copy_(self._guard, non_blocking=True)
+            self._out = out.record_event()
+        leaving.note(self)
+
+    def __del__(self) -> None:
+        out, into = _streams_of(self.home)
+        if self._here and self._guard is not None:
+            self._wait_to_free(self._guard, self._out, out, self._captured)
+        if self._back is not None and self._arrived is not None:
+            counters.bytes_unread += self._back.nbytes
+            self._wait_to_free(self._back, self._arrived, into, self._back_captured)
+        counters.gone(getattr(self, "_number", -1))
+
+    def is_copied(self) -> bool:
+        """Tell whether its bytes have left, without waiting."""
+        return not self._here or self._has_ended(self._out, self._captured)
+
+    @property
+    def is_captured(self) -> bool:
+        """Tell whether its copies are those of a graph that is, or was, captured."""
+        return self._captured
+
+    def let_go(self) -> None:
+        """Hold nothing on the device."""
+        with self._lock:
+            if self._here and self._guard is not None:
+                out, _ = _streams_of(self.home)
+                self._wait_to_free(self._guard, self._out, out, self._captured)
+                self._here = False
+                with no_dispatch():
+                    empty = torch.empty(0, dtype=self._guard.dtype, device=self.home)
+                    self._guard.data = empty
+
+    def start_back(self) -> None:
+        """Start bringing the bytes back, where they have left and will be read."""
+        with self._lock:
+            is_read = self._reader >= 0 and self._reader == backward_id()
+            if not (self._here or is_read) and self._back is None:
+                self._bring_back()
+
+    def _bring_back(self) -> None:  # hold the lock
+        with no_dispatch():
+            _, into = _streams_of(self.home)
+            with _On(self._stream):
+                back = torch.empty_like(self.host, device=self.home)
+            into.wait_stream(self._stream)
+            with _On(into):
+                back.copy_(self.host, non_blocking=True)
+            self._back, self._arrived = back, into.record_event()
+            self._back_captured = _is_capturing(self._stream)
+        counters.copies_in += 1
+        counters.bytes_in += back.nbytes
+
+    def is_changed(self) -> bool:
+        """Tell whether the tensor was changed in place since it was kept."""
+        return self._guard is not None and self._guard._version != self._version
+
+    def read(self) -> torch.Tensor:
+        """Return the tensor, ready for the current stream.
+
+        Raises:
+            MutationError: the tensor was changed in place since it was saved.
+        """
+        if self.is_changed():
+            raise MutationError(
+                "sac_policies.checkpoint: an offloaded tensor of shape "
+                f"{list(self.host.shape)} was changed in place after the region, but backward "
+                "reads it as it was. Change it after backward, or give the region a copy."
+            )
+        with self._lock, no_dispatch():
+            current = torch.accelerator.current_stream(self.home)
+            if self._here and self._guard is not None:
+                value, ready = alias(self._guard), self._made
+            else:
+                if self._back is None:
+                    counters.late += 1
+                    self._bring_back()
+                assert self._back is not None
+                assert self._arrived is not None
+                value, ready = self._back, self._arrived
+                self._stream.wait_event(ready)
+                self._back = self._arrived = None
+                self._reader = backward_id()
+            if current != self._stream:
+                current.wait_event(ready)
+                value.record_stream(current)
+            return value
+
+    def leave(self, storages: set[int | None]) -> None:
+        """Be done with the tensor if it lies in one of `storages`, about to be overwritten."""
+        if self._guard is not None and self._storage in storages:
+            torch.accelerator.current_stream(self.home).wait_event(self._out)
+            self.let_go()
+            self._guard = None
+
+    def _has_ended(self, event: torch.Event, captured: bool) -> bool:
+        if captured or _measured[0] or is_capturing(self.home) or _is_capturing(self._stream):
+            return False
+        return event.query()
+
+    def _wait_to_free(
+        self, tensor: torch.Tensor, event: torch.Event, by: torch.Stream, captured: bool
+    ) -> None:
+        if self._has_ended(event, captured):
+            return
+        captures = _is_capturing(self._stream)
+        if captured is captures:
+            self._stream.wait_event(event)
+        elif captures:
+            with no_dispatch():
+                tensor.record_stream(by)
+
+
+def is_movable(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor can be moved beside other work: it is plain, on an accelerator."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.device.type not in ("cpu", "meta")
+        and tensor.layout is torch.strided
+    )
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy to pinned host memory; the bytes are there when it returns."""
+    with no_dispatch():
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        return host.copy_(tensor)
+
+
+class Leaving(threading.local):
+    """Values of this thread whose bytes are leaving.
+
+    Attributes:
+        region: what ended last and moved values, weakly.
+    """
+
+    def __init__(self) -> None:
+        self.region: Callable[[], object] = lambda: None
+        self._values: deque[tuple[weakref.ref[MovedTensor], int]] = deque()
+        self._bytes = self._largest = 0
+        self._region_moves = False
+
+    def note(self, moved: MovedTensor) -> None:
+        """Add one; let go of those that have left, and of the oldest where there are too many."""
+        nbytes = moved.host.nbytes
+        self._region_moves = True
+        self._values.append((weakref.ref(moved), nbytes))
+        self._bytes += nbytes
+        self._largest = max(self._largest, nbytes)
+        self._settle(self._largest)
+
+    def region_ended(self) -> bool:
+        """Let go of all but the last value; tell whether the region moved anything."""
+        moves, self._region_moves = self._region_moves, False
+        if self._values:
+            last = self._values[-1][0]()
+            captures = last is not None and last.is_captured
+            self._settle(0 if captures else self._values[-1][1])
+        return moves
+
+    def _settle(self, held_bytes: int) -> None:
+        """Let go of those that have left, and of the oldest while the others make that many."""
+        while self._values:
+            ref, first_bytes = self._values[0]
+            first = ref()
+            is_due = self._bytes - first_bytes >= held_bytes
+            if first is not None and not is_due and not first.is_copied():
+                break
+            self._values.popleft()
+            self._bytes -= first_bytes
+            if first is not None:
+                first.let_go()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of those that are held for their copies."""
+        return self._bytes
+
+
+leaving = Leaving()
+
+
+@contextmanager
+def measured() -> Iterator[None]:
+    """Let the device wait for every copy of whose end it matters, whatever has ended."""
+    _measured[0] += 1
+    try:
+        yield
+    finally:
+        _measured[0] -= 1
+
+
+def _streams_of(device: torch.device) -> tuple[torch.Stream, torch.Stream]:
+    streams = _streams.get(device)
+    if streams is None:
+        streams = _streams.setdefault(device, (torch.Stream(device), torch.Stream(device)))
+    return streams
+
+
+def _is_capturing(stream: torch.Stream) -> bool:
+    with _On(stream):  # torch answers for the current one
+        return is_capturing(stream.device)
+
+
+class _On:
+    """Makes a stream current. A stream as a context keeps what was before in itself, so that two
+    threads could not enter the same one.
+    """
+
+    __slots__ = ("_before", "_device", "_stream")
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._device = torch.accelerator.current_device_index()
+        self._before = torch.accelerator.current_stream(self._stream.device)
+        torch.accelerator.set_stream(self._stream)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        torch.accelerator.set_stream(self._before)
+        torch.accelerator.set_device_index(self._device)

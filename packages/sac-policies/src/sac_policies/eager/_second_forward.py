@@ -1,0 +1,237 @@
+"""A function that runs a second time in backward, and of whose first run nothing is kept.
+
+torch's checkpoint does so wherever a function runs; this takes its place where it may, for less
+than half of what torch's adds to each value that is saved.
+
+Rule 1. The n-th value that the second run saves is the n-th of the first: its shape, dtype and
+        device are compared. With the last one the second run ends, unless the first was run under
+        `set_checkpoint_early_stop(False)`: then the function is run to its end.
+Rule 2. A value that was made again belongs to whom it was saved for, and is let go when that is
+        read. Another backward runs the function again.
+Rule 3. What the function is given is held, with its version, and so are the parameters that it
+        saves: what was written to since is refused. Hooks of saved tensors would have to see what
+        it is given, so there are none around.
+Rule 4. Random numbers and autocast are those of the first run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+from weakref import ref
+
+import torch
+
+from .._errors import MutationError, RecomputeError
+from .._torch_compat import (
+    base_of,
+    in_func_transform,
+    is_traced,
+    modes_entered,
+    pop_hooks,
+    push_hooks,
+    saved_tensor_hooks,
+)
+from .._torch_compat._checkpoint_ends import stops_early
+from .._torch_compat._nested import compared_shape
+from ._ambient_state import AmbientState
+
+T = TypeVar("T")
+Facts = tuple[tuple[int, ...], torch.dtype, torch.device]
+Around = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+"""What the first run is in, and the second."""
+
+
+def is_possible(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether `run` does what torch's checkpoint would: nothing else looks at what it runs."""
+    return (
+        torch.is_grad_enabled()
+        and saved_tensor_hooks() is None
+        and not modes_entered()
+        and not in_func_transform()
+        and not is_traced()
+        and not any(tensor.is_inference() for tensor in tensors)
+    )
+
+
+def run(
+    function: Callable[..., T], tensors: Sequence[torch.Tensor], name: str, around: Around | None
+) -> T:
+    """Call `function` so that backward calls it again.
+
+    Args:
+        function: what is run.
+        tensors: its arguments; whatever else it reads is to be the same in both runs.
+        name: what errors call it.
+        around: what both runs are in; None for nothing.
+
+    Raises:
+        RecomputeError: in backward, where the second run saves other values.
+        MutationError: in backward, where an argument or a parameter was written to since.
+    """
+    first, second = (nullcontext(), nullcontext()) if around is None else around
+    region = _Region(function, tensors, name, second)
+    with first:
+        push_hooks(region.pack, region.unpack)
+        try:
+            out = function(*tensors)
+        finally:
+            pop_hooks()
+    region.ended()
+    return out
+
+
+class _Saved:
+    """Stands in the graph for a value; has it from the second run until it is read (Rule 2)."""
+
+    __slots__ = ("__weakref__", "value")
+
+    def __init__(self) -> None:
+        self.value: torch.Tensor | None = None
+
+
+class _Region:
+    """One call of a function. It lives as long as what it saved."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        tensors: Sequence[torch.Tensor],
+        name: str,
+        around: AbstractContextManager[Any],
+    ) -> None:
+        self.name = name
+        self.stops_early = stops_early()
+        self.saved: list[ref[_Saved]] = []
+        self.facts: list[Facts] = []
+        self._ambient = AmbientState(tensors)
+        self._function, self._around = function, around
+        self._tensors = [(tensor, tensor._version) for tensor in tensors]
+        self._parameters: list[torch.Tensor] = []
+        self._versions: list[int] = []
+
+    def pack(self, tensor: torch.Tensor) -> _Saved:
+        if tensor.requires_grad:
+            leaf = tensor if tensor.is_leaf else base_of(tensor)
+            if leaf is not None and leaf.is_leaf:
+                self._parameters.append(leaf)
+        saved = _Saved()
+        self.saved.append(ref(saved))
+        self.facts.append((compared_shape(tensor), tensor.dtype, tensor.device))
+        return saved
+
+    def ended(self) -> None:
+        """Note what the function left: it may have drawn no numbers, or clipped its weights."""
+        self._ambient.settle()
+        self._versions = [parameter._version for parameter in self._parameters]
+
+    def unpack(self, saved: _Saved) -> torch.Tensor:
+        if saved.value is None:
+            self._run_again()
+        value, saved.value = saved.value, None
+        assert value is not None, "the second run is complete"
+        return value
+
+    def _run_again(self) -> None:
+        self._refuse_written()
+        second = _Second(self)
+        with self._ambient.restored(), self._around, torch.enable_grad():
+            push_hooks(second.pack, _same)
+            try:
+                self._function(*(tensor for tensor, _ in self._tensors))
+            except Exception:
+                # What ends it may come back as another, of a function that looks at its errors.
+                if not (second.has_ended and second.was_stopped):
+                    raise
+            finally:
+                pop_hooks()
+        second.settle()
+        self._versions = [parameter._version for parameter in self._parameters]
+
+    def _refuse_written(self) -> None:
+        for at, (tensor, version) in enumerate(self._tensors):
+            if tensor._version != version:
+                raise self._written(f"tensor {at} that {self.name} was given", tensor, version)
+        # While the forward still runs, and differentiates, none is noted yet.
+        for tensor, version in zip(self._parameters, self._versions, strict=False):
+            if tensor._version != version:
+                shape = tuple(tensor.shape)
+                raise self._written(f"a parameter {shape} of {self.name}", tensor, version)
+
+    def _written(self, what: str, tensor: torch.Tensor, version: int) -> MutationError:
+        return MutationError(
+            f"sac_policies.fit_: {what} has been modified by an inplace operation since (it is at "
+            f"version {tensor._version}, not {version}), but the second forward needs it as it "
+            "was. Pass a copy, or change it after backward."
+        )
+
+
+class _SecondRunEnds(Exception):
+    """All is there; an `Exception`, so that what functions do at their end is done."""
+
+
+class _Second:
+    """What one second run saves, handed to whom the first saved it for (Rule 1)."""
+
+    def __init__(self, region: _Region) -> None:
+        self._region, self._count = region, 0
+        self._error: RecomputeError | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether what it would save from now on is nobody's."""
+        return self._error is not None or self._count >= len(self._region.saved)
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether what ended it was this, and not the function."""
+        return self._region.stops_early or self._error is not None
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        at, region = self._count, self._region
+        if self.has_ended:  # the function went on
+            if self.was_stopped:
+                raise _SecondRunEnds
+            self._count = at + 1
+            return tensor.detach() if tensor.requires_grad else tensor
+        found = (compared_shape(tensor), tensor.dtype, tensor.device)
+        if found != region.facts[at]:
+            self._error = RecomputeError(
+                f"sac_policies.fit_: tensor {at} that {region.name} saves is {_shown(found)} in "
+                f"its second forward, but was {_shown(region.facts[at])} in its first. {_HELP}"
+            )
+            raise self._error
+        value = tensor.detach() if tensor.requires_grad else tensor
+        saved = region.saved[at]()
+        if saved is not None:
+            saved.value = value
+        self._count = at + 1
+        if region.stops_early and self._count == len(region.saved):
+            raise _SecondRunEnds
+        return value  # for a gradient that the function itself takes
+
+    def settle(self) -> None:
+        """Raise what a function may have hidden, or where it saved too little."""
+        if self._error is not None:
+            raise self._error
+        if self._count != len(self._region.saved):
+            raise RecomputeError(
+                f"sac_policies.fit_: {self._region.name} saves {self._count} tensors in its second "
+                f"forward, but saved {len(self._region.saved)} in its first. {_HELP}"
+            )
+
+
+_HELP = (
+    "Make both do the same, by reading nothing but its arguments, parameters and buffers; or "
+    "checkpoint it with a policy, which runs it once."
+)
+
+
+def _shown(facts: Facts) -> str:
+    shape, dtype, device = facts
+    return f"{tuple(shape)} of {dtype} on {device}"
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
