@@ -226,9 +226,8 @@ def conformance_on_simdev(session: nox.Session) -> None:
         return
     out = "conformance-output/simdev"
     session.run(
-        *("python", "-m", "simdev", "-m", "pytest", "-p", "torchparts_conformance.plugin"),
-        *("--pyargs", "torchparts_conformance.cases", "--impl", "ours"),
-        *("--device", "simdev", "--out", out, "-q", *session.posargs),
+        *("python", "-m", "simdev", "-m", "torchparts_conformance", "run", "--impl", "ours"),
+        *("--device", "simdev", "--out", out, *session.posargs),
         env=env,
         success_codes=[0, 1],
     )

@@ -168,7 +168,7 @@ def test_no_device_is_its_own_exit_code(suite, monkeypatch):
     ("options", "words"),
     [
         (["--impl", "nobody"], "implementation 'nobody' is unknown"),
-        (["--impl", "nobody", "--area", "wheels"], "--area 'wheels' is unknown"),
+        (["--area", "wheels"], "--area 'wheels' is unknown"),
         (["--impl", "no_such:thing"], "importing 'no_such:thing' raised ModuleNotFoundError"),
         (["--impl", "adapter:nothing"], "has no attribute 'nothing'"),
         (["--impl", "adapter:types"], "is a module; it must be an Implementation"),

@@ -77,8 +77,6 @@ def load_implementation(spec: str | None = None) -> Implementation:
     Args:
         spec: a short name, or `module:attribute`; by default the environment variable
             `TORCHPARTS_IMPL`.
-    Raises:
-        AdapterError: nothing was named, it cannot be imported, or it is no `Implementation`.
     """
     wanted = spec or os.environ.get(VARIABLE, "")
     if not wanted:
@@ -121,11 +119,7 @@ def _call(factory: Any, role: str) -> Any:
 
 
 def import_object(path: str, *, role: str) -> Any:
-    """Import `module` or `module:attribute`; an attribute may be dotted.
-
-    Raises:
-        AdapterError: it is not there, or the import raised.
-    """
+    """Import `module` or `module:attribute`; an attribute may be dotted."""
     module, _, attribute = path.partition(":")
     try:
         found: Any = importlib.import_module(module)
@@ -144,11 +138,7 @@ def import_object(path: str, *, role: str) -> Any:
 
 
 def load_part(implementation: Implementation, area: str) -> Any:
-    """Return the object of one area; for `combined`, a namespace with all four, by module name.
-
-    Raises:
-        AdapterError: the part is not provided or cannot be imported.
-    """
+    """Return the object of one area; for `combined`, a namespace with all four, by module name."""
     if area == "combined":
         return types.SimpleNamespace(
             **{part.replace("-", "_"): load_part(implementation, part) for part in PARTS}

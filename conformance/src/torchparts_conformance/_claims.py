@@ -46,11 +46,7 @@ class Claims:
 
 
 def check_profiles(chosen: Iterable[str], registry: Mapping[str, Requirement]) -> None:
-    """Refuse chosen profiles that no requirement has.
-
-    Raises:
-        OptionError: there is one.
-    """
+    """Refuse chosen profiles that no requirement has."""
     known = {requirement.profile for requirement in registry.values()}
     if unknown := sorted(set(chosen) - known):
         raise OptionError(
@@ -59,11 +55,7 @@ def check_profiles(chosen: Iterable[str], registry: Mapping[str, Requirement]) -
 
 
 def check_capabilities(implementation: Implementation, registry: Mapping[str, Requirement]) -> None:
-    """Refuse capabilities that no requirement has.
-
-    Raises:
-        AdapterError: the implementation claims one.
-    """
+    """Refuse capabilities that no requirement has."""
     for area, profiles in sorted(implementation.capabilities.items()):
         known = {
             requirement.profile for requirement in registry.values() if requirement.area == area

@@ -107,11 +107,7 @@ class Collected:
         return self._results.get(item.nodeid)
 
     def take(self, items: Iterable[pytest.Item]) -> None:
-        """Take every case before selection.
-
-        Raises:
-            RegistryError: a case names a requirement that does not exist.
-        """
+        """Take every case before selection."""
         for item in items:
             device = device_of(item)
             wanted = tuple(r for r in self._requirements(item) if r.is_for(device))
@@ -136,7 +132,7 @@ class Collected:
             )
         return [self._registry[id] for id in dict.fromkeys(ids)]
 
-    def broken(self, path: Path, why: str) -> None:
+    def note_import_error(self, path: Path, why: str) -> None:
         """Note that a file of cases could not be imported; `why` is pytest's text."""
         lines = [line.strip() for line in why.splitlines() if line.strip()]
         errors = [line[1:].strip() for line in lines if line.startswith("E ")]
@@ -176,11 +172,7 @@ class Collected:
 
 
 def known_order(order: str) -> str:
-    """Return an order: `listed`, `reversed`, or shuffled by a seed, such as `seed:7`.
-
-    Raises:
-        OptionError: it is none of these.
-    """
+    """Return an order: `listed`, `reversed`, or shuffled by a seed, such as `seed:7`."""
     if not re.fullmatch(r"listed|reversed|seed:\d{1,9}", order):
         raise OptionError(f"--order {order!r:.60} is unknown. Known are listed, reversed, seed:N.")
     return order

@@ -40,11 +40,7 @@ class KnownFailure:
 
 
 def load(path: Path | None) -> list[KnownFailure]:
-    """Read announced failures; without a file there are none.
-
-    Raises:
-        ReportError: the file cannot be read, or an entry is incomplete.
-    """
+    """Read announced failures; without a file there are none."""
     if path is None:
         return []
     try:

@@ -40,11 +40,7 @@ Entry = dict[str, Any]
 
 
 def new(report: Mapping[str, Any], *, contact: str, source: str) -> Entry:
-    """Make an entry from a report.
-
-    Raises:
-        ReportError: the report cannot be listed, or a fact has another form.
-    """
+    """Make an entry from a report."""
     who, claims = report["implementation"], report["claims"]
     reasons = [*_verify.problems(report), *report["problems"]]
     if any(row["outcome"] == "not_run" for row in report["rows"]):
@@ -76,11 +72,7 @@ def _results(report: Mapping[str, Any]) -> dict[str, str]:
 
 
 def file_of(entry: Entry) -> str:
-    """Return the name of an entry's file, made of name and version of the implementation.
-
-    Raises:
-        ReportError: nothing is left of the name or the version.
-    """
+    """Return the name of an entry's file, made of name and version of the implementation."""
     texts = (entry["name"], entry["version"])
     words = [re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.") for text in texts]
     if not all(words):
@@ -89,11 +81,7 @@ def file_of(entry: Entry) -> str:
 
 
 def read(path: Path) -> Entry:
-    """Read an entry.
-
-    Raises:
-        ReportError: it cannot be read, or a key is missing, unknown or of another form.
-    """
+    """Read an entry."""
     text = _report.read_text(path, role="entry", max_bytes=_MAX_BYTES)
     try:
         entry = _checked(parse_toml(text))
@@ -129,11 +117,7 @@ def to_toml(entry: Entry) -> str:
 
 
 def submit(entry: Entry, folder: Path) -> Path:
-    """Write an entry.
-
-    Raises:
-        ReportError: this version is listed already.
-    """
+    """Write an entry."""
     path = folder / file_of(entry)
     if path.exists():
         raise ReportError(
@@ -150,8 +134,6 @@ def recheck(path: Path, *, install: bool, jobs: int) -> list[str]:
         path: of the entry.
         install: whether to install its distributions into this environment first.
         jobs: processes at a time.
-    Raises:
-        ReportError: the entry cannot be read, or its distributions cannot be installed.
     """
     entry = read(path)
     if install:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,64 +67,30 @@ def arguments(parsed: argparse.Namespace) -> list[str]:
 
 
 def settings(option: Callable[[str], Any], spec: str) -> Settings:
-    """Check options and return the settings of a run.
-
-    Args:
-        option: returns the value of an option by name.
-        spec: of the implementation.
-    Raises:
-        OptionError: a value is impossible; it names all such.
-    """
-    checked = _each_of(
-        areas=lambda: _listed(option("area"), AREAS, "--area"),
-        devices=lambda: _devices_of(option("device")),
-        profiles=lambda: _profiles(option("profile")),
-        order=lambda: known_order(option("order")),
-        case_limit_s=lambda: _limit(option("case_limit")),
-    )
+    """Check options, given by a function that returns one by name; return the settings of a run."""
     return Settings(
         spec=spec,
+        areas=areas_of(option("area")),
+        devices=_devices_of(option("device")),
+        profiles=_profiles(option("profile")),
         out=option("out"),
         known_failures=option("known_failures"),
         mutant=option("mutant"),
+        order=known_order(option("order")),
+        case_limit_s=_limit(option("case_limit")),
         progress=option("progress"),
         requirements=frozenset(option("requirement").split(",")) - {""},
         quick=option("quick"),
         share=option("share"),
-        **checked,
     )
 
 
-def _each_of(**checks: Callable[[], Any]) -> Mapping[str, Any]:
-    found, wrong = {}, []
-    for name, check in checks.items():
-        try:
-            found[name] = check()
-        except OptionError as error:
-            wrong.append(str(error))
-    if wrong:
-        raise OptionError(" ".join(wrong))
-    return found
-
-
-def _listed(text: str, allowed: Iterable[str], option: str) -> tuple[str, ...]:
-    """Split `a,b`, in the order of `allowed`; `all` is every one."""
-    allowed = tuple(allowed)
-    wanted = set(allowed) if text == "all" else set(text.split(","))
-    if unknown := sorted(wanted - set(allowed)):
-        raise OptionError(
-            f"{option} {unknown[0]!r:.60} is unknown. Known are {', '.join(allowed)}."
-        )
-    return tuple(word for word in allowed if word in wanted)
-
-
 def areas_of(text: str) -> tuple[str, ...]:
-    """Split the value of `--area`.
-
-    Raises:
-        OptionError: an area is unknown.
-    """
-    return _listed(text, AREAS, "--area")
+    """Split the value of `--area`; `all` is every one."""
+    wanted = set(AREAS) if text == "all" else set(text.split(","))
+    if unknown := sorted(wanted - set(AREAS)):
+        raise OptionError(f"--area {unknown[0]!r:.60} is unknown. Known are {', '.join(AREAS)}.")
+    return tuple(area for area in AREAS if area in wanted)
 
 
 def _devices_of(text: str) -> tuple[str, ...]:

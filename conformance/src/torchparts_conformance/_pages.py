@@ -25,7 +25,7 @@ _NOT_RUN = "not run"
 
 
 def markdown(text: str) -> str:
-    """Write text of somebody else, so that nothing of it is markup, a link or a mention."""
+    """Escape text of a report: none of it becomes markup, a link or a mention."""
     flat = " ".join(text.split()).replace("www.", "www\N{ZERO WIDTH SPACE}.")
     return "".join(
         f"&#{ord(c)};" if c in string.punctuation and c not in _PLAIN else c for c in flat
@@ -94,10 +94,9 @@ def results_page(results: Sequence[Result]) -> str:
         "# Results",
         "",
         "Each cell counts MUST requirements that passed, of those that the implementation provides "
-        "and claims. What is not provided is not counted. On an accelerator, "
-        f"{_NOT_RUN} means that the suite was not run there.",
+        "and claims. What is not provided is not counted.",
         "",
-        "| implementation | torch | device | date |",
+        "| implementation | torch | CPU | accelerator |",
         "|---|---|---|---|",
         *_runs(results),
     ]
@@ -120,14 +119,17 @@ def _title(result: Result) -> str:
 
 
 def _runs(results: Sequence[Result]) -> Iterator[str]:
-    for result in results:
-        place = f"{result.device}, {markdown(result.card)}" if result.card else result.device
-        who = f"{markdown(result.name)} {markdown(result.version)}"
-        yield f"| {who} | {markdown(result.torch)} | {place} | {result.date} |"
-    on_accelerators = {result.adapter for result in results if result.device != "cpu"}
-    for result in results:
-        if result.adapter not in on_accelerators:
-            yield f"| {markdown(result.name)} | | cuda | {_NOT_RUN} |"
+    """Return a row for each implementation: what was run on the CPU and on an accelerator."""
+    for adapter in dict.fromkeys(result.adapter for result in results):
+        mine = [result for result in results if result.adapter == adapter]
+        on_cpu = [result.date for result in mine if result.device == "cpu"]
+        others = [
+            ", ".join((result.device, markdown(result.card or "-"), result.date))
+            for result in mine
+            if result.device != "cpu"
+        ]
+        who = f"{markdown(mine[0].name)} {markdown(mine[0].version)} | {markdown(mine[0].torch)}"
+        yield f"| {who} | {', '.join(on_cpu) or _NOT_RUN} | {'; '.join(others) or _NOT_RUN} |"
 
 
 def _counts(result: Result, registry: Mapping[str, Requirement]) -> dict[tuple[str, str], str]:

@@ -1,4 +1,4 @@
-"""Run the cases in processes of their own, which an implementation may crash.
+"""Run the cases in child processes, which an implementation may crash.
 
 With two processes, each takes the next case that the other has not taken. A process prints lines
 that begin with `PROGRESS`; the last other line that it prints is shown if it ends without a report.
@@ -58,12 +58,7 @@ def pytest_command() -> list[str]:
 
 
 def run_cases(options: Sequence[str], *, jobs: int = 1) -> dict[str, Any]:
-    """Run the cases, show progress, and return the report.
-
-    Raises:
-        ConformanceError: the adapter or an option cannot be used.
-        RunError: a process ended without a report.
-    """
+    """Run the cases, show progress, and return the report."""
     with tempfile.TemporaryDirectory(prefix="torchparts-run-") as scratch:
         folder = Path(scratch)
         (folder / "share").mkdir()

@@ -58,10 +58,6 @@ class RankPool:
 
         Returns:
             What each rank returned, by rank.
-        Raises:
-            RankError: a rank crashed or did not answer in time.
-            AssertionError: a rank's own assertion failed.
-            NotProvided: a rank raised it.
         """
         _check(world_size, function, args)
         self.start(world_size)

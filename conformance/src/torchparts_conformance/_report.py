@@ -185,11 +185,7 @@ def _lines(value: Any) -> str:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read a report, which may have been edited.
-
-    Raises:
-        ReportError: it is missing, too large, no report, or of another version of the suite.
-    """
+    """Read a report, which may have been edited."""
     name = f"report {path.name!r:.100}"
     try:
         report = json.loads(read_text(path, role="report", max_bytes=MAX_BYTES))
@@ -209,7 +205,10 @@ def read(path: Path) -> dict[str, Any]:
             raise ValueError("the implementation lacks name, version or adapter")
         if not isinstance(report["environment"]["torch"], str) or len(report["date"]) != 10:
             raise ValueError("the environment or the date is of another form")
-        again = derived(report, load_registry())
+        registry = load_registry()
+        if unknown := [row["id"] for row in report["rows"] if row["id"] not in registry]:
+            raise ValueError(f"{unknown[0]:.20} is no requirement of this suite")
+        again = derived(report, registry)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ReportError(
             f"{name} lacks something or has another form: {type(error).__name__} {error!s:.120}."
@@ -235,11 +234,7 @@ def title(report: Mapping[str, Any]) -> str:
 
 
 def read_text(path: Path, *, role: str, max_bytes: int) -> str:
-    """Read a UTF-8 file that may come from somebody else.
-
-    Raises:
-        ReportError: it is missing, no ordinary file, too large, or not UTF-8.
-    """
+    """Read a UTF-8 file, up to a size."""
     name = f"{role} {path.name!r:.200}"
     if path.exists() and not path.is_file():
         raise ReportError(f"{name} is no ordinary file.")

@@ -102,11 +102,7 @@ def to_text(results: Iterable[Result], registry: Mapping[str, Requirement]) -> s
 
 
 def read(path: Path) -> list[Result]:
-    """Read results; a file that does not exist has none.
-
-    Raises:
-        ReportError: the file holds something else.
-    """
+    """Read results; a file that does not exist has none."""
     if not path.exists():
         return []
     text = _report.read_text(path, role="results", max_bytes=MAX_BYTES)

@@ -71,11 +71,7 @@ class Run:
     """The state of one run; the plugin's hooks call its methods in this order."""
 
     def __init__(self, settings: Settings) -> None:
-        """Read the requirements and the announced failures; the adapter is not imported yet.
-
-        Raises:
-            ConformanceError: one of them cannot be used.
-        """
+        """Read the requirements and the announced failures; the adapter is not imported yet."""
         self.settings = settings
         self.subject = Subject(settings.spec, settings.mutant)
         self.registry: Mapping[str, Requirement] = load_registry()
@@ -83,14 +79,10 @@ class Run:
         self.known = _known_failures.load(settings.known_failures)
         self.pool = shared_pool()
         self.report: dict[str, Any] | None = None
-        self._has_met = False
+        self._is_ready = False
 
-    def meet(self) -> None:
-        """Import the adapter and its parts, after every case.
-
-        Raises:
-            ConformanceError: the adapter or a part cannot be used.
-        """
+    def import_adapter(self) -> None:
+        """Import the adapter and its parts, after every case."""
         self._replaced = guard()
         # Before the adapter: autograd counts the devices when anything first runs backward.
         self._absent = {kind for kind in self.settings.devices if not _devices.is_there(kind)}
@@ -103,7 +95,7 @@ class Run:
             refuse_private_imports(self._adapter)
             if not unfit:
                 self._find_parts()
-        self._has_met = True
+        self._is_ready = True
 
     def _find_parts(self) -> None:
         """Import what was asked for, and find what cases would miss before any of them runs."""
@@ -134,7 +126,7 @@ class Run:
 
     def selected(self, items: Iterable[pytest.Item]) -> None:
         """Start worker processes if a case uses them: they import torch while other cases run."""
-        if not self._has_met:  # pytest ends the collection of a refused run as well
+        if not self._is_ready:  # pytest ends the collection of a refused run as well
             return
         items = list(items)
         self.tell(f"total {len(items)}")
@@ -217,7 +209,7 @@ class Run:
             return _errors.SUITE_BROKEN
         if pytest_status == _PYTEST_USAGE_ERROR:
             return _errors.BAD_INPUT
-        if not self._has_met:
+        if not self._is_ready:
             return _errors.NOT_CONFORMANT
         rows, problems = self._rows(), [*self.cases.problems, *self._faults()]
         rows, untrue = _known_failures.announce(rows, self.known)
@@ -304,11 +296,7 @@ def write_badges(report: Mapping[str, Any], folder: Path) -> None:
 
 
 def refuse_private_imports(adapter: Path | None) -> None:
-    """Refuse an adapter that imports more of the suite than its public names.
-
-    Raises:
-        AdapterError: it does.
-    """
+    """Refuse an adapter that imports more of the suite than its public names."""
     package = Path(__file__).parent
     if adapter is None or adapter.suffix != ".py" or package in adapter.parents:
         return

@@ -33,11 +33,7 @@ class Subject:
         return _adapters.load_implementation(self.spec)
 
     def part(self, area: str) -> Any:
-        """Return the object under test for an area.
-
-        Raises:
-            AdapterError: the part is not provided or cannot be imported.
-        """
+        """Return the object under test for an area."""
         part = _adapters.load_part(self.implementation, area)
         if self.mutant is None:
             return part

@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _refuse(error: ConformanceError) -> NoReturn:
-    """End pytest with one line, apart from whatever was printed before."""
+    """End pytest with an error message on a line of its own."""
     sys.stderr.write("\n")
     raise pytest.UsageError(str(error)) from None
 
@@ -78,7 +78,7 @@ def pytest_make_collect_report(
     report = yield
     run = run_of(collector.config)
     if run is not None and report.failed and area_of_path(collector.path):
-        run.cases.broken(collector.path, report.longreprtext)
+        run.cases.note_import_error(collector.path, report.longreprtext)
     return report
 
 
@@ -92,7 +92,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if run is not None:
         try:
             run.cases.take(cases)
-            run.meet()
+            run.import_adapter()
             items[:] = run.arranged(items)
         except ConformanceError as error:
             _refuse(error)

@@ -50,11 +50,7 @@ def function_of(case: str) -> str:
 
 
 def load_registry(root: Path | None = None) -> dict[str, Requirement]:
-    """Return every requirement by id, in order of area and id.
-
-    Raises:
-        RegistryError: a decorator is wrong, or an id is declared twice or not at all.
-    """
+    """Return every requirement by id, in order of area and id."""
     found: dict[str, Requirement] = {}
     places: dict[str, str] = {}
     cases = find_cases(root)
@@ -76,11 +72,7 @@ def load_registry(root: Path | None = None) -> dict[str, Requirement]:
 
 
 def find_cases(root: Path | None = None) -> list[Case]:
-    """Return every case of every area, in order of file and line.
-
-    Raises:
-        RegistryError: a case names no requirement, or a decorator is wrong.
-    """
+    """Return every case of every area, in order of file and line."""
     return [
         case
         for area in AREAS
@@ -162,11 +154,7 @@ def _literal(node: ast.expr) -> Any:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parse a TOML document.
-
-    Raises:
-        ValueError: it is not TOML.
-    """
+    """Parse a TOML document."""
     parser = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     parsed: dict[str, Any] = parser.loads(text)
     return parsed
