@@ -130,6 +130,7 @@ def test_offload_of_a_block_compiled_before_is_refused():
         offload_(block)(torch.randn(3, 8, requires_grad=True))
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of dynamo, about gradients of inputs
 def test_offload_around_compiled_modules(tmp_path):
     """What the compiled modules save is offloaded."""
     plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
