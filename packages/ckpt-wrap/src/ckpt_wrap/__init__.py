@@ -1,4 +1,4 @@
-"""Activation checkpointing and offload, per module, leaving the model exactly as it was.
+"""Activation checkpointing and offload, per module, with the names of the plain model.
 
 Example:
     >>> import torch

@@ -13,7 +13,7 @@ from ckpt_wrap._errors import ModuleError, OptionError, PolicyError, about
 from ckpt_wrap._torch_compat import edges, is_torch_policy, run_torch_policy
 from ckpt_wrap._where import count_elements, describe
 from ckpt_wrap.checkpointing._options import require_module
-from ckpt_wrap.modules._in_place import behaviour, put_back, tell_name
+from ckpt_wrap.modules._in_place import behaviour, put_back, set_name
 from ckpt_wrap.modules._wrapper import ActivationWrapper, checkpoint_wrapper
 
 Targets = dict[nn.Module, dict[str, Any]]
@@ -77,7 +77,7 @@ def apply_activation_checkpointing(
         undo.pop_all()
     _replace(model, wrappers)
     for module, wrapper in wrappers.items():
-        tell_name(wrapper, names[module])
+        set_name(wrapper, names[module])
     if not targets:
         warnings.warn(
             "ckpt_wrap.apply_activation_checkpointing: no module below "
@@ -104,7 +104,7 @@ def _select(model: nn.Module, check_fn: Callable[[nn.Module], bool], policy: Any
 
 
 def _select_bottom_up(model: nn.Module, policy: Callable[..., bool]) -> Targets:
-    """Ask the policy about children before parents, so that it sees what is left unwrapped."""
+    """Call the policy on children before parents, with the elements left unwrapped."""
     targets: Targets = {}
     wrapped_numel: dict[nn.Module, int] = {}
 

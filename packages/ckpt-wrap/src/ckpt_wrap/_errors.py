@@ -1,6 +1,6 @@
 """The errors this package raises.
 
-Every message reads `ckpt_wrap.<function>: <named thing> <actual>, but <rule>. <Next step>.`
+A message begins with `ckpt_wrap.<function>: `, and says how to go on.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def is_in_place_error(error: RuntimeError) -> bool:
 
 
 def changed_input_message(where: Where) -> str:
-    """What is said where an input is no longer what it was in forward."""
+    """Message about an input that was modified since forward."""
     return (
         f"ckpt_wrap.{where.made_by}: an input of module {where} has been modified by an inplace "
         "operation since the forward, but recomputation needs it as it was. "

@@ -17,7 +17,7 @@ from torch import nn
 from ckpt_wrap._errors import OptionError, PolicyError, about
 from ckpt_wrap._where import count_elements, describe
 from ckpt_wrap.checkpointing._options import require_module
-from ckpt_wrap.modules._in_place import Action, become, planned, tell_name
+from ckpt_wrap.modules._in_place import Action, become, planned, set_name
 from ckpt_wrap.modules._names import innermost
 from ckpt_wrap.modules._subclass import require_changeable, require_forward
 from ckpt_wrap.modules._wrapper import ActivationWrapper
@@ -80,7 +80,7 @@ class Plan:
         changes = [(step, module, _change(step, module)) for step, module in found]
         for step, module, change in changes:
             become(module, **change)
-            tell_name(module, step.name)
+            set_name(module, step.name)
         return model
 
     def __str__(self) -> str:

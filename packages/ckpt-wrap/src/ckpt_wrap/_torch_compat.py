@@ -118,7 +118,7 @@ def _find_saver() -> Callable[[torch.Tensor], Saved]:
     return lambda tensor: _make_saved_tensor(tensor, is_output=False)
 
 
-class KeptTensor:
+class SavedInference:
     """`Saved` of an inference tensor, which autograd does not save and has no version."""
 
     __slots__ = ("_tensor",)
@@ -136,7 +136,7 @@ _save = _find_saver()
 
 def save_tensor(tensor: torch.Tensor) -> Saved:
     """Keep a tensor for backward."""
-    return KeptTensor(tensor) if tensor.is_inference() else _save(tensor)
+    return SavedInference(tensor) if tensor.is_inference() else _save(tensor)
 
 
 def _always() -> bool:
@@ -161,7 +161,7 @@ _no_dispatch = _find_no_dispatch()
 
 
 def unseen_by_modes(tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """Context in which modes do not see what is done to the tensor, unless its class dispatches."""
+    """Context that hides operations on the tensor from modes, unless its class dispatches."""
     plain = type(tensor) in (torch.Tensor, nn.Parameter)
     return _no_dispatch() if plain else nullcontext()
 
@@ -173,17 +173,17 @@ active_transform: Callable[[], Any] = getattr(
 
 
 def early_stop_override() -> bool | None:
-    """What `torch.utils.checkpoint.set_checkpoint_early_stop` asks for, or None."""
+    """The value of `torch.utils.checkpoint.set_checkpoint_early_stop`, or None."""
     return getattr(torch.utils.checkpoint, "_enable_checkpoint_early_stop", None)
 
 
 def debug_override() -> bool | None:
-    """What `torch.utils.checkpoint.set_checkpoint_debug_enabled` asks for, or None."""
+    """The value of `torch.utils.checkpoint.set_checkpoint_debug_enabled`, or None."""
     return getattr(torch.utils.checkpoint, "_checkpoint_debug_enabled", None)
 
 
 def bypass_hooks(context: Any) -> None:
-    """Let torch's selective context keep results as they are, whatever hooks are around it.
+    """Let torch's selective context keep results as they are, past the hooks around it.
 
     Torch up to 2.13 always does; newer torch takes a region's own hooks for the user's, and warns.
     """

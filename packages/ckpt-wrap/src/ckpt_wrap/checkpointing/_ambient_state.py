@@ -1,7 +1,6 @@
-"""What a forward depends on besides its inputs, and how to have it again in backward.
+"""Ambient state of a forward, replayed in recomputation.
 
-That is: the random state of the CPU and of every device an input lives on, autocast, and the
-default device.
+The random state of the CPU and of every device an input lives on, autocast, and the default device.
 """
 
 from __future__ import annotations

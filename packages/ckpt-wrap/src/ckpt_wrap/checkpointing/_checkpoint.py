@@ -1,4 +1,4 @@
-"""One checkpointed call, whichever layer or implementation asks for it.
+"""One checkpointed call, of either layer and either implementation.
 
 `Checkpoint` decides in this order:
 
@@ -53,7 +53,7 @@ class Checkpoint:
     """A checkpoint function: calls another so that backward recomputes what it saved.
 
     It is called as what `checkpoint_fn=` takes is, `checkpoint_fn(function, *args, **kwargs)`.
-    All arguments after the function, whatever their names, are the function's own.
+    All further arguments are the function's own.
     """
 
     __slots__ = ("made_by", "name", "options")

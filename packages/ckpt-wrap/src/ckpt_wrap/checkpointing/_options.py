@@ -19,7 +19,7 @@ ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManag
 class CheckpointImpl(enum.Enum):
     """Which implementation recomputes.
 
-    `NO_REENTRANT` records the graph in forward and recomputes what backward asks for.
+    `NO_REENTRANT` records the graph in forward and recomputes saved tensors when they are read.
     `REENTRANT` runs forward without a graph and a whole backward inside backward.
     """
 

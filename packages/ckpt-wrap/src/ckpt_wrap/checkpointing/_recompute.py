@@ -1,4 +1,4 @@
-"""Run a function without keeping what it saves for backward, and run it again there.
+"""Run a function without keeping the tensors that it saves, and run it again in backward.
 
 - Tensors saved in a region are handled by the innermost region alone.
 - The inputs of a region are saved as autograd saves any tensor: version-checked, and seen by the

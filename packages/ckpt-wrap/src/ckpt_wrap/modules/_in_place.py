@@ -244,7 +244,7 @@ def _require_removable(module: nn.Module, name: str) -> None:
 
 
 def behaviour(module: nn.Module) -> Behaviour | None:
-    """What was done to a module in place, if anything."""
+    """The change in place of a module, or None."""
     # Not by getattr: a module may look in others for the attributes it does not have.
     done: Behaviour | None = vars(module).get(STATE)
     return done
@@ -277,7 +277,7 @@ def become(module: M, **change: Any) -> M:
 
 
 def put_back(module: nn.Module, kind: type[nn.Module], before: Behaviour | None) -> None:
-    """Give a module the class and the behaviour it had."""
+    """Restore the class and the change of a module."""
     set_class(module, kind)
     vars(module).pop(STATE, None)
     if before is not None:
@@ -285,15 +285,15 @@ def put_back(module: nn.Module, kind: type[nn.Module], before: Behaviour | None)
 
 
 def callers_of(module: nn.Module) -> Iterator[Callable[..., Any]]:
-    """What calls the forward of one module, changed in place or a wrapper, not of those below."""
+    """Checkpoint functions and offloads of one module, changed in place or a wrapper."""
     done = behaviour(module) or Behaviour()
     yield from (caller for caller in (done.checkpoint, done.offload) if caller is not None)
     if isinstance(module, ActivationWrapper):
         yield from module._callers()
 
 
-def tell_name(module: nn.Module, name: str) -> None:
-    """Have what calls a module's forward name it in their messages."""
+def set_name(module: nn.Module, name: str) -> None:
+    """Set the name that messages about a module use."""
     for caller in callers_of(module):
         if isinstance(caller, (Checkpoint, Offload)):
             caller.name = name

@@ -38,7 +38,7 @@ def clean_state_dict(state_dict: Mapping[str, T]) -> dict[str, T]:
     clean: Any = OrderedDict((clean_name(name), value) for name, value in state_dict.items())
     metadata = getattr(state_dict, "_metadata", None)
     if metadata is not None:
-        # A module comes after its wrapper, so the module's version is the one that is kept.
+        # A module comes after its wrapper, so the version of the module is kept.
         clean._metadata = {clean_name(name): value for name, value in metadata.items()}
     cleaned: dict[str, T] = clean
     return cleaned

@@ -1,8 +1,8 @@
 """The class a module gets when it is changed in place, and the way back.
 
-It is a subclass of the module's class, one per class, whose `forward` goes through what stands in
-the instance under `STATE`. The subclass has the name of its base, because class names are data
-to others: configuration files, printed models, lists of layer types.
+It is a subclass of the module's class, one per class, whose `forward` goes through the `Behaviour`
+that the instance holds under `STATE`. The subclass has the name of its base, because class names
+are data to others: configuration files, printed models, lists of layer types.
 
 The class `parametrize` makes for a module stays the topmost, because removing a parametrization
 takes the topmost away.
@@ -30,7 +30,7 @@ _CLASS: Any = vars(object)["__class__"]
 
 
 def set_class(module: object, kind: Any) -> None:
-    """Change the class of a module, whatever the module says of setting attributes."""
+    """Change the class of a module, past its own `__setattr__`."""
     _CLASS.__set__(module, kind)
 
 
@@ -145,7 +145,7 @@ def _why_not(module: nn.Module) -> str:
         )
     try:
         changed_class(type(module))
-    except Exception as error:  # whatever its metaclass or __init_subclass__ has against it
+    except Exception as error:  # raised by its metaclass or __init_subclass__
         return (
             f"cannot be subclassed ({error}), but a subclass of its class is made for it. "
             "Use checkpoint_wrapper or offload_wrapper."

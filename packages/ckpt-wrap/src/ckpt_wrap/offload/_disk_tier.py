@@ -1,6 +1,6 @@
 """A folder as the place tensors go to, one file per storage, mapped when it is read.
 
-Every process makes a folder of its own in the given one, and holds a lock in it while it runs. It
+Every process makes its own folder inside the given one, and holds a lock in it while it runs. It
 removes the folder at exit, after an exception too. A folder whose process was killed is removed by
 the next process that uses the same place.
 

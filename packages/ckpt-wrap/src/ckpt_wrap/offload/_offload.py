@@ -1,4 +1,4 @@
-"""Run a function and keep what it saves for backward elsewhere until backward asks.
+"""Run a function, and keep the tensors that it saves elsewhere until backward reads them.
 
 - Parameters, buffers, storages below `min_bytes` and tensors the tier does not take stay.
 - Storages leave, each once, however many saved tensors share it. Where tensors of one storage have
@@ -98,7 +98,7 @@ class OffloadCall:
     @torch.no_grad()
     @never_compiled_inside  # compiled modules call it where they save
     def pack(self, tensor: torch.Tensor) -> Any:
-        """What the graph gets in place of a saved tensor."""
+        """The object that the graph holds in place of a saved tensor."""
         node = next_node_number()
         if node != self._node:
             self._send_pending()
@@ -224,7 +224,7 @@ class Offload:
         return Offload, (self.options, None, self.name)
 
     def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """`function(*args, **kwargs)`, what it saves kept elsewhere."""
+        """`function(*args, **kwargs)`, with its saved tensors kept elsewhere."""
         if not torch.is_grad_enabled() or is_exporting():
             return function(*args, **kwargs)
         if torch.compiler.is_compiling():
@@ -244,5 +244,5 @@ class Offload:
 
     @property
     def stats(self) -> OffloadStats:
-        """What it has moved so far."""
+        """Counts of what it has moved."""
         return self._counters.snapshot()

@@ -17,6 +17,7 @@ import itertools
 import os
 import threading
 import weakref
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -25,6 +26,7 @@ from ckpt_wrap._errors import OffloadError, about
 from ckpt_wrap._torch_compat import counter_owner, version_of
 from ckpt_wrap.offload._offload_stats import Counters
 from ckpt_wrap.offload._storage import flat_bytes, forget_bytes
+from ckpt_wrap.offload._when_gone import do_due, when_gone
 
 _numbers = itertools.count()
 
@@ -128,10 +130,11 @@ class OffloadedStorage:
         with self._lock:
             if self.source is None or self.stored is not None or self._is_changed():
                 return False
+            do_due()
             number = next(_numbers)
             with about(f"a tensor saved by module {self.where}"):
                 stored = tier.place(self.source)
-                weakref.finalize(self, _forget, stored, self.counters, number).atexit = False
+                when_gone(self, partial(_forget, stored, self.counters, number))
                 stored.take(self.source)
             self.stored = stored
             self.counters.out(number, self.nbytes)

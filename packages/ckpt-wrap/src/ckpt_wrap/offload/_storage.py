@@ -1,4 +1,4 @@
-"""What a tensor is besides the bytes of its storage, and tensors from such bytes."""
+"""Views of a storage, and the bytes of a storage as one flat tensor."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def storage_bytes(tensor: torch.Tensor) -> int:
 
 
 def forget_bytes(tensor: torch.Tensor) -> None:
-    """Let a detached tensor let go of its storage, and go on sharing its version with others."""
+    """Release the storage of a detached tensor, which keeps its shared version counter."""
     tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a `View` and the bytes of its storage are all there is to the tensor."""
+    """Whether a `View` and the bytes of the storage describe the tensor completely."""
     return (
         tensor.layout is torch.strided
         and not tensor.is_meta
@@ -64,7 +64,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def split(tensor: Any) -> tuple[dict[str, torch.Tensor], Any] | None:
-    """The tensors a tensor subclass is made of and its context, or None if it cannot say."""
+    """Inner tensors and context of a tensor subclass, or None if it has no `__tensor_flatten__`."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return None
     names, context = tensor.__tensor_flatten__()
