@@ -183,9 +183,7 @@ class Attribution:
         if self._is_internal(target, parent):
             path.listeners = INTERNAL
         else:
-            path.name = self.names.of_own(target) or self.names.adopt(
-                target, around=parent.modules()
-            )
+            path.name = self.names.of(target) or self.names.adopt(target, around=parent.modules())
             path.called_as = self._called_as(parent, target, path.name)
             path.listeners = self._listeners_of(path)
             state.paths.setdefault(id(target), path)

@@ -136,7 +136,8 @@ class EdgeHook(list[Crossing]):
                 continue
             alive, at = entry
             call_backward = alive()
-            if call_backward is None or entered.get(call_backward):
+            # A gradient is kept where it is one of several, or the module was entered.
+            if call_backward is None or entered.get(call_backward, call_backward.inputs == 1):
                 continue
             arrived = backward_pass.arrived.setdefault(call_backward, {})
             arrived[at] = grad

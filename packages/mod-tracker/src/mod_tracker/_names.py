@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ._torch_compat import children_of, parameters_of, unwrap
 
@@ -74,12 +72,11 @@ def registers(module: nn.Module, parameter: torch.Tensor) -> bool:
 
 
 class _Held(weakref.ref[nn.Module]):
-    """A module in a table. One object for each, where a callback of its own would make four."""
+    """A module with its name. One object for each, where a callback of its own would make four."""
 
-    __slots__ = ("identity", "key", "table")
+    __slots__ = ("identity", "name")
     identity: int
-    key: str
-    table: dict
+    name: str
 
 
 class Names:
@@ -95,29 +92,24 @@ class Names:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._names: dict[int, tuple[weakref.ref, str]] = {}
-        self._modules: dict[str, weakref.ref] = {}
-        self._roots: dict[str, weakref.ref] = {}
+        self._names: dict[int, _Held] = {}
+        self._modules: dict[str, _Held] = {}
         self._labels: dict[str, int] = {}
-        self._owners: dict[int, tuple[weakref.ref, nn.Module | None]] = {}
+        self._owners = WeakTensorKeyDictionary()
 
     def of(self, module: nn.Module) -> str | None:
         """Return the module's name, or None if it was never seen."""
-        return self.of_own(unwrap(module))
-
-    def of_own(self, module: nn.Module) -> str | None:
-        """Return the name of a module that is not what torch.compile returned."""
-        entry = self._names.get(id(module))
-        return None if entry is None else entry[1]
+        held = self._names.get(id(unwrap(module)))
+        return None if held is None else held.name
 
     def module(self, name: str) -> nn.Module | None:
         """Return the living module with this name, or None."""
-        found = self._modules.get(name)
-        return None if found is None else found()
+        held = self._modules.get(name)
+        return None if held is None else held()
 
     def roots(self) -> dict[str, nn.Module]:
         """Return the living roots by label, in the order in which they were named."""
-        pairs = [(label, found()) for label, found in list(self._roots.items())]
+        pairs = [(name, held()) for name, held in list(self._modules.items()) if "." not in name]
         return {label: module for label, module in pairs if module is not None}
 
     def adopt(self, module: nn.Module, *, around: Iterable[nn.Module] = ()) -> str:
@@ -140,19 +132,41 @@ class Names:
                 key = keys_below(holder).get(id(module))
                 if key is not None:
                     return self._name_tree(module, f"{self.adopt(holder)}.{key}")
+            # Labels are counted, not looked up: one is not given again when its module is gone, or
+            # a report would add two models up in one row.
             kind = type(module).__name__
-            number = self._labels.get(kind, 0) + 1
+            number = self._labels[kind] = self._labels.get(kind, 0) + 1
             label = kind if number == 1 else f"{kind}#{number}"
-            root = _Held(module, self._forget)
-            root.table, root.key, root.identity = self._roots, label, id(module)
-            return self._name_tree(module, label, {label: root}, {kind: number})
+            return self._name_tree(module, label)
+
+    def _name_tree(self, module: nn.Module, name: str) -> str:
+        # An interrupt may leave a part without a name, which gets the same when it is called.
+        for key, found in walk(module, name):
+            if id(found) not in self._names:
+                held = _Held(found, self._forget)
+                held.identity, held.name = id(found), key
+                self._modules[key] = self._names[held.identity] = held
+        return name
+
+    def _forget(self, gone: _Held) -> None:
+        # The name goes with the module: a later object at the same address is not that module.
+        if self._modules.get(gone.name) is gone:
+            del self._modules[gone.name]
+        if self._names.get(gone.identity) is gone:
+            del self._names[gone.identity]
 
     def owner(self, parameter: torch.Tensor) -> nn.Module | None:
         """Return the module that registers the parameter, or None."""
-        entry = self._owners.get(id(parameter))
-        if entry is None or entry[0]() is not parameter:
-            entry = self._find_owner(parameter)
-        return entry[1]
+        if parameter not in self._owners:
+            found = (
+                weakref.ref(module)
+                for root in self.roots().values()
+                for _, module in walk(root)
+                if registers(module, parameter)
+            )
+            self._owners[parameter] = next(found, None)
+        owner = self._owners[parameter]
+        return None if owner is None else owner()
 
     def holders(self, module: nn.Module) -> Iterator[nn.Module]:
         """Yield the named modules above `module`, nearest first."""
@@ -162,51 +176,3 @@ class Names:
             holder = self.module(name)
             if holder is not None:
                 yield holder
-
-    def _name_tree(
-        self,
-        module: nn.Module,
-        name: str,
-        root: Mapping[str, weakref.ref] = MappingProxyType({}),
-        label: Mapping[str, int] = MappingProxyType({}),
-    ) -> str:
-        modules, names, forget, table = {}, {}, self._forget, self._modules
-        for key, found in walk(module, name):
-            if id(found) not in self._names:
-                modules[key] = held = _Held(found, forget)
-                held.table, held.key, held.identity = table, key, id(found)
-                names[id(found)] = (held, key)
-        # Last, and all at once: an interrupt must not leave half a tree, or a label without one.
-        # Labels are counted, not looked up: one is not given again when its module is gone, or a
-        # report would add two models up in one row.
-        self._labels |= label
-        self._roots |= root
-        self._modules |= modules
-        self._names |= names
-        return name
-
-    def _forget(self, gone: _Held) -> None:
-        # The name goes with the module: a later object at the same address is not that module.
-        if gone.table.get(gone.key) is gone:
-            del gone.table[gone.key]
-        entry = self._names.get(gone.identity)
-        if entry is not None and entry[0] is gone:
-            del self._names[gone.identity]
-
-    def _find_owner(self, parameter: torch.Tensor) -> tuple[weakref.ref, nn.Module | None]:
-        found = (
-            module
-            for root in self.roots().values()
-            for _, module in walk(root)
-            if registers(module, parameter)
-        )
-        key = id(parameter)
-        forget = partial(self._forget_owner, key)
-        entry = (weakref.ref(parameter, forget), next(found, None))
-        self._owners[key] = entry
-        return entry
-
-    def _forget_owner(self, key: int, gone: Any) -> None:
-        entry = self._owners.get(key)
-        if entry is not None and entry[0] is gone:
-            del self._owners[key]
