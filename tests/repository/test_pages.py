@@ -131,8 +131,8 @@ def test_readme_is_the_home_page(pages: ModuleType) -> None:
     assert targets
     assert [name for name in targets if not (ROOT / "docs" / name).exists()] == []
     page = pages.on_page_markdown(home, config={"repo_url": "https://example.org/r/"})
-    assert "\ngit clone https://example.org/r/ torchparts\n" in page
-    assert "git+https://example.org/r/#subdirectory=" in page and "ADDRESS" not in page
+    assert "\ngit clone https://example.org/r/ torchparts && cd torchparts\n" in page
+    assert "ADDRESS" not in page
     assert "](https://example.org/r/blob/main/CONTRIBUTING.md)" in page
 
 
