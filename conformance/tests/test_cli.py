@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import re
 import shlex
@@ -188,10 +187,14 @@ def test_adapter_page_leads_from_an_empty_folder_to_a_badge(command, tmp_path):
     typed = commands(page)
     assert [arguments[0] for arguments, _, _ in typed] == ["doctor", "run", "run", "run", "verify"]
     for arguments, variables, shown in typed:
-        said = command(arguments, variables)
-        assert [line for line in shown if line not in said] == []
+        said = {_without_numbers(line) for line in command(arguments, variables)}
+        assert [line for line in shown if _without_numbers(line) not in said] == []
     assert "core" in (tmp_path / "results/badge-sac-policies.svg").read_text()
     assert time.monotonic() - began < 300
+
+
+def _without_numbers(line: str) -> str:
+    return re.sub(r"\d+", "N", line)
 
 
 @pytest.mark.nightly
@@ -208,5 +211,4 @@ def test_listing_page_leads_to_an_entry(command, tmp_path, monkeypatch):
     for arguments, _, _ in typed:
         command(arguments, {"PYTHONPATH": path})
     (listed,) = tmp_path.glob("**/registry/my-tracker-1.0.toml")
-    assert "core 12 of 12" in listed.read_text()
-    assert importlib.metadata.version("torch")
+    assert re.search(r"core (\d+) of \1 \| cpu", listed.read_text())

@@ -147,7 +147,7 @@ def test_published_results_are_small_and_fill_the_page():
     assert PUBLISHED.stat().st_size < 50_000
     page = _pages.results_page(_results.read(PUBLISHED))
     assert page.count("\n## ") == len(AREAS)
-    assert "| torchparts, cpu | 19 of 19 | " in page
+    assert re.search(r"\| torchparts, cpu \| (\d+) of \1 \| ", page)
     assert re.search(r"\| torchparts [\d.]+ \| 2[\d.]+\+cpu \| 20[\d-]+ \| ", page)
 
 
