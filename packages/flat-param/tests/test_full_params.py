@@ -258,7 +258,7 @@ def test_values_put_in_place_are_in_state_dict() -> None:
     layer.weight = nn.Parameter(torch.full((3, 4), 0.5))
     assert torch.equal(layer.state_dict()["weight"], torch.full((3, 4), 0.5))
     layer.unshard()
-    layer.weight.data.fill_(2)
+    layer.weight = nn.Parameter(torch.full((3, 4), 2.0))
     assert torch.equal(layer.state_dict()["weight"], torch.full((3, 4), 2.0))
     assert not layer._flat_param.is_gathered
 
