@@ -15,20 +15,13 @@ DTensor has no placement:
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -40,84 +33,20 @@ from .._torch_compat import (
     without_torch_function,
 )
 from ..comm._comm import Communicator
-from ..layout._boxes import Box, boxes_between
-from ..layout._spec import ParamSpec
 from ..memory._dtensors import DTensorPlace
-from ..memory._views import inverse, outer_first
-from ._unpickle import rebuild_shard
+from ..memory._views import inverse
+from ._stored_shard import (
+    DISPATCHED,
+    Chunks,
+    Extent,
+    StoredShard,
+    fields_of,
+    not_here,
+    rebuild_shard,
+    stride_of,
+)
 
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class Extent:
-    """The elements `[start, stop)`, in memory order, that one rank has of a tensor.
-
-    Args:
-        name: for messages.
-        shape: of the tensor that is cut into ranges of elements.
-        order: its dimensions, slowest in memory first.
-        start: first element.
-        stop: one past the last element.
-        size: shape of the whole tensor, of which tensor parallelism may leave `shape` here.
-        offsets: where `shape` begins in `size`.
-        writes: whether this rank writes its elements to a checkpoint.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    order: tuple[int, ...]
-    start: int
-    stop: int
-    size: tuple[int, ...]
-    offsets: tuple[int, ...]
-    writes: bool = True
-
-    @property
-    def outer_shape(self) -> tuple[int, ...]:
-        """The shape, in the order of memory."""
-        return tuple(self.shape[dim] for dim in self.order)
-
-    def same_elements(self, other: Extent) -> bool:
-        """Whether two extents are of the same elements of tensors of one size."""
-        return (self.shape, self.order, self.start, self.stop, self.size, self.offsets) == (
-            other.shape,
-            other.order,
-            other.start,
-            other.stop,
-            other.size,
-            other.offsets,
-        )
-
-    def chunks(self) -> list[ChunkStorageMetadata]:
-        """The rectangles that the elements fill."""
-        return [ChunkStorageMetadata(offsets, sizes) for offsets, sizes, _ in self._boxes()]
-
-    def part(self, local: Tensor, offset: Sequence[int]) -> Tensor:
-        """The rectangle at an offset as a view of this rank's elements."""
-        for offsets, _, box in self._boxes():
-            if tuple(offsets) == tuple(offset):
-                elements = local[box.start - self.start : box.start - self.start + box.numel]
-                return elements.view(box.lengths).permute(inverse(self.order))
-        raise StateError(
-            f"flat_param: '{self.name}' has no chunk at offset {tuple(offset)} on this rank, which "
-            f"holds {self}."
-        )
-
-    def _boxes(self) -> Iterator[tuple[torch.Size, torch.Size, Box]]:
-        back = inverse(self.order)
-        for box in boxes_between(self.outer_shape, self.start, self.stop):
-            offsets = (box.offsets[at] + base for at, base in zip(back, self.offsets, strict=True))
-            yield torch.Size(offsets), torch.Size(box.lengths[at] for at in back), box
-
-    def cut(self, whole: Tensor) -> Tensor:
-        """A copy of this rank's elements of a tensor of `shape`, 1-D."""
-        return whole.detach().permute(self.order).reshape(-1)[self.start : self.stop].clone()
-
-    def __str__(self) -> str:
-        """The elements, for messages."""
-        held = f"elements {self.start} to {self.stop}" if self.start < self.stop else "no element"
-        return f"{held} of shape {self.shape}"
 
 
 class ShardOwners:
@@ -186,44 +115,6 @@ def _mesh_of(group: dist.ProcessGroup | None, device_type: str) -> DeviceMesh:
     return mesh
 
 
-def extent_of(
-    spec: ParamSpec, start: int, stop: int, place: DTensorPlace | None, name: str
-) -> Extent:
-    """The elements of a parameter that a rank has."""
-    size = tuple(spec.shape) if place is None else tuple(place.shape)
-    offsets = (0,) * len(size) if place is None else place.offsets
-    return Extent(name, tuple(spec.shape), tuple(outer_first(spec)), start, stop, size, offsets)
-
-
-class _Chunks:
-    """torch.distributed.checkpoint's protocol for tensors that are in rectangles."""
-
-    _local_tensor: Tensor
-    _extent: Extent
-
-    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        extent = self._extent
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=chunk,
-                    properties=TensorProperties(dtype=self._local_tensor.dtype),
-                    size=torch.Size(extent.size),
-                ),
-            )
-            for chunk in (extent.chunks() if extent.writes else ())
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return self._extent.chunks()
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        assert index.offset is not None
-        return self._extent.part(self._local_tensor, index.offset)
-
-
 _COPIES = frozenset(
     {
         *(Tensor.detach, Tensor.clone, Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float),
@@ -243,15 +134,8 @@ _QUESTIONS = frozenset(
 )
 """Functions that look at no element, by name."""
 
-_DISPATCHED = frozenset(
-    {
-        *(aten.detach.default, aten.clone.default, aten._to_copy.default),
-        *(aten.empty_like.default, aten.zeros_like.default, aten.alias.default),
-    }
-)
 
-
-class FlatShard(_Chunks, DTensor):
+class FlatShard(Chunks, DTensor):
     """This rank's elements of a sharded tensor, in a state dict. Do not create it by hand.
 
     `full_tensor()` gathers the tensor, and is a collective.
@@ -261,7 +145,7 @@ class FlatShard(_Chunks, DTensor):
 
     @staticmethod
     def __new__(cls, local: Tensor, extent: Extent, owners: ShardOwners) -> FlatShard:
-        size, stride = torch.Size(extent.size), _stride(extent)
+        size, stride = torch.Size(extent.size), stride_of(extent)
         shard = make_wrapper(cls, size, stride, local)
         shard._spec = dtensor_spec(owners.mesh, (Replicate(),), size, stride, local.dtype)
         shard._local_tensor, shard._extent, shard._owners = local, extent, owners
@@ -285,7 +169,7 @@ class FlatShard(_Chunks, DTensor):
                 return self._like(self._local_tensor.new_empty(self._local_tensor.shape, **kwargs))
             if func is Tensor.copy_:
                 return self._fill(args[1])
-        raise _not_here(name or str(func), args)
+        raise not_here(name or str(func), args)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub has no class
@@ -293,12 +177,12 @@ class FlatShard(_Chunks, DTensor):
     ) -> Any:
         """For calls that come from C++."""
         kwargs, self = dict(kwargs or {}), args[0] if args else None
-        if isinstance(self, cls) and func in _DISPATCHED:
+        if isinstance(self, cls) and func in DISPATCHED:
             kwargs.pop("memory_format", None)
             return self._like(func(self._local_tensor, *args[1:], **kwargs))
         if isinstance(self, cls) and func is aten.copy_.default:
             return self._fill(args[1])
-        raise _not_here(str(func), args)
+        raise not_here(str(func), args)
 
     def _like(self, local: Tensor) -> FlatShard:
         return FlatShard(local, self._extent, self._owners)
@@ -314,7 +198,7 @@ class FlatShard(_Chunks, DTensor):
         return self._like(copy.deepcopy(self._local_tensor, memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return rebuild_shard, (self._local_tensor, *_fields(self._extent))
+        return rebuild_shard, (self._local_tensor, *fields_of(self._extent))
 
     def to_local(self, **kwargs: Any) -> Tensor:
         """This rank's elements, 1-D. A whole tensor that is copied there is cut."""
@@ -353,60 +237,6 @@ class _Elements(Tensor):
             shard._fill(other)
             return self
         return self.as_subclass(Tensor).copy_(other, non_blocking=non_blocking)
-
-
-class StoredShard(_Chunks, Tensor):
-    """A `FlatShard` that was pickled: loads on a rank that has the same elements."""
-
-    @staticmethod
-    def __new__(cls, local: Tensor, extent: Extent) -> StoredShard:
-        shard = make_wrapper(cls, torch.Size(extent.size), _stride(extent), local)
-        shard._local_tensor, shard._extent = local, extent
-        return shard
-
-    def __init__(self, *args: Any) -> None:
-        pass
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch's stub has no class
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs, self = dict(kwargs or {}), args[0] if args else None
-        if isinstance(self, cls) and func in _DISPATCHED:
-            kwargs.pop("memory_format", None)
-            return StoredShard(func(self._local_tensor, *args[1:], **kwargs), self._extent)
-        raise _not_here(str(func), args)
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"StoredShard('{self._extent.name}', {self._extent})"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> StoredShard:
-        return StoredShard(copy.deepcopy(self._local_tensor, memo), self._extent)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return rebuild_shard, (self._local_tensor, *_fields(self._extent))
-
-
-def _fields(extent: Extent) -> tuple[Any, ...]:
-    one = extent
-    return one.name, one.shape, one.order, one.start, one.stop, one.size, one.offsets, one.writes
-
-
-def _stride(extent: Extent) -> tuple[int, ...]:
-    stride, step = [0] * len(extent.size), 1
-    for dim in reversed(extent.order):
-        stride[dim] = step
-        step *= max(1, extent.size[dim])
-    return tuple(stride)
-
-
-def _not_here(what: str, args: Any) -> StateError:
-    shard = next((each for each in args if isinstance(each, _Chunks)), None)
-    name = "a tensor" if shard is None else f"'{shard._extent.name}'"
-    return StateError(
-        f"flat_param: {what} was called on {name} of a state dict, which has one rank's elements "
-        "only. Call full_tensor() on every rank first, or use flat_param.full_state_dict."
-    )
 
 
 def local_elements(value: Tensor, extent: Extent, owners: ShardOwners) -> Tensor:

@@ -15,9 +15,10 @@ from ..layout._param_shard import ParamShard, keeps_dims
 from ..layout._shard import ShardPlan
 from ..memory._dtensors import DTensorPlace
 from ._block_rows import BlockRows, block_rows
+from ._stored_shard import Extent, extent_of
 
 if TYPE_CHECKING:
-    from ._flat_shard import Extent, FlatShard, ShardOwners
+    from ._flat_shard import FlatShard, ShardOwners
 
 
 class PieceSegment:
@@ -119,8 +120,6 @@ class ParamPiece:
     @cached_property
     def extent(self) -> Extent:
         """The elements here."""
-        from ._flat_shard import extent_of
-
         shard = self.shard
         return extent_of(shard.spec, shard.start, shard.stop, self.place, shard.spec.name)
 
@@ -150,7 +149,7 @@ class ParamPiece:
 
     def present_rows(self, rows: Tensor) -> FlatShard:
         """State with a row for each block here, `(rows, ...)`."""
-        from ._flat_shard import Extent, FlatShard, ShardOwners
+        from ._flat_shard import FlatShard, ShardOwners
 
         each = rows[:1].numel() if len(rows) else rows.new_empty(1, *rows.shape[1:]).numel()
         ranges = [self._rows_of(rank) for rank in range(self.plan.world_size)]
@@ -168,7 +167,7 @@ class ParamPiece:
 
     def present_number(self, value: Tensor) -> FlatShard:
         """State without dimensions, such as a step count, of which the first holder's counts."""
-        from ._flat_shard import Extent, FlatShard, ShardOwners
+        from ._flat_shard import FlatShard, ShardOwners
 
         first = self.first_holder
         writes = self.comm.rank == first
