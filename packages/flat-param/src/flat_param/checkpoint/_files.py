@@ -49,8 +49,10 @@ def checksum(data: memoryview, before: int = 0) -> int:
     rows = len(data) // (8 * _COLUMNS)
     if rows:
         words = torch.frombuffer(data, dtype=torch.int64, count=rows * _COLUMNS)
-        sums = words.view(rows, _COLUMNS).sum(dim=0)
-        before = zlib.crc32(bytes(sums.untyped_storage()), before)
+        sums = bytearray(8 * _COLUMNS)
+        out = torch.frombuffer(sums, dtype=torch.int64)
+        torch.sum(words.view(rows, _COLUMNS), dim=0, out=out)
+        before = zlib.crc32(sums, before)
     return zlib.crc32(data[rows * 8 * _COLUMNS :], before)
 
 

@@ -100,8 +100,8 @@ class Extent:
                 elements = local[box.start - self.start : box.start - self.start + box.numel]
                 return elements.view(box.lengths).permute(inverse(self.order))
         raise StateError(
-            f"flat_param: '{self.name}' has no chunk at offset {tuple(offset)} on this rank, which "
-            f"holds {self}."
+            f"flat_param.state_dict: '{self.name}' has no chunk at offset {tuple(offset)} on this "
+            f"rank, which holds {self}."
         )
 
     def _boxes(self) -> Iterator[tuple[torch.Size, torch.Size, Box]]:
@@ -332,8 +332,9 @@ class FlatShard(_Chunks, DTensor):
         """The whole tensor as a replicated DTensor. Collective."""
         if not all(placement.is_replicate() for placement in placements or ()):
             raise StateError(
-                f"flat_param: '{self._extent.name}' cannot be redistributed as {placements}: a "
-                "shard of a flat buffer is no even part of a dimension. Use full_tensor()."
+                f"flat_param.state_dict: '{self._extent.name}' cannot be redistributed as "
+                f"{placements}: a shard of a flat buffer is no even part of a dimension. Use "
+                "full_tensor()."
             )
         return DTensor.from_local(
             self.full_tensor(), self.device_mesh, (Replicate(),), run_check=False
@@ -404,8 +405,8 @@ def _not_here(what: str, args: Any) -> StateError:
     shard = next((each for each in args if isinstance(each, _Chunks)), None)
     name = "a tensor" if shard is None else f"'{shard._extent.name}'"
     return StateError(
-        f"flat_param: {what} was called on {name} of a state dict, which has one rank's elements "
-        "only. Call full_tensor() on every rank first, or use flat_param.full_state_dict."
+        f"flat_param.state_dict: {what} was called on {name} of a state dict, which has one rank's "
+        "elements only. Call full_tensor() on every rank first, or use flat_param.full_state_dict."
     )
 
 
