@@ -17,6 +17,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Callable, Mapping
+from mmap import ACCESS_COPY, mmap
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -49,8 +50,10 @@ def checksum(data: memoryview, before: int = 0) -> int:
     rows = len(data) // (8 * _COLUMNS)
     if rows:
         words = torch.frombuffer(data, dtype=torch.int64, count=rows * _COLUMNS)
-        sums = words.view(rows, _COLUMNS).sum(dim=0)
-        before = zlib.crc32(bytes(sums.untyped_storage()), before)
+        sums = bytearray(8 * _COLUMNS)
+        out = torch.frombuffer(sums, dtype=torch.int64)
+        torch.sum(words.view(rows, _COLUMNS), dim=0, out=out)
+        before = zlib.crc32(sums, before)
     return zlib.crc32(data[rows * 8 * _COLUMNS :], before)
 
 
@@ -202,11 +205,11 @@ class CheckedReader(FileSystemReader):
         for name, entries in files.items():
             path = self._inside(name)
             try:
-                with path.open("rb") as file:
+                with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_COPY) as memory:
                     for index, items in entries.items():
-                        data = self._checked(file, path, self.storage_data[index])
+                        data = self._checked(memory, path, self.storage_data[index])
                         _hand_out(data, items, planner)
-            except (OSError, EOFError, pickle.UnpicklingError, RuntimeError) as error:
+            except (OSError, ValueError, EOFError, pickle.UnpicklingError, RuntimeError) as error:
                 raise CheckpointError(
                     f"flat_param.load_sharded: '{path}' cannot be read ({_first_line(error)}), but "
                     "the checkpoint names it. It is cut short or damaged: load another one."
@@ -226,18 +229,18 @@ class CheckedReader(FileSystemReader):
         return path
 
     @staticmethod
-    def _checked(file: BinaryIO, path: Path, entry: Any) -> bytearray:
+    def _checked(memory: mmap, path: Path, entry: Any) -> io.BytesIO:
         if getattr(entry, "transform_descriptors", None):
             raise CheckpointError(
                 f"flat_param.load_sharded: '{path}' was written with extensions "
                 f"{entry.transform_descriptors}, which only the writer has. Load it with "
                 "torch.distributed.checkpoint.load."
             )
-        data = bytearray(entry.length)
-        file.seek(entry.offset)
-        _fill(file, memoryview(data))
+        data = io.BytesIO(memory[entry.offset : entry.offset + entry.length])
+        if data.getbuffer().nbytes != entry.length:
+            raise EOFError("the file ends early")
         expected = getattr(entry, "checksum", None)
-        if expected is not None and checksum(memoryview(data)) != expected:
+        if expected is not None and checksum(data.getbuffer()) != expected:
             raise CheckpointError(
                 f"flat_param.load_sharded: '{path}' is damaged: {entry.length} bytes at "
                 f"{entry.offset} have another checksum than when they were saved. Load another "
@@ -246,12 +249,12 @@ class CheckedReader(FileSystemReader):
         return data
 
 
-def _hand_out(data: bytearray, items: list[ReadItem], planner: Any) -> None:
+def _hand_out(data: io.BytesIO, items: list[ReadItem], planner: Any) -> None:
     if items[0].type == LoadItemType.BYTE_IO:
         for item in items:
-            planner.load_bytes(item, io.BytesIO(data))
+            planner.load_bytes(item, data)
         return
-    tensor: Tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    tensor: Tensor = torch.load(data, map_location="cpu", weights_only=True)
     for item in items:
         target = planner.resolve_tensor(item).detach()
         part = tensor

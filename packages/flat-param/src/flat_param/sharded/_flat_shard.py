@@ -216,8 +216,9 @@ class FlatShard(Chunks, DTensor):
         """The whole tensor as a replicated DTensor. Collective."""
         if not all(placement.is_replicate() for placement in placements or ()):
             raise StateError(
-                f"flat_param: '{self._extent.name}' cannot be redistributed as {placements}: a "
-                "shard of a flat buffer is no even part of a dimension. Use full_tensor()."
+                f"flat_param.state_dict: '{self._extent.name}' cannot be redistributed as "
+                f"{placements}: a shard of a flat buffer is no even part of a dimension. Use "
+                "full_tensor()."
             )
         return DTensor.from_local(
             self.full_tensor(), self.device_mesh, (Replicate(),), run_check=False

@@ -81,8 +81,8 @@ class Extent:
                 elements = local[box.start - self.start : box.start - self.start + box.numel]
                 return elements.view(box.lengths).permute(inverse(self.order))
         raise StateError(
-            f"flat_param: '{self.name}' has no chunk at offset {tuple(offset)} on this rank, which "
-            f"holds {self}."
+            f"flat_param.state_dict: '{self.name}' has no chunk at offset {tuple(offset)} on this "
+            f"rank, which holds {self}."
         )
 
     def _boxes(self) -> Iterator[tuple[torch.Size, torch.Size, Box]]:
