@@ -120,7 +120,8 @@ class Recorder:
         self.answer: Constant = None if self.facts.bookkeeping else policy.constant(op)
         if self.facts.is_view and self.answer is not DEPENDS:
             self.answer = None  # a view costs nothing to make again
-        self.asks = not self.facts.bookkeeping and (self.answer is DEPENDS or policy.counts(op))
+        is_told = self.answer in (DEPENDS, Decision.OFFLOAD)
+        self.asks = not self.facts.bookkeeping and (is_told or policy.counts(op))
         schema = getattr(op, "_schema", None)
         self.is_aten = schema is not None and op.namespace in ("aten", "prims")
         self._short = "" if schema is None else schema.name.partition("::")[2]
