@@ -136,7 +136,7 @@ def test_a_captured_step_gives_the_plain_gradients_each_time(name, late):
     assert all(bool((each == 7).all()) for each in others)
 
 
-@pytest.mark.parametrize("name", [NAMES[0], "recipe"])
+@pytest.mark.parametrize("name", [NAMES[0], "replay"])
 def test_forward_and_backward_may_be_captured_for_a_graph_each(name):
     """Nothing of the one is waited for in the other."""
     model, x = blocks(), given()

@@ -15,8 +15,8 @@ MM = (torch.ops.aten.mm.default,)
     ("operators", "wrote", "done"),
     [
         (MM, (), LEVELS),
-        (MM, ("mean",), (*LEVELS[:4], "keeps matmuls")),
-        (MM, None, (*LEVELS[:3], "recomputes everything", "keeps matmuls")),
+        (MM, ("mean",), LEVELS),
+        (MM, None, (*LEVELS[:3], "recomputes everything", "offloads matmuls")),
         ((), (), (LEVELS[0], *2 * ["recomputes everything"], *2 * ["runs again"])),
     ],
 )

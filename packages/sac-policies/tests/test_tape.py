@@ -23,6 +23,7 @@ from sac_policies import (
     checkpoint,
     checkpoint_name,
     first_match,
+    offload,
     recompute_all,
     recompute_ops,
     report,
@@ -659,6 +660,7 @@ MM = "aten.mm.default"
     [
         (NOTHING, 8),
         (save_ops("aten.mm"), 6),
+        (offload("aten.mm"), 6),
         (["aten.mm"], 6),
         (save_ops("aten.m?"), 6),
         ({"aten.mm": "save"}, 6),

@@ -19,8 +19,8 @@ LEVELS = (
 )
 """What a region does: no checkpointing; costly operators kept; nothing kept and values replayed;
 nothing kept and a second forward, which also rebuilds what no replay can; costly operators moved to
-the host, and a second forward for the rest. The last is for accelerators."""
-HOLDING = (3, 4)
+the host, and the rest made again. The last is for accelerators."""
+HOLDING = (3,)
 """Levels with a second forward, which has to have its arguments."""
 
 
@@ -62,9 +62,9 @@ class Region:
             return RegionFit(self.path, LEVELS[0], None)
         if self.is_compiled:
             return RegionFit(self.path, LEVELS[3], None)
-        if level == 4 and self.operators and self.wrote == ():
+        if level == 4 and self.operators:
             return RegionFit(self.path, LEVELS[4], offload(*self.operators))
-        if level in (1, 4) and self.operators:
+        if level == 1 and self.operators:
             return RegionFit(self.path, LEVELS[1], save_ops(*self.operators))
         if level < 3 or self.wrote is None:
             return RegionFit(self.path, LEVELS[2], recompute_all())

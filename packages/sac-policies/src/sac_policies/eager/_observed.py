@@ -31,10 +31,12 @@ class Observed:
         """Note the storages that a call made."""
         if recorder.shares:
             return
-        for tensor in tensors_in(out):
+        tensors = tensors_in(out)
+        is_float = all(tensor.is_floating_point() for tensor in tensors)
+        for tensor in tensors:
             key = storage_key(tensor)
             if key in self._made or not recorder.facts.writes:
-                self._made[key] = (str(recorder.op), index), _reason(recorder, tensor)
+                self._made[key] = (str(recorder.op), index), _reason(recorder, is_float)
 
     def replaced(self, held: torch.Tensor, original: torch.Tensor) -> None:
         """Note that a tensor is held for what made another."""
@@ -72,10 +74,10 @@ class Observed:
         return found
 
 
-def _reason(recorder: Recorder, tensor: torch.Tensor) -> str:
+def _reason(recorder: Recorder, is_float: bool) -> str:
     """Say why a result is held although the policy does not keep it."""
     if not torch.is_grad_enabled():
         return "it was made without gradients"
-    if tensor.is_floating_point() and recorder.why == "integer results are held":
+    if is_float and recorder.why == "integer results are held":
         return "it was written to"
     return recorder.why

@@ -120,7 +120,8 @@ class Recorder:
         self.answer: Constant = None if self.facts.bookkeeping else policy.constant(op)
         if self.facts.is_view and self.answer is not DEPENDS:
             self.answer = None  # a view costs nothing to make again
-        self.asks = not self.facts.bookkeeping and (self.answer is DEPENDS or policy.counts(op))
+        is_told = self.answer in (DEPENDS, Decision.OFFLOAD)
+        self.asks = not self.facts.bookkeeping and (is_told or policy.counts(op))
         schema = getattr(op, "_schema", None)
         self.is_aten = schema is not None and op.namespace in ("aten", "prims")
         self._short = "" if schema is None else schema.name.partition("::")[2]
@@ -223,16 +224,28 @@ class Recorder:
             return
         call = self._recorded(tape, args, kwargs)
         version = version_of(args[0]) if self._is_view else 0
+        chosen = () if self._is_view else self._chosen(args, out)
         call.items = []
         for at, each in enumerate(out):
             item = None
-            if isinstance(each, torch.Tensor):
+            if isinstance(each, torch.Tensor) and each.shape not in chosen:
                 dtype = each.dtype
                 exact = not (dtype.is_floating_point or dtype.is_complex)
                 if self._is_view or not (exact and self._cuts(args, dtype)):
                     item = Item(call, at)
                     tape.note(each, item, version)
             call.items.append(None if item is None else ref(item))
+
+    def _chosen(self, args: tuple[Any, ...], out: Any) -> list[torch.Size]:
+        """Shapes of places that were chosen by numbers: values at them are held, too.
+
+        So an operator that chooses, as topk or sort, runs once. Of pooling only places are held.
+        """
+        if "pool" in self._short:
+            return []
+        tensors = [each for each in out if isinstance(each, torch.Tensor)]
+        exact = [t for t in tensors if not (t.is_floating_point() or t.is_complex())]
+        return [t.shape for t in exact if t.dim() and self._cuts(args, t.dtype)]
 
     def _attention(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record attention that drops nothing."""
