@@ -139,33 +139,78 @@ def _steps_of(module: nn.Module) -> list[int]:
 
 
 def _write(state: dict[str, Any], path: Path, word: str, world: World) -> None:
-    """Write and commit a state. Collective."""
-    from torch.distributed.checkpoint.api import CheckpointException
+    """Write and commit a state, by the steps of torch's `save`. Collective.
+
+    torch's own function sends plans by `gather_object`, which needs numpy.
+    """
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-    from torch.distributed.checkpoint.state_dict_saver import save
 
     from ._files import CheckedWriter
 
-    writer = CheckedWriter(path, word)
+    # Of values that several ranks have, the first rank's are saved.
+    writer, planner = CheckedWriter(path, word), DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+    metadata: list[Any] = []
+
+    def plan() -> Any:
+        planner.set_up_planner(state, writer.storage_meta(), world.is_first)
+        writer.set_up_storage_writer(world.is_first)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def divide(plans: list[Any]) -> Any:
+        divided, whole = planner.create_global_plan(plans)
+        metadata.append(whole)
+        return writer.prepare_global_plan(divided)
+
+    def write(plans: list[Any]) -> Any:
+        own = planner.finish_plan(plans[world.comm.rank])
+        return writer.write_data(own, planner).wait()
+
     try:
-        # Of values that several ranks have, the first rank's are saved.
-        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
         with without_storage_warning():
-            save(state, storage_writer=writer, planner=planner, process_group=world.comm.group)
-    except CheckpointException as error:
-        rank, (cause, _) = next(iter(error.failures.items()))
+            plans = _on_all(world, path, plan)
+            divided = _on_first(world, path, lambda: divide(plans))
+            written = _on_all(world, path, lambda: write(divided))
+            # No rank returns before the checkpoint is complete.
+            _on_first(world, path, lambda: writer.finish(metadata[0], written))
+    except CheckpointError:
         if world.is_first:
             writer.remove()
-        raise CheckpointError(
-            f"flat_param.save_sharded: rank {world.ranks[rank]} cannot write its part to '{path}' "
-            f"({type(cause).__name__}: {cause}). Nothing was saved, and an earlier checkpoint "
-            "there is intact. Make room, or save to another path."
-        ) from cause
+        raise
     finally:
         state.clear()  # an error would keep a snapshot alive
     if world.is_first:
         writer.remove_others()
-    world.comm.share(None)  # no rank returns before the checkpoint is complete
+
+
+def _on_all(world: World, path: Path, step: Callable[[], Any]) -> list[Any]:
+    """Do a step on all ranks, and give the results of all. Collective.
+
+    Raises:
+        CheckpointError: on all ranks, if one cannot do it.
+    """
+    result, failed = None, None
+    try:
+        result = step()
+    except Exception as raised:
+        failed = raised
+    notes = world.comm.share((result, "" if failed is None else _told(failed)))
+    for rank, (_, told) in zip(world.ranks, notes, strict=True):
+        if told:
+            raise CheckpointError(
+                f"flat_param.save_sharded: rank {rank} cannot write its part to '{path}' ({told}). "
+                "Nothing was saved, and an earlier checkpoint there is intact. Make room, or save "
+                "to another path."
+            ) from failed
+    return [result for result, _ in notes]
+
+
+def _on_first(world: World, path: Path, step: Callable[[], Any]) -> Any:
+    """Do a step on the first rank, and give its result to all. Collective; raises as `_on_all`."""
+    return _on_all(world, path, step if world.is_first else lambda: None)[0]
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _on_host(state: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from ctypes import string_at
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -54,7 +55,8 @@ def _gather_notes(
     padded[: data.numel()] = data
     found = [torch.empty_like(padded) for _ in range(world_size)]
     dist.all_gather(found, padded, group=group)
-    texts = (bytes(each[: int(n)].tolist()) for each, n in zip(found, sizes, strict=True))
+    here = [each.cpu() for each in found]
+    texts = (string_at(each.data_ptr(), int(n)) for each, n in zip(here, sizes, strict=True))
     return [pickle.loads(text) for text in texts]
 
 
