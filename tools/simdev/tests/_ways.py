@@ -344,11 +344,17 @@ FAULTS = {"out of memory", "failing copy out", "failing copy in"}
 PLAIN = dict.fromkeys((*FAULTS, "refused capture"), _one) | {"graph pool": _without_graph}
 
 
+REFUSE_CAPTURE = {
+    *("offload", "offload, two calls kept", "checkpoint + offload"),
+    "sharded, cpu_offload",
+}
+
+
 def no_sense(way: str, situation: str) -> str:
     """Why a cell is not run, in a few words; empty where it is."""
     if situation.startswith("failing copy") and way not in COPIES_OUT:
         return "no copies"
-    if situation == "graph pool" and way == "sharded, cpu_offload":
+    if situation == "graph pool" and way in REFUSE_CAPTURE:
         return "an error at capture"
     if way in SHARDED and SITUATIONS[situation][1] == ONE:
         return "one device a rank"
