@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from inspect import isfunction
 
 import torch
@@ -17,85 +16,13 @@ from .faults.sac_policies import changed, refusing
 AREA = "sac-policies"
 
 
-def _behind_its_back(checkpoint, function, args, kwargs):
-    """Hand a region its tensors, and all else behind its back."""
-    at = [n for n, each in enumerate(args) if isinstance(each, torch.Tensor)]
-    if len(at) == len(args):
-        return checkpoint(function, *args, **kwargs)
-
-    def given(*tensors, **own):
-        filled = list(args)
-        for n, tensor in zip(at, tensors, strict=True):
-            filled[n] = tensor
-        return function(*filled, **own)
-
-    return checkpoint(given, *(args[n] for n in at), **kwargs)
-
-
-@mutant(area=AREA, kills={"SP-134", "SP-137", "SP-141", "SP-142"})
-def containers_are_not_restored(part):
-    """Hands the region its tensors, and all else behind its back."""
-
-    def checkpoint(function, *args, policy=None, **kwargs):
-        return _behind_its_back(part.checkpoint, function, args, {"policy": policy, **kwargs})
-
-    return overlay(part, checkpoint=checkpoint)
-
-
-@mutant(area=AREA, kills={"SP-137"})
-def containers_inside_are_not_restored(part):
-    """Restores what a region was given, but not where the region around it is recomputed."""
-    recomputing = []
-
-    def checkpoint(function, *args, policy=None, **kwargs):
-        if recomputing:
-            return _behind_its_back(part.checkpoint, function, args, {"policy": policy, **kwargs})
-        if not isfunction(policy) or torch.compiler.is_compiling():
-            return part.checkpoint(function, *args, policy=policy, **kwargs)
-        ran = []
-
-        def watched(*given, **own):
-            again = bool(ran)
-            ran.append(True)
-            recomputing.extend([True] * again)
-            try:
-                return function(*given, **own)
-            finally:
-                del recomputing[len(recomputing) - again :]
-
-        return part.checkpoint(watched, *args, policy=policy, **kwargs)
-
-    return overlay(part, checkpoint=checkpoint)
-
-
-@mutant(area=AREA, kills={"SP-042", "SP-156", "SP-157", "SP-215"})
-def buffers_are_read_as_they_are_now(part):
-    """Runs a module again on its buffers as the forward left them."""
-
-    def checkpoint(function, *args, policy=None, **kwargs):
-        buffers = list(function.buffers()) if isinstance(function, torch.nn.Module) else []
-        left = []
-
-        def watched(*given, **own):
-            with torch.no_grad():
-                for buffer, value in zip(buffers, left, strict=bool(left)):
-                    buffer.copy_(value)
-            out = function(*given, **own)
-            left[:] = [buffer.clone() for buffer in buffers]
-            return out
-
-        return part.checkpoint(watched if buffers else function, *args, policy=policy, **kwargs)
-
-    return overlay(part, checkpoint=checkpoint)
-
-
 class _DataIsACopy(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         return out.clone() if func == torch.Tensor.data.__get__ else out
 
 
-@mutant(area=AREA, kills={"SP-152", "SP-158", "SP-160", "SP-161", "SP-181"})
+@mutant(area=AREA, kills={"SP-152", "SP-158", "SP-160", "SP-181"})
 def writes_past_the_counter_are_lost(part):
     """Replays a region whose `.data` is a copy."""
 
@@ -148,24 +75,6 @@ def changed_values_are_read(part):
 def other_data_is_saved_again(part):
     """Keeps the products of such a region, and saves their weights again, whatever they are."""
     return _torch_where(part, lambda policy, args: isinstance(policy, list) and _is_one_value(args))
-
-
-@mutant(area=AREA, kills={"SP-122", "SP-152", "SP-160", "SP-181"})
-def first_forward_saves_more(part):
-    """Keeps one value more in the first forward of a function of a region."""
-    known = weakref.WeakSet()
-
-    def checkpoint(function, *args, **kwargs):
-        if not isinstance(function, torch.nn.Module) or function in known:
-            return part.checkpoint(function, *args, **kwargs)
-        known.add(function)
-
-        def first(*args):
-            return function(*[each * torch.ones_like(each) for each in args])
-
-        return part.checkpoint(first, *args, **kwargs)
-
-    return overlay(part, checkpoint=checkpoint)
 
 
 @mutant(area=AREA, kills={"SP-211"})
