@@ -159,8 +159,8 @@ def test_without_gradients_nothing_is_kept():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: in_slices(3, 2), "cannot be called"),
-        (lambda: in_slices(torch.sin, 0), "chunks is 0, but it must be an integer of at least 1"),
+        (lambda: in_slices(3, 2), "must be callable"),
+        (lambda: in_slices(torch.sin, 0), "chunks is 0, but it must be an int of at least 1"),
         (lambda: in_slices(torch.sin, 2.5), r"chunks is 2\.5"),
         (lambda: in_slices(torch.sin, 2, "a"), "dim is 'a'"),
         (lambda: in_slices(torch.sin, 2)(1.0), "no positional argument is a tensor"),

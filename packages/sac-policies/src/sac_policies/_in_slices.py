@@ -57,7 +57,7 @@ def in_slices(function: Callable[..., T], chunks: int, dim: int = 0) -> Callable
     """
     if not callable(function):
         raise SlicesError(
-            f"sac_policies.in_slices: function {shown(function)} cannot be called. "
+            f"sac_policies.in_slices: function is {shown(function)}, but it must be callable. "
             "Pass the function first, then the number of slices."
         )
     _check_number("chunks", chunks, least=1)
@@ -76,10 +76,12 @@ def in_slices(function: Callable[..., T], chunks: int, dim: int = 0) -> Callable
 
 
 def _check_number(name: str, value: object, least: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or (least and value < least):
-        wanted = f"an integer of at least {least}" if least else "an integer"
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if not is_int or (least is not None and value < least):  # type: ignore[operator]  # an int
+        wanted = "an int" if least is None else f"an int of at least {least}"
         raise SlicesError(
-            f"sac_policies.in_slices: {name} is {shown(value)}, but it must be {wanted}."
+            f"sac_policies.in_slices: {name} is {shown(value)}, but it must be {wanted}. "
+            f"Pass for example {name}={least or 0}."
         )
 
 
