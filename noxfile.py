@@ -24,7 +24,6 @@ nox.options.sessions = [
     "repository",
     "isolation",
     "conformance(cpu)",
-    "conformance(simdev)",
 ]
 
 # uv reads neither pip's variables nor its configuration, and separates with commas.

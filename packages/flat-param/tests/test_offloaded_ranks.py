@@ -10,6 +10,7 @@ import pytest
 pytestmark = pytest.mark.dist
 
 
+@pytest.mark.nightly
 def test_state_elsewhere_is_trained_and_saved_the_same(
     ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

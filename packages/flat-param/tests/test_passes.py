@@ -10,6 +10,7 @@ import pytest
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("phase", ["forward", "backward", "accumulation", "between", "by_hand"])
 def test_step_stopped_anywhere_leaves_nothing(ranks: Callable[..., list[Any]], phase: str) -> None:
     """Every entry and return of a function is tried; the next gradients are the plain module's."""
@@ -28,6 +29,7 @@ def test_step_stopped_on_all_ranks_leaves_nothing(
         assert result["wrong"] == []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_frozen_weights_stay_while_anything_leads_through_them(
     ranks: Callable[..., list[Any]], strategy: str

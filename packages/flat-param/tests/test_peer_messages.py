@@ -92,6 +92,7 @@ def runs(ranks: Any, run: Callable[..., Any]) -> dict[Any, Any]:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "what", "strategy"), CASES)

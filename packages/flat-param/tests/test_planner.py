@@ -216,6 +216,7 @@ PLANNED = (
 )
 
 
+@pytest.mark.nightly
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4, 8])
@@ -228,6 +229,7 @@ def test_plan_is_what_is_counted(ranks: Callable[..., list[Any]], world: int, cl
         assert not result[claim], f"rank {rank}: {result[claim]}"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [256, 1024, 16384])
 def test_plan_is_what_one_rank_of_thousands_does(world: int) -> None:

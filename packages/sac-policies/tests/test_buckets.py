@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.nightly
+
 WORKER = """
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

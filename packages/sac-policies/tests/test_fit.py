@@ -111,6 +111,7 @@ def test_peak_is_within_budget_on_random_graphs() -> None:
     assert outcomes.count("partial") >= 5
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_peak_is_within_budget_on_80_random_graphs() -> None:
     """The same on 60 graphs more: every single one."""

@@ -253,6 +253,7 @@ assert fit_(nn.Sequential(layer(), layer()), torch.ones(64, 32, 8), "90%")
 """
 
 
+@pytest.mark.nightly
 def test_nothing_is_printed() -> None:
     """Neither by us nor by the profiler."""
     env = {word: value for word, value in os.environ.items() if word != "KINETO_LOG_LEVEL"}
