@@ -174,6 +174,10 @@ module = parallelize_module(Layer(), mesh, {"a": ColwiseParallel(), "b": Rowwise
 x = torch.randn(512, 64, requires_grad=True)
 
 def kept(step):
+    # gloo's thread may free what it has sent after the measurement: the least of three.
+    return min(kept_once(step) for _ in range(3))
+
+def kept_once(step):
     for _ in range(2):
         step().sum().backward()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
