@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -127,17 +127,26 @@ def apart(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class KeptTensor:
-    """A tensor kept for backward by hooks of a report.
+    """A tensor kept for backward by hooks of a report. Its end is the end of the keeping.
 
     Attributes:
+        keys: its storages, by `id`.
         tensor: the tensor, without its place in the graph.
     """
 
-    __slots__ = ("_version", "tensor")
+    __slots__ = ("_released", "_version", "keys", "tensor")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._version = tensor._version
+    def __init__(
+        self, tensor: torch.Tensor, keys: list[int], released: Callable[[int], None]
+    ) -> None:
+        self.keys: list[int] = keys
+        self._released, self._version = released, tensor._version
         self.tensor: torch.Tensor = apart(tensor)
+
+    def __del__(self) -> None:
+        if hasattr(self, "tensor"):  # an interrupt may have come before there was any
+            for key in self.keys:
+                self._released(key)
 
     def given_back(self) -> torch.Tensor:
         """Return the tensor, which must be as it was: under hooks torch does not look.
@@ -156,21 +165,31 @@ class KeptTensor:
 
 
 class _Saved:
-    """Bytes kept for backward, each storage once."""
+    """Bytes kept for backward, each storage once for as long as it is kept."""
 
     def __init__(self, attribution: Attribution) -> None:
         self._attribution = attribution
-        self._known: dict[int, weakref.ref] = {}
+        self._uses: dict[int, int] = {}
         self._first: list[tuple[weakref.ref, Call, str, int]] = []
 
     def pack(self, tensor: torch.Tensor) -> KeptTensor:
         """Note that a tensor is kept."""
+        keys = []
         for _, storage in storages_of([tensor]):
-            known = self._known.get(id(storage))
-            if known is None or known() is not storage:
-                known = self._known[id(storage)] = weakref.ref(storage)
-                self._first.append((known, *self._attribution.locate(), storage.nbytes()))
-        return KeptTensor(tensor)
+            key = id(storage)
+            uses = self._uses.get(key, 0)
+            if uses == 0:
+                call, phase = self._attribution.locate()
+                self._first.append((weakref.ref(storage), call, phase, storage.nbytes()))
+            self._uses[key] = uses + 1
+            keys.append(key)
+        return KeptTensor(tensor, keys, self.release)
+
+    def release(self, key: int) -> None:
+        """Note that one keeping has ended."""
+        left = self._uses.pop(key, 1) - 1
+        if left:
+            self._uses[key] = left
 
     def totals(self, permanent: set[int]) -> PhaseTotals:
         """Return the bytes kept, without storages that live anyway, by `id`."""
