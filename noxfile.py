@@ -58,7 +58,7 @@ TEST_TOOLS = [
     "hatch-fancy-pypi-readme>=25.1",
     "nox[uv]",
 ]
-EXTRAS = ["rich", "matplotlib", "scipy"]
+EXTRAS = ["matplotlib", "safetensors", "scipy"]
 TEST_OPTIONS = ["--timeout=600", "--durations=10"]
 NOT_NIGHTLY = ["-m", "not nightly"]
 
@@ -119,7 +119,7 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Check the types of all five distributions, strictly."""
     install_parts(session, *PACKAGES)
-    session.install("mypy==2.4.1", "rich")
+    session.install("mypy==2.4.1", "safetensors")
     session.run("mypy", *(str(path / "src") for path in PACKAGES.values()))
 
 

@@ -381,8 +381,8 @@ def _tensors_in(file: Path) -> Iterator[tuple[str, Tensor]]:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
         raise CheckpointError(
-            f"flat_param.load_sharded: '{file}' needs the package safetensors. Install it, or save "
-            "with torch.save."
+            f"flat_param.load_sharded: '{file}' needs the package safetensors, which is not "
+            "installed. Install flat-param[safetensors], or save with torch.save."
         ) from error
     try:
         with safe_open(file, framework="pt") as found:
