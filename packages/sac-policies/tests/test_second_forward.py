@@ -167,6 +167,21 @@ def test_the_second_run_ends_with_the_last_value_that_is_saved() -> None:
     )
 
 
+def test_noise_that_is_saved_before_it_is_written() -> None:
+    """`rrelu` saves its noise first, and then draws it."""
+    torch.manual_seed(0)
+    layer, x = torch.nn.Linear(64, 64), torch.randn(512, 64, requires_grad=True)
+    grads = []
+    for way in (lambda t: F.rrelu(layer(t), training=True), None):
+        torch.manual_seed(1)
+        if way is None:
+            out = run(lambda t: F.rrelu(layer(t), training=True), [x], "a block", None)
+        else:
+            out = way(x)
+        grads.append(torch.autograd.grad(out.square().sum(), [x, *layer.parameters()]))
+    assert all(map(torch.equal, *grads))
+
+
 def test_a_value_that_nobody_reads_is_not_held() -> None:
     """It belongs to an output that was dropped; a second run gives it to nobody."""
     x, w = leaves()

@@ -5,7 +5,9 @@ than half of what torch's adds to each value that is saved.
 
 Rule 1. The n-th value that the second run saves is the n-th of the first: its shape, dtype and
         device are compared. With the last one the second run ends, unless the first was run under
-        `set_checkpoint_early_stop(False)`: then the function is run to its end.
+        `set_checkpoint_early_stop(False)`: then the function is run to its end. An operator may
+        save a tensor before it writes it, as `rrelu` does with its noise: then the second run goes
+        on to the next value that is saved, or to the end.
 Rule 2. A value that was made again belongs to whom it was saved for, and is let go when that is
         read. Another backward runs the function again.
 Rule 3. What the function is given is held, with its version, and so are the parameters that it
@@ -105,6 +107,7 @@ class _Region:
         self.stops_early = stops_early()
         self.saved: list[ref[_Saved]] = []
         self.facts: list[Facts] = []
+        self._may_be_unwritten: list[bool] = []
         self._ambient = AmbientState(tensors)
         self._function, self._around = function, around
         self._tensors = [(tensor, tensor._version) for tensor in tensors]
@@ -116,10 +119,20 @@ class _Region:
             leaf = tensor if tensor.is_leaf else base_of(tensor)
             if leaf is not None and leaf.is_leaf:
                 self._parameters.append(leaf)
+        # Results require a gradient when they are saved, and are written by then.
+        is_input = tensor.requires_grad or not tensor.is_floating_point()
+        self._may_be_unwritten.append(not is_input)
         saved = _Saved()
         self.saved.append(ref(saved))
         self.facts.append((compared_shape(tensor), tensor.dtype, tensor.device))
         return saved
+
+    @property
+    def stops_at_last(self) -> bool:
+        """Whether the second run ends with its last value: none of the last three, which one
+        operator may save together, may have to be written yet.
+        """
+        return self.stops_early and not any(self._may_be_unwritten[-3:])
 
     def ended(self) -> None:
         """Note what the function left: it may have drawn no numbers, or clipped its weights."""
@@ -207,7 +220,7 @@ class _Second:
         if saved is not None:
             saved.value = value
         self._count = at + 1
-        if region.stops_early and self._count == len(region.saved):
+        if region.stops_at_last and self._count == len(region.saved):
             raise _SecondRunEnds
         return value  # for a gradient that the function itself takes
 
