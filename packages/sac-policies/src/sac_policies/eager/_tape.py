@@ -365,7 +365,23 @@ class Tape(TorchDispatchMode):
     def follow_range(self, op: Operator, args: tuple[Any, ...]) -> None:
         """Look away while FSDP gathers or frees parameters: that is no work of the region."""
         self._ranges.follow(op, args)
-        self._is_away = self._ranges.inside
+        was_away, self._is_away = self._is_away, self._ranges.inside
+        if was_away and not self._is_away:
+            self._hold_what_reads_freed()
+
+    def _hold_what_reads_freed(self) -> None:
+        """Hold tensors that parameters were read for which FSDP has freed since.
+
+        Backward may read them before FSDP gathers the parameters again.
+        """
+        with no_dispatch():
+            for seen in list(self._known.values()):
+                tensor, value = seen(), seen.value
+                if tensor is None or seen.version != version_of(tensor) or is_freed(tensor):
+                    continue
+                if value.held is None and value.boxed is None and _reads_freed(value):
+                    value.hold(tensor if self._outer is not None else unseen_alias(tensor))
+                    self._holders.append(ref(value))
 
     # Holding
 
@@ -589,6 +605,20 @@ def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     parts = [part for name in names if isinstance(part := getattr(tensor, name), torch.Tensor)]
     return [each for part in parts for each in _parts_of(part)]
+
+
+def _reads_freed(value: Value) -> bool:
+    """Whether making a value again reads a tensor whose bytes were freed."""
+    waiting, done = [value], {value}
+    while waiting:
+        call = waiting.pop().made_by
+        for each in () if call is None else call.inputs:
+            if each.held is not None and is_freed(each.held):
+                return True
+            if each.held is None and each not in done:
+                done.add(each)
+                waiting.append(each)
+    return False
 
 
 def _forget_in(known: dict[int, _Seen]) -> Callable[[Any], None]:
