@@ -1,8 +1,9 @@
 """Checkpoints a model's blocks in place so that a measured step fits a budget.
 
 Rule 1. Regions are the modules that repeat, or else that are called again, in the order in which
-        they run. What they keep is said by operator, so another loss, batch or branch than the
-        measured one is no error.
+        they run; if the budget cannot be met with them, the blocks of lists inside of them. What
+        they keep is said by operator, so another loss, batch or branch than the measured one is no
+        error.
 Rule 2. There are a few levels, from nothing recomputed to everything. A step is measured with all
         regions on each, and others are clocked (`_times.py`); from those the peak and the time of
         any mixture are known, and the one that costs least time is taken (`_intervals.py`).
@@ -16,7 +17,7 @@ Rule 6. All ranks decide from the same numbers, the largest peak of each step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from ._checkpointed import Checkpointed, is_checkpointed, region_of, release
 from ._intervals import KeptSteps, Measured, Steps, forward_of, kept_bytes, marked
 from ._levels import HOLDING, LEVELS, Region, RegionFit
 from ._measure import Interval, Marks, highest
-from ._repeating import Seen, called_again, check_compiled, kind_of, repeating
+from ._repeating import Seen, called_again, check_compiled, inside, kind_of, repeating
 from ._sizes import Budget, budget_bytes, format_size
 from ._step import Loss, Step, check_step
 from ._times import Clock, Spent, are_long, clocked_in_rounds
@@ -94,10 +95,12 @@ def _groups(regions: Sequence[RegionFit]) -> list[str]:
     """Say of each level that some are on which they are."""
     found = []
     for level in LEVELS:
-        paths = [region.path or "the model" for region in regions if region.level == level]
+        those = [region for region in regions if region.level == level]
+        paths = [region.path or "the model" for region in those]
         if paths:
             between = f"{paths[0]} to {paths[-1]}" if len(paths) > 1 else paths[0]
-            found.append(f"{len(paths)} x {level}: {between}")
+            kinds = ", ".join(dict.fromkeys(region.kind for region in those))
+            found.append(f"{len(paths)} x {level}: {between} ({kinds})")
     return found
 
 
@@ -110,7 +113,8 @@ def fit_(
     without checkpointing and one with all of them on each of three levels (four on
     accelerators, where values can be offloaded), and lets each do what costs least time in all. A
     last step confirms that it fits, or a second one. At most ten steps are run for that. If
-    they are short, two to five on each level are clocked: a profiler takes much of them.
+    they are short, two to five on each level are clocked: a profiler takes much of them. If no
+    choice fits and the blocks are stages with lists of blocks, those blocks are tried in turn.
     Collective.
 
     Args:
@@ -162,13 +166,28 @@ def fit_(
     try:
         with step.leaving_the_model():
             step.settle_buckets()
-            search = _Search(model, step, of)
-            found = search.run(budget)
+            tried: list[Infeasible] = []
+            for regions in _divisions(model, step):
+                search = _Search(model, step, of, regions)
+                found = search.run(budget)
+                if isinstance(found, InPlaceFit):
+                    return found
+                tried.append(found)
     except BaseException:  # whoever is interrupted has nothing to call undo() of
         if search is not None:
             search.undo()
         raise
-    return found
+    return min(tried, key=lambda each: each.smallest_bytes)
+
+
+def _divisions(model: nn.Module, step: Step) -> Iterator[tuple[tuple[str, nn.Module], ...]]:
+    """Yield the blocks that a model is divided into, and then those inside of them."""
+    regions = repeating(model)
+    if regions[0][1] is model:
+        regions = called_again(model, step.forward) or regions
+    while regions:
+        yield regions
+        regions = inside(regions)
 
 
 class _Taken(NamedTuple):
@@ -181,11 +200,10 @@ class _Taken(NamedTuple):
 class _Search:
     """Finds what each region is to do."""
 
-    def __init__(self, model: nn.Module, step: Step, of: str) -> None:
+    def __init__(
+        self, model: nn.Module, step: Step, of: str, regions: Sequence[tuple[str, nn.Module]]
+    ) -> None:
         self._model, self._step, self._of = model, step, of
-        regions = repeating(model)
-        if regions[0][1] is model:
-            regions = called_again(model, step.forward) or regions
         check_compiled(model, regions)
         with Seen(regions) as seen:
             step.run(model)
