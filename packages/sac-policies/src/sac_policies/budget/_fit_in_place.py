@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from .._errors import BudgetError, shown
@@ -31,6 +32,7 @@ from ._checkpointed import Checkpointed, is_checkpointed, region_of, release
 from ._intervals import KeptSteps, Measured, Steps, forward_of, kept_bytes, marked
 from ._levels import HOLDING, LEVELS, Region, RegionFit
 from ._measure import Interval, Marks, highest
+from ._optimizer import check_optimizer
 from ._repeating import Seen, called_again, check_compiled, inside, kind_of, repeating
 from ._sizes import Budget, budget_bytes, format_size
 from ._step import Loss, Step, check_step
@@ -51,7 +53,7 @@ class InPlaceFit:
         plain_bytes: `peak_bytes` without checkpointing.
         plain_kept_bytes: `kept_bytes` without checkpointing.
         predicted_bytes: prediction for what the budget applies to, from steps at single levels.
-        budget_bytes: the budget; what it applies to is at most that.
+        budget_bytes: the budget less the reserve; what it applies to is at most that.
         regions: what each does, in the order in which they run.
         rounds: (regions that are checkpointed, what the budget is of) of each step that was
             measured, in order.
@@ -105,7 +107,14 @@ def _groups(regions: Sequence[RegionFit]) -> list[str]:
 
 
 def fit_(
-    model: nn.Module, batch: Any, budget: Budget, *, loss: Loss | None = None, of: str = "peak"
+    model: nn.Module,
+    batch: Any,
+    budget: Budget,
+    *,
+    loss: Loss | None = None,
+    of: str = "peak",
+    optimizer: torch.optim.Optimizer | None = None,
+    reserve: Budget = 0,
 ) -> InPlaceFit | Infeasible:
     """Checkpoint the blocks of a model in place, just enough for a step to fit `budget`.
 
@@ -121,14 +130,19 @@ def fit_(
         model: on the device it trains on, in the mode it trains in. Parameters, buffers,
             gradients and random state are left as they were; names and state dict stay.
         batch: a tuple of its arguments, a dict of its keyword arguments, or its one argument.
-        budget: most memory that a step may take: bytes (int), "6 GiB", or a fraction ("60%",
-            0.6) of what it takes without checkpointing. Counts parameters, buffers, gradients,
-            the batch and all that a forward and backward allocate; not optimiser state, nor the
-            buckets that DDP keeps.
+        budget: most memory that a step may take: bytes (int), "6 GiB", a fraction ("60%",
+            0.6) of what it takes without checkpointing, or "device": what is free now on the
+            model's accelerator, with what the model, the batch, gradients and `optimizer` have
+            there. Counts parameters, buffers, gradients, the batch and all that a forward and
+            backward allocate; not the buckets that DDP keeps.
         loss: from the model's output to a scalar; by default the output's own `loss`, else the
             sum of its float tensors.
         of: "peak"; or "kept", where the budget is of the bytes that a forward leaves for backward,
             its output included, and of nothing from before.
+        optimizer: its state counts in the peak: what it has, and what its first step will make.
+            That is known for torch's elementwise optimizers; others need to have run a step.
+        reserve: how much of the budget stays free, for the allocator and other programs: bytes,
+            text, or a fraction of the budget.
 
     Returns:
         What was done; `undo()` takes it back. Or an `Infeasible`, which is false, with the
@@ -137,8 +151,8 @@ def fit_(
 
     Raises:
         BudgetError: `model` is not a module, was fitted before or is compiled as a whole, the
-            budget does not parse, `of` is unknown, the output has no gradient, or ranks have other
-            blocks.
+            budget does not parse or is "device" on a CPU, `of` is unknown, the optimizer's state is
+            not known, the output has no gradient, or ranks have other blocks.
 
     Example:
         >>> import torch
@@ -149,12 +163,21 @@ def fit_(
         >>> found.undo()
     """
     check_step("fit_", model, loss)
-    budget_bytes(budget, total_bytes=0)  # refused before anything runs
+    is_device = isinstance(budget, str) and budget == "device"
+    for each, what in ((0 if is_device else budget, "budget"), (reserve, "reserve")):
+        budget_bytes(each, total_bytes=0, what=what)  # refused before anything runs
     if of not in ("peak", "kept"):
         raise BudgetError(
             f"sac_policies.fit_: of {shown(of)} is unknown, but a budget is of the 'peak' of a "
             "step, or of what its forward has 'kept' for backward. Pass one of them."
         )
+    if optimizer is not None:
+        check_optimizer(optimizer)
+        if of == "kept":
+            raise BudgetError(
+                "sac_policies.fit_: optimizer is given with of='kept', but an optimizer's state is "
+                "no part of what a forward keeps. Leave it out, or use of='peak'."
+            )
     fitted = [path for path, module in model.named_modules() if is_checkpointed(module)]
     if fitted:
         raise BudgetError(
@@ -163,13 +186,16 @@ def fit_(
         )
     step, search = Step("fit_", model, batch, loss), None
     step.check_data()
+    step.optimizer = optimizer
+    step.resident()  # an optimizer whose state is unknown is refused before anything runs
+    most = step.available() if is_device else budget
     try:
         with step.leaving_the_model():
             step.settle_buckets()
             tried: list[Infeasible] = []
             for regions in _divisions(model, step):
                 search = _Search(model, step, of, regions)
-                found = search.run(budget)
+                found = search.run(most, reserve)
                 if isinstance(found, InPlaceFit):
                     return found
                 tried.append(found)
@@ -225,13 +251,14 @@ class _Search:
         self._tried: dict[int, list[str]] = {}
         self._spent: list[Spent] = []
 
-    def run(self, budget: Budget) -> InPlaceFit | Infeasible:
+    def run(self, budget: Budget, reserve: Budget) -> InPlaceFit | Infeasible:
         """Measure each level, choose, and measure what was chosen (Rules 2 and 3)."""
         count = len(self._regions)
         intervals = [self._intervals(0)]
         uniform = [self._taken(intervals[0])]
         sizes = [self._size(uniform[0])]
-        allowed = budget_bytes(budget, total_bytes=sizes[0])
+        whole = budget_bytes(budget, total_bytes=sizes[0])
+        allowed = max(0, whole - budget_bytes(reserve, total_bytes=whole, what="reserve"))
         if sizes[0] <= allowed:
             return self._found((0,) * count, uniform[0], sizes[0], uniform[0], allowed)
         self._learn()
