@@ -57,12 +57,15 @@ _HOOKS = tuple(
 forward and backward are missing in a second forward."""
 
 
+_PLAIN = frozenset({bool, str})
+
+
 class Switches(NamedTuple):
     """Hooks and plain attributes of one module at one time.
 
     Attributes:
         attributes: of the module.
-        hooks: by name of the dict, its items.
+        hooks: by name of the dict, its items; those that are empty are left out.
         plain: attributes that are a bool or a str.
     """
 
@@ -76,9 +79,9 @@ class Switches(NamedTuple):
         Dicts of hooks are replaced and not changed: handles remove hooks from the dict they know.
         """
         replaced: dict[str, Any] = {}
-        for name, hooks in self.hooks.items():
-            now = self.attributes[name]
-            if tuple(now.items()) != hooks:
+        for name in _HOOKS:
+            now, hooks = self.attributes.get(name), self.hooks.get(name, ())
+            if now is not None and (now or hooks) and tuple(now.items()) != hooks:
                 replaced[name] = now
                 self.attributes[name] = type(now)(hooks)
         for name, value in self.plain.items():
@@ -97,8 +100,8 @@ def switches_of(module: nn.Module) -> Switches:
         True
     """
     attributes = vars(module)
-    hooks = {name: tuple(attributes[name].items()) for name in _HOOKS if name in attributes}
-    plain = {name: each for name, each in attributes.items() if type(each) in (bool, str)}
+    hooks = {name: tuple(attributes[name].items()) for name in _HOOKS if attributes.get(name)}
+    plain = {name: each for name, each in attributes.items() if type(each) in _PLAIN}
     return Switches(attributes, hooks, plain)
 
 
