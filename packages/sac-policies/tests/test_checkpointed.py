@@ -74,6 +74,43 @@ def test_second_forward_counts_a_batch_once(make: Any, twice: bool) -> None:
     assert all(map(torch.equal, expected, found))
 
 
+class Switched(nn.Module):
+    """Goes by a mode, a switch and a name, and by hooks of its layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.drop = nn.Linear(24, 24), nn.Dropout(0.5)
+        self.is_on, self.adapter = True, "first"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x).tanh() * (2 if self.is_on else 1)
+        return self.drop(y.exp() if self.adapter == "first" else y.sin())
+
+
+@pytest.mark.parametrize("policy", [None, recompute_all()], ids=["runs again", "replays"])
+def test_hooks_and_switches_are_those_of_the_forward(policy: Any) -> None:
+    """Removed, added or switched before backward; afterwards they are as they were left."""
+    found = []
+    for module in both(Switched):
+        if found:
+            Checkpointed(module, policy=policy).put()
+        torch.manual_seed(0)
+        handle = module.inner.register_forward_hook(lambda _, given, out: out * 3)
+        out = module(ROWS).square().sum()
+        handle.remove()
+        added = module.inner.register_forward_pre_hook(lambda _, given: (given[0] * 5,))
+        module.eval()
+        module.is_on, module.adapter = False, "second"
+        out.backward()
+        assert (module.training, module.drop.training) == (False, False)
+        assert (module.is_on, module.adapter) == (False, "second")
+        assert (len(module.inner._forward_hooks), len(module.inner._forward_pre_hooks)) == (0, 1)
+        added.remove()
+        assert not module.inner._forward_pre_hooks
+        found.append([each.grad for each in module.parameters()])
+    assert all(map(torch.equal, *found))
+
+
 def test_without_the_names_of_its_buffers_a_batch_counts_twice() -> None:
     """What the rule is for; the module does run twice."""
     plain, module = both(Averaging)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+
 import pytest
+import torch
+from torch import nn
 
 import sac_policies
 from sac_policies import SacError
@@ -25,6 +29,28 @@ def test_errors_are_caught_both_ways(error, builtin):
     """Each leaf is a SacError and a built-in error."""
     assert issubclass(error, SacError)
     assert issubclass(error, builtin)
+
+
+VALUES = torch.full((2, 3), 0.123)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: sac_policies.checkpoint(VALUES, nn.ReLU(), policy=sac_policies.save_all()),
+        lambda: sac_policies.report([VALUES], nn.ReLU(), policy=sac_policies.save_all()),
+        lambda: sac_policies.fit_(VALUES, nn.ReLU(), "50%"),
+        lambda: sac_policies.fit_({"x": VALUES}, nn.ReLU(), "50%"),
+        lambda: sac_policies.fit_(UserDict(x=VALUES), nn.ReLU(), "50%"),
+        lambda: sac_policies.fit_(nn.Linear(3, 3), "50%", VALUES),
+        lambda: sac_policies.checkpoint(nn.ReLU(), VALUES, policy=VALUES),
+    ],
+)
+def test_wrong_order_of_arguments_prints_no_tensor_values(call):
+    """Shapes are enough to see what was passed where."""
+    with pytest.raises(SacError, match=r"of shape \(2, 3\)") as caught:
+        call()
+    assert "0.123" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def test_everything_fits_and_nothing_is_checkpointed() -> None:
     assert isinstance(found, InPlaceFit)
     assert own_forwards(model) == []
     assert found.rounds == ((0, found.plain_bytes),)
-    assert "4 x keeps everything: blocks.0 to blocks.3" in str(found)
+    assert "4 x keeps everything: blocks.0 to blocks.3 (Block)" in str(found)
 
 
 def alike(search: _fit_in_place._Search) -> list[list[Spent]]:
@@ -269,6 +269,39 @@ def test_model_that_shares_its_block_is_divided_by_its_calls():
     assert found
     assert [region.path for region in found.regions] == ["0.block"]
     found.undo()
+
+
+class _Stage(nn.Module):
+    """Blocks in a list, behind a layer; x is (n, 24)."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(24, 24)
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_blocks_below_stages_are_found_where_stages_do_not_fit() -> None:
+    """Stages where they fit; the smallest peak is that of the blocks, which are named."""
+    model, batch = nn.Sequential(_Stage(3), _Stage(3)), torch.ones(1024, 24)
+    none = fit_(model, batch, 1)
+    assert isinstance(none, Infeasible)
+    stages = fit_(model, batch, "95%")
+    assert isinstance(stages, InPlaceFit)
+    assert [region.path for region in stages.regions] == ["0", "1"]
+    assert "(_Stage)" in str(stages)
+    stages.undo()
+    blocks = fit_(model, batch, none.smallest_bytes)
+    assert isinstance(blocks, InPlaceFit)
+    paths = [f"{stage}.blocks.{at}" for stage in range(2) for at in range(3)]
+    assert [region.path for region in blocks.regions] == paths
+    assert ".blocks.2 (Block)" in str(blocks)
+    assert blocks.peak_bytes <= none.smallest_bytes
 
 
 @pytest.mark.parametrize("share", [0.85, 0.5, 0.2])

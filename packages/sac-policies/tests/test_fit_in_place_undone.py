@@ -107,7 +107,8 @@ def test_what_cannot_fit_leaves_the_model_and_says_what_would() -> None:
     assert own_forwards(model) == []
     assert str(found).startswith(f"nothing fits 1,000 bytes: {found.smallest_bytes:,} are needed")
     assert re.fullmatch(
-        r"\d+ % of what it takes without checkpointing(, \d x [a-z ]+: blocks[.a-z\d ]+)+",
+        r"\d+ % of what it takes without checkpointing"
+        r"(, \d x [a-z ]+: blocks[.a-z\d ]+ \(Block\))+",
         found.how,
     )
     assert "Raise the budget, divide the batch" in str(found)

@@ -41,6 +41,21 @@ def test_operator_without_namespace_gets_close_matches(given, close):
         save_ops(given)
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("matmuls", r"Did you mean '@matmuls'"),
+        ("atention", r"Did you mean '@attention'"),
+        ("addm", r"Did you mean .*'aten\.addmm'"),
+        ("zzzzqqqq", r"written with their namespace, for example 'aten\.mm'\."),
+    ],
+)
+def test_unknown_word_is_refused_with_a_suggestion(given, said):
+    """A word without a namespace is never an operator of a library that is imported later."""
+    with pytest.raises(PolicyError, match=rf"operator '{given}' is not registered.*{said}"):
+        save_ops(given)
+
+
 def test_operators_of_a_library_not_yet_imported_are_accepted():
     """A policy may be built before the library that registers its operators."""
     assert save_ops("not_imported_yet.kernel").entries == ("not_imported_yet.kernel",)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from sac_policies.budget._repeating import Seen, called_again, repeating
+from sac_policies.budget._repeating import Seen, called_again, inside, repeating
 
 from ._blocks import Block, stack
 
@@ -64,6 +64,18 @@ def test_blocks_are_the_outermost_modules_that_repeat(
 ) -> None:
     """Containers and single layers are none; others of their class are, wherever they lie."""
     assert [path for path, _ in repeating(make())] == paths
+
+
+def test_blocks_inside_of_regions_are_those_of_their_lists() -> None:
+    """A block without a list stays beside them; none has any in the end."""
+    stages = [nn.ModuleDict({"layers": nn.ModuleList(Block() for _ in "ab")}), Twice(), Block()]
+    found = inside([(f"stages.{at}", stage) for at, stage in enumerate(stages)])
+    assert [path for path, _ in found] == [
+        *("stages.0.layers.0", "stages.0.layers.1"),
+        *("stages.1.first", "stages.1.second"),
+        "stages.2",
+    ]
+    assert inside(found) == ()
 
 
 class Again(nn.Module):

@@ -167,9 +167,19 @@ def test_line_is_no_part_of_the_value():
 
 def test_warning_of_an_operator_names_one_that_ran(x):
     """An operator that is there but does not run is warned of, with what ran instead."""
-    said = r"entries 'aten\.mm' match nothing .*Did you mean 'aten\.addmm'"
+    said = (
+        r"entries 'aten\.mm' match nothing .*Did you mean 'aten\.addmm'\? It ran \(matrix product "
+        r"with bias; every Linear with bias\); '@matmuls' names both"
+    )
     with pytest.warns(UnmatchedEntryWarning, match=said):
         checkpoint(_Stack(), x, policy=save_ops("aten.mm"))
+
+
+@pytest.mark.filterwarnings("error")
+def test_list_of_which_one_entry_ran_is_silent(x):
+    """The others are for other models and devices."""
+    policy = save_ops("aten.mm", "aten.addmm", ATTENTION, "aten.bm*")
+    checkpoint(_Stack(), x, policy=policy).sum().backward()
 
 
 def test_warning_points_at_the_line_of_the_region(x):
@@ -196,7 +206,7 @@ def _fresh_compiler():
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_compiled_code_warns_of_operators(x):
     """Once, when the first region of the policy is traced."""
-    stack, policy = _Stack(), save_ops("aten.mish", "aten.addmm")
+    stack, policy = _Stack(), save_ops("aten.mish") | save_ops("aten.addmm")
     compiled = torch.compile(lambda t: checkpoint(stack, t, policy=policy), backend="aot_eager")
     said = r"entries 'aten\.mish' match nothing in the region"
     with pytest.warns(UnmatchedEntryWarning, match=said) as told:

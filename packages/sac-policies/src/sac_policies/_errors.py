@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+
+from ._tensors import tensors_in
 
 
 class SacError(Exception):
@@ -56,11 +58,21 @@ class UnmatchedEntryWarning(UserWarning):
 def shown(value: object, most: int = 80) -> str:
     """Write a value for a message: its repr, cut to `most` characters.
 
+    Tensors are written without their values: those are long, and reading them waits for the device.
+
     Example:
         >>> shown("x" * 100, 9)
         "'xxxx..."
+        >>> import torch
+        >>> shown({"x": torch.ones(2, 3)})
+        '<dict with a tensor of shape (2, 3)>'
     """
     try:
+        tensors = tensors_in(dict(value) if isinstance(value, Mapping) else value)
+        if tensors:
+            shape = f"of shape {tuple(tensors[0].shape)}"
+            what = shape if value is tensors[0] else f"with a tensor {shape}"
+            return f"<{type(value).__name__} {what}>"
         text = repr(value[: most + 1] if isinstance(value, (str, bytes)) else value)
     except Exception:  # a repr that raises is not to hide the error it is for
         text = f"<{type(value).__name__}>"

@@ -5,12 +5,15 @@ Rule 1. All that is changed is an attribute of the module, `forward`, or what ha
 Rule 2. A second forward finds the buffers that the first one wrote to as the first one found them,
         and leaves them as it found them: running statistics count a batch once, and what was
         computed from a buffer is computed from the same numbers again.
+Rule 3. A second forward runs with the hooks, modes and switches (plain attributes that are a bool
+        or a str) that the modules had at the end of the first one, whatever has been removed or
+        switched since.
 """
 
 from __future__ import annotations
 
 import weakref
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -18,7 +21,7 @@ from torch import nn
 
 from .._checkpoint import checkpoint, run_again
 from .._torch_compat import in_func_transform, set_versions
-from .._torch_compat._module_calls import called_at
+from .._torch_compat._module_calls import Switches, called_at, switches_of
 from ..policies._policies import Policy
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -62,8 +65,7 @@ class Checkpointed:
         if self.is_undone or in_func_transform():
             return self.forward(*args, **kwargs)
         if self.policy is None:
-            around = self._around if self.wrote else None
-            return run_again(self.forward, args, kwargs, around, self.rewrites)
+            return run_again(self.forward, args, kwargs, self._around, self.rewrites)
         return checkpoint(self.forward, *args, policy=self.policy, **kwargs)
 
     def put(self) -> None:
@@ -81,25 +83,41 @@ class Checkpointed:
                 delattr(self.module, self.place)
 
     def _around(self) -> Contexts:
-        """What the first forward and the second are in (Rule 2); made before the first."""
-        buffers = [self.module.get_buffer(name) for name in self.wrote]
-        return nullcontext(), _AsBefore(buffers, [buffer.clone() for buffer in buffers])
+        """What the first forward and the second are in (Rules 2, 3); made before the first."""
+        first, second = ExitStack(), _AsInForward(self.module, self.wrote)
+        first.callback(second.note)
+        return first, second
 
 
-class _AsBefore(AbstractContextManager[None]):
-    """In here, buffers have the values of another time, and what is written to them is lost."""
+class _AsInForward(AbstractContextManager[None]):
+    """In here, a module has the state of an earlier forward, and what is written to it is lost.
 
-    def __init__(self, buffers: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-        self._buffers, self._values = buffers, values
-        self._found: list[tuple[list[torch.Tensor], tuple[int, ...]]] = []
+    Args:
+        module: whose state it is.
+        wrote: names of buffers that have their present values in here.
+    """
+
+    def __init__(self, module: nn.Module, wrote: tuple[str, ...]) -> None:
+        self._module = module
+        self._buffers = [module.get_buffer(name) for name in wrote]
+        self._values = [buffer.clone() for buffer in self._buffers]
+        self._switches: list[Switches] = []
+        self._found: list[tuple[list[torch.Tensor], tuple[int, ...], list[dict[str, Any]]]] = []
+
+    def note(self) -> None:
+        """Note hooks and switches; called at the end of the forward."""
+        self._switches = list(map(switches_of, self._module.modules()))
 
     def __enter__(self) -> None:
         versions = tuple(buffer._version for buffer in self._buffers)
-        self._found.append(([buffer.clone() for buffer in self._buffers], versions))
+        values = [buffer.clone() for buffer in self._buffers]
+        self._found.append((values, versions, [each.put() for each in self._switches]))
         _copy(self._values, self._buffers)
 
     def __exit__(self, *error: object) -> None:
-        values, versions = self._found.pop()
+        values, versions, replaced = self._found.pop()
+        for each, attributes in zip(self._switches, replaced, strict=True):
+            each.attributes.update(attributes)
         _copy(values, self._buffers)
         set_versions(tuple(self._buffers), versions)
 

@@ -1,8 +1,9 @@
 """Checkpoints a model's blocks in place so that a measured step fits a budget.
 
 Rule 1. Regions are the modules that repeat, or else that are called again, in the order in which
-        they run. What they keep is said by operator, so another loss, batch or branch than the
-        measured one is no error.
+        they run; if the budget cannot be met with them, the blocks of lists inside of them. What
+        they keep is said by operator, so another loss, batch or branch than the measured one is no
+        error.
 Rule 2. There are a few levels, from nothing recomputed to everything. A step is measured with all
         regions on each, and others are clocked (`_times.py`); from those the peak and the time of
         any mixture are known, and the one that costs least time is taken (`_intervals.py`).
@@ -16,10 +17,11 @@ Rule 6. All ranks decide from the same numbers, the largest peak of each step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from .._errors import BudgetError, shown
@@ -30,7 +32,8 @@ from ._checkpointed import Checkpointed, is_checkpointed, region_of, release
 from ._intervals import KeptSteps, Measured, Steps, forward_of, kept_bytes, marked
 from ._levels import HOLDING, LEVELS, Region, RegionFit
 from ._measure import Interval, Marks, highest
-from ._repeating import Seen, called_again, check_compiled, kind_of, repeating
+from ._optimizer import check_optimizer
+from ._repeating import Seen, called_again, check_compiled, inside, kind_of, repeating
 from ._sizes import Budget, budget_bytes, format_size
 from ._step import Loss, Step, check_step
 from ._times import Clock, Spent, are_long, clocked_in_rounds
@@ -50,7 +53,7 @@ class InPlaceFit:
         plain_bytes: `peak_bytes` without checkpointing.
         plain_kept_bytes: `kept_bytes` without checkpointing.
         predicted_bytes: prediction for what the budget applies to, from steps at single levels.
-        budget_bytes: the budget; what it applies to is at most that.
+        budget_bytes: the budget less the reserve; what it applies to is at most that.
         regions: what each does, in the order in which they run.
         rounds: (regions that are checkpointed, what the budget is of) of each step that was
             measured, in order.
@@ -94,15 +97,24 @@ def _groups(regions: Sequence[RegionFit]) -> list[str]:
     """Say of each level that some are on which they are."""
     found = []
     for level in LEVELS:
-        paths = [region.path or "the model" for region in regions if region.level == level]
+        those = [region for region in regions if region.level == level]
+        paths = [region.path or "the model" for region in those]
         if paths:
             between = f"{paths[0]} to {paths[-1]}" if len(paths) > 1 else paths[0]
-            found.append(f"{len(paths)} x {level}: {between}")
+            kinds = ", ".join(dict.fromkeys(region.kind for region in those))
+            found.append(f"{len(paths)} x {level}: {between} ({kinds})")
     return found
 
 
 def fit_(
-    model: nn.Module, batch: Any, budget: Budget, *, loss: Loss | None = None, of: str = "peak"
+    model: nn.Module,
+    batch: Any,
+    budget: Budget,
+    *,
+    loss: Loss | None = None,
+    of: str = "peak",
+    optimizer: torch.optim.Optimizer | None = None,
+    reserve: Budget = 0,
 ) -> InPlaceFit | Infeasible:
     """Checkpoint the blocks of a model in place, just enough for a step to fit `budget`.
 
@@ -110,21 +122,27 @@ def fit_(
     without checkpointing and one with all of them on each of three levels (four on
     accelerators, where values can be offloaded), and lets each do what costs least time in all. A
     last step confirms that it fits, or a second one. At most ten steps are run for that. If
-    they are short, two to five on each level are clocked: a profiler takes much of them.
+    they are short, two to five on each level are clocked: a profiler takes much of them. If no
+    choice fits and the blocks are stages with lists of blocks, those blocks are tried in turn.
     Collective.
 
     Args:
         model: on the device it trains on, in the mode it trains in. Parameters, buffers,
             gradients and random state are left as they were; names and state dict stay.
         batch: a tuple of its arguments, a dict of its keyword arguments, or its one argument.
-        budget: most memory that a step may take: bytes (int), "6 GiB", or a fraction ("60%",
-            0.6) of what it takes without checkpointing. Counts parameters, buffers, gradients,
-            the batch and all that a forward and backward allocate; not optimiser state, nor the
-            buckets that DDP keeps.
+        budget: most memory that a step may take: bytes (int), "6 GiB", a fraction ("60%",
+            0.6) of what it takes without checkpointing, or "device": what is free now on the
+            model's accelerator, with what the model, the batch, gradients and `optimizer` have
+            there. Counts parameters, buffers, gradients, the batch and all that a forward and
+            backward allocate; not the buckets that DDP keeps.
         loss: from the model's output to a scalar; by default the output's own `loss`, else the
             sum of its float tensors.
         of: "peak"; or "kept", where the budget is of the bytes that a forward leaves for backward,
             its output included, and of nothing from before.
+        optimizer: its state counts in the peak: what it has, and what its first step will make.
+            That is known for torch's elementwise optimizers; others need to have run a step.
+        reserve: how much of the budget stays free, for the allocator and other programs: bytes,
+            text, or a fraction of the budget.
 
     Returns:
         What was done; `undo()` takes it back. Or an `Infeasible`, which is false, with the
@@ -133,8 +151,8 @@ def fit_(
 
     Raises:
         BudgetError: `model` is not a module, was fitted before or is compiled as a whole, the
-            budget does not parse, `of` is unknown, the output has no gradient, or ranks have other
-            blocks.
+            budget does not parse or is "device" on a CPU, `of` is unknown, the optimizer's state is
+            not known, the output has no gradient, or ranks have other blocks.
 
     Example:
         >>> import torch
@@ -145,12 +163,21 @@ def fit_(
         >>> found.undo()
     """
     check_step("fit_", model, loss)
-    budget_bytes(budget, total_bytes=0)  # refused before anything runs
+    is_device = isinstance(budget, str) and budget == "device"
+    for each, what in ((0 if is_device else budget, "budget"), (reserve, "reserve")):
+        budget_bytes(each, total_bytes=0, what=what)  # refused before anything runs
     if of not in ("peak", "kept"):
         raise BudgetError(
             f"sac_policies.fit_: of {shown(of)} is unknown, but a budget is of the 'peak' of a "
             "step, or of what its forward has 'kept' for backward. Pass one of them."
         )
+    if optimizer is not None:
+        check_optimizer(optimizer)
+        if of == "kept":
+            raise BudgetError(
+                "sac_policies.fit_: optimizer is given with of='kept', but an optimizer's state is "
+                "no part of what a forward keeps. Leave it out, or use of='peak'."
+            )
     fitted = [path for path, module in model.named_modules() if is_checkpointed(module)]
     if fitted:
         raise BudgetError(
@@ -159,16 +186,34 @@ def fit_(
         )
     step, search = Step("fit_", model, batch, loss), None
     step.check_data()
+    step.optimizer = optimizer
+    step.resident()  # an optimizer whose state is unknown is refused before anything runs
+    most = step.available() if is_device else budget
     try:
         with step.leaving_the_model():
             step.settle_buckets()
-            search = _Search(model, step, of)
-            found = search.run(budget)
+            tried: list[Infeasible] = []
+            for regions in _divisions(model, step):
+                search = _Search(model, step, of, regions)
+                found = search.run(most, reserve)
+                if isinstance(found, InPlaceFit):
+                    return found
+                tried.append(found)
     except BaseException:  # whoever is interrupted has nothing to call undo() of
         if search is not None:
             search.undo()
         raise
-    return found
+    return min(tried, key=lambda each: each.smallest_bytes)
+
+
+def _divisions(model: nn.Module, step: Step) -> Iterator[tuple[tuple[str, nn.Module], ...]]:
+    """Yield the blocks that a model is divided into, and then those inside of them."""
+    regions = repeating(model)
+    if regions[0][1] is model:
+        regions = called_again(model, step.forward) or regions
+    while regions:
+        yield regions
+        regions = inside(regions)
 
 
 class _Taken(NamedTuple):
@@ -181,11 +226,10 @@ class _Taken(NamedTuple):
 class _Search:
     """Finds what each region is to do."""
 
-    def __init__(self, model: nn.Module, step: Step, of: str) -> None:
+    def __init__(
+        self, model: nn.Module, step: Step, of: str, regions: Sequence[tuple[str, nn.Module]]
+    ) -> None:
         self._model, self._step, self._of = model, step, of
-        regions = repeating(model)
-        if regions[0][1] is model:
-            regions = called_again(model, step.forward) or regions
         check_compiled(model, regions)
         with Seen(regions) as seen:
             step.run(model)
@@ -207,13 +251,14 @@ class _Search:
         self._tried: dict[int, list[str]] = {}
         self._spent: list[Spent] = []
 
-    def run(self, budget: Budget) -> InPlaceFit | Infeasible:
+    def run(self, budget: Budget, reserve: Budget) -> InPlaceFit | Infeasible:
         """Measure each level, choose, and measure what was chosen (Rules 2 and 3)."""
         count = len(self._regions)
         intervals = [self._intervals(0)]
         uniform = [self._taken(intervals[0])]
         sizes = [self._size(uniform[0])]
-        allowed = budget_bytes(budget, total_bytes=sizes[0])
+        whole = budget_bytes(budget, total_bytes=sizes[0])
+        allowed = max(0, whole - budget_bytes(reserve, total_bytes=whole, what="reserve"))
         if sizes[0] <= allowed:
             return self._found((0,) * count, uniform[0], sizes[0], uniform[0], allowed)
         self._learn()

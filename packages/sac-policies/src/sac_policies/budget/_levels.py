@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from .._torch_compat._module_calls import original
 from ..policies._builders import offload, recompute_all, save_ops
 from ..policies._policies import Policy
 
@@ -33,11 +34,13 @@ class RegionFit:
         level: one of "keeps everything", "keeps matmuls" (attention and convolutions, too),
             "recomputes everything", "runs again", and on accelerators "offloads matmuls".
         policy: for `checkpoint`; None where everything is kept, and where it runs again.
+        kind: name of the module's class.
     """
 
     path: str
     level: str
     policy: Policy | None
+    kind: str
 
 
 @dataclass(frozen=True)
@@ -57,15 +60,19 @@ class Region:
 
     def at(self, level: int) -> RegionFit:
         """What it does on a level."""
+        does, policy = self._at(level)
+        return RegionFit(self.path, does, policy, type(original(self.module)).__name__)
+
+    def _at(self, level: int) -> tuple[str, Policy | None]:
         is_refused = self.is_compiled and (level < 3 or self.rewrites or self.wrote is None)
         if level == 0 or is_refused:
-            return RegionFit(self.path, LEVELS[0], None)
+            return LEVELS[0], None
         if self.is_compiled:
-            return RegionFit(self.path, LEVELS[3], None)
+            return LEVELS[3], None
         if level == 4 and self.operators:
-            return RegionFit(self.path, LEVELS[4], offload(*self.operators))
+            return LEVELS[4], offload(*self.operators)
         if level == 1 and self.operators:
-            return RegionFit(self.path, LEVELS[1], save_ops(*self.operators))
+            return LEVELS[1], save_ops(*self.operators)
         if level < 3 or self.wrote is None:
-            return RegionFit(self.path, LEVELS[2], recompute_all())
-        return RegionFit(self.path, LEVELS[3], None)
+            return LEVELS[2], recompute_all()
+        return LEVELS[3], None

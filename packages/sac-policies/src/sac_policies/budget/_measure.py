@@ -197,6 +197,23 @@ def measure_host_bandwidth(device: torch.device | str | None = None) -> float:
     return 2 * there.numel() / min(spent[1:])
 
 
+def free_bytes(device: torch.device) -> int:
+    """Bytes that can still be allocated on an accelerator, what the allocator has cached included.
+
+    Raises:
+        BudgetError: the device is not an accelerator that tells what is free.
+    """
+    memory: Any = None if device.type == "cpu" else getattr(torch, device.type, None)
+    if not hasattr(memory, "mem_get_info"):
+        raise BudgetError(
+            "sac_policies.fit_: budget 'device' is the memory that is free on the model's "
+            f"accelerator, but the model's device {str(device)!r} has no such number. Pass bytes, "
+            'for example "6 GiB", or a share.'
+        )
+    free, _ = memory.mem_get_info(device)
+    return int(free + memory.memory_reserved(device) - memory.memory_allocated(device))
+
+
 def storage_bytes(tensors: Iterable[torch.Tensor | None], *, device: torch.device) -> int:
     """Bytes of the tensors' storages on `device`, shared ones counted once.
 

@@ -42,6 +42,27 @@ def repeating(model: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
     return several or (("", model),)
 
 
+def inside(regions: Sequence[tuple[str, nn.Module]]) -> tuple[tuple[str, nn.Module], ...]:
+    """Return the blocks of lists inside of regions, as of stages; () where no region has a list.
+
+    A region without such blocks stays, and one that is compiled: Python calls nothing in it.
+
+    Example:
+        >>> stage = nn.Module()
+        >>> stage.blocks = nn.ModuleList(nn.TransformerEncoderLayer(8, 2) for _ in range(2))
+        >>> [path for path, _ in inside([("stages.0", stage)])]
+        ['stages.0.blocks.0', 'stages.0.blocks.1']
+    """
+    called = {path: module for path, module in regions if not is_compiled(module)}
+    blocks = [each for one in called.items() for each in _below(*one, _CONTAINERS)]
+    kinds = {kind_of(block) for _, block in blocks}
+    found: list[tuple[str, nn.Module]] = []
+    for path, module in regions:
+        wanted = _outermost(path, module, lambda each: kind_of(each) in kinds)
+        found += (tuple(wanted) if path in called else ()) or [(path, module)]
+    return tuple(found) if kinds else ()
+
+
 def kind_of(module: nn.Module) -> type[nn.Module]:
     """Return the class of a module, or of what it was compiled from.
 

@@ -65,8 +65,13 @@ def format_size(size_bytes: int) -> str:
     return f"{size_bytes} B"
 
 
-def budget_bytes(budget: Budget, *, total_bytes: int) -> int:
+def budget_bytes(budget: Budget, *, total_bytes: int, what: str = "budget") -> int:
     """Turn a budget in bytes; fractions are of `total_bytes`, rounded down.
+
+    Args:
+        budget: bytes, a fraction, or text.
+        total_bytes: what fractions are of.
+        what: name of the argument, for messages.
 
     Raises:
         BudgetError: negative, a fraction above 1, or text that does not parse.
@@ -77,15 +82,16 @@ def budget_bytes(budget: Budget, *, total_bytes: int) -> int:
     """
     if isinstance(budget, str):
         number, unit = _read(budget)
-        return _share(number / 100, budget, total_bytes) if unit == "%" else parse_size(budget)
+        if unit == "%":
+            return _share(number / 100, budget, total_bytes, what)
+        return parse_size(budget)
     if isinstance(budget, float):
         share = Fraction(budget) if math.isfinite(budget) else Fraction(-1)
-        return _share(share, budget, total_bytes)
+        return _share(share, budget, total_bytes, what)
     if isinstance(budget, bool) or not isinstance(budget, int) or budget < 0:
         raise BudgetError(
-            f"sac_policies.budget_bytes: budget {shown(budget)} is not a size, but a budget is "
-            "bytes "
-            '(int, at least 0), a fraction (float) or text. Write for example "6 GiB" or 0.5.'
+            f"sac_policies.budget_bytes: {what} {shown(budget)} is not a size, but a {what} is "
+            'bytes (int, at least 0), a fraction (float) or text. Write for example "6 GiB" or 0.5.'
         )
     return budget
 
@@ -95,10 +101,10 @@ def _read(text: str) -> tuple[Fraction, str]:
     return (Fraction(match[1]), match[2].lower()) if match else (Fraction(0), "")
 
 
-def _share(fraction: Fraction, written: Budget, total_bytes: int) -> int:
+def _share(fraction: Fraction, written: Budget, total_bytes: int, what: str) -> int:
     if not 0 <= fraction <= 1:
         raise BudgetError(
-            f"sac_policies.budget_bytes: budget {shown(written)} is a fraction, but a fraction is "
+            f"sac_policies.budget_bytes: {what} {shown(written)} is a fraction, but a fraction is "
             "between 0 and 1. Pass an int for bytes."
         )
     return int(fraction * total_bytes)

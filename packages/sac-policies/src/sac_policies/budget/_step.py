@@ -16,7 +16,8 @@ from .._tensors import is_accelerator, tensors_in
 from .._torch_compat import is_fake
 from ..policies._plans import Unit
 from ._agree import check_equal, largest, largest_each
-from ._measure import Interval, Marks, Moved, highest, storage_bytes
+from ._measure import Interval, Marks, Moved, free_bytes, highest, storage_bytes
+from ._optimizer import existing_bytes, state_bytes
 from ._record import profile
 from ._times import Clock, Spent
 from ._trace import Trace
@@ -57,7 +58,10 @@ class Step:
         where: the public function, for messages.
         model: the model.
         device: where its parameters are.
+        optimizer: whose state is in memory during each step.
     """
+
+    optimizer: torch.optim.Optimizer | None = None
 
     def __init__(self, where: str, model: nn.Module, batch: Any, loss: Loss | None) -> None:
         self.where, self.model = where, model
@@ -141,8 +145,18 @@ class Step:
         return dict(zip(spent, largest_each(list(spent.values())), strict=True))
 
     def resident(self) -> int:
-        """Bytes of parameters, buffers and batch, the most of all ranks. Collective."""
+        """Bytes of parameters, buffers, batch and state, the most of all ranks. Collective."""
         return largest(self._resident())
+
+    def available(self) -> int:
+        """Bytes that a step may take on its accelerator, the least of all ranks. Collective.
+
+        What is free, and what a step has in memory already: its tensors, gradients, and state.
+        """
+        tensors = [*self._tensors(), *(p.grad for p in self.model.parameters())]
+        state = existing_bytes(self.optimizer, self.device) if self.optimizer else 0
+        own = storage_bytes(tensors, device=self.device) + state
+        return -largest(-(free_bytes(self.device) + own))
 
     @property
     def is_dry(self) -> bool:
@@ -167,7 +181,8 @@ class Step:
         return [*self.model.parameters(), *self.model.buffers(), *batch]
 
     def _resident(self) -> int:
-        return storage_bytes(self._tensors(), device=self.device)
+        state = state_bytes(self.optimizer, self.device) if self.optimizer else 0
+        return storage_bytes(self._tensors(), device=self.device) + state
 
     def _settle(self) -> None:
         """Leave nothing of the step before in memory."""

@@ -132,22 +132,25 @@ def unknown_group(entries: tuple[str, ...]) -> str:
 def _check_exists(text: str, where: str) -> None:
     namespace, _, rest = text.partition(".")
     packet, _, overload = rest.partition(".")
-    if not rest and _is_higher_order(text):
+    if not rest and (_is_higher_order(text) or any(text in group.names for group in CATALOGUE)):
         return
     found = _packet(namespace, packet)
     if found is not None and (not overload or overload in found.overloads()):
         return
     # Listing every operator takes milliseconds: only what is not found is looked for there.
-    known = _names_in(namespace) if rest else _bare_names(text)
-    if not known and namespace != "aten":
+    known = _names_in(namespace) if rest else []
+    if rest and not known and namespace != "aten":
         return  # a library that is not imported yet; an unmatched entry warns when it runs
-    names = known if found is None else [f"{namespace}.{packet}.{o}" for o in found.overloads()]
-    full = text if rest else f"aten.{text}"
-    hint = did_you_mean(full, names, otherwise="List them with torch.ops, or write a glob.")
+    if found is not None:
+        known = [f"{namespace}.{packet}.{each}" for each in found.overloads()]
+    hint = (
+        did_you_mean(text, known, otherwise="List them with torch.ops, or write a glob.")
+        if rest
+        else _hint_for_word(text)
+    )
     raise PolicyError(
         f"sac_policies.{where}: operator {shown(text)} is not registered (at {user_line()}), but "
-        "an "
-        f"entry without wildcards names one operator. {hint}"
+        f"an entry without wildcards names one operator. {hint}"
     )
 
 
@@ -164,11 +167,15 @@ def _is_higher_order(name: str) -> bool:
     return isinstance(getattr(torch.ops.higher_order, name, None), torch._ops.HigherOrderOperator)
 
 
-def _bare_names(text: str) -> list[str]:
-    """Names that one without a namespace may stand for: "mm" for "aten.mm"."""
-    bare = [name for group in CATALOGUE for name in group.names if "." not in name]
-    close = difflib.get_close_matches(text, bare, cutoff=0.8)
-    return [*close, *({f"aten.{text}"} & set(_names_in("aten")))]
+def _hint_for_word(text: str) -> str:
+    """Suggest entries for a word without a namespace: "aten.mm" for "mm"."""
+    words = {name.partition(".")[2]: name for name in _names_in("aten")}
+    words |= {name: name for group in CATALOGUE for name in group.names if "." not in name}
+    words |= {group.entry[1:]: group.entry for group in CATALOGUE}
+    close = difflib.get_close_matches(text, words, cutoff=0.6)
+    if not close:
+        return "Operators are written with their namespace, for example 'aten.mm'."
+    return f"Did you mean {' or '.join(repr(words[each]) for each in close)}?"
 
 
 def _names_in(namespace: str) -> list[str]:

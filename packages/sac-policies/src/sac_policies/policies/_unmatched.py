@@ -1,8 +1,8 @@
 """Warns of operators that a policy names and never meets, raises for such names.
 
-Rule 1. An operator may run for other inputs or on another device, so an entry that met none in
-        the first forward of a region is warned of, once for a policy and a region: a module, or
-        the code of a function. Modules are remembered weakly.
+Rule 1. An operator may run for other inputs or on another device, so a list of which no entry met
+        an operator in the first forward of a region is warned of, once for a policy and a region:
+        a module, or the code of a function. Modules are remembered weakly.
 Rule 2. A module path or a tensor name is the model's own. One that no region under the policy
         has had when a backward first reaches one of them is an error: the forward is over by
         then, with every region that it ran. Modules count whether they ran or not.
@@ -26,7 +26,7 @@ from typing import Any
 
 from .._errors import UnmatchedEntryWarning, UnmatchedNameError, did_you_mean, shown
 from .._frames import user_stacklevel
-from ._catalogue import Group, group_named
+from ._catalogue import ATTENTION, CONVOLUTIONS, MATMULS, QUANTISED, Group, group_named
 from ._modules import root_of
 from ._policies import Policy
 from ._views import RegionSummary, Unmatched
@@ -144,8 +144,8 @@ def warn_unmatched(policy: Policy, seen: RegionSummary, region: str) -> None:
         more = len(entries) - _MOST_SAID
         warnings.warn(
             f"sac_policies.checkpoint: entries {said}{f' and {more} more' if more > 0 else ''} "
-            f"match nothing in the region{region}, but every entry of a policy is meant for "
-            f"something. {_hint(entries[0], _names(seen))} Remove them, "
+            f"match nothing in the region{region}, but at least one entry of each list should. "
+            f"{_hint(entries[0], _names(seen))} Remove them, "
             "or see what ran with sac_policies.report(function, *args, policy=policy).",
             UnmatchedEntryWarning,
             stacklevel=user_stacklevel(),
@@ -167,12 +167,28 @@ def _hint(entry: str, ran: list[str]) -> str:
         return "Compare with the overload."
     if "*" in entry or "?" in entry or "[" in entry:
         return f"No operator that ran fits the glob. {_listed(sorted(set(ran)))}"
+    twin = _twin_hint(".".join(entry.split(".")[:2]), ran)
+    if twin:
+        return twin
     # A namespace that all share would make any two names look alike.
     space = entry.partition(".")[0] + "."
     tails = {name.removeprefix(space) for name in ran if name.startswith(space)}
     close = get_close_matches(entry.removeprefix(space), sorted(tails), cutoff=0.5)
     names = " or ".join(repr(space + tail) for tail in close)
     return f"Did you mean {names}?" if close else "Nothing close to it ran."
+
+
+def _twin_hint(packet: str, ran: list[str]) -> str:
+    """Name an operator of the same kind that ran: addmm for mm, where a Linear has a bias."""
+    for group in (MATMULS, ATTENTION, CONVOLUTIONS, QUANTISED):
+        reasons = dict(group.reasons)
+        twins = get_close_matches(packet, set(ran) & reasons.keys(), n=1, cutoff=0)
+        if twins and packet in reasons and packet not in ran:
+            return (
+                f"Did you mean {twins[0]!r}? It ran ({reasons[twins[0]]}); {group.entry!r} names "
+                "both."
+            )
+    return ""
 
 
 def _group_hint(group: Group, ran: list[str]) -> str:
