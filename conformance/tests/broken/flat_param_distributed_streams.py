@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from contextlib import contextmanager
@@ -84,22 +83,7 @@ def _adds_to_what_is_held(part, place):
     return with_output_hooks(part, hook_of)
 
 
-def _outermost_backward():
-    """The frame of the backward of this thread that is inside no other."""
-    frame, found = sys._getframe(), None
-    while frame is not None:
-        found = frame if frame.f_code is torch.autograd.backward.__code__ else found
-        frame = frame.f_back
-    return found
-
-
 @mutant(area=AREA, kills={"FP-244"})
 def stopped_backward_goes_on_while_it_is_held(part):
     """Adds to a backward that raised until the engine has let go of its work."""
     return _adds_to_what_is_held(part, lambda: None)
-
-
-@mutant(area=AREA, kills={"FP-244"})
-def backward_stopped_inside_another_goes_on_with_that_one(part):
-    """Takes a backward that raised inside another for over when that one is."""
-    return _adds_to_what_is_held(part, _outermost_backward)

@@ -32,7 +32,6 @@ AREA = "sac-policies"
         "SP-030",
         "SP-031",
         "SP-032",
-        "SP-037",
         "SP-039",
         "SP-041",
         "SP-043",
@@ -192,7 +191,7 @@ def values_are_cached_as_torch_does(part):
     return overlay(part, checkpoint=checkpoint, context_fn=context_fn)
 
 
-@mutant(area=AREA, kills={"SP-111", "SP-161"})
+@mutant(area=AREA, kills={"SP-111"})
 def regions_are_contiguous(part):
     """Gives the function contiguous copies of what is channels-last."""
 
@@ -232,7 +231,7 @@ def profiles_are_watched_by_a_plain_mode(part):
     return overlay(part, profile=profile)
 
 
-@mutant(area=AREA, kills={"SP-161", "SP-163"})
+@mutant(area=AREA, kills={"SP-163"})
 def compiled_parts_run_in_eager_code(part):
     """Takes the compiler away while a function runs in an eager region."""
 
