@@ -46,7 +46,7 @@ CLAIMS = {
     "unit_memory": (
         "leaves_are_made_once",
         "memory_of_whole_parameters_is_given_back",
-        "module_is_collected",
+        "module_is_freed_at_once",
         "peak_of_whole_gradients_is_as_planned",
         "peak_of_whole_parameters_is_as_planned",
     ),

@@ -59,7 +59,7 @@ class Schedule:
         """Take over the units of a nested tree."""
         if other is not self:
             for unit in other.units:
-                unit.schedule = self
+                unit.join(self)
                 unit.comms.log.counts = self.log.counts
                 self.units.append(unit)
             self.lists.merge(other.lists)
@@ -100,6 +100,7 @@ class Schedule:
             self._clear_chain()
             self.forward = ForwardPass()
         unit.around.update(self.forward.running)
+        unit.around.discard(unit)  # one that calls itself
         self.forward.running.append(unit)
         self.forward.order.append(unit)
         unit.reshard_if_stale()

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from .._errors import StateError
 from .._torch_compat import will_run
 from ..comm._capturing import is_capturing, refuse_capture
 from ..comm._comm import Communicator, Pending
@@ -82,7 +83,7 @@ class Unit:
         self.sites = ParamSites(sites)
         self.comms = comms
         self.options = options
-        self.schedule = schedule
+        self.join(schedule)
         self.grads: tuple[ShardedGrads, ...] = ()
         self.around: set[Unit] = set()
         self.frees_after_forward = options.strategy.frees_after_forward
@@ -97,11 +98,31 @@ class Unit:
         self._change = ""  # of dtype or device, until all ranks have made it
         self._nodes: list[Any] = []
         self._inputs = InputHooks(self.on_input_grad)
-        # Compiled code calls both ends of a forward, and does not trace them: what they do to
-        # hooks, storages and the registry must happen at every call.
-        self.begin_forward = torch.compiler.disable(self._begin_forward)
-        self.end_forward = torch.compiler.disable(self._end_forward)
+        # Functions, not methods: a method would keep its unit until a garbage collection.
+        self.begin_forward, self.end_forward = _uncompiled_ends()
         self._use_leaves()
+
+    @property
+    def schedule(self) -> UnitSchedule[Unit]:
+        """Of its tree. It has all units, so it is kept by their modules and not by them.
+
+        Raises:
+            StateError: they are deleted.
+        """
+        schedule = self._schedule()
+        if schedule is None:
+            raise StateError(
+                f"flat_param.fully_shard: the module of unit '{self.name}' is deleted, but what is "
+                "left of the unit was used. Keep the module until its last use."
+            )
+        return schedule
+
+    def join(self, schedule: UnitSchedule[Unit]) -> None:
+        """Be in the tree of a schedule, which the unit's module keeps."""
+        self._schedule = weakref.ref(schedule)
+        module = self.module()
+        if module is not None:
+            object.__setattr__(module, "_flat_param_schedule", schedule)
 
     def _use_leaves(self) -> None:
         """Take up the leaves of all parts, as they are now."""
@@ -263,7 +284,8 @@ class Unit:
 
     def _may_be_needed(self, output: Any) -> bool:
         """Hook the outputs; False where none of them leads back into the unit (Rule 2)."""
-        return hook_nodes(output, self._on_output_grad) or next(tensors_in(output), None) is None
+        told = partial(self._on_output_grad, self.schedule)
+        return hook_nodes(output, told) or next(tensors_in(output), None) is None
 
     def _keeps(self, output: Any) -> bool:
         is_root, hidden = self.schedule.depth == 1, next(tensors_in(output), None) is None
@@ -275,7 +297,8 @@ class Unit:
         """Leaves that will get a gradient in the backward that runs now."""
         return sum(map(will_run, self._nodes))
 
-    def _on_output_grad(self, _: object) -> None:
+    def _on_output_grad(self, kept: object, _: object) -> None:
+        """An output has its gradient. The graph has `kept` the schedule, if nobody else has."""
         state = self.schedule.standing(self)
         if state.begun or state.freed:
             return
@@ -341,6 +364,16 @@ class Unit:
         """No backward pass will come back to what went in so far."""
         self._inputs.clear()
         self.around.clear()
+
+
+@cache
+def _uncompiled_ends() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Both ends of a forward, which take the unit first.
+
+    Compiled code calls them, and does not trace them: what they do to hooks, storages and the
+    registry must happen at every call.
+    """
+    return torch.compiler.disable(Unit._begin_forward), torch.compiler.disable(Unit._end_forward)
 
 
 def _places(module: nn.Module | None, params: Sequence[nn.Parameter]) -> Iterator[tuple[int, str]]:

@@ -31,17 +31,20 @@ def run_unit(
 ) -> Any:
     """Call `run` as a forward of the unit. Collective."""
     depth = unit.schedule.depth
+    named = None
     try:
         if unit.is_new:
             torch.compiler.disable(_look_for_strays)(unit)
-        args, kwargs = unit.begin_forward(args, kwargs)
-        output = unit.end_forward(run(*args, **kwargs))
+        args, kwargs = unit.begin_forward(unit, args, kwargs)
+        output = unit.end_forward(unit, run(*args, **kwargs))
     except BaseException as error:
         named = piece_error(error, unit.schedule.units)
         unit.schedule.stop(depth)
         if named is not None:
             raise named from error
         raise
+    finally:
+        del named  # its traceback has this frame
     return output
 
 
@@ -132,10 +135,12 @@ def _innermost_module(trace: TracebackType | None) -> nn.Module | None:
     None where that was in the call of another unit, which has looked already: what it had whole
     are pieces now.
     """
-    found, outer = None, trace and trace.tb_frame
+    # Not of the frame that has caught the error: its locals, once asked for, would keep that.
+    found, outer = None, None if trace is None else trace.tb_frame.f_code
+    trace = None if trace is None else trace.tb_next
     while trace is not None:
         code, values = trace.tb_frame.f_code, trace.tb_frame.f_locals
-        if outer is not trace.tb_frame and outer is not None and outer.f_code is code:
+        if outer is code:
             return None
         first = values.get(code.co_varnames[0]) if code.co_argcount else None
         found = first if isinstance(first, nn.Module) else found

@@ -160,7 +160,8 @@ def fully_shard(
             cast_buffers(module, planned.options.mixed_precision.buffer_dtype)
     except BaseException:
         if _memory_of(module, params) == before:
-            module.__dict__.pop("_flat_param", None)
+            for name in ("_flat_param", "_flat_param_schedule"):
+                module.__dict__.pop(name, None)
             module.__class__ = cls
         raise
     return module
