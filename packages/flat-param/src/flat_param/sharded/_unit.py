@@ -56,7 +56,7 @@ class Unit:
         reduction: how its gradients are summed.
         regroup: the smaller group that has the unit whole from forward to backward, if any.
         module: a weak reference to its module.
-        is_new: whether it has not run as an outermost unit yet.
+        looked_at: how many registrations there were when strays were last looked for; _strays.py.
         is_by_hand: whether its user has had it gathered, and no forward or backward has begun yet.
     """
 
@@ -75,7 +75,7 @@ class Unit:
         self.module: Callable[[], nn.Module | None] = (
             (lambda: None) if module is None else weakref.ref(module)
         )
-        self.is_new = True
+        self.looked_at = -1
         self.owners: tuple[Owner, ...] = ()
         self.parts = tuple(parts)
         self.ignored = tuple(ignored)

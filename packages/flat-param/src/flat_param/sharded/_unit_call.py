@@ -20,7 +20,7 @@ from torch import nn
 from .._errors import FlatParamError, StateError
 from .._torch_compat import pass_over_frames
 from ._param_sites import ParamSite
-from ._strays import check_strays
+from ._strays import check_strays, registrations
 from ._unit import Unit
 
 _classes: WeakValueDictionary[tuple[object, ...], type] = WeakValueDictionary()
@@ -33,7 +33,7 @@ def run_unit(
     depth = unit.schedule.depth
     named = None
     try:
-        if unit.is_new:
+        if unit.looked_at != registrations():
             torch.compiler.disable(_look_for_strays)(unit)
         args, kwargs = unit.begin_forward(unit, args, kwargs)
         output = unit.end_forward(unit, run(*args, **kwargs))
@@ -49,11 +49,11 @@ def run_unit(
 
 
 def _look_for_strays(unit: Unit) -> None:
-    """Before the first forward of an outermost unit, see `check_strays`."""
-    unit.is_new = False
-    module = unit.module()
+    """Before a forward of an outermost unit, the first after a registration."""
+    module, now = unit.module(), registrations()
     if module is not None and not unit.schedule.depth:
         check_strays("fully_shard", module, unit.schedule.units)
+    unit.looked_at = now
 
 
 def sharded_class(

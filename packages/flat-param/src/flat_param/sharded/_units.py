@@ -48,6 +48,7 @@ from ._schedule import Schedule
 from ._sharded_module import ShardedModule
 from ._sharded_params import ShardedParams
 from ._state_hooks import install_module_hooks
+from ._strays import watch_registrations
 from ._switches import check_group_size, free_after_forward
 from ._unit import Unit
 from ._unit_call import sharded_class
@@ -153,6 +154,7 @@ def fully_shard(
             free_after_forward([unit], reshard_after_forward)
         _join(module, unit, planned.inner, cls.__name__)
         install_guards()
+        watch_registrations()
         install_module_hooks(module, unit)
         object.__setattr__(module, "_flat_param", unit)
         module.__class__ = sharded_class(ShardedModule, cls, {})
