@@ -86,7 +86,7 @@ def check_bad_calls_are_refused_before_anything_changes(rank: int, world: int) -
     raises(flat_param.StateError, "cannot be pickled", lambda: pickle.dumps(model))
     raises(flat_param.StateError, "HYBRID_SHARD", lambda: sharded(strategy="HYBRID_SHARD"))
     mesh = dist.device_mesh.init_device_mesh("cpu", (1, world))
-    raises(flat_param.StateError, "2 axes", lambda: sharded(mesh=mesh))
+    raises(flat_param.StateError, "2 axes", lambda: sharded(strategy="FULL_SHARD", mesh=mesh))
     both = {"mesh": mesh, "process_group": dist.group.WORLD}
     raises(flat_param.StateError, "both mesh", lambda: sharded(**both))
     raises(ValueError, "SOME_SHARD", lambda: sharded(strategy="SOME_SHARD"))

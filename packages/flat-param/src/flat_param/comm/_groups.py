@@ -134,6 +134,18 @@ def _check_kind(name: str, given: object, kind: type) -> None:
         )
 
 
+def strategy_for(strategy: Strategy | str | None, mesh: DeviceMesh | None) -> Strategy:
+    """The same; left out, what a mesh says: with two axes it is HSDP.
+
+    Raises:
+        LayoutError: it is no strategy.
+    """
+    if strategy is not None:
+        return Strategy(strategy)
+    has_copies = mesh is not None and mesh.ndim == 2
+    return Strategy.HYBRID_SHARD if has_copies else Strategy.FULL_SHARD
+
+
 def group_sizes(
     strategy: Strategy, *, mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None
 ) -> tuple[int, int]:

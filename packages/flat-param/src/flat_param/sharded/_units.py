@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,16 @@ from ..comm._groups import (
     make_comm_groups,
     meeting_comms,
     ranks_together,
+    strategy_for,
 )
-from ..layout._arguments import check_module, check_no_grads, check_precision, one_device
+from ..layout._arguments import (
+    check_module,
+    check_no_grads,
+    check_offload,
+    check_placement,
+    check_precision,
+    one_device,
+)
 from ..layout._boundary import Boundary
 from ..layout._boundary_rules import BoundaryRules, resolve
 from ..layout._layout import Segment, plan_segments
@@ -53,16 +61,21 @@ from ._switches import check_group_size, free_after_forward
 from ._unit import Unit
 from ._unit_call import sharded_class
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
 M = TypeVar("M", bound=nn.Module)
 
 
 def fully_shard(
     module: M,
     *,
-    strategy: Strategy | str = Strategy.FULL_SHARD,
+    strategy: Strategy | str | None = None,
     mesh: DeviceMesh | None = None,
     process_group: dist.ProcessGroup | None = None,
     mixed_precision: MixedPrecision | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
     boundary: Boundary | BoundaryRules = "element",
     cpu_offload: bool = False,
     forward_prefetch: bool = True,
@@ -73,6 +86,7 @@ def fully_shard(
     sync_module_states: bool = False,
     ignored_params: Iterable[nn.Parameter] | None = None,
     pin_memory: bool = True,
+    shard_placement_fn: None = None,
 ) -> M:
     """Shard a module's parameters over ranks, in place, and return the module.
 
@@ -84,10 +98,13 @@ def fully_shard(
 
     Args:
         module: any kind that is called; its parameters are on one device, or on meta.
-        strategy: what is divided between ranks, see `Strategy`.
+        strategy: what is divided between ranks, see `Strategy`; default: HYBRID_SHARD over a mesh
+            with two axes, FULL_SHARD otherwise.
         mesh: ranks to shard over; for HYBRID_SHARD the axes (replicate, shard).
         process_group: the same for one axis; default: all ranks.
         mixed_precision: dtypes of computing and of summing gradients.
+        mp_policy: the same as FSDP2 is told it.
+        offload_policy: FSDP2's `CPUOffloadPolicy` for `cpu_offload` and `pin_memory`.
         boundary: "element", or "row", "tensor" or `Blocks` for optimizers that need those whole; or
             `by_name` or `by_class`, for each parameter.
         cpu_offload: keep shards, gradients and optimizer state in CPU memory.
@@ -102,6 +119,7 @@ def fully_shard(
         ignored_params: parameters that stay as they are: full, separate on each rank, with
             gradients that are not reduced. Those of units inside are left alone, too.
         pin_memory: page-lock what `cpu_offload` keeps, for faster copies to an accelerator.
+        shard_placement_fn: refused: shards are ranges of a flat buffer and cut no dimension.
 
     Returns:
         The module, of a subclass of its class that has the methods of `ShardedModule`.
@@ -117,11 +135,15 @@ def fully_shard(
     """
 
     def plan() -> _UnitPlan:
-        choices = (cpu_offload, forward_prefetch, backward_prefetch, pin_memory)
         check_module(module)
-        precision = check_precision(mixed_precision)
+        check_placement(shard_placement_fn)
+        precision = check_precision(mixed_precision, mp_policy)
+        offloads, pins = check_offload(
+            offload_policy, cpu_offload=cpu_offload, pin_memory=pin_memory
+        )
+        choices = (offloads, forward_prefetch, backward_prefetch, pins)
         # The boundary waits until it is known for what parameters.
-        options = UnitOptions(Strategy(strategy), precision, "element", *choices)
+        options = UnitOptions(strategy_for(strategy, mesh), precision, "element", *choices)
         copies = group_sizes(options.strategy, mesh=mesh, process_group=process_group)
         if reshard_after_forward is not None:
             check_group_size(reshard_after_forward, copies[1])
