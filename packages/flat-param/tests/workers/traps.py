@@ -61,6 +61,51 @@ def check_parameter_added_after_a_step_is_refused(rank: int, world: int) -> None
     model(torch.ones(2, 6)).sum().backward()
 
 
+class Scale(nn.Module):
+    """Computes with the weight of a child that it does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(8, bias=False), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.out(x) * self.norm.weight.mean()
+        return y
+
+
+def check_mean_of_a_piece_is_refused(rank: int, world: int) -> None:
+    """Each rank has four of eight elements, and torch has no objection."""
+    model = Scale()
+    for module in (model.norm, model):
+        flat_param.fully_shard(module)
+    text = "parameter 'norm.weight' was a piece of shape (4,) where the loss was computed with it"
+    for _ in range(2):
+        raises(flat_param.StateError, text, lambda: model(torch.ones(3, 8)).sum().backward())
+        assert all(param.grad is None for param in model.parameters())
+    model.norm.unshard()
+    model(torch.ones(3, 8)).sum().backward()
+    model.norm.reshard()
+    assert model.norm.weight.grad is not None
+
+
+def check_loss_of_pieces_is_refused(rank: int, world: int) -> None:
+    """A sum over the parameters, of which each rank has a part; whole ones give the plain one."""
+    model = sharded()
+    text = "where the loss was computed with it, but only a call of its unit makes it whole"
+    raises(
+        flat_param.StateError,
+        text,
+        lambda: sum(param.square().sum() for param in model.parameters()).backward(),
+    )
+    for layer in model:
+        layer.unshard()
+    sum(param.square().sum() for param in model.parameters()).backward()
+    for layer in model:
+        layer.reshard()
+    held = [param for param in model.parameters() if param.numel()]
+    assert all(torch.equal(param.grad, 2 * param) for param in held)
+
+
 def penalized(model: nn.Module, x: Tensor) -> Tensor:
     """A loss with the norm of a gradient."""
     x = x.clone().requires_grad_()

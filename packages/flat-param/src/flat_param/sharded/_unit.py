@@ -8,6 +8,8 @@ Rule 2: where no input has a gradient and not every leaf gets one, something els
         backward, as does a unit whose outputs show no tensor to hook.
 Rule 3: a leaf that this backward does not reach may be one of a backward inside it (reentrant
         checkpoints). Gradients are then summed when all inputs have theirs, or at the end.
+Rule 4: a piece has no gradient: whoever computes with one has read it outside of the unit, and has
+        broadcast it, or taken the sum over it for one over the parameter. Backward refuses that.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from ..memory._owners import Owner
 from ..memory._tensors import cast_floats, tensors_in
 from ._guards import optimizer_steps
 from ._kept_parts import KeptParts
+from ._param_piece import ParamPiece
 from ._param_sites import ParamSite, ParamSites
 from ._passes import UnitBackward, outdated, too_late
 from ._sharded_grads import Reduction, ShardedGrads
@@ -97,6 +100,7 @@ class Unit:
         self._version: tuple[int, int, bool] | None = None
         self._change = ""  # of dtype or device, until all ranks have made it
         self._nodes: list[Any] = []
+        self._piece_nodes: list[Any] = []
         self._inputs = InputHooks(self.on_input_grad)
         # Functions, not methods: a method would keep its unit until a garbage collection.
         self.begin_forward, self.end_forward = _uncompiled_ends()
@@ -138,7 +142,21 @@ class Unit:
                 # hook would keep the unit, its module and its process groups alive for ever.
                 on_grad = partial(_on_grad, weakref.ref(self), weakref.ref(grads), index)
                 leaf.register_post_accumulate_grad_hook(on_grad)
+        self._refuse_grads_of_pieces()
         self.sites.refresh()
+
+    def _refuse_grads_of_pieces(self) -> None:
+        """See Rule 4."""
+        before = set(map(id, self._piece_nodes))
+        found = []
+        for part in self.parts:
+            for param, piece in zip(part.params, part.param_pieces, strict=True):
+                if piece.is_cut and param.requires_grad:
+                    node = get_gradient_edge(param).node
+                    found.append(node)  # kept: it and its hook last as long as somebody has it
+                    if id(node) not in before:
+                        node.register_prehook(partial(_refuse_grad, weakref.ref(self), piece))
+        self._piece_nodes = found
 
     def rename(self, name: str, label: str) -> None:
         """Take the name that the unit has below its outermost one."""
@@ -382,6 +400,18 @@ def _places(module: nn.Module | None, params: Sequence[nn.Parameter]) -> Iterato
         for key, param in child._parameters.items():
             if id(param) in known:
                 yield id(child._parameters), key
+
+
+def _refuse_grad(unit_ref: weakref.ref[Unit], piece: ParamPiece, _: object) -> None:
+    unit = unit_ref()
+    if unit is not None:
+        name = f"{unit.name}.{piece.name}" if unit.name else piece.name
+        raise StateError(
+            f"flat_param.fully_shard: parameter '{name}' was a piece of shape {piece.shard.shape} "
+            f"where the loss was computed with it, but only a call of its unit makes it whole, "
+            f"{tuple(piece.shard.spec.shape)}. Call that module, do not shard it by itself, or "
+            "read the parameter between its unshard() and reshard()."
+        )
 
 
 def _on_grad(
