@@ -72,30 +72,22 @@ def _precision_of(policy: object) -> MixedPrecision:
     )
 
 
-def check_offload(policy: object, *, cpu_offload: bool, pin_memory: bool) -> tuple[bool, bool]:
+def check_offload(policy: object) -> tuple[bool, bool]:
     """Whether shards are kept in CPU memory, and whether that is page-locked.
 
-    Args:
-        policy: FSDP2's; None for the other two arguments.
-        cpu_offload: as `fully_shard` is given it.
-        pin_memory: likewise.
-
     Raises:
-        StateError: `policy` is none of FSDP2's, or both are given.
+        StateError: it is none of FSDP2's policies.
     """
     if policy is None:
-        return cpu_offload, pin_memory
+        return False, False
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-    if cpu_offload or not isinstance(policy, OffloadPolicy):
+    if not isinstance(policy, OffloadPolicy):
         raise StateError(
-            f"flat_param.fully_shard: offload_policy is {policy!r} and cpu_offload is "
-            f"{cpu_offload!r}, but one of them says where shards are kept. Pass "
-            "torch.distributed.fsdp.CPUOffloadPolicy() alone for CPU memory."
+            f"flat_param.fully_shard: offload_policy is {policy!r}, but it says where shards are "
+            "kept. Pass torch.distributed.fsdp.CPUOffloadPolicy() for CPU memory."
         )
-    if isinstance(policy, CPUOffloadPolicy):
-        return True, policy.pin_memory
-    return False, pin_memory
+    return (True, policy.pin_memory) if isinstance(policy, CPUOffloadPolicy) else (False, False)
 
 
 def check_placement(shard_placement_fn: object) -> None:
