@@ -8,8 +8,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from flat_param import LayoutError, MixedPrecision, ParameterError, StateError, fully_shard
+from flat_param import (
+    LayoutError,
+    MixedPrecision,
+    ParameterError,
+    StateError,
+    Strategy,
+    fully_shard,
+)
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
 
@@ -20,8 +29,27 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         StateError,
         "mixed_precision is torch.bfloat16, but it has a dtype for each purpose",
     ),
+    "policy": (
+        {"mp_policy": MixedPrecision()},
+        StateError,
+        "but it has a dtype for each purpose. Pass torch.distributed.fsdp.MixedPrecisionPolicy",
+    ),
+    "two precisions": (
+        {"mp_policy": MixedPrecisionPolicy(), "mixed_precision": MixedPrecision()},
+        StateError,
+        "both mp_policy and mixed_precision are given",
+    ),
+    "offload": (
+        {"offload_policy": "cpu"},
+        StateError,
+        "offload_policy is 'cpu', but it says where shards are kept",
+    ),
+    "placement": (
+        {"shard_placement_fn": lambda param: None},
+        StateError,
+        "shard_placement_fn is given, but shards are ranges of a flat buffer",
+    ),
     "mesh": ({"mesh": 2}, StateError, "mesh is 2, but it says which ranks share parameters"),
-    "group": ({"process_group": [0]}, StateError, "process_group is [0], but it says which"),
     "init": ({"init_fn": "zeros"}, StateError, "init_fn is 'zeros', but it is called with each"),
     "freeing": (
         {"reshard_after_forward": "no"},
@@ -89,3 +117,36 @@ def test_precision_may_be_left_out() -> None:
     """Everything keeps its dtype."""
     module = fully_shard(nn.Linear(2, 2), mixed_precision=None)
     assert module._flat_param.options.mixed_precision == MixedPrecision()
+
+
+def test_policy_of_fsdp2_says_the_same() -> None:
+    """All four of its fields."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float64, False)
+    module = fully_shard(nn.Linear(2, 2), mp_policy=policy)
+    expected = MixedPrecision(
+        torch.bfloat16, torch.float32, cast_forward_inputs=False, output_dtype=torch.float64
+    )
+    assert module._flat_param.options.mixed_precision == expected
+
+
+@pytest.mark.parametrize(
+    ("policy", "offloads", "pins"),
+    [
+        (CPUOffloadPolicy(), True, True),
+        (CPUOffloadPolicy(pin_memory=False), True, False),
+        (OffloadPolicy(), False, False),
+    ],
+)
+def test_offload_policy_of_fsdp2_says_the_same(policy: Any, offloads: bool, pins: bool) -> None:
+    """Where shards are, and whether they are page-locked."""
+    options = fully_shard(nn.Linear(2, 2), offload_policy=policy)._flat_param.options
+    assert (options.cpu_offload, options.pin_memory) == (offloads, pins)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strategy"), [((1,), Strategy.FULL_SHARD), ((1, 1), Strategy.HYBRID_SHARD)]
+)
+def test_mesh_says_the_strategy(shape: tuple[int, ...], strategy: Strategy) -> None:
+    """One with two axes has copies."""
+    module = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", shape))
+    assert module._flat_param.options.strategy is strategy

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from flat_param import StateError, fully_shard
 from flat_param.comm import _capturing
@@ -42,7 +43,7 @@ def test_a_unit_whose_gradients_go_to_the_host_is_not_captured(monkeypatch):
     """It is named."""
     api = SimpleNamespace(is_current_stream_capturing=lambda: True)
     monkeypatch.setattr(torch, "get_device_module", lambda kind: api)
-    told = "unit 'block' has cpu_offload=True and a graph is being captured"
+    told = "unit 'block' has an offload_policy and a graph is being captured"
     with pytest.raises(StateError, match=told):
         _capturing.refuse_capture("block", torch.device("cuda"))
 
@@ -50,5 +51,7 @@ def test_a_unit_whose_gradients_go_to_the_host_is_not_captured(monkeypatch):
 @pytest.mark.usefixtures("group_of_one")
 def test_a_unit_without_parameters_has_none_to_offload():
     """It has no device, and runs."""
-    module = fully_shard(nn.Sequential(fully_shard(nn.ReLU(), cpu_offload=True)), cpu_offload=True)
+    policy = CPUOffloadPolicy()
+    inner = fully_shard(nn.ReLU(), offload_policy=policy)
+    module = fully_shard(nn.Sequential(inner), offload_policy=policy)
     assert module(torch.ones(2)).tolist() == [1.0, 1.0]

@@ -139,6 +139,55 @@ def test_deleted_model_is_collected(group_of_one: None, way: str) -> None:
     assert [param() for param in params] == [None] * len(params)
 
 
+def shown(net: nn.Module) -> None:
+    """Sharded, and gathered by hand."""
+    sharded("FULL_SHARD")(net)
+    net.unshard()  # type: ignore[operator]
+
+
+def saved(net: nn.Module) -> None:
+    """Sharded, with state dicts taken and loaded."""
+    sharded("FULL_SHARD")(net)
+    optimizer = torch.optim.AdamW(net.parameters())
+    train(net)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    net.load_state_dict(flat_param.full_state_dict(net)["model"])
+
+
+def failed_in_forward(net: nn.Module) -> None:
+    """Sharded, and called with too wide an input."""
+    sharded("FULL_SHARD")(net)
+    found = False
+    try:  # pytest.raises keeps the frame, and with it the module
+        net(torch.ones(2, 3))
+    except RuntimeError:
+        found = True
+    assert found
+
+
+AT_ONCE: dict[str, Callable[[nn.Module], None]] = {
+    **{way: WAYS[way] for way in ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "sharded alone")},
+    **{way.__name__: way for way in (shown, saved, failed_in_forward)},
+}
+
+
+@pytest.mark.parametrize("way", AT_ONCE)
+def test_deleted_sharded_model_is_freed_without_a_collection(group_of_one: None, way: str) -> None:
+    """A unit and its schedule do not keep each other."""
+    net = model()
+    params = list(map(weakref.ref, net.parameters()))
+    gc.collect()
+    gc.disable()
+    try:
+        AT_ONCE[way](net)
+        params += map(weakref.ref, net.parameters())
+        del net
+        assert [param() for param in params] == [None] * len(params)
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("way", ["trained", "stepped_over_chunks"])
 def test_buffers_of_a_deleted_model_are_collected(way: str) -> None:
     """The vectors of parameters and gradients."""

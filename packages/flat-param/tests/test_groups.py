@@ -1,4 +1,4 @@
-"""Which process groups a unit has: from torch's default, a group, or a mesh."""
+"""Which process groups a unit has: from torch's default or a mesh."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flat_param import StateError, Strategy
 from flat_param.comm import _groups
@@ -17,9 +17,8 @@ from flat_param.comm._groups import group_sizes, make_comm_groups, meeting_comms
 ONE_GROUP = [each for each in Strategy if each is not Strategy.HYBRID_SHARD]
 
 
-def _made(strategy, *, mesh=None, process_group=None):
-    log = CommLog()
-    return make_comm_groups(strategy, mesh=mesh, process_group=process_group, log=log)
+def _made(strategy, mesh=None):
+    return make_comm_groups(strategy, mesh, log=CommLog())
 
 
 def test_parameters_and_gradients_have_a_group_each(group_of_one):
@@ -53,11 +52,12 @@ def test_second_group_is_made_once_and_not_kept(group_of_one):
 
 
 def test_mesh_of_one_axis_is_its_group(group_of_one):
-    """And a group that is given is that group."""
+    """Of a group that is there already, too."""
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
     assert _made(Strategy.FULL_SHARD, mesh=mesh).gather.group is mesh.get_group()
     group = dist.new_group([0])
-    assert _made(Strategy.FULL_SHARD, process_group=group).gather.group is group
+    mesh = DeviceMesh.from_group(group, "cpu")
+    assert _made(Strategy.FULL_SHARD, mesh).gather.group is group
 
 
 def test_mesh_of_two_axes_is_copies_of_shards(group_of_one):
@@ -65,14 +65,14 @@ def test_mesh_of_two_axes_is_copies_of_shards(group_of_one):
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
     comms = _made(Strategy.HYBRID_SHARD, mesh=mesh)
     assert comms.gather.group is mesh.get_group("shard")
-    assert group_sizes(Strategy.HYBRID_SHARD, mesh=mesh, process_group=None) == (1, 1)
+    assert group_sizes(Strategy.HYBRID_SHARD, mesh) == (1, 1)
 
 
 @pytest.mark.parametrize("strategy", ONE_GROUP)
 def test_sizes_are_those_of_the_groups(group_of_one, strategy):
     """Copies, and ranks that divide each; nothing is made to say so."""
     before = len(_groups._twins)
-    assert group_sizes(strategy, mesh=None, process_group=None) == (1, 1)
+    assert group_sizes(strategy, None) == (1, 1)
     assert len(_groups._twins) == before
 
 
@@ -81,16 +81,13 @@ def test_what_does_not_fit_is_refused(group_of_one, ask):
     """Each error says what is there, the rule and what to pass."""
     one = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
     two = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
-    group = dist.new_group([0])
     for strategy, given, said in (
-        (Strategy.FULL_SHARD, (one, group), "both mesh and process_group are given, but a unit"),
-        (Strategy.FULL_SHARD, (two, None), "mesh has 2 axes, but only HYBRID_SHARD uses two. Pass"),
-        (Strategy.HYBRID_SHARD, (None, None), "mesh is None, but HYBRID_SHARD needs a mesh with"),
-        (Strategy.HYBRID_SHARD, (one, None), "but HYBRID_SHARD needs a mesh with the axes (repl"),
-        (Strategy.HYBRID_SHARD, (None, group), "mesh is None, but HYBRID_SHARD needs a mesh with"),
+        (Strategy.FULL_SHARD, two, "mesh has 2 axes, but only HYBRID_SHARD uses two. Pass"),
+        (Strategy.HYBRID_SHARD, None, "mesh is None, but HYBRID_SHARD needs a mesh with"),
+        (Strategy.HYBRID_SHARD, one, "but HYBRID_SHARD needs a mesh with the axes (repl"),
     ):
         with pytest.raises(StateError, match=re.escape(said)):
-            ask(strategy, mesh=given[0], process_group=given[1])
+            ask(strategy, given)
 
 
 @pytest.mark.parametrize("strategy", ONE_GROUP)
@@ -99,26 +96,25 @@ def test_without_a_process_group_the_other_way_is_named(strategy):
     with pytest.raises(StateError, match=r"there is no process group.*use flat_param\.flatten\."):
         _made(strategy)
     with pytest.raises(StateError, match="there is no process group"):
-        meeting_comms(None, None)
+        meeting_comms(None)
 
 
 def test_ranks_meet_in_the_whole_world_if_they_are_all(group_of_one):
-    """By whichever group or mesh each was told of it; else in theirs, the inner axis first."""
+    """By whichever mesh each was told of it."""
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
-    for given in ((None, None), (None, dist.new_group([0])), (mesh, None)):
-        (comm,) = meeting_comms(*given)
+    for given in (None, mesh):
+        (comm,) = meeting_comms(given)
         assert comm.group is dist.group.WORLD
         assert comm.log is not _made(Strategy.FULL_SHARD).log
 
 
 def test_meshes_beside_the_world_meet_axis_by_axis(group_of_one, monkeypatch):
-    """As if this were one of two ranks, and the mesh or group had only this one."""
+    """As if this were one of two ranks, and the mesh had only this one; the inner axis first."""
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
-    group, size = dist.new_group([0]), dist.get_world_size
+    size = dist.get_world_size
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: size(group) if group else 2)
-    found = [comm.group for comm in meeting_comms(mesh, None)]
+    found = [comm.group for comm in meeting_comms(mesh)]
     assert found == [mesh.get_group("shard"), mesh.get_group("replicate")]
-    assert [comm.group for comm in meeting_comms(None, group)] == [group]
 
 
 def test_error_of_one_rank_is_told_and_raised(group_of_one, monkeypatch):

@@ -13,6 +13,10 @@ pytest.importorskip("transformers")
 
 CLAIMS = (
     "forward_after_a_failed_export",
+    "gradient_penalty",
+    "loss_of_pieces_is_refused",
+    "mean_of_a_piece_is_refused",
+    "parameter_added_after_a_step_is_refused",
     "parameter_added_after_sharding_is_refused",
     "saved_pretrained_folder_loads",
     "transformers_keeps_ranks_in_step",

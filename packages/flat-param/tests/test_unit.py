@@ -16,7 +16,7 @@ CLAIMS = {
         "bad_calls_are_refused_before_anything_changes",
         "part_of_a_unit_is_refused_by_name",
         "class_and_names_stay",
-        "cpu_offload_changes_nothing_on_the_cpu",
+        "offload_policy_changes_nothing_on_the_cpu",
         "first_rank_can_speak_for_all",
         "init_fn_that_changes_a_parameter_is_refused_by_name",
         "meta_init_equals_plain_init",
@@ -46,7 +46,7 @@ CLAIMS = {
     "unit_memory": (
         "leaves_are_made_once",
         "memory_of_whole_parameters_is_given_back",
-        "module_is_collected",
+        "module_is_freed_at_once",
         "peak_of_whole_gradients_is_as_planned",
         "peak_of_whole_parameters_is_as_planned",
     ),

@@ -40,7 +40,7 @@ def part(seed: int, where: torch.device, way: str | None) -> nn.Sequential:
     """A few blocks on a device, plain or changed."""
     torch.manual_seed(seed)
     built = [Block() for _ in range(BLOCKS)]
-    stays = way is not None and "cpu_offload" in way
+    stays = way is not None and "CPU memory" in way
     blocks = [block if stays else block.to(where) for block in built]
     return nn.Sequential(*(ALL[way](block) if way else block for block in blocks))
 

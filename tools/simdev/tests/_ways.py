@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import flat_param
 import sac_policies
@@ -78,7 +79,7 @@ SHARDED: dict[str, Callable[[nn.Module], nn.Module]] = {
     "sharded, prefetch": _sharded(),
     "sharded, no prefetch": _sharded(forward_prefetch=False, backward_prefetch=False),
     "sharded, kept after forward": _sharded(strategy="SHARD_GRAD_OP"),
-    "sharded, cpu_offload": _sharded(cpu_offload=True, device="simdev:0"),
+    "sharded, CPU memory": _sharded(offload_policy=CPUOffloadPolicy(), device="simdev:0"),
     "sharded + offload": lambda block: flat_param.fully_shard(offload_(block)),
 }
 COPIES_OUT = {
@@ -346,7 +347,7 @@ PLAIN = dict.fromkeys((*FAULTS, "refused capture"), _one) | {"graph pool": _with
 
 REFUSE_CAPTURE = {
     *("offload", "offload, two calls kept", "checkpoint + offload"),
-    "sharded, cpu_offload",
+    "sharded, CPU memory",
 }
 
 

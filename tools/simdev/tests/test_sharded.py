@@ -12,6 +12,7 @@ import pytest
 import torch
 from simdev.ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import flat_param
 
@@ -27,7 +28,7 @@ WAYS = {
     "hybrid": {"strategy": "HYBRID_SHARD"},
     "accumulates": {"micro_batches": 2},
     "accumulates, no sync": {"micro_batches": 2, "no_sync": True},
-    "offloads": {"cpu_offload": True, "device": "simdev:0"},
+    "offloads": {"offload_policy": CPUOffloadPolicy(), "device": "simdev:0"},
     "jitter": {"jitter": True},
     "another stream": {"beside": True},
     "uneven": {"boundary": "tensor"},

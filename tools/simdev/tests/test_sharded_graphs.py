@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from simdev.ranks import on_ranks
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import flat_param
 
@@ -85,7 +86,7 @@ def both(rank):
     """All that is asked of a group."""
     return (
         {way: step(rank, options) for way, options in WAYS.items()},
-        refused(rank, {"cpu_offload": True, "device": "simdev:0"}),
+        refused(rank, {"offload_policy": CPUOffloadPolicy(), "device": "simdev:0"}),
         refused(rank, {"unused": True}),
     )
 
@@ -112,7 +113,7 @@ def test_replays_give_the_gradients_of_eager_steps(two, way):
 def test_what_goes_to_the_host_is_not_captured(two):
     """One clear error on each rank."""
     for _, told, _ in two:
-        assert "has cpu_offload=True and a graph is being captured" in told
+        assert "has an offload_policy and a graph is being captured" in told
 
 
 def test_parameters_without_a_gradient_are_not_captured(two):

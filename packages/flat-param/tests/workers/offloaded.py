@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from _harness import batches, loss_of, main, run_checks, sharded, share
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import flat_param
 
@@ -52,7 +53,8 @@ def same(first: Any, second: Any) -> bool:
 
 def check_training_is_that_with_state_at_hand(rank: int, world: int) -> None:
     """For each optimizer, boundary and where the shards are; whole states are equal bit by bit."""
-    units = ({}, {"boundary": "tensor"}, {"strategy": "SHARD_GRAD_OP", "cpu_offload": True})
+    in_memory = {"strategy": "SHARD_GRAD_OP", "offload_policy": CPUOffloadPolicy()}
+    units = ({}, {"boundary": "tensor"}, in_memory)
     for kind, options in KINDS:
         for unit in units:
             found = []

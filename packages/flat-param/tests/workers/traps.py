@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from _harness import main, raises, run_checks, whole_state
+from _whole import whole_bytes
 from torch import Tensor, nn
 
 import flat_param
@@ -45,6 +47,90 @@ def check_parameter_added_after_sharding_is_refused(rank: int, world: int) -> No
     frozen = sharded()
     frozen[0] = Adapter(frozen[0]).requires_grad_(False)
     frozen(torch.ones(2, 6))
+
+
+def check_parameter_added_after_a_step_is_refused(rank: int, world: int) -> None:
+    """In the next forward, and in each one after that."""
+    model = sharded()
+    model(torch.ones(2, 6)).sum().backward()
+    model[0].late = nn.Parameter(torch.ones(6))
+    text = "parameter '0.late' was added after fully_shard and belongs to no unit"
+    for _ in range(2):
+        raises(flat_param.StateError, text, lambda: model(torch.ones(2, 6)))
+    del model[0].late
+    model(torch.ones(2, 6)).sum().backward()
+
+
+class Scale(nn.Module):
+    """Computes with the weight of a child that it does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(8, bias=False), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.out(x) * self.norm.weight.mean()
+        return y
+
+
+def check_mean_of_a_piece_is_refused(rank: int, world: int) -> None:
+    """Each rank has four of eight elements, and torch has no objection."""
+    model = Scale()
+    for module in (model.norm, model):
+        flat_param.fully_shard(module)
+    text = "parameter 'norm.weight' was a piece of shape (4,) where the loss was computed with it"
+    for _ in range(2):
+        raises(flat_param.StateError, text, lambda: model(torch.ones(3, 8)).sum().backward())
+        assert all(param.grad is None for param in model.parameters())
+    model.norm.unshard()
+    model(torch.ones(3, 8)).sum().backward()
+    model.norm.reshard()
+    assert model.norm.weight.grad is not None
+
+
+def check_loss_of_pieces_is_refused(rank: int, world: int) -> None:
+    """A sum over the parameters, of which each rank has a part; whole ones give the plain one."""
+    model = sharded()
+    text = "where the loss was computed with it, but only a call of its unit makes it whole"
+    raises(
+        flat_param.StateError,
+        text,
+        lambda: sum(param.square().sum() for param in model.parameters()).backward(),
+    )
+    for layer in model:
+        layer.unshard()
+    sum(param.square().sum() for param in model.parameters()).backward()
+    for layer in model:
+        layer.reshard()
+    held = [param for param in model.parameters() if param.numel()]
+    assert all(torch.equal(param.grad, 2 * param) for param in held)
+
+
+def penalized(model: nn.Module, x: Tensor) -> Tensor:
+    """A loss with the norm of a gradient."""
+    x = x.clone().requires_grad_()
+    out = model(x)
+    (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    loss: Tensor = (grad.norm(dim=1) - 1).square().mean() + out.square().mean()
+    return loss
+
+
+def check_gradient_penalty(rank: int, world: int) -> None:
+    """Bit-identical to the plain model: the second backward finds weights that the first read."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    expected = copy.deepcopy(model)
+    for module in (model[0], model[2], model):
+        flat_param.fully_shard(module)
+    for net in (expected, model):
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            penalized(net, torch.full((4, 6), 0.3 + step)).backward()
+            optimizer.step()
+    found = whole_state(model)
+    assert all(torch.equal(found[name], value) for name, value in expected.state_dict().items())
+    assert whole_bytes(model) == 0
 
 
 def check_forward_after_a_failed_export(rank: int, world: int) -> None:

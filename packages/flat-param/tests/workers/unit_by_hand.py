@@ -19,6 +19,7 @@ from _harness import (
 )
 from _whole import plain_grads, whole_bytes, whole_grads
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.nn import functional
 
 import flat_param
@@ -144,7 +145,8 @@ def check_assigned_values_stay(rank: int, world: int) -> None:
         lambda model: model.to(torch.float32),
     )
     low = MixedPrecision(param_dtype=torch.bfloat16)
-    for options in ({}, {"mixed_precision": low}, {"strategy": "NO_SHARD"}, {"cpu_offload": True}):
+    offloaded = {"offload_policy": CPUOffloadPolicy()}
+    for options in ({}, {"mixed_precision": low}, {"strategy": "NO_SHARD"}, offloaded):
         before = plain().state_dict()
         for after in afters:
             model, expected = sharded(**options), plain()

@@ -118,7 +118,7 @@ def check_outputs_are_cast_as_fsdp2_casts_them(rank: int, world: int) -> None:
             theirs, ours = models(
                 [{"mp_policy": MixedPrecisionPolicy(**each, **said)} for each in dtypes],
                 [
-                    {"mixed_precision": MixedPrecision(**each, reduce_dtype=reduced)}
+                    {"mp_policy": MixedPrecisionPolicy(**each, reduce_dtype=reduced)}
                     for each in dtypes
                 ],
                 world,
@@ -165,9 +165,9 @@ def check_sums_are_divided_as_fsdp2_divides_them(rank: int, world: int) -> None:
 
 
 def check_accumulated_sums_are_divided_once(rank: int, world: int) -> None:
-    """After `no_sync`, in replicas of HYBRID_SHARD and without shards, by what was said last."""
+    """After `no_sync`, in replicas of a mesh and without shards, by what was said last."""
     mesh = init_device_mesh("cpu", (world, 1))
-    for options in ({"strategy": "HYBRID_SHARD", "mesh": mesh}, {"strategy": "NO_SHARD"}, {}):
+    for options in ({"mesh": mesh}, {"strategy": "NO_SHARD"}, {}):
         grads = []
         for factor in (None, 4.0):
             torch.manual_seed(0)

@@ -9,7 +9,18 @@ from functools import partial
 from typing import Any
 
 import torch
-from _harness import STRATEGIES, Block, batches, loss_of, main, plain, run_checks, sharded, share
+from _harness import (
+    STRATEGIES,
+    Block,
+    batches,
+    loss_of,
+    main,
+    plain,
+    run_checks,
+    sharded,
+    share,
+    whole_state,
+)
 from _whole import whole_bytes, whole_grad_bytes
 from torch import nn
 
@@ -77,14 +88,24 @@ def check_leaves_are_made_once(rank: int, world: int) -> None:
     assert leaf_ids(model) == before
 
 
-def check_module_is_collected(rank: int, world: int) -> None:
-    """A module nobody refers to is given back, with its units."""
-    model = sharded()
-    loss_of(model, share(next(iter(batches(world))), rank)).backward()
-    units = [weakref.ref(unit) for unit in model._flat_param.schedule.units]
-    del model
+def check_module_is_freed_at_once(rank: int, world: int) -> None:
+    """A module nobody refers to is given back, with its units, without a garbage collection."""
     gc.collect()
-    assert [unit() for unit in units] == [None] * len(units)
+    gc.disable()
+    try:
+        for strategy in STRATEGIES:
+            model = sharded(strategy=strategy)
+            with model.no_sync():
+                loss_of(model, share(batches(world)[0], rank)).backward()
+            loss_of(model, share(batches(world)[1], rank)).backward()
+            whole_state(model)
+            units = model._flat_param.schedule.units
+            known = [*map(weakref.ref, units), *map(weakref.ref, model.parameters())]
+            known += [weakref.ref(part.full) for unit in units for part in unit.parts]
+            del model, units
+            assert [each() for each in known] == [None] * len(known), strategy
+    finally:
+        gc.enable()
 
 
 def run(rank: int, world: int) -> dict[str, str]:

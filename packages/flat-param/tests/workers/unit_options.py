@@ -22,6 +22,8 @@ from _harness import (
 )
 from _whole import plain_grads, whole_grads
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import flat_param
 from flat_param import fully_shard
@@ -38,7 +40,7 @@ def check_ranks_come_from_a_mesh_or_a_group(rank: int, world: int) -> None:
     model = sharded(mesh=mesh)
     loss_of(model, share(ids, rank)).backward()
     assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
-    alone = sharded(process_group=groups[rank])
+    alone = sharded(mesh=DeviceMesh.from_group(groups[rank], "cpu"))
     loss_of(alone, share(ids, rank)).backward()
     assert not alone.comm_counts()
     assert distance(whole_grads(alone), plain_grads(alone_reference)) == 0
@@ -69,9 +71,9 @@ def check_first_rank_can_speak_for_all(rank: int, world: int) -> None:
     assert distance(whole_state(model), plain(seed=0).state_dict()) == 0
 
 
-def check_cpu_offload_changes_nothing_on_the_cpu(rank: int, world: int) -> None:
-    """Cpu offload changes nothing on the cpu."""
-    model, reference = sharded(cpu_offload=True), plain()
+def check_offload_policy_changes_nothing_on_the_cpu(rank: int, world: int) -> None:
+    """CPU memory is where parameters are in any case."""
+    model, reference = sharded(offload_policy=CPUOffloadPolicy()), plain()
     (ids,) = batches(world, 1)
     loss_of(model, share(ids, rank)).backward()
     loss_of(reference, ids).backward()
@@ -86,9 +88,7 @@ def check_bad_calls_are_refused_before_anything_changes(rank: int, world: int) -
     raises(flat_param.StateError, "cannot be pickled", lambda: pickle.dumps(model))
     raises(flat_param.StateError, "HYBRID_SHARD", lambda: sharded(strategy="HYBRID_SHARD"))
     mesh = dist.device_mesh.init_device_mesh("cpu", (1, world))
-    raises(flat_param.StateError, "2 axes", lambda: sharded(mesh=mesh))
-    both = {"mesh": mesh, "process_group": dist.group.WORLD}
-    raises(flat_param.StateError, "both mesh", lambda: sharded(**both))
+    raises(flat_param.StateError, "2 axes", lambda: sharded(strategy="FULL_SHARD", mesh=mesh))
     raises(ValueError, "SOME_SHARD", lambda: sharded(strategy="SOME_SHARD"))
 
 

@@ -31,7 +31,7 @@ def refuse_capture(name: str, device: torch.device) -> None:
     """
     if is_capturing(device):
         raise StateError(
-            f"flat_param.fully_shard: unit '{name}' has cpu_offload=True and a graph is being "
+            f"flat_param.fully_shard: unit '{name}' has an offload_policy and a graph is being "
             "captured, but the host, where its gradients go, may not wait for the device then. "
-            "Capture without cpu_offload, or run this module outside of the capture."
+            "Capture without it, or run this module outside of the capture."
         )

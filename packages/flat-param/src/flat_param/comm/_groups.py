@@ -1,4 +1,4 @@
-"""Turns a process group, a device mesh or torch's default into communicators.
+"""Turns a device mesh or torch's default process group into communicators.
 
 Note [Two communicators]
     Whole parameters are gathered in the order of the forward and backward passes, gradients are
@@ -77,19 +77,13 @@ class CommGroups:
 _twins: WeakKeyDictionary[dist.ProcessGroup, ReferenceType[dist.ProcessGroup]] = WeakKeyDictionary()
 
 
-def make_comm_groups(
-    strategy: Strategy,
-    *,
-    mesh: DeviceMesh | None,
-    process_group: dist.ProcessGroup | None,
-    log: CommLog,
-) -> CommGroups:
+def make_comm_groups(strategy: Strategy, mesh: DeviceMesh | None, *, log: CommLog) -> CommGroups:
     """Choose the process groups of a unit. Collective: every rank of the world calls it.
 
     Raises:
         StateError: there is no process group, or the mesh does not fit the strategy.
     """
-    shard, replicate = _groups(strategy, mesh, process_group)
+    shard, replicate = _groups(strategy, mesh)
     groups = (shard, shard and _twin(shard), replicate and _twin(replicate))
     to_gather, to_reduce, to_replicate = (
         Communicator(g, log=log, number=next_number(g)) for g in groups
@@ -97,9 +91,7 @@ def make_comm_groups(
     return CommGroups(to_gather, to_reduce, to_replicate, log)
 
 
-def meeting_comms(
-    mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None
-) -> tuple[Communicator, ...]:
+def meeting_comms(mesh: DeviceMesh | None) -> tuple[Communicator, ...]:
     """Communicators that lead to all ranks that shard together, whatever strategy each was given.
 
     Not a collective; what travels there is not counted.
@@ -107,65 +99,61 @@ def meeting_comms(
     Raises:
         StateError: there is no process group.
     """
-    return tuple(
-        Communicator(group, log=CommLog()) for group in _meeting_groups(mesh, process_group)
-    )
+    return tuple(Communicator(group, log=CommLog()) for group in _meeting_groups(mesh))
 
 
-def _meeting_groups(
-    mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None
-) -> list[dist.ProcessGroup]:
-    _check_kind("mesh", mesh, DeviceMesh)
-    _check_kind("process_group", process_group, dist.ProcessGroup)
-    world = _one_group(None, None)
-    given = dist.get_world_size(process_group) if mesh is None else mesh.size()
-    if given == dist.get_world_size():
+def _meeting_groups(mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise StateError(
+            f"flat_param.fully_shard: mesh is {mesh!r}, but it says which ranks share parameters. "
+            "Pass a DeviceMesh, as DeviceMesh.from_group makes one, or None for all ranks."
+        )
+    world = _one_group(None)
+    if mesh is None or mesh.size() == dist.get_world_size():
         return [world]
-    if mesh is None:
-        return [cast(dist.ProcessGroup, process_group)]
     return [mesh.get_group(axis) for axis in reversed(range(mesh.ndim))]
 
 
-def _check_kind(name: str, given: object, kind: type) -> None:
-    if given is not None and not isinstance(given, kind):
-        raise StateError(
-            f"flat_param.fully_shard: {name} is {given!r}, but it says which ranks share "
-            f"parameters. Pass a {kind.__name__}, or None for all ranks."
-        )
+def strategy_for(strategy: Strategy | str | None, mesh: DeviceMesh | None) -> Strategy:
+    """The same; left out, what a mesh says: with two axes it is HSDP.
+
+    Raises:
+        LayoutError: it is no strategy.
+    """
+    if strategy is not None:
+        return Strategy(strategy)
+    has_copies = mesh is not None and mesh.ndim == 2
+    return Strategy.HYBRID_SHARD if has_copies else Strategy.FULL_SHARD
 
 
-def group_sizes(
-    strategy: Strategy, *, mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None
-) -> tuple[int, int]:
+def group_sizes(strategy: Strategy, mesh: DeviceMesh | None) -> tuple[int, int]:
     """Copies of the parameters, and ranks that divide each. Not a collective.
 
     Raises:
         StateError: as `make_comm_groups`.
     """
-    shard, replicate = _groups(strategy, mesh, process_group)
+    shard, replicate = _groups(strategy, mesh)
     replicas = 1 if replicate is None else dist.get_world_size(replicate)
     return replicas, 1 if shard is None else dist.get_world_size(shard)
 
 
-def ranks_together(
-    strategy: Strategy, *, mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None
-) -> tuple[int, ...]:
+def ranks_together(strategy: Strategy, mesh: DeviceMesh | None) -> tuple[int, ...]:
     """Ranks of the world that hold a part or a copy of what this one holds. Not a collective.
 
     Raises:
         StateError: as `make_comm_groups`.
     """
-    groups = _groups(strategy, mesh, process_group)
+    groups = _groups(strategy, mesh)
     found = {rank for each in groups if each for rank in dist.get_process_group_ranks(each)}
     return tuple(sorted(found))
 
 
 def _groups(
-    strategy: Strategy, mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None
+    strategy: Strategy, mesh: DeviceMesh | None
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     if strategy is Strategy.HYBRID_SHARD:
         return _mesh_groups(mesh)
-    group = _one_group(mesh, process_group)
+    group = _one_group(mesh)
     return (None, group) if strategy is Strategy.NO_SHARD else (group, None)
 
 
@@ -178,18 +166,9 @@ def _mesh_groups(mesh: DeviceMesh | None) -> tuple[dist.ProcessGroup, dist.Proce
     return mesh.get_group(1), mesh.get_group(0)
 
 
-def _one_group(
-    mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None
-) -> dist.ProcessGroup:
-    if mesh is not None and process_group is not None:
-        raise StateError(
-            "flat_param.fully_shard: both mesh and process_group are given, but a unit has one "
-            "group of ranks. Leave one out."
-        )
+def _one_group(mesh: DeviceMesh | None) -> dist.ProcessGroup:
     if mesh is not None:
         return _axis_group(mesh)
-    if process_group is not None:
-        return process_group
     if not dist.is_available() or not dist.is_initialized():
         raise StateError(
             "flat_param.fully_shard: there is no process group, but parameters are sharded over "

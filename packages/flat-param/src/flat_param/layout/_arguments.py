@@ -33,12 +33,19 @@ def check_module(module: object) -> None:
         )
 
 
-def check_precision(precision: object) -> MixedPrecision:
-    """The same, or no precision of its own.
+def check_precision(precision: object, policy: object = None) -> MixedPrecision:
+    """The same, what FSDP2's policy says, or no precision of its own.
 
     Raises:
-        StateError: it is anything else.
+        StateError: it is anything else, or both are given.
     """
+    if policy is not None:
+        if precision is not None:
+            raise StateError(
+                "flat_param.fully_shard: both mp_policy and mixed_precision are given, but a unit "
+                "computes in one dtype. Leave one out."
+            )
+        return _precision_of(policy)
     if precision is None:
         return MixedPrecision()
     if not isinstance(precision, MixedPrecision):
@@ -47,6 +54,54 @@ def check_precision(precision: object) -> MixedPrecision:
             "each purpose. Pass flat_param.MixedPrecision(param_dtype=..., reduce_dtype=...)."
         )
     return precision
+
+
+def _precision_of(policy: object) -> MixedPrecision:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise StateError(
+            f"flat_param.fully_shard: mp_policy is {policy!r}, but it has a dtype for each "
+            "purpose. Pass torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=...)."
+        )
+    return MixedPrecision(
+        policy.param_dtype,
+        policy.reduce_dtype,
+        cast_forward_inputs=policy.cast_forward_inputs,
+        output_dtype=policy.output_dtype,
+    )
+
+
+def check_offload(policy: object) -> tuple[bool, bool]:
+    """Whether shards are kept in CPU memory, and whether that is page-locked.
+
+    Raises:
+        StateError: it is none of FSDP2's policies.
+    """
+    if policy is None:
+        return False, False
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+    if not isinstance(policy, OffloadPolicy):
+        raise StateError(
+            f"flat_param.fully_shard: offload_policy is {policy!r}, but it says where shards are "
+            "kept. Pass torch.distributed.fsdp.CPUOffloadPolicy() for CPU memory."
+        )
+    return (True, policy.pin_memory) if isinstance(policy, CPUOffloadPolicy) else (False, False)
+
+
+def check_placement(shard_placement_fn: object) -> None:
+    """Refuse to cut along a dimension.
+
+    Raises:
+        StateError: it is not None.
+    """
+    if shard_placement_fn is not None:
+        raise StateError(
+            "flat_param.fully_shard: shard_placement_fn is given, but shards are ranges of a flat "
+            "buffer and cut no dimension. Leave it out; boundary= says where a parameter may be "
+            "cut."
+        )
 
 
 def check_no_grads(named: Iterable[tuple[str, nn.Parameter]]) -> None:

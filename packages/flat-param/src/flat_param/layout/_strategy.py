@@ -111,7 +111,7 @@ class UnitOptions:
     cpu_offload: bool
     forward_prefetch: bool
     backward_prefetch: bool | str
-    pin_memory: bool = True
+    pin_memory: bool = False
 
     def __post_init__(self) -> None:
         if self.backward_prefetch not in (True, False, _BEFORE, _AFTER):

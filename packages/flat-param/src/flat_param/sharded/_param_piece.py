@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -128,7 +128,8 @@ class ParamPiece:
         """The ranks that have the other elements."""
         from ._flat_shard import ShardOwners
 
-        return ShardOwners(self.comm, self.device, self.ranges, self.place)
+        ranges = partial(self.segment.ranges, self.index)
+        return ShardOwners(self.comm, self.device, ranges, self.place)
 
     @property
     def rows(self) -> BlockRows | None:

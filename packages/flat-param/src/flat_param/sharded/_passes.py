@@ -59,6 +59,7 @@ class BackwardPass(Generic[U]):
         to_gather: units that will be gathered, in order (Rule 1).
         to_reduce: units whose gradients will be summed, in order (Rule 1).
         units: where each unit stands.
+        is_differentiated: whether it makes a graph, so that a later one may read parameters.
         ending: whether only the summing and handing out is left.
         failed: whether that raised, or the whole backward did.
     """
@@ -68,6 +69,7 @@ class BackwardPass(Generic[U]):
     to_gather: list[U]
     to_reduce: list[U]
     units: dict[U, UnitBackward]
+    is_differentiated: bool = False
     ready: set[U] = field(default_factory=set)
     reducing: list[Pending] = field(default_factory=list)
     reduced: list[U] = field(default_factory=list)

@@ -13,6 +13,8 @@ Rule 4: while gradients are accumulated (`sync` is False) nothing is summed. Whe
         summed yet (Rule 5 in _sharded_grads.py) nothing is handed out.
 Rule 5: a backward that was stopped leaves nothing of its gradients, nor of those accumulated before
         it, which are in the same memory. A forward that was stopped leaves them alone.
+Rule 6: a backward that makes a graph (`create_graph=True`) keeps whole parameters: the backward
+        through that graph reads them, from its first step on and with nothing to tell of it.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
+
+import torch
 
 from .._torch_compat import at_end_of_backward
 from ..comm._comm import CommLog
@@ -59,7 +63,7 @@ class Schedule:
         """Take over the units of a nested tree."""
         if other is not self:
             for unit in other.units:
-                unit.schedule = self
+                unit.join(self)
                 unit.comms.log.counts = self.log.counts
                 self.units.append(unit)
             self.lists.merge(other.lists)
@@ -100,6 +104,7 @@ class Schedule:
             self._clear_chain()
             self.forward = ForwardPass()
         unit.around.update(self.forward.running)
+        unit.around.discard(unit)  # one that calls itself
         self.forward.running.append(unit)
         self.forward.order.append(unit)
         unit.reshard_if_stale()
@@ -214,6 +219,7 @@ class Schedule:
             to_gather=[unit for unit in self.lists.backward_order(order) if chain.get(unit)],
             to_reduce=[*trained, *late] if self.sync else [],
             units={unit: UnitBackward(unit.count_expected()) for unit in chain},
+            is_differentiated=torch.is_grad_enabled(),
         )
         for unit, state in current.units.items():
             if state.expected:
@@ -276,7 +282,9 @@ class Schedule:
         """Nothing of a unit's backward is left; free its whole parameters."""
         frees = unit.frees_after_backward
         if frees is None:
-            frees = self.begin_backward().sync or unit.frees_after_forward
+            current = self.begin_backward()
+            frees = current.sync or unit.frees_after_forward
+            frees = frees and not current.is_differentiated  # Rule 6
         if frees:
             unit.reshard()
         else:

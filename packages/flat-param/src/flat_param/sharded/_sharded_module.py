@@ -132,7 +132,8 @@ class ShardedModule(nn.Module):
     ) -> None:
         """Set whether full parameters are freed after backward. Not a collective.
 
-        By default they are, except those that SHARD_GRAD_OP keeps inside `no_sync`. If they stay,
+        By default they are, except those that SHARD_GRAD_OP keeps inside `no_sync`, and all after a
+        backward with `create_graph=True`, until the one through its graph is over. If they stay,
         the next forward gathers nothing, unless a parameter has changed. Ranks must set the same.
 
         Args:

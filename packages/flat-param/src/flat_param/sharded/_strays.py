@@ -1,14 +1,41 @@
-"""Parameters that were put into a sharded module afterwards, and belong to no unit."""
+"""Parameters that were put into a sharded module afterwards, and belong to no unit.
+
+Whoever looks for them notes how many registrations there had been, and looks again after the next.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
+from typing import Any
 
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from .._errors import StateError
 from ..memory._dtensors import is_dtensor
 from ._unit import Unit
+
+_registrations = [0]
+
+
+@cache
+def watch_registrations() -> None:
+    """Count registrations of modules and parameters from now on; a second call does nothing."""
+    register_module_module_registration_hook(_count)
+    register_module_parameter_registration_hook(_count)
+
+
+def _count(module: nn.Module, name: str, registered: Any) -> None:
+    _registrations[0] += 1
+
+
+def registrations() -> int:
+    """How many there have been in this process, in any module."""
+    return _registrations[0]
 
 
 def check_strays(function: str, module: nn.Module, units: Iterable[Unit]) -> None:

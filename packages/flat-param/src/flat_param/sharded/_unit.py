@@ -8,19 +8,22 @@ Rule 2: where no input has a gradient and not every leaf gets one, something els
         backward, as does a unit whose outputs show no tensor to hook.
 Rule 3: a leaf that this backward does not reach may be one of a backward inside it (reentrant
         checkpoints). Gradients are then summed when all inputs have theirs, or at the end.
+Rule 4: a piece has no gradient: whoever computes with one has read it outside of the unit, and has
+        broadcast it, or taken the sum over it for one over the parameter. Backward refuses that.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from .._errors import StateError
 from .._torch_compat import will_run
 from ..comm._capturing import is_capturing, refuse_capture
 from ..comm._comm import Communicator, Pending
@@ -31,6 +34,7 @@ from ..memory._owners import Owner
 from ..memory._tensors import cast_floats, tensors_in
 from ._guards import optimizer_steps
 from ._kept_parts import KeptParts
+from ._param_piece import ParamPiece
 from ._param_sites import ParamSite, ParamSites
 from ._passes import UnitBackward, outdated, too_late
 from ._sharded_grads import Reduction, ShardedGrads
@@ -55,7 +59,7 @@ class Unit:
         reduction: how its gradients are summed.
         regroup: the smaller group that has the unit whole from forward to backward, if any.
         module: a weak reference to its module.
-        is_new: whether it has not run as an outermost unit yet.
+        looked_at: how many registrations there were when strays were last looked for; _strays.py.
         is_by_hand: whether its user has had it gathered, and no forward or backward has begun yet.
     """
 
@@ -74,7 +78,7 @@ class Unit:
         self.module: Callable[[], nn.Module | None] = (
             (lambda: None) if module is None else weakref.ref(module)
         )
-        self.is_new = True
+        self.looked_at = -1
         self.owners: tuple[Owner, ...] = ()
         self.parts = tuple(parts)
         self.ignored = tuple(ignored)
@@ -82,7 +86,7 @@ class Unit:
         self.sites = ParamSites(sites)
         self.comms = comms
         self.options = options
-        self.schedule = schedule
+        self.join(schedule)
         self.grads: tuple[ShardedGrads, ...] = ()
         self.around: set[Unit] = set()
         self.frees_after_forward = options.strategy.frees_after_forward
@@ -96,12 +100,33 @@ class Unit:
         self._version: tuple[int, int, bool] | None = None
         self._change = ""  # of dtype or device, until all ranks have made it
         self._nodes: list[Any] = []
+        self._piece_nodes: list[Any] = []
         self._inputs = InputHooks(self.on_input_grad)
-        # Compiled code calls both ends of a forward, and does not trace them: what they do to
-        # hooks, storages and the registry must happen at every call.
-        self.begin_forward = torch.compiler.disable(self._begin_forward)
-        self.end_forward = torch.compiler.disable(self._end_forward)
+        # Functions, not methods: a method would keep its unit until a garbage collection.
+        self.begin_forward, self.end_forward = _uncompiled_ends()
         self._use_leaves()
+
+    @property
+    def schedule(self) -> UnitSchedule[Unit]:
+        """Of its tree. It has all units, so it is kept by their modules and not by them.
+
+        Raises:
+            StateError: they are deleted.
+        """
+        schedule = self._schedule()
+        if schedule is None:
+            raise StateError(
+                f"flat_param.fully_shard: the module of unit '{self.name}' is deleted, but what is "
+                "left of the unit was used. Keep the module until its last use."
+            )
+        return schedule
+
+    def join(self, schedule: UnitSchedule[Unit]) -> None:
+        """Be in the tree of a schedule, which the unit's module keeps."""
+        self._schedule = weakref.ref(schedule)
+        module = self.module()
+        if module is not None:
+            object.__setattr__(module, "_flat_param_schedule", schedule)
 
     def _use_leaves(self) -> None:
         """Take up the leaves of all parts, as they are now."""
@@ -117,7 +142,21 @@ class Unit:
                 # hook would keep the unit, its module and its process groups alive for ever.
                 on_grad = partial(_on_grad, weakref.ref(self), weakref.ref(grads), index)
                 leaf.register_post_accumulate_grad_hook(on_grad)
+        self._refuse_grads_of_pieces()
         self.sites.refresh()
+
+    def _refuse_grads_of_pieces(self) -> None:
+        """See Rule 4."""
+        before = set(map(id, self._piece_nodes))
+        found = []
+        for part in self.parts:
+            for param, piece in zip(part.params, part.param_pieces, strict=True):
+                if piece.is_cut and param.requires_grad:
+                    node = get_gradient_edge(param).node
+                    found.append(node)  # kept: it and its hook last as long as somebody has it
+                    if id(node) not in before:
+                        node.register_prehook(partial(_refuse_grad, weakref.ref(self), piece))
+        self._piece_nodes = found
 
     def rename(self, name: str, label: str) -> None:
         """Take the name that the unit has below its outermost one."""
@@ -263,7 +302,8 @@ class Unit:
 
     def _may_be_needed(self, output: Any) -> bool:
         """Hook the outputs; False where none of them leads back into the unit (Rule 2)."""
-        return hook_nodes(output, self._on_output_grad) or next(tensors_in(output), None) is None
+        told = partial(self._on_output_grad, self.schedule)
+        return hook_nodes(output, told) or next(tensors_in(output), None) is None
 
     def _keeps(self, output: Any) -> bool:
         is_root, hidden = self.schedule.depth == 1, next(tensors_in(output), None) is None
@@ -275,7 +315,8 @@ class Unit:
         """Leaves that will get a gradient in the backward that runs now."""
         return sum(map(will_run, self._nodes))
 
-    def _on_output_grad(self, _: object) -> None:
+    def _on_output_grad(self, kept: object, _: object) -> None:
+        """An output has its gradient. The graph has `kept` the schedule, if nobody else has."""
         state = self.schedule.standing(self)
         if state.begun or state.freed:
             return
@@ -343,12 +384,34 @@ class Unit:
         self.around.clear()
 
 
+@cache
+def _uncompiled_ends() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Both ends of a forward, which take the unit first.
+
+    Compiled code calls them, and does not trace them: what they do to hooks, storages and the
+    registry must happen at every call.
+    """
+    return torch.compiler.disable(Unit._begin_forward), torch.compiler.disable(Unit._end_forward)
+
+
 def _places(module: nn.Module | None, params: Sequence[nn.Parameter]) -> Iterator[tuple[int, str]]:
     known = {id(param) for param in params}
     for child in () if module is None or not known else module.modules():
         for key, param in child._parameters.items():
             if id(param) in known:
                 yield id(child._parameters), key
+
+
+def _refuse_grad(unit_ref: weakref.ref[Unit], piece: ParamPiece, _: object) -> None:
+    unit = unit_ref()
+    if unit is not None:
+        name = f"{unit.name}.{piece.name}" if unit.name else piece.name
+        raise StateError(
+            f"flat_param.fully_shard: parameter '{name}' was a piece of shape {piece.shard.shape} "
+            f"where the loss was computed with it, but only a call of its unit makes it whole, "
+            f"{tuple(piece.shard.spec.shape)}. Call that module, do not shard it by itself, or "
+            "read the parameter between its unshard() and reshard()."
+        )
 
 
 def _on_grad(

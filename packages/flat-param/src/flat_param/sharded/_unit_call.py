@@ -20,7 +20,7 @@ from torch import nn
 from .._errors import FlatParamError, StateError
 from .._torch_compat import pass_over_frames
 from ._param_sites import ParamSite
-from ._strays import check_strays
+from ._strays import check_strays, registrations
 from ._unit import Unit
 
 _classes: WeakValueDictionary[tuple[object, ...], type] = WeakValueDictionary()
@@ -31,26 +31,29 @@ def run_unit(
 ) -> Any:
     """Call `run` as a forward of the unit. Collective."""
     depth = unit.schedule.depth
+    named = None
     try:
-        if unit.is_new:
+        if unit.looked_at != registrations():
             torch.compiler.disable(_look_for_strays)(unit)
-        args, kwargs = unit.begin_forward(args, kwargs)
-        output = unit.end_forward(run(*args, **kwargs))
+        args, kwargs = unit.begin_forward(unit, args, kwargs)
+        output = unit.end_forward(unit, run(*args, **kwargs))
     except BaseException as error:
         named = piece_error(error, unit.schedule.units)
         unit.schedule.stop(depth)
         if named is not None:
             raise named from error
         raise
+    finally:
+        del named  # its traceback has this frame
     return output
 
 
 def _look_for_strays(unit: Unit) -> None:
-    """Before the first forward of an outermost unit, see `check_strays`."""
-    unit.is_new = False
-    module = unit.module()
+    """Before a forward of an outermost unit, the first after a registration."""
+    module, now = unit.module(), registrations()
     if module is not None and not unit.schedule.depth:
         check_strays("fully_shard", module, unit.schedule.units)
+    unit.looked_at = now
 
 
 def sharded_class(
@@ -132,10 +135,12 @@ def _innermost_module(trace: TracebackType | None) -> nn.Module | None:
     None where that was in the call of another unit, which has looked already: what it had whole
     are pieces now.
     """
-    found, outer = None, trace and trace.tb_frame
+    # Not of the frame that has caught the error: its locals, once asked for, would keep that.
+    found, outer = None, None if trace is None else trace.tb_frame.f_code
+    trace = None if trace is None else trace.tb_next
     while trace is not None:
         code, values = trace.tb_frame.f_code, trace.tb_frame.f_locals
-        if outer is not trace.tb_frame and outer is not None and outer.f_code is code:
+        if outer is code:
             return None
         first = values.get(code.co_varnames[0]) if code.co_argcount else None
         found = first if isinstance(first, nn.Module) else found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,16 @@ from ..comm._groups import (
     make_comm_groups,
     meeting_comms,
     ranks_together,
+    strategy_for,
 )
-from ..layout._arguments import check_module, check_no_grads, check_precision, one_device
+from ..layout._arguments import (
+    check_module,
+    check_no_grads,
+    check_offload,
+    check_placement,
+    check_precision,
+    one_device,
+)
 from ..layout._boundary import Boundary
 from ..layout._boundary_rules import BoundaryRules, resolve
 from ..layout._layout import Segment, plan_segments
@@ -48,9 +56,13 @@ from ._schedule import Schedule
 from ._sharded_module import ShardedModule
 from ._sharded_params import ShardedParams
 from ._state_hooks import install_module_hooks
+from ._strays import watch_registrations
 from ._switches import check_group_size, free_after_forward
 from ._unit import Unit
 from ._unit_call import sharded_class
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -58,12 +70,12 @@ M = TypeVar("M", bound=nn.Module)
 def fully_shard(
     module: M,
     *,
-    strategy: Strategy | str = Strategy.FULL_SHARD,
+    strategy: Strategy | str | None = None,
     mesh: DeviceMesh | None = None,
-    process_group: dist.ProcessGroup | None = None,
     mixed_precision: MixedPrecision | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
     boundary: Boundary | BoundaryRules = "element",
-    cpu_offload: bool = False,
     forward_prefetch: bool = True,
     backward_prefetch: bool | str = True,
     reshard_after_forward: bool | int | None = None,
@@ -71,7 +83,7 @@ def fully_shard(
     init_fn: Callable[[nn.Module], None] | None = None,
     sync_module_states: bool = False,
     ignored_params: Iterable[nn.Parameter] | None = None,
-    pin_memory: bool = True,
+    shard_placement_fn: None = None,
 ) -> M:
     """Shard a module's parameters over ranks, in place, and return the module.
 
@@ -83,13 +95,15 @@ def fully_shard(
 
     Args:
         module: any kind that is called; its parameters are on one device, or on meta.
-        strategy: what is divided between ranks, see `Strategy`.
-        mesh: ranks to shard over; for HYBRID_SHARD the axes (replicate, shard).
-        process_group: the same for one axis; default: all ranks.
+        strategy: what is divided between ranks, see `Strategy`; default: HYBRID_SHARD over a mesh
+            with two axes, FULL_SHARD otherwise.
+        mesh: ranks to shard over; for HYBRID_SHARD the axes (replicate, shard); default: all.
         mixed_precision: dtypes of computing and of summing gradients.
+        mp_policy: the same as FSDP2 is told it.
+        offload_policy: torch's `CPUOffloadPolicy` keeps shards, gradients and optimizer state in
+            CPU memory, page-locked unless it says otherwise.
         boundary: "element", or "row", "tensor" or `Blocks` for optimizers that need those whole; or
             `by_name` or `by_class`, for each parameter.
-        cpu_offload: keep shards, gradients and optimizer state in CPU memory.
         forward_prefetch: gather the next unit while this one computes, in forward.
         backward_prefetch: the same in backward; "BACKWARD_POST": once this one is freed.
         reshard_after_forward: as in `ShardedModule.set_reshard_after_forward`; default: as the
@@ -100,7 +114,7 @@ def fully_shard(
         sync_module_states: start from the first rank's parameters and buffers.
         ignored_params: parameters that stay as they are: full, separate on each rank, with
             gradients that are not reduced. Those of units inside are left alone, too.
-        pin_memory: page-lock what `cpu_offload` keeps, for faster copies to an accelerator.
+        shard_placement_fn: refused: shards are ranges of a flat buffer and cut no dimension.
 
     Returns:
         The module, of a subclass of its class that has the methods of `ShardedModule`.
@@ -116,12 +130,14 @@ def fully_shard(
     """
 
     def plan() -> _UnitPlan:
-        choices = (cpu_offload, forward_prefetch, backward_prefetch, pin_memory)
         check_module(module)
-        precision = check_precision(mixed_precision)
+        check_placement(shard_placement_fn)
+        precision = check_precision(mixed_precision, mp_policy)
+        offloads, pins = check_offload(offload_policy)
+        choices = (offloads, forward_prefetch, backward_prefetch, pins)
         # The boundary waits until it is known for what parameters.
-        options = UnitOptions(Strategy(strategy), precision, "element", *choices)
-        copies = group_sizes(options.strategy, mesh=mesh, process_group=process_group)
+        options = UnitOptions(strategy_for(strategy, mesh), precision, "element", *choices)
+        copies = group_sizes(options.strategy, mesh)
         if reshard_after_forward is not None:
             check_group_size(reshard_after_forward, copies[1])
         settings = {
@@ -130,18 +146,16 @@ def fully_shard(
         }
         planned = _plan_unit(module, options, boundary, device, copies, settings, ignored_params)
         check_init(module, init_fn=init_fn, ignored=planned.ignored)
-        ranks = ranks_together(options.strategy, mesh=mesh, process_group=process_group)
+        ranks = ranks_together(options.strategy, mesh)
         named = [(spec.name, module.get_parameter(spec.name)) for spec in planned.specs]
         check_places(named, ranks, me=dist.get_rank())
         return planned
 
-    planned = agree(meeting_comms(mesh, process_group), plan)
+    planned = agree(meeting_comms(mesh), plan)
     materialize(module, device=device, init_fn=init_fn, ignored=planned.ignored)
     params = {spec.name: _as_planned(module, spec) for spec in planned.specs}
     schedule = Schedule()
-    comms = make_comm_groups(
-        planned.options.strategy, mesh=mesh, process_group=process_group, log=schedule.log
-    )
+    comms = make_comm_groups(planned.options.strategy, mesh, log=schedule.log)
     if sync_module_states:
         values = [local_of(param) for param in params.values()]
         broadcast_module(module, values, comms.reduce, comms.replicate)
@@ -153,6 +167,7 @@ def fully_shard(
             free_after_forward([unit], reshard_after_forward)
         _join(module, unit, planned.inner, cls.__name__)
         install_guards()
+        watch_registrations()
         install_module_hooks(module, unit)
         object.__setattr__(module, "_flat_param", unit)
         module.__class__ = sharded_class(ShardedModule, cls, {})
@@ -160,7 +175,8 @@ def fully_shard(
             cast_buffers(module, planned.options.mixed_precision.buffer_dtype)
     except BaseException:
         if _memory_of(module, params) == before:
-            module.__dict__.pop("_flat_param", None)
+            for name in ("_flat_param", "_flat_param_schedule"):
+                module.__dict__.pop(name, None)
             module.__class__ = cls
         raise
     return module
