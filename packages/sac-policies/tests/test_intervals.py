@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from sac_policies.budget._fit_in_place import _Search
+from sac_policies.budget._fit_in_place import _divisions, _Search
 from sac_policies.budget._intervals import (
     KeptSteps,
     Measured,
@@ -87,6 +87,11 @@ def test_hooks_are_gone_after_an_error() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+def _search(model: nn.Module, step: Step) -> _Search:
+    """Over the outermost blocks."""
+    return _Search(model, step, "peak", next(iter(_divisions(model, step))))
+
+
 @pytest.mark.parametrize("kind", [Stack, nn.Sequential])
 def test_every_mixture_takes_what_is_predicted(kind: Any) -> None:
     """Within 3 % of what is measured; here with dropout, and with running statistics."""
@@ -99,7 +104,7 @@ def test_every_mixture_takes_what_is_predicted(kind: Any) -> None:
             nn.Sequential(*(Block(24, nn.BatchNorm1d) for _ in range(4))),
             ROWS.repeat(1, 3),
         )
-    search = _Search(model, Step("here", model, batch, None), "peak")
+    search = _search(model, Step("here", model, batch, None))
     intervals = [search._intervals(level) for level in range(search._levels)]
     steps = Steps([Block] * 4, [Measured(each) for each in intervals])
     kept = KeptSteps([Block] * 4, [Measured(forward_of(each)) for each in intervals])
@@ -148,7 +153,7 @@ def test_what_others_hold_until_the_end_goes_by_the_region_that_made_it(freed: b
     def loss(out: dict[str, Any]) -> torch.Tensor:
         return out["scores"].square().sum()
 
-    search = _Search(model := Caching(4), Step("here", model, ROWS, loss), "peak")
+    search = _search(model := Caching(4), Step("here", model, ROWS, loss))
     levels = range(search._levels)
     search._learn()
     intervals = [search._intervals(level) for level in levels]

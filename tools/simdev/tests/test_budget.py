@@ -17,7 +17,7 @@ from sac_policies import (
     profile,
     solve,
 )
-from sac_policies.budget._fit_in_place import LEVELS, _Search
+from sac_policies.budget._fit_in_place import LEVELS, _divisions, _Search
 from sac_policies.budget._intervals import forward_of
 from sac_policies.budget._measure import highest
 from sac_policies.budget._step import Step
@@ -33,6 +33,11 @@ class Block(nn.Module):
     def forward(self, x):
         """Apply it."""
         return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def _search(model, step):
+    """Over the outermost blocks."""
+    return _Search(model, step, "peak", next(iter(_divisions(model, step))))
 
 
 def gradients(model, x):
@@ -77,7 +82,7 @@ def test_a_region_may_offload(sim, device):
     model = nn.Sequential(*(Block() for _ in range(3)), nn.Linear(32, 4)).to(device)
     x = torch.randn(512, 32, device=device)
     plain = gradients(model, x)
-    search = _Search(model, Step("here", model, x, None), "peak")
+    search = _search(model, Step("here", model, x, None))
     assert search._levels == len(LEVELS)
     does = search.put((4, 4, 4))
     assert {region.level for region in does} == {"offloads matmuls"}
@@ -96,7 +101,7 @@ def test_regions_that_offload_fit_as_predicted(sim, device, choice, copy_us):
     model = nn.Sequential(*(Block() for _ in range(4)), nn.Linear(32, 4)).to(device)
     x = torch.randn(512, 32, device=device)
     step = Step("here", model, x, None)
-    search = _Search(model, step, "peak")
+    search = _search(model, step)
     sim.simulate(kernel_us=20, copy_us=copy_us, virtual=True)
     plain = search._intervals(0)
     search._learn()
@@ -117,7 +122,7 @@ def test_what_is_measured_is_that_of_a_host_far_ahead(sim, device):
         for block in model[:-1] if waits else ():
             block.down.register_forward_hook(lambda *_: torch.accelerator.synchronize())
         step = Step("here", model, torch.randn(512, 32, device=device), None)
-        search = _Search(model, step, "peak")
+        search = _search(model, step)
         forward = forward_of(search._intervals(4))[1:]
         found.append([(each.grown, each.most, each.moved.held) for each in forward])
         search.undo()
