@@ -15,7 +15,7 @@ PREFIXES: Mapping[str, str] = {
 AREAS = tuple(PREFIXES)
 PARTS = tuple(area for area in AREAS if area != "combined")
 LEVELS = ("MUST", "SHOULD")
-# Stands for every kind of device but the CPU. A requirement may also name one kind.
+# Any device except the CPU. A requirement may name one kind instead.
 ACCELERATOR = "accelerator"
 # Every implementation is held to these; any other profile is a capability that it may claim.
 CLAIMED_BY_ALL = ("core", "robust")

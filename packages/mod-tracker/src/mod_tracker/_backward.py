@@ -207,7 +207,7 @@ class Backward:
             self.passes.pop(next(iter(self.passes)), None)
         backward_pass = self.passes[task] = BackwardPass()
         end = partial(self._finish, task)
-        # The engine holds it; of a backward that fails it drops it, and tells nobody (Rule 7).
+        # The engine holds this callback, and drops it silently if the backward fails (Rule 7).
         failed = partial(_forget_one_failed, ref(self), task)
         backward_pass.end = ref(end, failed) if at_backward_end(end) else None
         return backward_pass

@@ -30,7 +30,7 @@ def replace_data(tensor):
 
 
 class Fresh(nn.Module):
-    """A function as a region of its own, whose first step is yet to come."""
+    """Wrap a function anew, so that its next region is a first step."""
 
     def __init__(self, function):
         super().__init__()
