@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from torchparts_conformance.mutants import mutant, overlay
 
-from .faults.sac_policies import changed, eager_only, refusing
+from .faults.sac_policies import changed, eager_only
 
 AREA = "sac-policies"
 
@@ -52,27 +52,16 @@ def policy_is_ignored(part):
     return changed(part, change, context_fn=lambda policy: part.context_fn([]))
 
 
-@mutant(
-    area=AREA,
-    kills={
-        "SP-027",
-        "SP-028",
-        "SP-029",
-        "SP-030",
-        "SP-033",
-        "SP-035",
-        "SP-036",
-        "SP-039",
-        "SP-041",
-        "SP-044",
-        "SP-133",
-        "SP-157",
-        "SP-159",
-    },
-)
-def lists_are_refused(part):
-    """Takes functions as policies only."""
-    return changed(part, refusing(lambda function, policy, kwargs: isinstance(policy, list)))
+@mutant(area=AREA, kills={"SP-038"})
+def outputs_stay(part):
+    """Keeps the memory of what a region gave, also after its backward."""
+    held = []
+
+    def keep(out):
+        held.extend([out.detach()] if isinstance(out, torch.Tensor) else [])
+        return out
+
+    return changed(part, result=keep)
 
 
 @mutant(area=AREA, kills={"SP-031"})
@@ -123,7 +112,6 @@ def none_means_recompute(part):
         "SP-034",
         "SP-035",
         "SP-036",
-        "SP-038",
         "SP-039",
         "SP-041",
         "SP-042",
@@ -175,10 +163,10 @@ def compiled_parts_run_in_eager_code(part):
 
 @mutant(area=AREA, kills={"SP-164"})
 def compiled_regions_draw_once_more(part):
-    """Adds nothing, by a random number, to what a compiled region with a plan is given."""
+    """Adds nothing, by a random number, to what a compiled region is given."""
 
     def change(function, policy, kwargs):
-        if not (torch.compiler.is_compiling() and hasattr(policy, "kept_bytes")):
+        if not (torch.compiler.is_compiling() and policy == [torch.ops.aten.mm.default]):
             return function, policy, kwargs
 
         def run(first, *args, **named):

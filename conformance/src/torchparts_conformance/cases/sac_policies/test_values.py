@@ -231,7 +231,7 @@ def _alive(shape):
     "SP-038",
     level="SHOULD",
     text="The saved tensors of a region SHOULD be freed once its backward has ended, read or not.",
-    rationale="the last product of a region stays in the contexts on 2.13",
+    rationale="what stays is memory that nothing reads, and the next step lacks",
     since="0.1.0",
     profile="robust",
 )
