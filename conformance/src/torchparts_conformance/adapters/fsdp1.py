@@ -81,5 +81,13 @@ def implementation() -> Implementation:
         distributions=("torch",),
         parts={"flat-param": _Part()},
         capabilities={"flat-param": frozenset({"distributed"})},
-        lacks={"flat-param": {"FP-004": "its flat parameters are judged as torch's module"}},
+        lacks={
+            "flat-param": {
+                "FP-004": "its flat parameters are judged as torch's module",
+                "FP-111": "it cuts parameters between elements only",
+                "FP-188": "a method of the module does not gather for itself",
+                "FP-189": "it has no switch for sums, but a block without them",
+                "FP-191": "it has no unshard and reshard of a unit",
+            }
+        },
     )

@@ -98,4 +98,11 @@ def implementation() -> Implementation:
         distributions=("torch",),
         parts={"flat-param": _Part()},
         capabilities={"flat-param": frozenset({"distributed"})},
+        lacks={
+            "flat-param": {
+                "FP-004": "it has no flat parameters",
+                "FP-100": "it has no NO_SHARD",
+                "FP-111": "it cuts the first dimension of each parameter only",
+            }
+        },
     )
