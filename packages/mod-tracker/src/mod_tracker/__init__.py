@@ -18,8 +18,8 @@ from ._errors import (
     StateError,
     UnknownNameError,
 )
-from ._module_call import ModuleCall
-from ._subscription import Subscription
+from ._listeners import Subscription
+from ._record import ModuleCall
 from ._tracker import ModTracker
 from .integrations._callbacks import lightning_callback, transformers_callback
 from .integrations._schedule import ReportSchedule

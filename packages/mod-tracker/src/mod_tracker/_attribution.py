@@ -33,8 +33,7 @@ from torch import is_grad_enabled, nn
 from ._listeners import INTERNAL, NOTHING, Listeners, PathListeners
 from ._makers import Makers
 from ._names import Names, keys_below, module_at
-from ._record import Call, Path, outside, recompute_base
-from ._thread_state import ThreadState
+from ._record import Call, Path, ThreadState, outside, recompute_base
 from ._torch_compat import (
     NO_TASK,
     UNNUMBERED,
@@ -83,7 +82,6 @@ class Attribution:
         self.local = threading.local()
         self.states: deque[ThreadState] = deque(maxlen=KEPT_STATES)
         self.threaded = False
-        self.tag: str | None = None
         self._task_states: dict[int, ThreadState] = {}
         self._makers: Makers | None = None
 
@@ -158,9 +156,11 @@ class Attribution:
             state.number = state.seen = 0
         return state
 
-    def resting_place(self) -> tuple[Call, str]:
-        """Return call and phase of this thread with no backward running."""
+    def resting_place(self, task: int) -> tuple[Call, str]:
+        """Return call and phase of the thread that asked for a backward, without that backward."""
         state = self.state()
+        if state is None or state.inner:
+            state = self._state_of(None, task)
         if state is None or state.call[2] is None:
             return NOWHERE, OUTSIDE
         return state.call, FORWARD
@@ -179,12 +179,14 @@ class Attribution:
         target = unwrap(module)
         guard = PathGuard(module, _drop)
         guard.siblings, guard.key = parent.children, key
-        path = Path(guard if target is module else weakref.ref(target), parent=parent)
+        alive = guard if target is module else weakref.ref(target)
         if self._is_internal(target, parent):
+            path = Path(alive, parent=parent)
             path.listeners = INTERNAL
         else:
-            path.name = self.names.of(target) or self.names.adopt(target, around=parent.modules())
-            path.called_as = self._called_as(parent, target, path.name)
+            name = self.names.of(target) or self.names.adopt(target, around=parent.modules())
+            called_as = self._called_as(parent, target, name)
+            path = Path(alive, parent=parent, name=name, called_as=called_as)
             path.listeners = self._listeners_of(path)
             state.paths.setdefault(id(target), path)
         if graph_task() != NO_TASK:
@@ -208,23 +210,12 @@ class Attribution:
             self._task_states.pop(next(iter(self._task_states)), None)
         self._task_states[task] = state
 
-    def tag_nodes(self) -> None:
-        """Have `tag_node` write on nodes from now on."""
-        self.tag = f"mod_tracker.call.{id(self)}"
-
-    def tag_node(self, node: Any) -> None:
-        """Write on a node that a backward creates whose node created it."""
-        if self.tag is not None and graph_task() != NO_TASK:
-            node.metadata[self.tag] = self.locate()[0]
-
     def _run_by(self, state: ThreadState | None, task: int) -> Call:
         node = current_node()
         return NOWHERE if node is None else self.maker_of(state, task, node, number_of(node))
 
     def maker_of(self, state: ThreadState | None, task: int, node: Any, number: int) -> Call:
         """Return the call that made a node, which has this number, in which backward `task` is."""
-        if self.tag is not None and self.tag in node.metadata:
-            return node.metadata[self.tag]
         if self._makers is not None and number < UNNUMBERED:
             maker = self._makers.of(node)
             if maker is not None:

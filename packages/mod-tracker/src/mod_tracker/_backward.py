@@ -31,8 +31,7 @@ from torch import is_grad_enabled
 from ._attribution import BACKWARD, Attribution
 from ._edges import edges_of
 from ._listeners import NOTHING, PathListeners
-from ._record import Call, Path
-from ._thread_state import ThreadState
+from ._record import Call, Path, ThreadState
 from ._torch_compat import (
     NO_TASK,
     UNNUMBERED,
@@ -109,10 +108,11 @@ class EdgeHook(list[Crossing]):
         state = attribution.state() or attribution.open_state()
         backward_pass = self.backward.passes.get(task) or self.backward.begin(task)
         shown = state.shown
-        try:
-            self._cross(state, backward_pass, grad)
-        finally:
-            state.shown = shown
+        if self:
+            try:
+                self._cross(state, backward_pass, grad)
+            finally:
+                state.shown = shown
         if attribution.listeners.switched:
             node = current_node()
             number = number_of(node)
@@ -246,25 +246,22 @@ class Backward:
                 self.leave(state, backward_pass, call_backward)
         finally:
             state.shown = shown
-        self._rest(backward_pass.thread)
+        self.rest(backward_pass, task)
 
-    def _rest(self, thread: int) -> None:
-        """Tell where the running thread rests after a backward, unless it is inside another."""
-        if not any(other.thread == thread for other in self.passes.values()):
+    def rest(self, ended: BackwardPass, task: int) -> None:
+        """Tell where the caller of a backward is after it, unless it is inside another."""
+        if not any(other.thread == ended.thread for other in self.passes.values()):
             for notify in self.attribution.listeners.switched:
-                notify(*self.attribution.resting_place())
+                notify(*self.attribution.resting_place(task))
 
 
 def _forget_one_failed(backward: ref[Backward], task: int, _: object) -> None:
-    found, here = backward(), threading.get_ident()
+    # Called in the thread that lets go of the backward last: its caller's, or a device's. The
+    # latter may be late, when the caller goes on already.
+    found = backward()
     dropped = None if found is None else found.passes.pop(task, None)
-    if found is None or dropped is None:
-        return
-    # What a device's thread has run is dropped by whoever called backward, and goes on from here;
-    # if that thread drops what another one ran, it does not know where the caller is by then.
-    state = found.attribution.state()
-    if dropped.thread == here or (state is not None and not state.inner):
-        found._rest(here)
+    if found is not None and dropped is not None:
+        found.rest(dropped, task)
 
 
 def _listeners_of(path: Path) -> PathListeners:

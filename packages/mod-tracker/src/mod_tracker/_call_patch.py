@@ -16,7 +16,7 @@ Rule 6: a foreign patch may carry the attributes of the layer it wraps, as `func
 
 Note [Calls with events]
 Whatever the module or a listener raises goes to the caller of the module, and leaves the thread's
-state clean; which listeners may raise, `_subscription` says. Listeners told of the entry are told
+state clean; which listeners may raise, `_listeners` says. Listeners told of the entry are told
 of the exit, with output None if the call failed.
 """
 
@@ -25,17 +25,16 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
+from ._attribution import FORWARD, RECOMPUTE
 from ._backward import Backward
 from ._listeners import INTERNAL, Callback, PathListeners
-from ._record import Path
-from ._thread_state import ThreadState
-from ._torch_compat import graph_task
+from ._record import ThreadState
+from ._torch_compat import NO_TASK, graph_task, next_number
 
 Proceed = Callable[..., Any]
 
@@ -110,7 +109,7 @@ def tracked(layer: Layer, backward: Backward) -> Proceed:
     """Return a function to be called like `layer.below` that keeps the thread states up to date."""
     attribution = backward.attribution
     local, open_state = attribution.local, attribution.open_state
-    is_compiling = torch.compiler.is_compiling
+    is_compiling = torch.compiler.is_dynamo_compiling
 
     def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
@@ -127,18 +126,24 @@ def tracked(layer: Layer, backward: Backward) -> Proceed:
         path = outer[0].children.get(id(module)) or attribution.add_path(state, outer, module)
         if path.listeners is INTERNAL:
             return layer.below(module, *args, **kwargs)
-        inner = None
+        number = next_number()
+        if number != state.number:
+            state.flush(number, before)
+        # A recompute has the index of the call that it repeats.
+        index = path.last[1] + 1 if task == NO_TASK else path.last[1]
+        inner = path.last = state.call = (path, index, outer)
+        state.task = task
         try:
-            inner = state.push(path, outer, task)
             if path.listeners is None:
                 return layer.below(module, *args, **kwargs)
-            run = MethodType(layer.below, module)
-            return call_with_events(backward, state, path, run, args, kwargs)
+            return call_with_events(backward, state, layer.below, module, args, kwargs)
         finally:
-            # First, so that an interrupt in what follows leaves the thread state clean.
             state.call, state.task = before, before_task
-            if inner is not None:
-                state.pop(inner, outer)
+            number = next_number()
+            if number != state.number:
+                state.flush(number, inner)
+            if outer is not before:
+                state.borrow(outer, number)
             if path.listeners is not None:
                 attribution.tell_switch()
 
@@ -148,17 +153,19 @@ def tracked(layer: Layer, backward: Backward) -> Proceed:
 def call_with_events(
     backward: Backward,
     state: ThreadState,
-    path: Path,
-    run: Callable[..., Any],
+    below: Proceed,
+    module: nn.Module,
     args: tuple,
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call the module, by `run`, between its events. See Note [Calls with events].
+    """Call the module between its events. See Note [Calls with events].
 
     The thread state is in the call already.
     """
+    path = state.call[0]
     listeners: PathListeners = path.listeners
-    backward.attribution.tell_switch()
+    for notify in backward.attribution.listeners.switched:
+        notify(state.call, FORWARD if state.task == NO_TASK else RECOMPUTE)
     outermost, seen = not state.leaves, path.module()
     told: list[Callback] = []
     output = None
@@ -169,7 +176,7 @@ def call_with_events(
                 entered(seen, args, kwargs)
             if left is not None:
                 told.append(left)
-        output = run(*args, **kwargs)
+        output = below(module, *args, **kwargs)
     finally:
         try:
             for notify in told:

@@ -76,22 +76,22 @@ def edges_of(values: Iterable[Any], leaves: dict[int, Edge] | None) -> Sequence[
             The entries keep the tensors alive. None to leave leaf tensors out.
     """
     edges: dict[Edge, None] = {}
-
-    def add(tensor: Tensor) -> None:
-        node = tensor.grad_fn
-        if node is not None:
-            edges[node, tensor.output_nr] = None
-        elif leaves is not None and tensor.requires_grad:
-            if id(tensor) not in leaves:
-                found = get_gradient_edge(tensor)
-                leaves[id(tensor)] = (found.node, found.output_nr)
-            edges[leaves[id(tensor)]] = None
-
     for value in values:
         if type(value) is Tensor:
-            add(value)
+            _add_edge(value, edges, leaves)
         elif type(value) not in PLAIN:
             with without_torch_function():
                 for tensor in tensors_in(value):
-                    add(tensor)
+                    _add_edge(tensor, edges, leaves)
     return list(edges)
+
+
+def _add_edge(tensor: Tensor, edges: dict[Edge, None], leaves: dict[int, Edge] | None) -> None:
+    node = tensor.grad_fn
+    if node is not None:
+        edges[node, tensor.output_nr] = None
+    elif leaves is not None and tensor.requires_grad:
+        if id(tensor) not in leaves:
+            found = get_gradient_edge(tensor)
+            leaves[id(tensor)] = (found.node, found.output_nr)
+        edges[leaves[id(tensor)]] = None

@@ -3,15 +3,26 @@
 Whether a listener is interested in a path is decided once, when the path is made or a listener
 comes or goes, and kept on the path as `PathListeners`. A path nobody listens to has none, and a
 call on it does no work for events at all.
+
+Note [Listeners that fail]
+Rule 1: an `Exception` of a listener does not reach the model. It is logged, the subscription ends,
+        and `Subscription.error` keeps it.
+Rule 2: what is not an `Exception`, such as a KeyboardInterrupt, goes through; the tracker is left
+        clean.
+Rule 3: what a hook of `register_user_hooks` raises goes through, as in torch: it is the user's own.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from ._record import Path
+
+_log = logging.getLogger("mod_tracker")
 
 Callback = Callable[..., object]
 
@@ -45,7 +56,7 @@ class Filter:
 
     def accepts(self, path: Path) -> bool:
         """Whether calls on this path pass."""
-        if self.max_depth is not None and path.depth > self.max_depth:
+        if self.max_depth is not None and len(path.stack) > self.max_depth:
             return False
         if self.types and not isinstance(path.module(), self.types):
             return False
@@ -100,6 +111,7 @@ class Listeners:
 
     def __init__(self) -> None:
         self._entries: tuple[tuple[Callbacks, Filter], ...] = ()
+        self._all: PathListeners | None = None
         self.switched: tuple[Callback, ...] = ()
 
     def add(self, callbacks: Callbacks, only: Filter) -> Callable[[], None]:
@@ -111,11 +123,14 @@ class Listeners:
     def of(self, path: Path) -> PathListeners | None:
         """Return what a path has to tell, or None if nobody wants to know."""
         interested = [callbacks for callbacks, only in self._entries if only.accepts(path)]
+        if len(interested) == len(self._entries):
+            return self._all
         return collect(interested) if interested else None
 
     def _set(self, entries: Iterable[tuple[Callbacks, Filter]]) -> None:
         self._entries = tuple(entries)
-        self.switched = collect([callbacks for callbacks, _ in self._entries]).switched
+        everything = collect([callbacks for callbacks, _ in self._entries])
+        self._all, self.switched = everything if self._entries else None, everything.switched
 
 
 def collect(interested: list[Callbacks]) -> PathListeners:
@@ -132,3 +147,51 @@ def collect(interested: list[Callbacks]) -> PathListeners:
         post_backward=those("post_backward"),
         switched=those("switched"),
     )
+
+
+class Subscription:
+    """A registered listener. Ends with `remove()`, or with the `with` block it is used in.
+
+    Attributes:
+        error: what the listener raised, without its traceback, which would keep tensors alive; the
+            log has that. None if it did not fail. A listener that fails is not called again.
+    """
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self._remove: Callable[[], None] | None = None
+
+    def remove(self) -> None:
+        """Stop listening. A second call does nothing."""
+        if self._remove is not None:
+            self._remove()
+            # Only now: after an interrupt a second call must do it.
+            self._remove = None
+
+    def starts(self, remove: Callable[[], None]) -> Subscription:
+        """Note how the subscription that has just begun is ended."""
+        self._remove = remove
+        return self
+
+    def guard(self, listener: Callable[..., object]) -> Callable[..., None]:
+        """Return `listener` with its errors kept away from the model. See Rules 1 and 2."""
+
+        def call(*args: Any) -> None:
+            if self.error is None:
+                try:
+                    listener(*args)
+                except Exception as error:
+                    self._fail(error)
+
+        return call
+
+    def _fail(self, error: Exception) -> None:
+        _log.error("a listener failed and is not called again", exc_info=error)
+        self.error = error.with_traceback(None)
+        self.remove()
+
+    def __enter__(self) -> Subscription:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.remove()

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from ._thread_state import ThreadState
+from ._record import ThreadState
 from ._torch_compat import LEAF_NODE, at_backward_end, graph_task
 
 KEPT_BACKWARDS = 8

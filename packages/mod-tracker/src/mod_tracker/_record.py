@@ -1,4 +1,4 @@
-"""Which module call created which autograd node, as intervals of node numbers.
+"""Paths, module calls, and each thread's record of which call created which autograd node.
 
 Autograd numbers the nodes of a thread in the order in which they are created. A call creates the
 nodes whose numbers lie between the counter at its entry and the counter at its exit, less those of
@@ -17,7 +17,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Optional
+
+from torch import nn
+
+from ._edges import Edge
+from ._torch_compat import NO_TASK, new_carrier, next_number, number_asking
 
 DEFAULT_LIMIT = 1 << 17
 """Intervals kept per thread; about 20 MB when full of distinct calls."""
@@ -37,7 +43,7 @@ class Path:
         parent: the path around this one; None for the outside of all modules.
         name: canonical name of the module, "" for the outside.
         called_as: name built from the way the module was reached this time.
-        depth: number of modules on the path.
+        stack: canonical names from the root to this module; () for the outside.
         children: paths below, by `id` of the module.
         keys: where modules are registered below this one, if that was asked.
         last: the latest call on this path.
@@ -49,7 +55,6 @@ class Path:
     __slots__ = (
         "called_as",
         "children",
-        "depth",
         "guard",
         "keys",
         "last",
@@ -57,6 +62,7 @@ class Path:
         "module",
         "name",
         "parent",
+        "stack",
     )
 
     def __init__(
@@ -71,7 +77,7 @@ class Path:
         self.parent = parent
         self.name = name
         self.called_as = called_as
-        self.depth: int = 0 if parent is None else parent.depth + 1
+        self.stack: tuple[str, ...] = () if parent is None else (*parent.stack, name)
         self.children: dict[int, Path] = {}
         self.keys: dict[int, str] = {}
         self.last: Call = (self, -1, None)
@@ -91,10 +97,6 @@ class Path:
             module = path.module()
             if module is not None:
                 yield module
-
-    def names(self) -> tuple[str, ...]:
-        """Canonical names from the root to this module; () for the outside."""
-        return tuple(path.name for path in self.chain())[::-1]
 
     def walk(self) -> Iterator[Path]:
         """This path and all below it."""
@@ -174,3 +176,153 @@ class Record:
 
     def __len__(self) -> int:
         return len(self.starts) - 1
+
+
+NO_INTERVAL = -1
+"""A `ThreadState.number` no counter equals, so that the next transition closes the interval."""
+
+
+class ThreadState:
+    """The running call of a thread.
+
+    Attributes:
+        base: the call that stands for code outside every module.
+        call: innermost running call; `base` when none runs.
+        task: id of the backward in which that call was entered, `NO_TASK` in a plain forward.
+            If another backward runs now, the thread is in backward proper.
+        shown: call to report instead, while a backward hook of that call runs.
+        asked: number of the node for which a module last ran again.
+        number: where the open interval starts; `NO_INTERVAL` if it is not the running call's.
+        owner: call that the open interval is of; None if it is the running call's.
+        inner: whether the thread is one of torch's own, seen first in a backward.
+        seen: counter at the last look; see `explain`.
+        leaves: gradient edges of leaf inputs, by `id`, while the modules run that were given
+            them: nothing else holds the node of a leaf before it is used.
+        record: the closed intervals.
+        paths: first path of each module, by `id`.
+        carrier: brings hooks to autograd nodes; see `hook_gradient`.
+    """
+
+    __slots__ = (
+        "_start",
+        "asked",
+        "base",
+        "call",
+        "carrier",
+        "inner",
+        "leaves",
+        "number",
+        "owner",
+        "paths",
+        "record",
+        "seen",
+        "shown",
+        "task",
+    )
+
+    def __init__(self, *, limit: int, inner: bool = False) -> None:
+        self.inner = inner
+        self.record = Record(limit=limit)
+        self.base = self.call = outside()
+        self.task = NO_TASK
+        self.asked = NO_INTERVAL
+        self.shown: Call | None = None
+        self.number = self._start = self.seen = next_number()
+        self.owner: Call | None = None
+        self.leaves: dict[int, Edge] = {}
+        self.paths: dict[int, Path] = {}
+        self.carrier = new_carrier()
+
+    def flush(self, number: int, ran: Call) -> None:
+        """Close the open interval, in which `ran` ran; the running call's begins at `number`."""
+        owner = self.owner
+        if owner is None:
+            self.record.close(self.number, number, ran)
+        else:
+            self.record.close(self._start, number, owner)
+            self.owner = None
+        self.number = number
+
+    def resume(self) -> None:
+        """Give the nodes created from now on to the running call, after a recompute."""
+        self.flush(next_number(), self.call)
+
+    def find(self, number: int) -> Call:
+        """Return the call that created node `number`."""
+        owner = self.owner
+        if number >= (self.number if owner is None else self._start):
+            return self.call if owner is None else owner
+        return self.record.find(number)
+
+    def explain(self, call: Call) -> None:
+        """Say that nodes created since the last look belong to `call`.
+
+        Exact if said at every operation, as the reports do: it is how nodes that a backward
+        creates for a second backward find their module.
+        """
+        if call is not (self.owner or self.call):
+            since = max(self.seen, self._start if self.owner is not None else self.number)
+            self.flush(since, self.call)
+            if call is not self.call:
+                self.borrow(call, since)
+        self.seen = next_number()
+
+    def recomputed(self) -> Call | None:
+        """Return the call whose code the node that runs now has had run again; None if not known.
+
+        Known is it once a module that this code calls has run.
+        """
+        return self.owner if self.owner is not None and self.asked == number_asking() else None
+
+    def walk(self) -> Iterator[Path]:
+        """Every path of this thread, the outside first."""
+        return self.base[0].walk()
+
+    def borrow(self, owner: Call, start: int) -> None:
+        """Give the nodes from `start` on to `owner`, until another call runs."""
+        self.owner, self._start, self.number = owner, start, NO_INTERVAL
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """One call of a module.
+
+    Attributes:
+        name: canonical name: root label, dot, state_dict prefix.
+        called_as: the same, but by the way the module was reached; differs for shared modules.
+        stack: canonical names from the root to this module.
+        call_index: how often this path had been called before in this thread.
+        iteration: how often the root had been called before in this thread.
+    """
+
+    name: str
+    called_as: str
+    stack: tuple[str, ...]
+    call_index: int
+    iteration: int
+    _module: Callable[[], nn.Module | None] = field(repr=False, compare=False)
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module, or None if it no longer exists."""
+        return self._module()
+
+    @property
+    def depth(self) -> int:
+        """Number of modules in `stack`."""
+        return len(self.stack)
+
+
+def describe(call: Call) -> ModuleCall | None:
+    """Return a call in words; None for the outside of all modules."""
+    path, index, outer = call
+    if outer is None:
+        return None
+    return ModuleCall(
+        name=path.name,
+        called_as=path.called_as,
+        stack=path.stack,
+        call_index=index,
+        iteration=root_of(call)[1],
+        _module=path.module,
+    )

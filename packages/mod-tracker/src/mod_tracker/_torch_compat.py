@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -206,18 +206,6 @@ def at_backward_end(callback: Callable[[], None]) -> bool:
     return True
 
 
-def node_creation_hook(
-    callback: Callable[[Any], None],
-) -> AbstractContextManager[Any] | None:
-    """Context in which torch >= 2.14 tells `callback` each autograd node made in this thread.
-
-    Returns:
-        None where torch has no such hook.
-    """
-    hook = getattr(torch.autograd.graph, "node_creation_hook", None)
-    return None if hook is None else cast("AbstractContextManager[Any]", hook(callback))
-
-
 # What nodes keep for backward.
 
 
@@ -358,10 +346,10 @@ def is_compiled_graph(module: nn.Module) -> bool:
 # The dispatcher, modes, and hooks for saved tensors.
 
 
-def without_torch_function() -> AbstractContextManager[Any]:
-    """Context in which a tensor subclass is treated as a tensor."""
-    disable = look_up("_C.DisableTorchFunctionSubclass")
-    return nullcontext() if disable is None else disable()
+without_torch_function: Callable[[], AbstractContextManager[Any]] = (
+    look_up("_C.DisableTorchFunctionSubclass") or nullcontext
+)
+"""Context in which a tensor subclass is treated as a tensor."""
 
 
 _COMPOSITE: Any = look_up("_C.DispatchKey.CompositeImplicitAutograd")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from typing import Any, Literal
 
 from torch import nn
@@ -13,11 +12,9 @@ from ._attribution import Attribution
 from ._backward import Backward
 from ._call_patch import CallPatch
 from ._errors import HookSlotError, OptionError
-from ._listeners import Callbacks, Filter, matches
-from ._module_call import ModuleCall, describe
-from ._record import DEFAULT_LIMIT
-from ._subscription import Subscription
-from ._torch_compat import NO_TASK, graph_task, node_creation_hook
+from ._listeners import Callbacks, Filter, Subscription, matches
+from ._record import DEFAULT_LIMIT, ModuleCall, describe
+from ._torch_compat import NO_TASK, graph_task
 
 GLOBAL = "Global"
 
@@ -38,8 +35,6 @@ class ModTracker:
         roots: models to name before they are called. Without them a model is named when it is
             first called, and a part of it that is called earlier keeps a name of its own.
         history: number of module calls that can still be found in backward, per thread.
-        higher_order: with torch >= 2.14, ask autograd to report each node that a backward makes,
-            so that a second backward is attributed even if the first was not observed.
 
     Raises:
         OptionError: `history` is not positive, or a root is not a module.
@@ -56,24 +51,18 @@ class ModTracker:
         Sequential.1
     """
 
-    def __init__(
-        self,
-        *roots: nn.Module,
-        history: int = DEFAULT_LIMIT // 2,
-        higher_order: bool = False,
-    ) -> None:
+    def __init__(self, *roots: nn.Module, history: int = DEFAULT_LIMIT // 2) -> None:
         if history < 1:
             raise OptionError(
                 f"mod_tracker.ModTracker: history {history} is too small, but at least one module "
                 "call must be kept. Leave it out for the default."
             )
-        self._options = {"history": history, "higher_order": higher_order}
+        self._history = history
         self._attribution = Attribution(limit=2 * history + 1)
         self._backward = Backward(self._attribution)
         self._call_patch = CallPatch(self._backward)
         self._lock = threading.Lock()
         self._entered = 0
-        self._created: AbstractContextManager | None = None
         self._user_hooks: dict[str, Subscription] = {}
         for root in roots:
             if not isinstance(root, nn.Module):
@@ -85,40 +74,20 @@ class ModTracker:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # What was seen belongs to the modules and graphs of this process; a copy starts afresh.
-        return _fresh, (type(self), self._options)
+        return _fresh, (type(self), self._history)
 
     def __enter__(self) -> ModTracker:
         with self._lock:
             if self._entered == 0:
-                try:
-                    self._call_patch.install()
-                    self._open_higher_order()
-                except BaseException:
-                    self._stop()
-                    raise
+                self._call_patch.install()
             self._entered += 1
         return self
 
     def __exit__(self, *exc: object) -> None:
         with self._lock:
-            if self._entered > 1:
-                self._entered -= 1
-            elif self._entered == 1:
-                try:
-                    self._stop()
-                except BaseException:
-                    # An interrupt; what it kept from being done is done now.
-                    self._stop()
-                    raise
-                finally:
-                    self._entered = 0
-
-    def _stop(self) -> None:
-        # May be called again: what is undone already is left alone.
-        created, self._created = self._created, None
-        if created is not None:
-            created.__exit__(None, None, None)
-        self._call_patch.remove()
+            if self._entered == 1:
+                self._call_patch.remove()
+            self._entered = max(0, self._entered - 1)
 
     # The drop-in interface.
 
@@ -193,7 +162,7 @@ class ModTracker:
     @property
     def stack(self) -> tuple[str, ...]:
         """Names of the modules that are running, the root first; () outside all modules."""
-        return self._attribution.locate()[0][0].names()
+        return self._attribution.locate()[0][0].stack
 
     @property
     def current(self) -> str | None:
@@ -332,29 +301,6 @@ class ModTracker:
         locate = self._attribution.locate
         return lambda module, *rest: callback(describe(locate()[0]), *rest)
 
-    def _open_higher_order(self) -> None:
-        if self._options["higher_order"]:
-            created = node_creation_hook(self._attribution.tag_node)
-            if created is not None:
-                self._attribution.tag_nodes()
-                created.__enter__()
-                self._created = created
-
-
-@contextmanager
-def tracking(*roots: nn.Module) -> Iterator[ModTracker]:
-    """Enter a tracker that nobody else has, and leave it whatever happens.
-
-    An interrupt in the first instruction of `__exit__` keeps it from doing anything, and who has
-    the tracker can only call it again; so that is done here. Once too often changes nothing.
-    """
-    tracker = ModTracker(*roots)
-    try:
-        with tracker:
-            yield tracker
-    finally:
-        tracker.__exit__()
-
 
 def _without_keywords(hook: Hook | None) -> Hook | None:
     # torch's hooks get no keyword arguments.
@@ -365,8 +311,8 @@ def _without_keywords(hook: Hook | None) -> Hook | None:
     )
 
 
-def _fresh(kind: type[ModTracker], options: dict[str, Any]) -> ModTracker:
-    return kind(**options)
+def _fresh(kind: type[ModTracker], history: int) -> ModTracker:
+    return kind(history=history)
 
 
 def _tuple(value: Any) -> tuple:

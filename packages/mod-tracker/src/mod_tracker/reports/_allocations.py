@@ -179,7 +179,7 @@ class AllocationMode(MeasuringMode):
         found.number = self._number = self._number + 1
         if size:
             self.live += size
-            self.allocated.add(call[0], phase, size)
+            self.allocated.add(call[0].stack, phase, size)
         return found
 
     def _tell(self, call: Call, phase: str) -> None:
@@ -206,7 +206,7 @@ class AllocationMode(MeasuringMode):
                 self._gone_since_peak.append(gone)
             self.live -= gone.size
             call, phase = self.attribution.locate()
-            self.freed.add(call[0], phase, gone.size)
+            self.freed.add(call[0].stack, phase, gone.size)
             if self._changed is not None:
                 self._changed(self.live)
 

@@ -31,7 +31,7 @@ def totals_of(readings: list[Reading], nanoseconds: Callable[[Any, Any], int]) -
     """Charge the time between two readings to the call that ran."""
     totals = PhaseTotals()
     for (begin, call, phase), (end, _, _) in pairwise(readings):
-        totals.add(call[0], phase, nanoseconds(begin, end))
+        totals.add(call[0].stack, phase, nanoseconds(begin, end))
     return totals
 
 
@@ -69,7 +69,7 @@ class DeviceTimelines:
     def switch(self, call: Call, phase: str) -> None:
         """Note that `call` runs from here on, in this thread's part of the devices."""
         path = call[0]
-        if path.depth == 1 and phase is FORWARD and call is not self._outermost:
+        if len(path.stack) == 1 and phase is FORWARD and call is not self._outermost:
             self._outermost = call
             self._seen.clear()
         if path not in self._seen:

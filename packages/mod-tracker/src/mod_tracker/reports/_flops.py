@@ -20,7 +20,7 @@ from .._torch_compat import (
     run_parts,
     views_are_noted,
 )
-from .._tracker import tracking
+from .._tracker import ModTracker
 from ._compiled import compiled_modules, compiled_note, compiled_paths, ran_compiled
 from ._formulas import OWN, Count, Formula, of_shapes, of_torch
 from ._free_operators import is_free
@@ -312,7 +312,7 @@ def profile_flops(
         _check(key, formula)
     torchs = {operator: of_torch(formula) for operator, formula in flop_registry.items()}
     users = {operator: of_shapes(formula) for operator, formula in (formulas or {}).items()}
-    with tracking(*roots) as tracker:
+    with ModTracker(*roots) as tracker:
         mode = FlopMode(tracker._attribution, {**torchs, **OWN, **users})
         with measuring(mode):
             yield report
@@ -325,14 +325,14 @@ def _fill(report: FlopReport, mode: FlopMode, attribution: Attribution) -> None:
     for (path, phase, func), (total, again, masked, masked_again) in counts.amounts.items():
         if ran_compiled(path):
             continue
-        totals.add(path, phase, total)
+        totals.add(path.stack, phase, total)
         by_operator[str(func)] += total
         report._masked += masked
         if phase != RECOMPUTE:
             report.model_flops += total - again
             report._model_masked += masked - masked_again
     for path in compiled_paths(attribution):  # a row without FLOPs
-        totals.add(path, FORWARD, 0)
+        totals.add(path.stack, FORWARD, 0)
     report.by_operator = dict(by_operator)
     report.uncounted = {str(func): times for func, times in counts.uncounted.most_common()}
     report.unknown = {str(func): times for func, times in counts.unknown.most_common()}
@@ -344,7 +344,7 @@ def _fill(report: FlopReport, mode: FlopMode, attribution: Attribution) -> None:
         for func, error in mode.errors.items()
     )
     anything = bool(counts.amounts or counts.uncounted)
-    report._fill(phase_rows(totals), totals.total, {"total": totals.by_stack()}, ran=anything)
+    report._fill(phase_rows(totals), totals.total, {"total": totals.stacks}, ran=anything)
 
 
 def _unknown_note(unknown: Mapping[str, int]) -> tuple[str, ...]:

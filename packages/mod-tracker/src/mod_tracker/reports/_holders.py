@@ -113,7 +113,7 @@ def what_is_held(
         if key not in found and alive is not None and made is not None:
             path = made.call[0]
             found[key] = Held(
-                *(known.size, kind_of(key, "temporaries"), path.name, path.names()),
+                *(known.size, kind_of(key, "temporaries"), path.name, path.stack),
                 *(made.phase, made.line, made.shape, made.dtype),
                 cause=mode.cause_of(known),
                 **_place(alive),

@@ -17,7 +17,7 @@ from .._edges import tensors_in
 from .._errors import StateError
 from .._record import Call
 from .._torch_compat import SAYS_HOOKS
-from .._tracker import tracking
+from .._tracker import ModTracker
 from ._allocations import (
     AllocationMode,
     check_optimizer,
@@ -28,7 +28,7 @@ from ._allocations import (
 from ._causes import CAUSES, GRADIENTS, OPTIMIZER, PARAMETERS
 from ._compiled import compiled_note
 from ._flame_page import Amounts, Stack
-from ._phase_totals import PhaseTotals, stack_of
+from ._phase_totals import PhaseTotals, by_module, stack_of
 from ._report import OUTSIDE_NAME, Report
 
 
@@ -196,15 +196,15 @@ class _Saved:
         totals = PhaseTotals()
         for ref, call, phase, size in self._first:
             if id(ref()) not in permanent:
-                totals.add(call[0], phase, size)
+                totals.add(call[0].stack, phase, size)
         return totals
 
 
 def _rows(totals_by_kind: dict[str, PhaseTotals], peaks: dict[str, int]) -> dict[str, MemoryRow]:
     columns: dict[str, dict[str, int]] = {"": {}}
     for kind, totals in totals_by_kind.items():
-        for prefix, inside in (("self_", False), ("", True)):
-            for name, phases in totals.by_module(inside=inside).items():
+        for prefix, amounts in zip(("self_", ""), by_module(totals.stacks), strict=True):
+            for name, phases in amounts.items():
                 columns.setdefault(name, {})[prefix + kind] = sum(phases.values())
     return {
         name: MemoryRow(name or OUTSIDE_NAME, peak=peaks.get(name, 0), **numbers)
@@ -213,7 +213,7 @@ def _rows(totals_by_kind: dict[str, PhaseTotals], peaks: dict[str, int]) -> dict
 
 
 def _stacks(totals_by_kind: dict[str, PhaseTotals]) -> dict[str, dict[Stack, Amounts]]:
-    found = {kind: totals.by_stack() for kind, totals in totals_by_kind.items()}
+    found = {kind: totals.stacks for kind, totals in totals_by_kind.items()}
     for kind in ("parameters", "gradients", "optimizer"):  # of no phase
         found[kind] = {stack: {"": sum(of.values())} for stack, of in found[kind].items()}
     return found
@@ -249,7 +249,7 @@ def profile_memory(
     """
     check_optimizer(optimizer, "profile_memory")
     report = MemoryReport()
-    with tracking(*roots) as tracker:
+    with ModTracker(*roots) as tracker:
         attribution = tracker._attribution
         mode, saved = AllocationMode(attribution), _Saved(attribution)
         hooks = saved_tensors_hooks(saved.pack, KeptTensor.given_back) if SAYS_HOOKS else None
@@ -272,9 +272,8 @@ def profile_memory(
             if kind in ("buffers", PARAMETERS):
                 permanent.add(key)
             if kind in held:
-                held[kind].add_at(
-                    stack_of(name), "forward", 0 if key in counted else storage.nbytes()
-                )
+                size = 0 if key in counted else storage.nbytes()
+                held[kind].add(stack_of(name), "forward", size)
                 counted.add(key)
     totals_by_kind = {
         "allocated": mode.allocated,

@@ -119,11 +119,8 @@ def measuring(mode: MeasuringMode, hooks: saved_tensors_hooks | None = None) -> 
     """
     with ExitStack() as stack:
         if hooks is not None:
-            # Twice: an interrupt in the first instruction keeps it from doing anything.
-            stack.callback(leave_saved_hooks, hooks)
             stack.callback(leave_saved_hooks, hooks)
             hooks.__enter__()
-        stack.callback(leave_mode, mode)
         stack.callback(leave_mode, mode)
         mode.__enter__()
         yield

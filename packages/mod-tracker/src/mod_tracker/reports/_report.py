@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from .._errors import OptionError, StateError, UnknownNameError
 from .._numbers import with_unit
 from ._flame_page import Amounts, Stack, flame_page
-from ._phase_totals import PHASES, PhaseTotals
+from ._phase_totals import PHASES, PhaseTotals, by_module
 
 OUTSIDE_NAME = "(outside)"
 
@@ -60,7 +60,7 @@ def values_of(row: Any) -> dict[str, int]:
 
 def phase_rows(totals: PhaseTotals) -> dict[str, PhaseRow]:
     """Turn totals into rows by name; the outside has the name ""."""
-    own, everything = totals.by_module(inside=False), totals.by_module()
+    own, everything = by_module(totals.stacks)
     return {
         name: PhaseRow(
             name or OUTSIDE_NAME,

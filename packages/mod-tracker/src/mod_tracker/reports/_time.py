@@ -16,7 +16,7 @@ from .._listeners import Callbacks
 from .._names import walk
 from .._numbers import time_shown
 from .._record import Call
-from .._tracker import tracking
+from .._tracker import ModTracker
 from ._compiled import WHOLE, compiled_note, nothing_called_note
 from ._device_time import DeviceTimelines, accelerator_kind, totals_of
 from ._phase_totals import PhaseTotals
@@ -107,7 +107,7 @@ def profile_time(*roots: nn.Module, clock: str = "cpu") -> Iterator[TimeReport]:
     """
     kind = None if clock == "cpu" else _kind_of(clock)
     report = TimeReport()
-    with tracking(*roots) as tracker:
+    with ModTracker(*roots) as tracker:
         if kind is None:
             line = Timeline(tracker._attribution, time.perf_counter_ns)
             with tracker._listen(Callbacks(switched=line.switch)):
@@ -127,7 +127,7 @@ def profile_time(*roots: nn.Module, clock: str = "cpu") -> Iterator[TimeReport]:
                 report.by_device[f"{kind}:{index}"] = found.total
     rows = phase_rows(totals)
     report.notes = compiled_note(tracker._attribution, WHOLE) + nothing_called_note(rows)
-    report._fill(rows, totals.total, {"total": totals.by_stack()})
+    report._fill(rows, totals.total, {"total": totals.stacks})
 
 
 def _kind_of(clock: str) -> str:

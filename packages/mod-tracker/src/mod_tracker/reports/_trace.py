@@ -20,11 +20,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from .._attribution import NOWHERE, OUTSIDE
+from .._attribution import BACKWARD, FORWARD, NOWHERE, OUTSIDE
 from .._errors import OptionError
 from .._listeners import Callbacks
 from .._record import Call, root_of
-from .._tracker import tracking
+from .._tracker import ModTracker
 from ._allocations import AllocationMode, measuring_storages
 from ._compiled import WHOLE, compiled_note, nothing_called_note
 from ._device_time import totals_of
@@ -81,20 +81,11 @@ class Slices:
                 break
             common += 1
         while len(self._open) > common:
-            self._close(now_ns)
+            self._end(now_ns, self._open.pop())
         for frame in wanted[common:]:
             self._begin(now_ns, frame)
             self._open.append(frame)
 
-    def close(self) -> None:
-        """End what an interrupt has left open."""
-        while self._open:
-            self._close(0)
-
-    def _close(self, now_ns: int) -> None:
-        # An interrupt before the end leaves the slice open, and so it is ended later.
-        self._end(now_ns, self._open[-1])
-        self._open.pop()
 
 
 def events_of(readings: list[tuple[int, Call, str]], live: list[tuple[int, int]]) -> list[Event]:
@@ -207,16 +198,23 @@ def trace(
     report = TraceReport()
     live: list[tuple[int, int]] = []
 
-    def count(live_bytes: int) -> None:
-        live.append((time.perf_counter_ns(), live_bytes))
+    thread = threading.get_ident()
 
-    with tracking(*roots) as tracker:
+    with ModTracker(*roots) as tracker:
         attribution = tracker._attribution
         line = Timeline(attribution, time.perf_counter_ns)
 
         def switch(call: Call, phase: str) -> None:
             if line.switch(call, phase) and emitted is not None:
                 emitted.switch(*line.readings[-1])
+
+        def count(live_bytes: int) -> None:
+            call, phase = attribution.locate()
+            # The thread of a device may be late to tell of a backward that failed.
+            if line.readings[-1][2] is BACKWARD and phase in (FORWARD, OUTSIDE):
+                if threading.get_ident() == thread:
+                    switch(call, phase)
+            live.append((time.perf_counter_ns(), live_bytes))
 
         listener = line.switch if emitted is None else switch
         follow = (
@@ -229,14 +227,10 @@ def trace(
             try:
                 yield report
             finally:
-                try:
-                    switch(NOWHERE, OUTSIDE)
-                finally:
-                    if emitted is not None:
-                        emitted.close()
+                switch(NOWHERE, OUTSIDE)
     totals = totals_of(line.readings, lambda begin, end: end - begin)
     report._events, report._make = None, partial(events_of, line.readings, live)
     missing = f"{WHOLE}, bytes that compiled code allocates are missing" if memory else WHOLE
     rows = phase_rows(totals)
     report.notes = compiled_note(attribution, missing) + nothing_called_note(rows)
-    report._fill(rows, totals.total, {"total": totals.by_stack()})
+    report._fill(rows, totals.total, {"total": totals.stacks})

@@ -17,11 +17,10 @@ from torch import is_grad_enabled, nn
 from .._attribution import Attribution
 from .._edges import tensors_in
 from .._errors import OptionError
-from .._listeners import Callbacks, Filter
+from .._listeners import Callbacks, Filter, Subscription
 from .._numbers import bytes_shown
-from .._subscription import Subscription
 from .._torch_compat import NO_TASK, graph_task, on_out_of_memory
-from .._tracker import ModTracker, tracking
+from .._tracker import ModTracker
 from ._allocations import AllocationMode, check_optimizer, measuring_storages, storages_of
 from ._allocator import allocators
 from ._compiled import compiled_note
@@ -189,7 +188,7 @@ def watch_memory(
             f"mod_tracker.watch_memory: limit_bytes {limit_bytes} is too small, but it must be "
             "positive. Leave it out for no limit."
         )
-    with tracking(*roots) as tracker:
+    with ModTracker(*roots) as tracker:
         watch = MemoryWatch(tracker, optimizer, limit_bytes)
         guard = Subscription()
         outermost = Callbacks(
