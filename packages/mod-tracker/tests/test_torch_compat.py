@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import importlib.util
 from pathlib import Path
 
@@ -60,28 +59,6 @@ def test_probe_refuses_functions_that_do_not_tell_the_truth(broken):
     """A missing function, a constant, a wrong id, no node: each is noticed."""
     assert compat.probe(compat.next_number, compat.graph_task, compat.current_node)
     assert not compat.probe(*broken)
-
-
-class DropsHooks(torch.Tensor):
-    """Carries nothing: what is put on it is not there when a node looks."""
-
-    @property
-    def _backward_hooks(self):
-        return None
-
-    @_backward_hooks.setter
-    def _backward_hooks(self, hooks):
-        pass
-
-
-def test_carrying_hooks_is_refused_where_it_does_not_work():
-    """A tensor that drops hooks, no tensor, another type of leaf node, no word of modes."""
-    leaf_node, in_mode = compat.LEAF_NODE, compat._function_mode
-    assert compat.carries(torch.empty(0), leaf_node, in_mode)
-    assert not compat.carries(torch.empty(0).as_subclass(DropsHooks), leaf_node, in_mode)
-    assert not compat.carries(object(), leaf_node, in_mode)
-    assert not compat.carries(torch.empty(0), None, in_mode)
-    assert not compat.carries(torch.empty(0), leaf_node, None)
 
 
 @pytest.mark.parametrize("in_mode", [True, False])

@@ -143,7 +143,7 @@ def test_report_says_that_torch_func_allows_no_hooks(x):
 def test_limit_must_be_positive():
     """As text."""
     with (
-        pytest.raises(OptionError, match="limit_bytes 0 is too small"),
+        pytest.raises(OptionError, match="limit_bytes must be a positive int"),
         watch_memory(limit_bytes=0),
     ):
         pass

@@ -106,43 +106,13 @@ LEAF_NODE: Any = look_up("_C._functions.AccumulateGrad")
 """Type of the nodes that keep hooks of this kind on their tensor, and do not look at their own."""
 
 
-def carries(carrier: torch.Tensor, leaf_node: Any, function_mode: Any) -> bool:
-    """Whether a node takes over the hooks that a foreign tensor carries, and keeps them.
-
-    Args:
-        carrier: a tensor that requires no gradient.
-        leaf_node: type of the nodes of leaf tensors.
-        function_mode: says whether a `TorchFunctionMode` is on; None if nothing does.
-    """
-    if function_mode is None:
-        return False
-    seen: list[Any] = []
-    try:
-        with torch.enable_grad():
-            leaf = torch.ones(1, device="cpu", requires_grad=True)
-            first, second = leaf * 2, leaf * 3
-        node: Any = first.grad_fn
-        hooks: Any = {0: lambda grad: seen.append((grad.item(), current_node()))}
-        carrier._backward_hooks = hooks
-        if carrier._backward_hooks is not hooks:
-            return False  # a node that is given nothing would crash
-        node._register_hook_dict(carrier)
-        carrier._backward_hooks = {}
-        (first * 7 + second).backward()
-    except (AttributeError, TypeError, RuntimeError):
-        return False
-    known = type(node.next_functions[0][0]) is leaf_node
-    return known and [(grad, at is node) for grad, at in seen] == [(7.0, True)]
-
-
 _EMPTY: torch.Tensor = in_fresh_thread(lambda: torch.empty(0, device="cpu"))
 
 _function_mode = look_up("_C._is_torch_function_mode_enabled")
+_carry = look_up("_C._FunctionBase._register_hook_dict")
 
-CARRIES: bool = in_fresh_thread(
-    lambda: carries(torch.empty((), device="cpu"), LEAF_NODE, _function_mode)
-)
-"""Whether `hook_gradient` may take the short way."""
+CARRIES: bool = EXACT_BACKWARD and None not in (_function_mode, _carry, LEAF_NODE)
+"""Whether a node takes over the hooks that a foreign tensor carries: the short way to hook it."""
 
 in_function_mode: Callable[[], bool] = _function_mode if CARRIES else (lambda: True)
 """Whether a `TorchFunctionMode` is on, which would be asked to put hooks on a tensor."""

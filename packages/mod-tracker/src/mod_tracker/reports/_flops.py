@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -16,6 +16,7 @@ from .._record import Path
 from .._torch_compat import (
     is_composite,
     is_higher_order,
+    makes_stand_ins,
     run_inside,
     run_parts,
     views_are_noted,
@@ -117,7 +118,6 @@ class FlopReport(Report[PhaseRow]):
 
 FREE, UNKNOWN = "free", "unknown"
 COMPOSITE = "composite"  # its parts are counted
-BRANCHES = "branches"  # torch.cond: one of its functions is counted
 INSIDE = "inside"  # a higher-order operator: what its functions do is counted
 
 Rule = Count | str
@@ -134,14 +134,7 @@ class Counts:
         self.uncounted: Counter[Any] = Counter()
         self.unknown: Counter[Any] = Counter()
 
-    def add(self, other: Counts) -> None:
-        """Add what was counted apart."""
-        for place, amounts in other.amounts.items():
-            self.add_at(place, amounts)
-        self.uncounted.update(other.uncounted)
-        self.unknown.update(other.unknown)
-
-    def add_at(self, place: tuple[Path, str, Any], amounts: Any) -> None:
+    def add(self, place: tuple[Path, str, Any], amounts: Any) -> None:
         """Add numbers that are in the order of an `Amount`."""
         sums = self.amounts[place]
         for at, amount in enumerate(amounts):
@@ -195,7 +188,7 @@ class FlopMode(MeasuringMode):
             self.errors[func] = error
             self.counts.uncounted[func] += 1
         else:
-            self.counts.add_at((call[0], phase, func), amount)
+            self.counts.add((call[0], phase, func), amount)
         return output
 
     def _rule_of(self, func: Any) -> Rule:
@@ -204,7 +197,7 @@ class FlopMode(MeasuringMode):
         if formula is not None:
             return formula
         if is_higher_order(func):
-            return BRANCHES if func is torch.ops.higher_order.cond else INSIDE
+            return INSIDE
         if is_composite(func):
             return COMPOSITE
         return FREE if is_free(func) else UNKNOWN
@@ -216,9 +209,9 @@ class FlopMode(MeasuringMode):
             with self, views_are_noted(func):
                 return run_parts(func, args, kwargs)
         self.counts.uncounted[func] += 1
-        if rule is BRANCHES:
-            return self._branches(func, args, kwargs)
         if rule is INSIDE:
+            if func is torch.ops.higher_order.cond and makes_stand_ins():
+                self.counts.unknown[func] += 1  # without data both branches run
             return self.call_inside(func, args, kwargs)
         # A kernel that has torch carry out products shows them. What shows none may multiply.
         products = sum(map(len, self.counts.amounts.values())), self.counts.total
@@ -227,30 +220,6 @@ class FlopMode(MeasuringMode):
         if products == (sum(map(len, self.counts.amounts.values())), self.counts.total):
             self.counts.unknown[func] += 1
         return output
-
-    def _branches(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Count the branch of `torch.cond` that runs; without data both do: the larger one."""
-        outer, counted = self.counts, []
-
-        def counted_apart(branch: Callable[..., Any]) -> Callable[..., Any]:
-            def run(*operands: Any) -> Any:
-                self.counts = Counts()
-                counted.append(self.counts)
-                try:
-                    return branch(*operands)
-                finally:
-                    self.counts = outer
-
-            return run
-
-        predicate, first, second, *operands = args
-        try:
-            return self.call_inside(
-                func, (predicate, counted_apart(first), counted_apart(second), *operands), kwargs
-            )
-        finally:
-            if counted:
-                outer.add(max(counted, key=lambda counts: counts.total))
 
 
 def _is_ragged(args: tuple) -> bool:

@@ -87,7 +87,6 @@ class Slices:
             self._open.append(frame)
 
 
-
 def events_of(readings: list[tuple[int, Call, str]], live: list[tuple[int, int]]) -> list[Event]:
     """Write the slices between readings of the clock, and the memory counter, by time.
 
@@ -209,10 +208,10 @@ def trace(
                 emitted.switch(*line.readings[-1])
 
         def count(live_bytes: int) -> None:
-            call, phase = attribution.locate()
-            # The thread of a device may be late to tell of a backward that failed.
-            if line.readings[-1][2] is BACKWARD and phase in (FORWARD, OUTSIDE):
-                if threading.get_ident() == thread:
+            # The thread of a device may be late to tell that its backward failed.
+            if line.readings[-1][2] is BACKWARD and threading.get_ident() == thread:
+                call, phase = attribution.locate()
+                if phase in (FORWARD, OUTSIDE):
                     switch(call, phase)
             live.append((time.perf_counter_ns(), live_bytes))
 

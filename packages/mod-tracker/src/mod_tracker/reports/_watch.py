@@ -178,15 +178,10 @@ def watch_memory(
         (232, 32)
     """
     check_optimizer(optimizer, "watch_memory")
-    if limit_bytes is not None and not isinstance(limit_bytes, int):
+    if limit_bytes is not None and not (isinstance(limit_bytes, int) and limit_bytes > 0):
         raise OptionError(
-            f"mod_tracker.watch_memory: limit_bytes {limit_bytes!r} is a "
-            f"{type(limit_bytes).__name__}, but it is a number of bytes. Write 2**30 for a GiB."
-        )
-    if limit_bytes is not None and limit_bytes <= 0:
-        raise OptionError(
-            f"mod_tracker.watch_memory: limit_bytes {limit_bytes} is too small, but it must be "
-            "positive. Leave it out for no limit."
+            f"mod_tracker.watch_memory: limit_bytes must be a positive int, or None for no limit; "
+            f"got {limit_bytes!r}. Write 2**30 for a GiB."
         )
     with ModTracker(*roots) as tracker:
         watch = MemoryWatch(tracker, optimizer, limit_bytes)
