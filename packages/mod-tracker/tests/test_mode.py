@@ -183,8 +183,7 @@ CASES = {
     _choose_without_data: None,
     _scan_rows: _runs_of_scan() * 128,
     _loop: 3 * 128,
-    # torch 2.9 runs it where no mode is asked.
-    _attend_flexibly: None if torch.__version__ < (2, 10) else 2 * (2 * 2 * 16 * 8 * 16),
+    _attend_flexibly: 2 * (2 * 2 * 16 * 8 * 16),
     _call_custom: 128,
     _look_up_sparsely: 0,
     _multiply_sparse: None,

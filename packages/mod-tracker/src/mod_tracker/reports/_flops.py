@@ -23,7 +23,7 @@ from .._torch_compat import (
 )
 from .._tracker import ModTracker
 from ._compiled import compiled_modules, compiled_note, compiled_paths, ran_compiled
-from ._formulas import OWN, Count, Formula, of_shapes, of_torch
+from ._formulas import FLEX, OWN, Count, Formula, of_shapes, of_torch
 from ._free_operators import is_free
 from ._mode import MeasuringMode, has_own_way, is_sharded, measuring
 from ._phase_totals import PhaseTotals
@@ -197,7 +197,7 @@ class FlopMode(MeasuringMode):
         if formula is not None:
             return formula
         if is_higher_order(func):
-            return INSIDE
+            return FLEX.get(str(func), INSIDE)
         if is_composite(func):
             return COMPOSITE
         return FREE if is_free(func) else UNKNOWN
@@ -279,7 +279,11 @@ def profile_flops(
     report = FlopReport()
     for key, formula in (formulas or {}).items():
         _check(key, formula)
-    torchs = {operator: of_torch(formula) for operator, formula in flop_registry.items()}
+    torchs = {
+        operator: of_torch(formula)
+        for operator, formula in flop_registry.items()
+        if str(operator) not in FLEX
+    }
     users = {operator: of_shapes(formula) for operator, formula in (formulas or {}).items()}
     with ModTracker(*roots) as tracker:
         mode = FlopMode(tracker._attribution, {**torchs, **OWN, **users})

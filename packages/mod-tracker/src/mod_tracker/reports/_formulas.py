@@ -72,6 +72,8 @@ def _by_name(formula: Callable[[_Given, Any], int | Amount]) -> Count:
 
 @cache
 def _arguments(operator: Any) -> tuple[tuple[str, ...], _Given]:
+    if not hasattr(operator, "_schema"):  # flex attention, which takes functions
+        return ("query", "key", "value"), {}
     arguments = operator._schema.arguments
     defaults = {each.name: each.default_value for each in arguments if each.has_default_value()}
     return tuple(each.name for each in arguments), defaults
@@ -390,3 +392,9 @@ def _operators() -> Iterator[tuple[Any, Count]]:
 
 OWN: dict[Any, Count] = dict(_operators())
 """Formulas that torch lacks, or has wrong."""
+
+FLEX = {
+    "flex_attention": _attention(_heads_first),
+    "flex_attention_backward": _attention_backward(_heads_first),
+}
+"""Formulas of higher-order operators, by name: some exist only once they are imported."""
