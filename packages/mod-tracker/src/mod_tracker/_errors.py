@@ -28,3 +28,24 @@ class UnknownNameError(ModTrackerError, KeyError):
 
     def __str__(self) -> str:  # `KeyError` would write the message in quotes
         return str(self.args[0]) if self.args else ""
+
+
+def check_int(function: str, name: str, value: object, least: int, *, or_none: str = "") -> None:
+    """Raise an `OptionError` unless a value is an int of at least `least`, or None if allowed."""
+    if or_none and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        none = f", or None for {or_none}" if or_none else ""
+        raise OptionError(
+            f"mod_tracker.{function}: {name} must be an int of at least {least}{none}; "
+            f"got {value!r}."
+        )
+
+
+def check_callable(function: str, name: str, value: object, what: str) -> None:
+    """Raise an `OptionError` unless a value can be called."""
+    if not callable(value):
+        raise OptionError(
+            f"mod_tracker.{function}: {name} must be {what}; got {value!r}. Pass the function "
+            "itself, without calling it."
+        )

@@ -11,7 +11,7 @@ from torch import nn
 from ._attribution import Attribution
 from ._backward import Backward
 from ._call_patch import CallPatch
-from ._errors import HookSlotError, OptionError
+from ._errors import HookSlotError, OptionError, check_callable, check_int
 from ._listeners import Callbacks, Filter, Subscription, matches
 from ._record import DEFAULT_LIMIT, ModuleCall, describe
 from ._torch_compat import NO_TASK, graph_task
@@ -52,11 +52,7 @@ class ModTracker:
     """
 
     def __init__(self, *roots: nn.Module, history: int = DEFAULT_LIMIT // 2) -> None:
-        if history < 1:
-            raise OptionError(
-                f"mod_tracker.ModTracker: history {history} is too small, but at least one module "
-                "call must be kept. Leave it out for the default."
-            )
+        check_int("ModTracker", "history", history, 1)
         self._history = history
         self._attribution = Attribution(limit=2 * history + 1)
         self._backward = Backward(self._attribution)
@@ -67,8 +63,8 @@ class ModTracker:
         for root in roots:
             if not isinstance(root, nn.Module):
                 raise OptionError(
-                    f"mod_tracker.ModTracker: the root {root!r} is of type {type(root).__name__}, "
-                    "but only modules are named. Give the model, and options by keyword."
+                    f"mod_tracker: only modules are passed by position; got {type(root).__name__}. "
+                    "Pass the model first, and options by keyword, such as optimizer=."
                 )
             self._attribution.names.adopt(root)
 
@@ -244,7 +240,19 @@ class ModTracker:
             exclude: but not those that match one of these.
             max_depth: only modules with at most this many modules on the path, itself included.
             types: only instances of these classes.
+
+        Raises:
+            OptionError: a callback, a pattern, a class or `max_depth` is something else.
         """
+        for name, callback in (
+            ("pre_forward", pre_forward),
+            ("post_forward", post_forward),
+            ("pre_backward", pre_backward),
+            ("post_backward", post_backward),
+        ):
+            if callback is not None:
+                check_callable("subscribe", name, callback, "a function")
+        check_int("subscribe", "max_depth", max_depth, 1, or_none="any depth")
         subscription = Subscription()
 
         def notified(callback: Hook | None) -> Hook | None:
@@ -257,10 +265,10 @@ class ModTracker:
             post_backward=notified(post_backward),
         )
         only = Filter(
-            include=_tuple(include),
-            exclude=_tuple(exclude),
+            include=_tuple("include", include, str),
+            exclude=_tuple("exclude", exclude, str),
             max_depth=max_depth,
-            types=_tuple(types),
+            types=_tuple("types", types, type),
         )
         return self._listen(callbacks, only, subscription)
 
@@ -273,6 +281,7 @@ class ModTracker:
         Args:
             callback: called with `(call, phase)`; `call` is None outside of all modules.
         """
+        check_callable("on_switch", "callback", callback, "a function")
         subscription = Subscription()
         notified = subscription.guard(lambda call, phase: callback(describe(call), phase))
         return self._listen(Callbacks(switched=notified), subscription=subscription)
@@ -315,5 +324,9 @@ def _fresh(kind: type[ModTracker], history: int) -> ModTracker:
     return kind(history=history)
 
 
-def _tuple(value: Any) -> tuple:
-    return value if isinstance(value, tuple) else (value,)
+def _tuple(name: str, value: Any, kind: type) -> tuple:
+    found = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    if not all(isinstance(each, kind) for each in found):
+        what = "patterns such as 'layers.*'" if kind is str else "classes such as nn.Linear"
+        raise OptionError(f"mod_tracker.subscribe: {name} must be {what}; got {value!r}.")
+    return found

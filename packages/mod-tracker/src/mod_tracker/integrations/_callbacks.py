@@ -101,8 +101,8 @@ def lightning_callback(schedule: ReportSchedule) -> Any:
 def _check(function: str, schedule: object) -> None:
     if not isinstance(schedule, ReportSchedule):
         raise OptionError(
-            f"mod_tracker.{function}: a {type(schedule).__name__} is given, but it must be a "
-            "ReportSchedule. Give ReportSchedule(profile_time, every_n_steps=100, on_report=...)."
+            f"mod_tracker.{function}: pass a ReportSchedule; got {type(schedule).__name__}. Make "
+            "one by ReportSchedule(profile_time, every_n_steps=100, on_report=...)."
         )
 
 
@@ -118,6 +118,6 @@ def _class(function: str, name: str, *modules: str) -> Any:
             missing = error
     library = modules[0].partition(".")[0]
     raise MissingExtraError(
-        f"mod_tracker.{function}: {library} is not installed, but its {name} is the class of this "
-        f"callback. Install it: python -m pip install {library}."
+        f"mod_tracker.{function}: {library} is not installed. Install it: python -m pip install "
+        f"{library}."
     ) from missing

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from .._errors import OptionError
+from .._errors import OptionError, check_callable, check_int
 from ..reports._report import Report
 
-_GIVE = (
-    "Give profile_flops, profile_time, profile_memory or trace, or a function that calls one: "
-    "functools.partial(profile_memory, model)."
+_PASS = (
+    "Pass profile_flops, profile_time, profile_memory or trace, or a function that calls one, such "
+    "as functools.partial(profile_memory, model)."
 )
 
 
@@ -62,19 +62,16 @@ class ReportSchedule:
         on_report: Callable[[Any, int], object],
         skip_first: int = 0,
     ) -> None:
-        _check_number("every_n_steps", every_n_steps, 1)
-        _check_number("skip_first", skip_first, 0)
+        check_int("ReportSchedule", "every_n_steps", every_n_steps, 1)
+        check_int("ReportSchedule", "skip_first", skip_first, 0)
         # What a report's function returns can be called, too, as a decorator.
         if not callable(report) or isinstance(report, AbstractContextManager):
             raise OptionError(
-                f"mod_tracker.ReportSchedule: report is a {type(report).__name__}, but it is "
-                f"called again in each step that is measured. {_GIVE}"
+                f"mod_tracker.ReportSchedule: report must be a function, called in each measured "
+                f"step; got {type(report).__name__}. {_PASS}"
             )
-        if not callable(on_report):
-            raise OptionError(
-                f"mod_tracker.ReportSchedule: on_report is a {type(on_report).__name__}, but it "
-                "is called with each report and its step. Give a function of these two."
-            )
+        what = "a function of a report and its step"
+        check_callable("ReportSchedule", "on_report", on_report, what)
         self._report, self._on_report = report, on_report
         self._every, self._skip = every_n_steps, skip_first
         self._told = 0
@@ -134,16 +131,8 @@ class ReportSchedule:
             self._on_report(report, number)
 
 
-def _check_number(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise OptionError(
-            f"mod_tracker.ReportSchedule: {name} {value!r} is not a number of steps, but it must "
-            f"be an int of at least {least}. Give {max(least, 100)} for example."
-        )
-
-
 def _no_report(value: object) -> OptionError:
     return OptionError(
-        f"mod_tracker.ReportSchedule: the report is a {type(value).__name__}, but it must be a "
-        f"Report. {_GIVE} watch_memory is made to be left on around the loop."
+        f"mod_tracker.ReportSchedule: report must make a Report; it made "
+        f"{type(value).__name__}. {_PASS} Put watch_memory around the loop instead."
     )

@@ -426,6 +426,6 @@ def check_optimizer(optimizer: Any, function: str) -> None:
     """
     if optimizer is not None and not isinstance(getattr(optimizer, "state", None), Mapping):
         raise OptionError(
-            f"mod_tracker.{function}: optimizer is a {type(optimizer).__name__}, but its `state` "
-            "is read, by parameter. Give the optimizer itself."
+            f"mod_tracker.{function}: optimizer must be a torch optimizer, whose state is read; "
+            f"got {type(optimizer).__name__}."
         )

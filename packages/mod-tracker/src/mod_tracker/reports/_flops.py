@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -91,17 +92,17 @@ class FlopReport(Report[PhaseRow]):
 
     def _share(self, name: str, work: int, peak_flops: float, seconds: float) -> float:
         self._complete()
-        if not (peak_flops > 0 and seconds > 0):
-            raise OptionError(
-                f"mod_tracker.{name}: peak_flops is {peak_flops} and seconds is {seconds}, but "
-                "both must be above zero. Give the device's FLOPs per second, 989e12 for example, "
-                "and the time of the block."
-            )
+        for what, value in (("peak_flops", peak_flops), ("seconds", seconds)):
+            if not isinstance(value, Real) or not value > 0:
+                raise OptionError(
+                    f"mod_tracker.{name}: {what} must be a number above zero; got {value!r}. Pass "
+                    "the device's FLOPs per second, such as 989e12, and the seconds of a step."
+                )
         if self.compiled:
             raise StateError(
-                f"mod_tracker.{name}: {', '.join(self.compiled[:3])} ran compiled, and FLOPs in "
-                "compiled code are not counted. Count the FLOPs of a step before compiling, or "
-                "under torch.compiler.set_stance('force_eager'): they are the same."
+                f"mod_tracker.{name}: FLOPs of compiled code are not counted, and "
+                f"{', '.join(self.compiled[:3])} ran compiled. Count a step before compiling, or "
+                "under torch.compiler.set_stance('force_eager')."
             )
         return work / (peak_flops * seconds)
 
@@ -236,14 +237,13 @@ def _check(key: Any, formula: Any) -> None:
         name = getattr(key, "__name__", "")
         known = isinstance(name, str) and hasattr(torch.ops.aten, name)
         raise OptionError(
-            f"mod_tracker.profile_flops: the key {key!r} of `formulas` is not an operator, and "
-            "only operators are seen. Use "
+            f"mod_tracker.profile_flops: a key of formulas must be an operator; got {key!r}. Use "
             f"torch.ops.{f'aten.{name}' if known else 'LIBRARY.NAME'}."
         )
     if not callable(formula):
         raise OptionError(
-            f"mod_tracker.profile_flops: the formula of {key} is {formula!r}, but it must be a "
-            "function of shapes that returns a number. For a constant use lambda *args, **more: n."
+            f"mod_tracker.profile_flops: the formula of {key} must be a function of shapes that "
+            f"returns a number; got {formula!r}. For a constant use lambda *args, **more: n."
         )
 
 
@@ -263,7 +263,7 @@ def profile_flops(
             `FlopReport.notes` say why.
 
     Raises:
-        OptionError: a key of `formulas` is no operator, or its formula no function.
+        OptionError: `formulas` is no dict, a key no operator, or its formula no function.
 
     Example:
         >>> import torch
@@ -277,6 +277,11 @@ def profile_flops(
     from torch.utils.flop_counter import flop_registry  # brings Triton, where that is installed
 
     report = FlopReport()
+    if formulas is not None and not isinstance(formulas, Mapping):
+        raise OptionError(
+            f"mod_tracker.profile_flops: formulas must be a dict from operators to functions; got "
+            f"{type(formulas).__name__}."
+        )
     for key, formula in (formulas or {}).items():
         _check(key, formula)
     torchs = {

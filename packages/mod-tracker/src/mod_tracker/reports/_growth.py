@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 
-from .._errors import OptionError
+from .._errors import check_callable, check_int
 from .._numbers import bytes_shown
 from ._watch import watch_memory
 
@@ -29,7 +29,7 @@ def assert_no_growth(
 
     Raises:
         AssertionError: memory grows; the message has each place, with bytes per step.
-        OptionError: `steps` is below 2, or `warmup` or `slack_bytes` is negative.
+        OptionError: `step` cannot be called, `steps` is below 2, or another number negative.
 
     Example:
         >>> import torch
@@ -37,12 +37,10 @@ def assert_no_growth(
         >>> model = nn.Linear(2, 2)
         >>> assert_no_growth(lambda: model(torch.ones(1, 2)).sum().backward())
     """
-    if steps < 2 or warmup < 0 or slack_bytes < 0:
-        raise OptionError(
-            f"mod_tracker.assert_no_growth: steps {steps}, warmup {warmup} or slack_bytes "
-            f"{slack_bytes} is too small, but at least two steps are compared, after none or more, "
-            "and no growth at all is 0 bytes. Leave them out for the defaults."
-        )
+    check_callable("assert_no_growth", "step", step, "a function that runs one step")
+    check_int("assert_no_growth", "steps", steps, 2)
+    check_int("assert_no_growth", "warmup", warmup, 0)
+    check_int("assert_no_growth", "slack_bytes", slack_bytes, 0)
     alive: list[Counter[tuple[str, str]]] = []
     with watch_memory() as watch:
         for _ in range(warmup + steps):
@@ -61,7 +59,6 @@ def assert_no_growth(
             for (module, line), size in Counter(grown).most_common()
         )
         raise AssertionError(
-            f"mod_tracker.assert_no_growth: {len(grown)} places hold more memory after each of "
-            f"{steps} steps, but steps should leave none behind. Look for what keeps the tensors "
-            f"made here alive:\n{places}"
+            f"mod_tracker.assert_no_growth: memory grew in each of {steps} steps. Tensors made "
+            f"here stay alive:\n{places}"
         )

@@ -157,9 +157,9 @@ class KeptTensor:
         tensor, version = self.tensor, self._version
         if tensor._version != version:
             raise StateError(
-                f"mod_tracker.profile_memory: a tensor {tensor.dtype} {list(tensor.shape)} that "
-                f"was saved for backward at version {version} is at {tensor._version}, but it must "
-                "not be changed in place until then. Change a copy of it."
+                f"mod_tracker.profile_memory: a tensor {tensor.dtype} {list(tensor.shape)} was "
+                f"saved for backward at version {version} and changed in place since; it is at "
+                f"version {tensor._version}. Change a copy of it."
             )
         return tensor
 
@@ -260,9 +260,9 @@ def profile_memory(
             if "support saved tensor hooks" not in str(error):
                 raise
             raise StateError(
-                "mod_tracker.profile_memory: the model uses torch.func, but torch does not run "
-                "that with hooks for saved tensors, which count what is kept for backward. Use "
-                "watch_memory or trace(memory=True), which have none."
+                "mod_tracker.profile_memory: torch.func does not run with the hooks for saved "
+                "tensors that count what is kept for backward. Use watch_memory or "
+                "trace(memory=True) for this model."
             ) from error
     held = {kind: PhaseTotals() for kind in (PARAMETERS, GRADIENTS, OPTIMIZER)}
     permanent, counted = set[int](), set[int]()

@@ -12,7 +12,7 @@ from os import PathLike
 from pathlib import Path as FilePath
 from typing import Any, ClassVar, Generic, TypeVar
 
-from .._errors import OptionError, StateError, UnknownNameError
+from .._errors import OptionError, StateError, UnknownNameError, check_int
 from .._numbers import with_unit
 from ._flame_page import Amounts, Stack, flame_page
 from ._phase_totals import PHASES, PhaseTotals, by_module
@@ -153,14 +153,13 @@ class Report(Generic[R]):
         if len(found) == 1:
             return rows[found[0]]
         if found:
-            what = f"several models have a module of that name: {', '.join(found)}"
-        else:
-            close = get_close_matches(name, [*by_key, *rows], n=3)
-            what = f"similar are {', '.join(close)}" if close else "print the report to see all"
-        raise UnknownNameError(
-            f"mod_tracker.report: no single row is of {name!r}, but a row is asked for by the name "
-            f"of a module that ran; {what}."
-        )
+            raise UnknownNameError(
+                f"mod_tracker.report: {name!r} is a module of several models. Ask for one of "
+                f"{', '.join(found)}."
+            )
+        close = get_close_matches(str(name), [*filter(None, by_key), *rows], n=3)
+        what = f"Similar names: {', '.join(close)}." if close else "Print the report to see all."
+        raise UnknownNameError(f"mod_tracker.report: no module named {name!r} ran. {what}")
 
     def __iter__(self) -> Iterator[R]:
         return iter(self.rows.values())
@@ -176,19 +175,23 @@ class Report(Generic[R]):
         """Return the rows with the largest values of a column.
 
         Raises:
-            OptionError: there is no such column.
+            OptionError: there is no such column, or `count` is negative or not an int.
         """
+        check_int("report", "count", count, 0)
         column = by or self.sort_by
         rows = list(self.rows.values())
         if rows and not hasattr(rows[0], column):
             raise OptionError(
-                f"mod_tracker.top: column {column!r} is unknown, but it must be one of the rows' "
-                f"attributes. Choose one of {', '.join(self.columns)}."
+                f"mod_tracker.report: there is no column {column!r}. Choose one of "
+                f"{', '.join(self.columns)}."
             )
         return sorted(rows, key=lambda row: -getattr(row, column))[:count]
 
     def __str__(self) -> str:
-        return self.table() if self._rows is not None and self._ran else repr(self)
+        try:
+            return self.table()
+        except StateError as error:
+            return str(error)
 
     def table(self, *, by: str | None = None, limit: int | None = None) -> str:
         """Return a text table, largest first, the outside last, and what its columns are.
@@ -198,8 +201,9 @@ class Report(Generic[R]):
             limit: modules at most; None for all.
 
         Raises:
-            OptionError: there is no such column.
+            OptionError: there is no such column, or `limit` is negative or not an int.
         """
+        check_int("report", "limit", limit, 0, or_none="all modules")
         rows = [row for row in self.top(len(self.rows), by=by) if self._has_numbers(row)]
         shown = [*rows[:limit], self.outside]
         cells = [["module", *(name.removesuffix("_total") for name in self.columns)]]
@@ -239,14 +243,14 @@ class Report(Generic[R]):
         self._complete()
         if not self._stacks:
             raise StateError(
-                "mod_tracker.to_html: the report is a difference, but a chart's widths must add "
-                "up. Draw the two reports that it was made from."
+                "mod_tracker.to_html: a difference has no chart, since its amounts may be "
+                "negative. Draw the two reports that it was made from."
             )
         column = by or next(iter(self._stacks))
         if column not in self._stacks:
             raise OptionError(
-                f"mod_tracker.to_html: {column!r} cannot be drawn, but by must be a column whose "
-                f"amounts add up. Choose one of {', '.join(self._stacks)}."
+                f"mod_tracker.to_html: by must be a column whose amounts add up; got {column!r}. "
+                f"Choose one of {', '.join(self._stacks)}."
             )
         named = "" if column == "total" else f" ({column})"
         title = f"{self.title}{named} by module"
@@ -294,11 +298,7 @@ class Report(Generic[R]):
         Raises:
             OptionError: there is no such column, or `limit` is negative or not an int.
         """
-        if limit is not None and (type(limit) is not int or limit < 0):
-            raise OptionError(
-                f"mod_tracker.scalars: limit {limit!r} is not a number of modules, but it must be "
-                "an int of at least 0, or None. Leave it out for 20."
-            )
+        check_int("report", "limit", limit, 0, or_none="all modules")
         unit, of_them = self.scalar_unit
         rows = self.top(len(self.rows), by=by)
         shown: list[tuple[str, Any]] = [(row.name, row) for row in rows[:limit]]  # type: ignore[attr-defined]
@@ -323,8 +323,8 @@ class Report(Generic[R]):
         """
         if type(other) is not type(self):
             raise OptionError(
-                f"mod_tracker.diff: the other report is a {type(other).__name__}, but it must be "
-                f"a {type(self).__name__}. Compare reports of the same kind."
+                f"mod_tracker.diff: a {type(self).__name__} is compared with another one; got "
+                f"{type(other).__name__}."
             )
         mine, theirs = self._complete(), other._complete()
         rows = {name: _difference(mine.get(name), theirs.get(name)) for name in {**mine, **theirs}}
@@ -335,13 +335,13 @@ class Report(Generic[R]):
     def _complete(self) -> dict[str, R]:
         if self._rows is None:
             raise StateError(
-                "mod_tracker.report: the report is empty, but it is read. Read it after the "
-                "`with` block that measures."
+                "mod_tracker.report: the report is complete when its `with` block has ended. Read "
+                "it after the block."
             )
         if not self._ran:
             raise StateError(
-                "mod_tracker.report: nothing ran in the `with` block, but there is no report of "
-                "nothing. Call the model in the block, in the thread that entered it."
+                "mod_tracker.report: nothing ran in the `with` block. Call the model in the block, "
+                "in the thread that entered it."
             )
         return self._rows
 

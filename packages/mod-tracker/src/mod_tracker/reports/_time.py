@@ -133,10 +133,7 @@ def profile_time(*roots: nn.Module, clock: str = "cpu") -> Iterator[TimeReport]:
 def _kind_of(clock: str) -> str:
     there = accelerator_kind()
     if there is None or clock not in ("device", there):
-        what = "no accelerator" if there is None else f"one of type {there!r}"
-        raise OptionError(
-            f"mod_tracker.profile_time: clock {clock!r} cannot be read, but it must be 'cpu', "
-            f"'device', or the type of this machine's accelerators, and there is {what}. Use "
-            f"clock={'cpu' if there is None else 'device'!r}."
-        )
+        what = "'cpu'" if there is None else f"'cpu', 'device' or {there!r}"
+        here = "; there is no accelerator here" if there is None else ""
+        raise OptionError(f"mod_tracker.profile_time: clock must be {what}{here}; got {clock!r}.")
     return there

@@ -50,8 +50,8 @@ class TraceReport(TimeReport):
 
         A forward slice and the backward slices of the same call have the same `args["call"]`.
         """
+        self._complete()
         if self._events is None:
-            self._complete()
             self._events = self._make()
         return self._events
 
@@ -160,8 +160,8 @@ def _emitter(ranges: str) -> Slices:
         begin, end = torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop
     else:
         raise OptionError(
-            f"mod_tracker.trace: ranges {ranges!r} cannot be emitted, but it must be None, "
-            "'record_function', or, with a CUDA device, 'nvtx'. Leave it out for none."
+            f"mod_tracker.trace: ranges must be None, 'record_function', or, with a CUDA device, "
+            f"'nvtx'; got {ranges!r}."
         )
     return Slices(lambda _, frame: begin(f"{frame[0][0].name} [{frame[1]}]"), lambda *_: end())
 

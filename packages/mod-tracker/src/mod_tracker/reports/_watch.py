@@ -16,7 +16,7 @@ from torch import is_grad_enabled, nn
 
 from .._attribution import Attribution
 from .._edges import tensors_in
-from .._errors import OptionError
+from .._errors import check_int
 from .._listeners import Callbacks, Filter, Subscription
 from .._numbers import bytes_shown
 from .._torch_compat import NO_TASK, graph_task, on_out_of_memory
@@ -178,11 +178,7 @@ def watch_memory(
         (232, 32)
     """
     check_optimizer(optimizer, "watch_memory")
-    if limit_bytes is not None and not (isinstance(limit_bytes, int) and limit_bytes > 0):
-        raise OptionError(
-            f"mod_tracker.watch_memory: limit_bytes must be a positive int, or None for no limit; "
-            f"got {limit_bytes!r}. Write 2**30 for a GiB."
-        )
+    check_int("watch_memory", "limit_bytes", limit_bytes, 1, or_none="no limit")
     with ModTracker(*roots) as tracker:
         watch = MemoryWatch(tracker, optimizer, limit_bytes)
         guard = Subscription()
