@@ -72,11 +72,7 @@ class MemoryPage:
 
     def inside(self, *kinds: str) -> dict[str, int]:
         """Return bytes of these kinds for each module with the modules inside it, largest first."""
-        found: Counter[str] = Counter()
-        for held in self.held:
-            if held.kind in kinds:
-                found.update(dict.fromkeys(dict.fromkeys(held.stack), held.size))
-        return dict(found.most_common())
+        return _by_stack(held for held in self.held if held.kind in kinds)
 
     def __str__(self) -> str:
         lines = [
@@ -109,13 +105,13 @@ class MemoryPage:
             yield f"written in {self.running}: what comes later in this step is not here"
 
     def _most_lines(self) -> Iterable[str]:
-        # What the sections below say at their heads, for who reads no further.
-        kind, size = max(self.by_kind().items(), key=lambda item: item[1])
+        # A summary of the sections below.
+        cause, size = next(iter(self.by_cause().items()))
         if size:
-            inside = self.inside(kind)
+            inside = _by_stack(held for held in self.held if held.cause == cause)
             name = next((name for name, part in inside.items() if part < size), "")
             where = f", {bytes_shown(inside[name])} of it inside {name}" if name else ""
-            yield f"most of it is {kind}: {bytes_shown(size)}{where}"
+            yield f"most of it is {cause}: {bytes_shown(size)}{where}"
         for place, most in self._grown_lines():
             grown = bytes_shown(sum(self.grown.values()))
             yield f"grew by {grown} in a step, {bytes_shown(most)} of it at {place}"
@@ -145,6 +141,13 @@ class MemoryPage:
 
     def _leave(self, *kinds: str) -> Iterable[tuple[str, int]]:
         return list(self.inside(*kinds).items())[:SHOWN]
+
+
+def _by_stack(held: Iterable[Held]) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for each in held:
+        found.update(dict.fromkeys(dict.fromkeys(each.stack), each.size))
+    return dict(found.most_common())
 
 
 def tensor_shown(tensor: torch.Tensor) -> str:
