@@ -210,7 +210,7 @@ def test_an_error_of_a_listener_stays_away_from_torch(cuda, caplog):
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
         cuda.run_out()
     end()
-    assert "mod_tracker: memory ran out, and its page could not be written" in caplog.text
+    assert "the page on memory that ran out could not be written" in caplog.text
 
 
 def test_page_is_of_the_moment_before_the_error(cuda):

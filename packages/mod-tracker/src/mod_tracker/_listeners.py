@@ -1,15 +1,14 @@
-"""Who listens to which events of which modules.
+"""Listeners of module calls, and the paths they listen to.
 
-Whether a listener is interested in a path is decided once, when the path is made or a listener
-comes or goes, and kept on the path as `PathListeners`. A path nobody listens to has none, and a
-call on it does no work for events at all.
+Which listeners a path has is decided once, when the path is created or a listener is added or
+removed, and kept on the path as `PathListeners`. Calls on a path without listeners do no work for
+events.
 
 Note [Listeners that fail]
 Rule 1: an `Exception` of a listener does not reach the model. It is logged, the subscription ends,
         and `Subscription.error` keeps it.
-Rule 2: what is not an `Exception`, such as a KeyboardInterrupt, goes through; the tracker is left
-        clean.
-Rule 3: what a hook of `register_user_hooks` raises goes through, as in torch: it is the user's own.
+Rule 2: other exceptions, such as a KeyboardInterrupt, reach the caller of the model.
+Rule 3: exceptions of hooks of `register_user_hooks` reach the caller, as in torch.
 """
 
 from __future__ import annotations
@@ -40,14 +39,7 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 @dataclass(frozen=True)
 class Filter:
-    """Which modules a listener wants to hear of.
-
-    Attributes:
-        include: patterns of which one must match the name; () for every name.
-        exclude: patterns of which none may match the name.
-        max_depth: largest number of modules on the path; None for any.
-        types: classes of which the module must be an instance; () for any.
-    """
+    """The modules of a listener; the options of `ModTracker.subscribe`."""
 
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
@@ -55,7 +47,6 @@ class Filter:
     types: tuple[type, ...] = ()
 
     def accepts(self, path: Path) -> bool:
-        """Whether calls on this path pass."""
         if self.max_depth is not None and len(path.stack) > self.max_depth:
             return False
         if self.types and not isinstance(path.module(), self.types):
@@ -67,11 +58,11 @@ class Filter:
 
 @dataclass(frozen=True)
 class Callbacks:
-    """What to call, each with the module, or None if it is gone, and then:
+    """Callbacks of one listener.
 
-    pre_forward `(args, kwargs)`, post_forward `(args, kwargs, output)`, pre_backward and
-    post_backward `(grads,)`. Which call it is, the attribution says meanwhile. `switched` gets
-    `(call, phase)` whenever another call runs.
+    Each gets the module, or None if it is gone, and: pre_forward `(args, kwargs)`, post_forward
+    `(args, kwargs, output)`, pre_backward and post_backward `(grads,)`. `Attribution.locate`
+    returns the call meanwhile. `switched` gets `(call, phase)` whenever another call runs.
     """
 
     pre_forward: Callback | None = None
@@ -83,11 +74,11 @@ class Callbacks:
 
 @dataclass(frozen=True)
 class PathListeners:
-    """The callbacks interested in one path, in order of registration.
+    """The callbacks of one path, in order of registration.
 
     Attributes:
-        forward: pairs of `pre_forward` and `post_forward`: who is told of the entry, or comes
-            after one who is, is told of the exit.
+        forward: pairs of `pre_forward` and `post_forward`. If a `pre_forward` raises, the
+            `post_forward` of the pairs before it are called.
     """
 
     forward: tuple[tuple[Callback | None, Callback | None], ...] = ()
@@ -99,15 +90,11 @@ class PathListeners:
 NOTHING = PathListeners()
 
 INTERNAL = PathListeners()
-"""Of graphs that torch.compile calls: such a call is not a module call."""
+"""Marks graphs that torch.compile calls: such a call is not a module call."""
 
 
 class Listeners:
-    """Registered callbacks with their filters.
-
-    Attributes:
-        switched: the callbacks that hear of every change of the running call.
-    """
+    """All registered callbacks, with their filters."""
 
     def __init__(self) -> None:
         self._entries: tuple[tuple[Callbacks, Filter], ...] = ()
@@ -115,13 +102,13 @@ class Listeners:
         self.switched: tuple[Callback, ...] = ()
 
     def add(self, callbacks: Callbacks, only: Filter) -> Callable[[], None]:
-        """Register callbacks; the returned function takes them out again."""
+        """Register callbacks; the returned function removes them."""
         entry = (callbacks, only)
         self._set((*self._entries, entry))
         return lambda: self._set(kept for kept in self._entries if kept is not entry)
 
     def of(self, path: Path) -> PathListeners | None:
-        """Return what a path has to tell, or None if nobody wants to know."""
+        """Return the listeners of a path, or None if it has none."""
         interested = [callbacks for callbacks, only in self._entries if only.accepts(path)]
         if len(interested) == len(self._entries):
             return self._all
@@ -134,7 +121,6 @@ class Listeners:
 
 
 def collect(interested: list[Callbacks]) -> PathListeners:
-    """Turn callbacks into one."""
 
     def those(kind: str) -> tuple[Callback, ...]:
         found = (getattr(callbacks, kind) for callbacks in interested)
@@ -165,16 +151,14 @@ class Subscription:
         """Stop listening. A second call does nothing."""
         if self._remove is not None:
             self._remove()
-            # Only now: after an interrupt a second call must do it.
             self._remove = None
 
     def starts(self, remove: Callable[[], None]) -> Subscription:
-        """Note how the subscription that has just begun is ended."""
         self._remove = remove
         return self
 
     def guard(self, listener: Callable[..., object]) -> Callable[..., None]:
-        """Return `listener` with its errors kept away from the model. See Rules 1 and 2."""
+        """Wrap a listener so that its errors do not reach the model. See Rules 1 and 2."""
 
         def call(*args: Any) -> None:
             if self.error is None:

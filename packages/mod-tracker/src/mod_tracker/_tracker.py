@@ -24,17 +24,17 @@ Phase = Literal["forward", "recompute", "backward", "outside"]
 
 
 class ModTracker:
-    """Knows which module is running, in forward, in recompute and in backward.
+    """Tracks which module is running, in forward, in recompute and in backward.
 
-    A drop-in for `torch.distributed._tools.mod_tracker.ModTracker`, with more questions to ask.
-    Within the `with` block every module call is followed; backward can be asked about as long as
-    the tracker lives. A tracker may be entered several times, and trackers may be nested and left
-    in any order. Modules that already run when the first tracker is entered are not seen.
+    A drop-in for `torch.distributed._tools.mod_tracker.ModTracker`, with more to ask. Every module
+    call in the `with` block is tracked; backward is attributed as long as the tracker lives. A
+    tracker may be entered several times, and trackers may be nested and left in any order. Modules
+    that already run when the first tracker is entered are not seen.
 
     Args:
-        roots: models to name before they are called. Without them a model is named when it is
-            first called, and a part of it that is called earlier keeps a name of its own.
-        history: number of module calls that can still be found in backward, per thread.
+        roots: models to name before they are called. Otherwise a model is named when it is first
+            called, and a part that is called earlier is named as a model itself.
+        history: module calls per thread that backward can be attributed to; older ones are dropped.
 
     Raises:
         OptionError: `history` is not positive, or a root is not a module.
@@ -69,7 +69,7 @@ class ModTracker:
             self._attribution.names.adopt(root)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # What was seen belongs to the modules and graphs of this process; a copy starts afresh.
+        # A copy starts empty: names and records refer to modules and graphs of this process.
         return _fresh, (type(self), self._history)
 
     def __enter__(self) -> ModTracker:
@@ -113,16 +113,16 @@ class ModTracker:
         Args:
             pre_fw_hook: called with `(module, args)` before the forward.
             post_fw_hook: called with `(module, args, output)` after it; output None if it failed.
-            pre_bw_hook: called with `(module, grads)` when the first gradient of an output is
-                there. The module is None if it no longer exists.
-            post_bw_hook: called with `(module, grads)` when the gradients of the inputs are
-                there, or at the end of the backward.
+            pre_bw_hook: called with `(module, grads)` when the first gradient of an output
+                arrives. The module is None if it no longer exists.
+            post_bw_hook: called with `(module, grads)` when the gradients of the inputs have
+                arrived, or at the end of the backward.
 
         Raises:
-            HookSlotError: a hook of a kind that is taken; no hook is registered then.
+            HookSlotError: there is a hook of that kind already; no hook is registered then.
 
-        What a hook raises reaches the caller of the module or the backward, as with torch's
-        tracker; the tracker is left clean.
+        An exception of a hook reaches the caller of the module or the backward, as with torch's
+        tracker.
         """
         hooks = {
             "pre_fw_hook": pre_fw_hook,
@@ -153,7 +153,7 @@ class ModTracker:
             registered.remove()
         self._user_hooks = {}
 
-    # Questions about now.
+    # What runs now.
 
     @property
     def stack(self) -> tuple[str, ...]:
@@ -178,30 +178,30 @@ class ModTracker:
 
     @property
     def called_as(self) -> str | None:
-        """Name of the innermost module by the way it was reached, or None."""
+        """Name of the innermost module by the path of this call, or None."""
         return self._attribution.locate()[0][0].called_as or None
 
     @property
     def call_index(self) -> int | None:
-        """How often the current path had been called before in this thread, or None."""
+        """Number of earlier calls of the current path in this thread, or None."""
         call = self.call
         return None if call is None else call.call_index
 
     @property
     def iteration(self) -> int | None:
-        """How often the current root had been called before in this thread, or None."""
+        """Number of earlier calls of the current root in this thread, or None."""
         call = self.call
         return None if call is None else call.iteration
 
     def in_module(self, *patterns: str) -> bool:
-        """Whether a module runs whose name, or state_dict prefix, matches one of the patterns.
+        """Whether a running module's name, or state_dict prefix, matches one of the patterns.
 
         Args:
             patterns: shell patterns such as "layers.*" or "Encoder.layers.?".
         """
         return any(matches(name, patterns) for name in self.stack)
 
-    # Questions about names.
+    # Names.
 
     def module(self, name: str) -> nn.Module | None:
         """Return the module with this name, or None if there is none or it no longer exists."""
@@ -228,8 +228,8 @@ class ModTracker:
     ) -> Subscription:
         """Listen to module calls; any number of subscriptions may exist.
 
-        Listening changes nothing: a callback that raises an `Exception` is not called again, the
-        error is logged and kept in `Subscription.error`, and the model goes on.
+        An `Exception` of a callback does not reach the model: it is logged and kept in
+        `Subscription.error`, and the callback is not called again.
 
         Args:
             pre_forward: called with `(call, args, kwargs)`; `call` is a `ModuleCall`.
@@ -237,7 +237,7 @@ class ModTracker:
             pre_backward: called with `(call, grads)`.
             post_backward: called with `(call, grads)`.
             include: only modules whose name or state_dict prefix matches one of these patterns.
-            exclude: but not those that match one of these.
+            exclude: without modules that match one of these.
             max_depth: only modules with at most this many modules on the path, itself included.
             types: only instances of these classes.
 
@@ -275,8 +275,8 @@ class ModTracker:
     def on_switch(self, callback: Callable[[ModuleCall | None, str], object]) -> Subscription:
         """Listen to every change of the running call, in forward and in backward.
 
-        In backward a change is seen at the nodes that made a module's input or output. A callback
-        that raises is treated as by `subscribe`.
+        In backward a change is seen at the nodes that made a module's input or output. Errors of
+        the callback are handled as by `subscribe`.
 
         Args:
             callback: called with `(call, phase)`; `call` is None outside of all modules.
