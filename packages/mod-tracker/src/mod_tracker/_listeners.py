@@ -153,11 +153,11 @@ class Subscription:
             self._remove()
             self._remove = None
 
-    def starts(self, remove: Callable[[], None]) -> Subscription:
+    def _starts(self, remove: Callable[[], None]) -> Subscription:
         self._remove = remove
         return self
 
-    def guard(self, listener: Callable[..., object]) -> Callable[..., None]:
+    def _guard(self, listener: Callable[..., object]) -> Callable[..., None]:
         """Wrap a listener so that its errors do not reach the model. See Rules 1 and 2."""
 
         def call(*args: Any) -> None:

@@ -256,7 +256,7 @@ class ModTracker:
         subscription = Subscription()
 
         def notified(callback: Hook | None) -> Hook | None:
-            return None if callback is None else subscription.guard(self._described(callback))
+            return None if callback is None else subscription._guard(self._described(callback))
 
         callbacks = Callbacks(
             pre_forward=notified(pre_forward),
@@ -283,7 +283,7 @@ class ModTracker:
         """
         check_callable("on_switch", "callback", callback, "a function")
         subscription = Subscription()
-        notified = subscription.guard(lambda call, phase: callback(describe(call), phase))
+        notified = subscription._guard(lambda call, phase: callback(describe(call), phase))
         return self._listen(Callbacks(switched=notified), subscription=subscription)
 
     def _listen(
@@ -304,7 +304,7 @@ class ModTracker:
         except BaseException:
             remove()
             raise
-        return (subscription or Subscription()).starts(remove)
+        return (subscription or Subscription())._starts(remove)
 
     def _described(self, callback: Hook) -> Hook:
         locate = self._attribution.locate

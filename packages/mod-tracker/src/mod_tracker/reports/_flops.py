@@ -31,23 +31,23 @@ from ._phase_totals import PhaseTotals
 from ._report import PhaseRow, Report, phase_rows
 
 SHOWN = 8
-"""Operators that a note names."""
+"""Operators that a note shows."""
 
 
 class FlopReport(Report[PhaseRow]):
     """Floating-point operations per module; a multiplication and an addition are two.
 
-    Products are counted: of matrices, of convolutions, of attention. Attention counts every pair
-    of a query and a key, also those that a mask hides.
+    Matrix products, convolutions and attention are counted. Attention counts every pair of a query
+    and a key, also those that a mask hides.
 
     Attributes:
         by_operator: floating-point operations of each operator that has a formula.
-        uncounted: how often each operator without a formula ran.
-        unknown: those of `uncounted` that may multiply; all others are known not to. `notes` name
-            them. Give them a formula, by the option `formulas`.
-        compiled: modules that ran compiled. What runs in compiled code is not counted.
-        model_flops: those that the model needs: without what a checkpoint runs again, and without
-            the product that the backward of fused attention repeats.
+        uncounted: number of calls of each operator without a formula.
+        unknown: the operators of `uncounted` that may multiply; `notes` name them. Give them a
+            formula by the option `formulas`.
+        compiled: modules that ran compiled. FLOPs of compiled code are not counted.
+        model_flops: without recomputation by checkpoints, and without the product that the
+            backward of fused attention repeats.
     """
 
     unit = "FLOP"
@@ -64,29 +64,28 @@ class FlopReport(Report[PhaseRow]):
         self._masked = self._model_masked = 0
 
     def mfu(self, peak_flops: float, seconds: float, *, skip_masked: bool = False) -> float:
-        """Return the model FLOPs utilization: the share of the peak that the model's own work is.
+        """Return the model FLOPs utilization: the model's FLOPs as a share of the device's peak.
 
-        What is computed twice, because of checkpointing, counts once: MFU is the speed of training
-        (PaLM, arXiv:2204.02311, appendix B). Like there, attention counts in full under a causal
-        mask.
+        Recomputation does not count (PaLM, arXiv:2204.02311, appendix B). As there, attention
+        counts in full under a causal mask.
 
         Args:
-            peak_flops: of the device, per second, in the type that is used: 989e12 for bfloat16 on
-                an H100. In a process group a report counts what this rank does, so it is the peak
-                of one device.
-            seconds: how long the measured block takes without a report around it.
+            peak_flops: FLOPs per second of the device in the type that is used: 989e12 for bfloat16
+                on an H100. In a process group a report counts the work of this rank, so this is
+                the peak of one device.
+            seconds: time of the measured block without a report.
             skip_masked: leave out pairs of queries and keys that `is_causal=True`, or a window, of
                 an attention kernel hides.
 
         Raises:
-            OptionError: `peak_flops` or `seconds` is not above zero.
-            StateError: modules ran compiled, so that their FLOPs are missing.
+            OptionError: `peak_flops` or `seconds` is not a number above zero.
+            StateError: modules ran compiled, and their FLOPs are missing.
         """
         work = self.model_flops - (self._model_masked if skip_masked else 0)
         return self._share("mfu", work, peak_flops, seconds)
 
     def hfu(self, peak_flops: float, seconds: float, *, skip_masked: bool = False) -> float:
-        """Return the hardware FLOPs utilization: like `mfu`, with what is computed again."""
+        """Return the hardware FLOPs utilization: like `mfu`, with recomputation."""
         work = self.total - (self._masked if skip_masked else 0)
         return self._share("hfu", work, peak_flops, seconds)
 
@@ -119,14 +118,14 @@ class FlopReport(Report[PhaseRow]):
 
 FREE, UNKNOWN = "free", "unknown"
 COMPOSITE = "composite"  # its parts are counted
-INSIDE = "inside"  # a higher-order operator: what its functions do is counted
+INSIDE = "inside"  # a higher-order operator: its functions are counted
 
 Rule = Count | str
-"""How an operator is counted: its formula, or what is to be done with one that has none."""
+"""How an operator is counted: a formula, or one of the names above."""
 
 
 class Counts:
-    """What was counted, by path, phase and operator."""
+    """FLOPs by path, phase and operator."""
 
     def __init__(self) -> None:
         self.amounts: defaultdict[tuple[Path, str, Any], list[int]] = defaultdict(
@@ -136,7 +135,7 @@ class Counts:
         self.unknown: Counter[Any] = Counter()
 
     def add(self, place: tuple[Path, str, Any], amounts: Any) -> None:
-        """Add numbers that are in the order of an `Amount`."""
+        """Add the numbers of an `Amount`."""
         sums = self.amounts[place]
         for at, amount in enumerate(amounts):
             sums[at] += amount
@@ -151,9 +150,8 @@ class FlopMode(MeasuringMode):
     """Counts every operator.
 
     Attributes:
-        counts: what was counted so far.
-        errors: what a formula last raised, by operator. Its calls are among the uncounted: who
-            measures a model does not stop it.
+        errors: the last exception of a formula, by operator. Calls of the operator are uncounted
+            then; the model goes on.
     """
 
     def __init__(self, attribution: Attribution, formulas: Mapping[Any, Count]) -> None:
@@ -170,8 +168,8 @@ class FlopMode(MeasuringMode):
         rule = self._rules.get(func)
         if rule is None:
             rule = self._rules[func] = self._rule_of(func)
-        # A subclass is counted as a whole where there is a formula, and else by what it does. A
-        # rank of a sharded tensor does a part of the whole.
+        # A subclass is counted as a whole if there is a formula, and otherwise by its inner
+        # operators. A rank of a sharded tensor computes a part of the whole.
         if types and has_own_way(types) and (isinstance(rule, str) or _not_whole(types, args)):
             return self.pass_on(func, types, args, kwargs)
         if types and self.is_tried_out(types):
@@ -214,7 +212,7 @@ class FlopMode(MeasuringMode):
             if func is torch.ops.higher_order.cond and makes_stand_ins():
                 self.counts.unknown[func] += 1  # without data both branches run
             return self.call_inside(func, args, kwargs)
-        # A kernel that has torch carry out products shows them. What shows none may multiply.
+        # If the kernel calls operators with products, they are counted. Otherwise it may multiply.
         products = sum(map(len, self.counts.amounts.values())), self.counts.total
         ran = run_inside(self, func, args, kwargs)
         output = func(*args, **kwargs) if ran is None else ran[0]
@@ -255,12 +253,11 @@ def profile_flops(
 
     Args:
         roots: models to name before they are called; see `ModTracker`.
-        formulas: formulas for operators of your own, or instead of those that are known. The key
-            is an operator such as `torch.ops.mylib.attention`; the value is called with the
-            operator's arguments, shapes in place of tensors, and with `out_shape`, and returns a
-            number. Formulas registered with `torch.utils.flop_counter.register_flop_formula` are
-            known. What one raises does not reach the model: the operator is uncounted then, and
-            `FlopReport.notes` say why.
+        formulas: formulas for your own operators, or to replace known ones. A key is an operator
+            such as `torch.ops.mylib.attention`. The formula is called with the operator's
+            arguments, with shapes in place of tensors, and with `out_shape`, and returns a number.
+            If it raises, the operator is uncounted, and `FlopReport.notes` say why. Formulas
+            registered with `torch.utils.flop_counter.register_flop_formula` are used, too.
 
     Raises:
         OptionError: `formulas` is no dict, a key no operator, or its formula no function.
@@ -274,7 +271,7 @@ def profile_flops(
         >>> report["1"].forward, report.total == report.sum("self_total")
         (32, True)
     """
-    from torch.utils.flop_counter import flop_registry  # brings Triton, where that is installed
+    from torch.utils.flop_counter import flop_registry  # imports Triton if it is installed
 
     report = FlopReport()
     if formulas is not None and not isinstance(formulas, Mapping):

@@ -1,4 +1,4 @@
-"""Whether steps leave more memory behind each time, as a check in a test."""
+"""`assert_no_growth`: a test that steps do not leak memory."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from ._watch import watch_memory
 def assert_no_growth(
     step: Callable[[], object], *, steps: int = 3, warmup: int = 2, slack_bytes: int = 0
 ) -> None:
-    """Run a step several times, and fail if each time it leaves more memory alive.
+    """Run a step several times, and fail if the memory left alive grows in each of them.
 
-    What is alive is compared by module and line after each step, with garbage collected. A place
-    that holds more after each of the steps than before it grows; one that grows once, such as a
-    cache that fills, does not.
+    Live bytes are compared by module and line after each step and a garbage collection. It is a
+    leak if a line has more live bytes after each of the steps; a cache that fills once is not.
 
     Args:
-        step: what to run, a training step for example.
-        steps: how many steps are compared.
-        warmup: how many steps come before those, in which gradients and optimizer state are made.
-        slack_bytes: growth per step of one place that is ignored.
+        step: function to run, such as a training step.
+        steps: number of steps to compare.
+        warmup: number of steps before those, in which gradients and optimizer state are allocated.
+        slack_bytes: growth of one line per step that is ignored.
 
     Raises:
-        AssertionError: memory grows; the message has each place, with bytes per step.
+        AssertionError: memory grows; the message has each line, with bytes per step.
         OptionError: `step` cannot be called, `steps` is below 2, or another number negative.
 
     Example:

@@ -1,4 +1,4 @@
-"""Memory per module - allocated, kept for backward, parameters, gradients, optimizer."""
+"""Memory per module: allocated, saved for backward, parameters, gradients, optimizer."""
 
 from __future__ import annotations
 
@@ -39,13 +39,12 @@ class MemoryRow:
     Attributes:
         peak: most bytes alive at once, of all modules, while this one ran, in any phase.
         allocated: bytes that operators allocated.
-        freed: bytes freed while the module ran, whoever had allocated them.
-        saved: bytes kept for backward: distinct storages other than parameters and buffers,
-            charged to the module that saved them first.
-        parameters: bytes of the parameters; a storage that several share counts where the first
-            of them is registered.
-        gradients: bytes of their gradients at the end, each storage once likewise.
-        optimizer: bytes of the optimizer's state for them at the end, each storage once likewise.
+        freed: bytes freed while the module ran, also those that other modules allocated.
+        saved: bytes saved for backward: distinct storages other than parameters and buffers,
+            counted in the module that saved them first.
+        parameters: bytes of the parameters; a shared storage counts where it is first registered.
+        gradients: bytes of their gradients at the end, shared storages likewise.
+        optimizer: bytes of the optimizer's state for them at the end, shared storages likewise.
     """
 
     name: str
@@ -73,13 +72,13 @@ class MemoryReport(Report[MemoryRow]):
     """Bytes per module.
 
     Attributes:
-        peak: most bytes alive at once that were allocated in the block. Parameters that existed
-            before come on top.
-        totals: for each kind of bytes, their sum, counted independently of the rows.
-        causes: what was alive at the peak, with what existed before: bytes of "parameters" (and
-            buffers), "gradients", "optimizer" (its state, and what its step needs), "activations"
-            (all else), and "logits and loss" (what the last layer with a weight matrix makes, and
-            what comes after it until the backward has gone through it). The largest comes first.
+        peak: most bytes alive at once of those allocated in the block, without parameters that
+            existed before.
+        totals: sum of each kind of bytes, added up separately from the rows.
+        causes: bytes alive at the peak, with those from before the block, the largest cause first:
+            "parameters" (and buffers), "gradients", "optimizer" (its state, and temporaries of its
+            step), "logits and loss" (from the last layer with a weight matrix until the backward
+            has passed it), and "activations" (all others).
     """
 
     unit = "B"
@@ -90,7 +89,7 @@ class MemoryReport(Report[MemoryRow]):
     sort_by = "peak"
     explained: ClassVar[str] = (
         "A module counts with the modules inside it. peak: most bytes alive at once, of all "
-        "modules, while it ran; saved: kept for backward."
+        "modules, while it ran; saved: for backward."
     )
     title = "Memory"
     scalar_unit: ClassVar[tuple[str, int]] = ("bytes", 1)
@@ -117,21 +116,21 @@ class MemoryReport(Report[MemoryRow]):
 
 
 def apart(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that is saved for backward without its place in the graph.
+    """Return a saved tensor without its node.
 
-    A node saves its own result, too: kept as it is, the two would hold each other, and what a
-    forward made that nobody goes back through would stay until garbage is collected. When torch
-    takes the tensor back it puts it in its place again.
+    A node may save its own result: with the node, they would be a reference cycle, and a forward
+    without a backward would be freed by the garbage collector only. torch restores the node when
+    it unpacks the tensor.
     """
     return tensor if tensor.grad_fn is None else tensor.detach()
 
 
 class KeptTensor:
-    """A tensor kept for backward by hooks of a report. Its end is the end of the keeping.
+    """A tensor that hooks of a report saved for backward; freed with the node that saved it.
 
     Attributes:
-        keys: its storages, by `id`.
-        tensor: the tensor, without its place in the graph.
+        keys: `id` of its storages.
+        tensor: the tensor without its node.
     """
 
     __slots__ = ("_released", "_version", "keys", "tensor")
@@ -144,12 +143,11 @@ class KeptTensor:
         self.tensor: torch.Tensor = apart(tensor)
 
     def __del__(self) -> None:
-        if hasattr(self, "tensor"):  # an interrupt may have come before there was any
-            for key in self.keys:
-                self._released(key)
+        for key in self.keys:
+            self._released(key)
 
     def given_back(self) -> torch.Tensor:
-        """Return the tensor, which must be as it was: under hooks torch does not look.
+        """Return the tensor; torch itself does not compare versions of packed tensors.
 
         Raises:
             StateError: it was changed in place.
@@ -165,7 +163,7 @@ class KeptTensor:
 
 
 class _Saved:
-    """Bytes kept for backward, each storage once for as long as it is kept."""
+    """Bytes saved for backward; a storage counts once for as long as it stays saved."""
 
     def __init__(self, attribution: Attribution) -> None:
         self._attribution = attribution
@@ -173,7 +171,6 @@ class _Saved:
         self._first: list[tuple[weakref.ref, Call, str, int]] = []
 
     def pack(self, tensor: torch.Tensor) -> KeptTensor:
-        """Note that a tensor is kept."""
         keys = []
         for _, storage in storages_of([tensor]):
             key = id(storage)
@@ -186,13 +183,12 @@ class _Saved:
         return KeptTensor(tensor, keys, self.release)
 
     def release(self, key: int) -> None:
-        """Note that one keeping has ended."""
         left = self._uses.pop(key, 1) - 1
         if left:
             self._uses[key] = left
 
     def totals(self, permanent: set[int]) -> PhaseTotals:
-        """Return the bytes kept, without storages that live anyway, by `id`."""
+        """Return the saved bytes, without `permanent` storages, by `id`."""
         totals = PhaseTotals()
         for ref, call, phase, size in self._first:
             if id(ref()) not in permanent:
@@ -225,14 +221,14 @@ def profile_memory(
 ) -> Iterator[MemoryReport]:
     """Measure each module's memory in forward, recompute and backward.
 
-    Works under `FakeTensorMode`, entered first: then nothing is allocated, and a model that fits
-    nowhere can be measured. What is kept for backward is counted by hooks for saved tensors, so a
-    model that uses `torch.func` cannot be measured; see `watch_memory`.
+    Under `FakeTensorMode`, entered first, nothing is allocated, so models of any size can be
+    measured. Saved bytes are counted by hooks for saved tensors, which `torch.func` does not
+    support; see `watch_memory`.
 
     Args:
         roots: models to name before they are called, and whose parameters count even if they are
             not called; see `ModTracker`.
-        optimizer: whose state to count.
+        optimizer: optimizer whose state to count.
 
     Raises:
         OptionError: `optimizer` has no state to read.
@@ -293,7 +289,6 @@ def profile_memory(
 def _causes(
     mode: AllocationMode, roots: dict[str, nn.Module], optimizer: torch.optim.Optimizer | None
 ) -> dict[str, int]:
-    """Bytes at the peak by cause, the largest first."""
     held: dict[str, list[torch.Tensor]] = {PARAMETERS: [], GRADIENTS: [], OPTIMIZER: []}
     for kind, _, tensor in registered(roots, ()):
         held[PARAMETERS if kind == "buffers" else kind].append(tensor)

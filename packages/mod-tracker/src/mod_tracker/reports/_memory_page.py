@@ -1,4 +1,4 @@
-"""One page on who holds the memory: by kind, by module, the largest tensors, what would help."""
+"""The page of `watch_memory`: memory by cause, kind and module, largest tensors, growth."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from ._causes import CAUSES
 from ._holders import KINDS, Held
 
 SHOWN = 8
-"""Rows of each table."""
+"""Rows of each section."""
 
 
 @dataclass(frozen=True)
 class MemoryPage:
-    """What holds the memory at one moment.
+    """Memory at one moment, and what holds it.
 
     Attributes:
         reason: why the page was written.
         held: every storage that is alive, largest first.
         grown: bytes by module and line that were allocated in the last step and stayed alive.
-        steps: how many steps there were.
+        steps: number of steps so far.
         inputs: input tensors of the current step, and of the one before.
-        notes: what a reader has to know about how this was measured.
-        running: phase and module in which the page was written, "" outside of all: what comes
-            later in the step is not on it.
-        allocators: of each CUDA device in use: what it reserves, and where that is fragmented.
+        notes: limits of this measurement.
+        running: phase and module in which the page was written; "" outside of all modules.
+        allocators: the allocator of each CUDA device in use.
     """
 
     reason: str
@@ -96,7 +95,7 @@ class MemoryPage:
         return "\n".join(lines)
 
     def _step_lines(self) -> Iterable[str]:
-        # A batch unlike the one before is what first comes to mind, and cannot be seen from bytes.
+        # A larger batch is the most frequent reason, and bytes do not show it.
         if self.inputs:
             now, *before = self.inputs
             differ = f"; of the one before: {before[0]}" if before and before[0] != now else ""
@@ -151,7 +150,7 @@ def _by_stack(held: Iterable[Held]) -> dict[str, int]:
 
 
 def tensor_shown(tensor: torch.Tensor) -> str:
-    """Write a tensor's type and shape.
+    """Format a tensor's type and shape.
 
     Example:
         >>> tensor_shown(torch.zeros(2, 3))

@@ -1,7 +1,7 @@
 """Amounts by module and phase, and their sums over the modules around.
 
-The amount of a module itself ("self") leaves out the modules inside it, so each unit is in one
-place: self amounts over all modules and the outside add up to everything that was added.
+A module's own amount ("self") leaves out the modules inside it, so own amounts of all modules and
+of the outside add up to the total.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def stack_of(name: str) -> Stack:
 
 
 class PhaseTotals:
-    """Adds amounts.
+    """Amounts by stack of module names and phase.
 
     Attributes:
-        total: sum of all amounts, kept on its own, as a check on the sums by module.
-        stacks: amounts by stack of names, the outside is (), and by phase.
+        total: sum of all amounts, added up separately as a check on the sums by module.
+        stacks: amounts by stack, which is () for the outside, and phase.
 
     Example:
         >>> totals = PhaseTotals()
@@ -44,13 +44,11 @@ class PhaseTotals:
         self.stacks: dict[Stack, dict[str, int]] = {}
 
     def add(self, stack: Stack, phase: str, amount: int) -> None:
-        """Add to the innermost module of a stack."""
         self.total += amount
         amounts = self.stacks.setdefault(stack, {})
         amounts[phase] = amounts.get(phase, 0) + amount
 
     def add_all(self, other: PhaseTotals) -> None:
-        """Add everything that another totals has."""
         for stack, amounts in other.stacks.items():
             for phase, amount in amounts.items():
                 self.add(stack, phase, amount)
@@ -59,9 +57,9 @@ class PhaseTotals:
 def by_module(
     stacks: Mapping[Stack, Mapping[str, int]],
 ) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, int]]]:
-    """Return amounts by name and phase: without, and with the modules inside; the outside is "".
+    """Return amounts by name and phase, without and with the modules inside; the outside is "".
 
-    What runs outside of modules and of a backward is shown as forward.
+    The phase "outside" counts as forward.
     """
     own: dict[str, dict[str, int]] = {"": dict.fromkeys(PHASES, 0)}
     inside: dict[str, dict[str, int]] = {"": dict.fromkeys(PHASES, 0)}

@@ -1,4 +1,4 @@
-"""Rows of a report, and the ways to write them down."""
+"""Rows of a report, and its output as table, page, JSON, CSV and scalars."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ class PhaseRow:
 
     Args:
         name: of the module, as in `ModuleCall`.
-        self_forward: without the modules inside it; so `self_recompute` and `self_backward`.
-        forward: with the modules inside it.
-        recompute: of forwards that ran again for backward; `backward`: of backward.
+        self_forward: without the modules inside it; likewise `self_recompute`, `self_backward`.
+        forward: with the modules inside it; likewise `recompute` and `backward`.
     """
 
     name: str
@@ -78,13 +77,13 @@ class Report(Generic[R]):
     `"Net.layers.0"`.
 
     Attributes:
-        unit: what the numbers count.
-        title: what they are.
-        columns: columns of a table; `to_json()` and `to_csv()` have all there are.
-        sort_by: column by which rows are sorted unless told otherwise, largest first.
-        explained: what the columns are.
-        scalar_unit: end of the names of `scalars()`, and how many of `unit` make one of it.
-        notes: what a reader has to know about how this was measured; a table ends with them.
+        unit: unit of the numbers.
+        title: title of a page.
+        columns: columns of a table; `to_json()` and `to_csv()` have all columns.
+        sort_by: default column by which rows are sorted, largest first.
+        explained: explanation of the columns, below a table.
+        scalar_unit: end of the names of `scalars()`, and the number by which amounts are divided.
+        notes: limits of this measurement; a table ends with them.
     """
 
     unit: ClassVar[str] = ""
@@ -115,10 +114,10 @@ class Report(Generic[R]):
         """Set the result.
 
         Args:
-            rows: by name of the module; the one with the name "" is the outside.
+            rows: by name of the module; the outside has the name "".
             total: everything that was counted.
-            stacks: for each column that the page can show, first the one it shows unless told
-                otherwise, amounts by stack and phase. None: there is no page.
+            stacks: amounts by stack and phase, for each column that the page can show, the default
+                one first. None: there is no page.
             ran: whether anything ran in the block.
         """
         self._rows = dict(rows)
@@ -128,7 +127,7 @@ class Report(Generic[R]):
 
     @property
     def rows(self) -> dict[str, R]:
-        """Rows of the modules by name, in the order in which they were first seen."""
+        """Rows of the modules by name, in the order of their first calls."""
         return {name: row for name, row in self._complete().items() if name}
 
     @property
@@ -194,7 +193,7 @@ class Report(Generic[R]):
             return str(error)
 
     def table(self, *, by: str | None = None, limit: int | None = None) -> str:
-        """Return a text table, largest first, the outside last, and what its columns are.
+        """Return a text table, largest first, the outside last, with notes below it.
 
         Args:
             by: column to sort by.
@@ -226,15 +225,15 @@ class Report(Generic[R]):
         return any(getattr(row, column) for column in self.columns)
 
     def _footer(self) -> tuple[str, ...]:
-        """Lines below a table, of what is no row."""
+        """Return more lines below a table."""
         return ()
 
     def to_html(self, path: str | PathLike[str] | None = None, *, by: str | None = None) -> str:
         """Return a page with a flame chart and the table: one self-contained file.
 
         Args:
-            path: where to write it, too.
-            by: what is drawn: "total", or for memory one of the kinds of bytes that add up.
+            path: file to write the page to, too.
+            by: column to draw: "total", or for memory one whose bytes add up.
 
         Raises:
             OptionError: `by` is none of these.
@@ -285,15 +284,14 @@ class Report(Generic[R]):
         return text.getvalue()
 
     def scalars(self, *, by: str | None = None, limit: int | None = 20) -> dict[str, float]:
-        """Return numbers by name, flat, as loggers take them: `"Net.0/backward_flops": 64.0`.
+        """Return a flat dict of numbers for loggers, such as `"Net.0/backward_flops": 64.0`.
 
-        Every module has the `columns`; so has "outside", and the sums have no module. The unit is
-        the end of each name: flops, s (seconds) or bytes.
+        There is a number for each of the `columns` of each module and of "outside", and for the
+        sums. Each name ends with the unit: flops, s (seconds) or bytes.
 
         Args:
-            by: column that decides which modules are the largest.
-            limit: modules at most; how many others there are is "modules_left_out", if any. None
-                for all.
+            by: column by which the largest modules are chosen.
+            limit: modules at most; "modules_left_out" is the number of others. None for all.
 
         Raises:
             OptionError: there is no such column, or `limit` is negative or not an int.
@@ -316,7 +314,7 @@ class Report(Generic[R]):
         return {"total": self.total}
 
     def diff(self, other: Report[R]) -> Report[R]:
-        """Return this report less `other`; a module that one of them lacks counts as zero there.
+        """Return this report minus `other`; a module that one of them lacks counts as zero.
 
         Raises:
             OptionError: the reports are of different kinds.

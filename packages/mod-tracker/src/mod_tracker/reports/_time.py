@@ -26,8 +26,8 @@ from ._report import PhaseRow, Report, phase_rows
 class TimeReport(Report[PhaseRow]):
     """Nanoseconds per module.
 
-    In backward a module's time runs from the first node that made one of its outputs. What comes
-    before the first module of a backward, the loss for example, is outside.
+    In backward a module's time begins at the first node that made one of its outputs. Time before
+    the first module of a backward, such as that of the loss, is outside.
 
     Attributes:
         by_device: nanoseconds of each device, such as "cuda:0"; {} with the host's clock.
@@ -49,17 +49,17 @@ class TimeReport(Report[PhaseRow]):
 class Timeline:
     """Readings of a clock, each with the call that runs from then on.
 
-    Follows the thread that made it, and the threads in which torch runs its backward.
+    Readings are taken in the thread that created this, and in torch's backward threads.
 
     Args:
-        attribution: where the thread is.
-        read: reads the clock; cheap, and without waiting for a device.
+        attribution: of the tracker.
+        read: reads the clock; must be cheap, and must not wait for a device.
 
     Attributes:
         readings: clock, call and phase.
-        switch: takes a reading, if this thread is followed; the call it is given runs from here
-            on. Returns whether one was taken. Made once for the timeline, and without a look at
-            `self`: it is half of what a report of times costs.
+        switch: called with the call and phase that run from now on; takes a reading if this thread
+            is followed, and returns whether it did. A closure, since it is half of the cost of a
+            report of times.
     """
 
     def __init__(self, attribution: Attribution, read: Callable[[], Any]) -> None:
@@ -78,7 +78,7 @@ class Timeline:
         self.switch = switch
 
     def start(self) -> None:
-        """Take the first reading, and the last one."""
+        """Take the first reading; at the end, the last one."""
         self.switch(NOWHERE, OUTSIDE)
 
 
@@ -89,9 +89,9 @@ def profile_time(*roots: nn.Module, clock: str = "cpu") -> Iterator[TimeReport]:
     Args:
         roots: models to name before they are called; see `ModTracker`.
         clock: "cpu" is the wall clock of the host. "device", or the type of this machine's
-            accelerators such as "cuda", is the clock of every device that modules have parameters
-            or buffers on: an event on its current stream at every change of module, and one wait,
-            at the end. Times of several devices are added; `TimeReport.by_device` has each.
+            accelerators such as "cuda", uses events on the current stream of every device with
+            parameters or buffers of the modules, and waits for the devices once, at the end. Times
+            of several devices are added; `TimeReport.by_device` has each.
 
     Raises:
         OptionError: `clock` is not one of these, or there is no such device.

@@ -1,9 +1,8 @@
 """A timeline of module calls in the Chrome trace-event format, for Perfetto.
 
-Note [Slices]
-At every change of the running call, slices are ended up to what the old and the new stack have in
-common, and begun from there. So slices are nested and balanced whatever order a backward runs in,
-and their times never decrease.
+At every change of the running call, the slices that the old and the new stack do not share are
+ended and begun. So slices are nested and balanced in whatever order a backward runs, and their
+times never decrease.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class TraceReport(TimeReport):
     def __init__(self) -> None:
         super().__init__()
         self._events: list[Event] | None = []
-        self._make: Callable[[], list[Event]] = list  # made when they are first asked for
+        self._make: Callable[[], list[Event]] = list  # called at the first access
 
     @property
     def events(self) -> list[Event]:
@@ -61,11 +60,11 @@ class TraceReport(TimeReport):
 
 
 class Slices:
-    """Turns changes of the running call into slices. See Note [Slices].
+    """Turns changes of the running call into slices.
 
     Args:
         begin: called with nanoseconds and a frame when a slice begins.
-        end: called likewise when the innermost slice ends.
+        end: called with nanoseconds and a frame when the innermost slice ends.
     """
 
     def __init__(self, begin: Edge, end: Edge) -> None:
@@ -73,7 +72,6 @@ class Slices:
         self._begin, self._end = begin, end
 
     def switch(self, now_ns: int, call: Call, phase: str) -> None:
-        """Let `call` run from `now_ns` on."""
         wanted = _frames(call, phase)
         common = 0
         for old, new in zip(self._open, wanted, strict=False):
@@ -88,11 +86,11 @@ class Slices:
 
 
 def events_of(readings: list[tuple[int, Call, str]], live: list[tuple[int, int]]) -> list[Event]:
-    """Write the slices between readings of the clock, and the memory counter, by time.
+    """Return the slices between readings of the clock, and the memory counter, by time.
 
     Args:
-        readings: nanoseconds, and the call and phase that run from then on.
-        live: nanoseconds, and bytes allocated and not freed from then on.
+        readings: nanoseconds, and the call and phase from then on.
+        live: nanoseconds, and the live bytes from then on.
     """
     origin = {"pid": os.getpid(), "tid": threading.get_native_id()}
     events: list[Event] = []
@@ -172,14 +170,13 @@ def trace(
     memory: bool = False,
     ranges: Literal["record_function", "nvtx"] | None = None,
 ) -> Iterator[TraceReport]:
-    """Write a timeline of the modules in forward, recompute and backward.
+    """Record a timeline of the modules in forward, recompute and backward.
 
     Args:
         roots: models to name before they are called; see `ModTracker`.
-        memory: follow allocations, too, for a counter of live bytes. This looks at every
-            operator, so a step of small operators takes several times as long, and the times
-            are not those of the model alone.
-        ranges: emit every slice as a range for `torch.profiler`, or for NVTX, as well.
+        memory: also record live bytes. A dispatch mode then sees every operator, so a step of
+            small operators takes several times as long, and times include that.
+        ranges: also emit every slice as a range for `torch.profiler`, or for NVTX.
 
     Raises:
         OptionError: `ranges` is not one of these, or "nvtx" without a CUDA device.
@@ -208,7 +205,7 @@ def trace(
                 emitted.switch(*line.readings[-1])
 
         def count(live_bytes: int) -> None:
-            # The thread of a device may be late to tell that its backward failed.
+            # A device's thread may report late that its backward has failed.
             if line.readings[-1][2] is BACKWARD and threading.get_ident() == thread:
                 call, phase = attribution.locate()
                 if phase in (FORWARD, OUTSIDE):
