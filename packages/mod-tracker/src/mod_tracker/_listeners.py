@@ -14,7 +14,7 @@ Rule 3: exceptions of hooks of `register_user_hooks` reach the caller, as in tor
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -38,9 +38,20 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 @dataclass(frozen=True)
-class Filter:
-    """The modules of a listener; the options of `ModTracker.subscribe`."""
+class Listener:
+    """Callbacks, and the modules whose calls they get: the options of `ModTracker.subscribe`.
 
+    Each callback gets the module, or None if it is gone, and: pre_forward `(args, kwargs)`,
+    post_forward `(args, kwargs, output)`, pre_backward and post_backward `(grads,)`.
+    `Attribution.locate` returns the call meanwhile. `switched` gets `(call, phase)` whenever
+    another call runs.
+    """
+
+    pre_forward: Callback | None = None
+    post_forward: Callback | None = None
+    pre_backward: Callback | None = None
+    post_backward: Callback | None = None
+    switched: Callback | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     max_depth: int | None = None
@@ -53,23 +64,7 @@ class Filter:
             return False
         if self.include and not matches(path.name, self.include):
             return False
-        return not matches(path.name, self.exclude)
-
-
-@dataclass(frozen=True)
-class Callbacks:
-    """Callbacks of one listener.
-
-    Each gets the module, or None if it is gone, and: pre_forward `(args, kwargs)`, post_forward
-    `(args, kwargs, output)`, pre_backward and post_backward `(grads,)`. `Attribution.locate`
-    returns the call meanwhile. `switched` gets `(call, phase)` whenever another call runs.
-    """
-
-    pre_forward: Callback | None = None
-    post_forward: Callback | None = None
-    pre_backward: Callback | None = None
-    post_backward: Callback | None = None
-    switched: Callback | None = None
+        return not (self.exclude and matches(path.name, self.exclude))
 
 
 @dataclass(frozen=True)
@@ -94,39 +89,37 @@ INTERNAL = PathListeners()
 
 
 class Listeners:
-    """All registered callbacks, with their filters."""
+    """All registered listeners."""
 
     def __init__(self) -> None:
-        self._entries: tuple[tuple[Callbacks, Filter], ...] = ()
+        self._listeners: tuple[Listener, ...] = ()
         self._all: PathListeners | None = None
         self.switched: tuple[Callback, ...] = ()
 
-    def add(self, callbacks: Callbacks, only: Filter) -> Callable[[], None]:
-        """Register callbacks; the returned function removes them."""
-        entry = (callbacks, only)
-        self._set((*self._entries, entry))
-        return lambda: self._set(kept for kept in self._entries if kept is not entry)
+    def add(self, listener: Listener) -> Callable[[], None]:
+        """Register a listener; the returned function removes it."""
+        self._set((*self._listeners, listener))
+        return lambda: self._set(kept for kept in self._listeners if kept is not listener)
 
     def of(self, path: Path) -> PathListeners | None:
         """Return the listeners of a path, or None if it has none."""
-        interested = [callbacks for callbacks, only in self._entries if only.accepts(path)]
-        if len(interested) == len(self._entries):
+        interested = [listener for listener in self._listeners if listener.accepts(path)]
+        if len(interested) == len(self._listeners):
             return self._all
         return collect(interested) if interested else None
 
-    def _set(self, entries: Iterable[tuple[Callbacks, Filter]]) -> None:
-        self._entries = tuple(entries)
-        everything = collect([callbacks for callbacks, _ in self._entries])
-        self._all, self.switched = everything if self._entries else None, everything.switched
+    def _set(self, listeners: Iterable[Listener]) -> None:
+        self._listeners = tuple(listeners)
+        everything = collect(self._listeners)
+        self._all, self.switched = everything if self._listeners else None, everything.switched
 
 
-def collect(interested: list[Callbacks]) -> PathListeners:
-
+def collect(interested: Sequence[Listener]) -> PathListeners:
     def those(kind: str) -> tuple[Callback, ...]:
-        found = (getattr(callbacks, kind) for callbacks in interested)
+        found = (getattr(listener, kind) for listener in interested)
         return tuple(callback for callback in found if callback is not None)
 
-    pairs = ((callbacks.pre_forward, callbacks.post_forward) for callbacks in interested)
+    pairs = ((listener.pre_forward, listener.post_forward) for listener in interested)
     return PathListeners(
         forward=tuple(pair for pair in pairs if pair != (None, None)),
         pre_backward=those("pre_backward"),
@@ -152,10 +145,6 @@ class Subscription:
         if self._remove is not None:
             self._remove()
             self._remove = None
-
-    def _starts(self, remove: Callable[[], None]) -> Subscription:
-        self._remove = remove
-        return self
 
     def _guard(self, listener: Callable[..., object]) -> Callable[..., None]:
         """Wrap a listener so that its errors do not reach the model. See Rules 1 and 2."""

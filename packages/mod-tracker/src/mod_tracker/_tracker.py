@@ -12,7 +12,7 @@ from ._attribution import Attribution
 from ._backward import Backward
 from ._call_patch import CallPatch
 from ._errors import HookSlotError, OptionError, check_callable, check_int
-from ._listeners import Callbacks, Filter, Subscription, matches
+from ._listeners import Listener, Subscription, matches
 from ._record import DEFAULT_LIMIT, ModuleCall, describe
 from ._torch_compat import NO_TASK, graph_task
 
@@ -139,13 +139,13 @@ class ModTracker:
                     "registering a new one"
                 )
         if given:
-            callbacks = Callbacks(
+            listener = Listener(
                 pre_forward=_without_keywords(pre_fw_hook),
                 post_forward=_without_keywords(post_fw_hook),
                 pre_backward=pre_bw_hook,
                 post_backward=post_bw_hook,
             )
-            self._user_hooks |= dict.fromkeys(given, self._listen(callbacks))
+            self._user_hooks |= dict.fromkeys(given, self._listen(listener))
 
     def clear_user_hooks(self) -> None:
         """Remove the hooks of `register_user_hooks`."""
@@ -244,33 +244,26 @@ class ModTracker:
         Raises:
             OptionError: a callback, a pattern, a class or `max_depth` is something else.
         """
-        for name, callback in (
-            ("pre_forward", pre_forward),
-            ("post_forward", post_forward),
-            ("pre_backward", pre_backward),
-            ("post_backward", post_backward),
-        ):
-            if callback is not None:
-                check_callable("subscribe", name, callback, "a function")
         check_int("subscribe", "max_depth", max_depth, 1, or_none="any depth")
-        subscription = Subscription()
+        subscription, locate = Subscription(), self._attribution.locate
 
-        def notified(callback: Hook | None) -> Hook | None:
-            return None if callback is None else subscription._guard(self._described(callback))
+        def notified(name: str, callback: Hook | None) -> Hook | None:
+            if callback is None:
+                return None
+            check_callable("subscribe", name, callback, "a function")
+            return subscription._guard(lambda _, *rest: callback(describe(locate()[0]), *rest))
 
-        callbacks = Callbacks(
-            pre_forward=notified(pre_forward),
-            post_forward=notified(post_forward),
-            pre_backward=notified(pre_backward),
-            post_backward=notified(post_backward),
-        )
-        only = Filter(
+        listener = Listener(
+            pre_forward=notified("pre_forward", pre_forward),
+            post_forward=notified("post_forward", post_forward),
+            pre_backward=notified("pre_backward", pre_backward),
+            post_backward=notified("post_backward", post_backward),
             include=_tuple("include", include, str),
             exclude=_tuple("exclude", exclude, str),
             max_depth=max_depth,
             types=_tuple("types", types, type),
         )
-        return self._listen(callbacks, only, subscription)
+        return self._listen(listener, subscription)
 
     def on_switch(self, callback: Callable[[ModuleCall | None, str], object]) -> Subscription:
         """Listen to every change of the running call, in forward and in backward.
@@ -284,31 +277,19 @@ class ModTracker:
         check_callable("on_switch", "callback", callback, "a function")
         subscription = Subscription()
         notified = subscription._guard(lambda call, phase: callback(describe(call), phase))
-        return self._listen(Callbacks(switched=notified), subscription=subscription)
+        return self._listen(Listener(switched=notified), subscription)
 
-    def _listen(
-        self,
-        callbacks: Callbacks,
-        only: Filter | None = None,
-        subscription: Subscription | None = None,
-    ) -> Subscription:
-        attribution = self._attribution
-        take_out = attribution.listeners.add(callbacks, only or Filter())
+    def _listen(self, listener: Listener, subscription: Subscription | None = None) -> Subscription:
+        attribution, subscription = self._attribution, subscription or Subscription()
+        take_out = attribution.listeners.add(listener)
 
         def remove() -> None:
             take_out()
             attribution.update_listeners()
 
-        try:
-            attribution.update_listeners()
-        except BaseException:
-            remove()
-            raise
-        return (subscription or Subscription())._starts(remove)
-
-    def _described(self, callback: Hook) -> Hook:
-        locate = self._attribution.locate
-        return lambda module, *rest: callback(describe(locate()[0]), *rest)
+        subscription._remove = remove
+        attribution.update_listeners()
+        return subscription
 
 
 def _without_keywords(hook: Hook | None) -> Hook | None:

@@ -67,7 +67,9 @@ class DeviceTimelines:
             self._seen.clear()
         if path not in self._seen:
             self._seen.add(path)
-            self._find_devices(path)
+            module = path.module()
+            if module is not None:
+                self.use_those_of(module)
         if threading.get_ident() == self._thread:
             self._now = call, phase
             for index in list(self._readings):  # another thread may add one meanwhile
@@ -97,11 +99,6 @@ class DeviceTimelines:
         event = torch.Event(device, enable_timing=True)
         event.record(torch.accelerator.current_stream(device))
         self._readings[index].append((event, call, phase))
-
-    def _find_devices(self, path: Path) -> None:
-        module = path.module()
-        if module is not None:
-            self.use_those_of(module)
 
 
 def accelerator_kind() -> str | None:

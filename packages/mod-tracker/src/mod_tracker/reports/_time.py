@@ -12,7 +12,7 @@ from torch import nn
 
 from .._attribution import NOWHERE, OUTSIDE, Attribution
 from .._errors import OptionError
-from .._listeners import Callbacks
+from .._listeners import Listener
 from .._names import walk
 from .._numbers import time_shown
 from .._record import Call
@@ -77,10 +77,6 @@ class Timeline:
 
         self.switch = switch
 
-    def start(self) -> None:
-        """Take the first reading; at the end, the last one."""
-        self.switch(NOWHERE, OUTSIDE)
-
 
 @contextmanager
 def profile_time(*roots: nn.Module, clock: str = "cpu") -> Iterator[TimeReport]:
@@ -110,16 +106,16 @@ def profile_time(*roots: nn.Module, clock: str = "cpu") -> Iterator[TimeReport]:
     with ModTracker(*roots) as tracker:
         if kind is None:
             line = Timeline(tracker._attribution, time.perf_counter_ns)
-            with tracker._listen(Callbacks(switched=line.switch)):
-                line.start()
+            with tracker._listen(Listener(switched=line.switch)):
+                line.switch(NOWHERE, OUTSIDE)
                 yield report
-                line.start()
+                line.switch(NOWHERE, OUTSIDE)
             totals = totals_of(line.readings, lambda begin, end: end - begin)
         else:
             lines = DeviceTimelines(tracker._attribution, kind)
             for module in (module for root in roots for _, module in walk(root)):
                 lines.use_those_of(module)
-            with tracker._listen(Callbacks(switched=lines.switch)):
+            with tracker._listen(Listener(switched=lines.switch)):
                 yield report
             totals = PhaseTotals()
             for index, found in sorted(lines.finish().items()):

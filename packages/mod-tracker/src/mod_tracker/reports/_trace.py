@@ -21,7 +21,7 @@ from torch import nn
 
 from .._attribution import BACKWARD, FORWARD, NOWHERE, OUTSIDE
 from .._errors import OptionError
-from .._listeners import Callbacks
+from .._listeners import Listener
 from .._record import Call, root_of
 from .._tracker import ModTracker
 from ._allocations import AllocationMode, measuring_storages
@@ -134,26 +134,17 @@ def _frames(call: Call, phase: str) -> list[Frame]:
     return frames[::-1]
 
 
-class _Recorded:
-    """`torch.profiler.record_function` ranges as a stack."""
-
-    def __init__(self) -> None:
-        self._open: list[Any] = []
-
-    def begin(self, name: str) -> None:
-        opened = torch.profiler.record_function(name)
-        opened.__enter__()
-        self._open.append(opened)
-
-    def end(self) -> None:
-        if self._open:
-            self._open.pop().__exit__(None, None, None)
-
-
 def _emitter(ranges: str) -> Slices:
     if ranges == "record_function":
-        recorded = _Recorded()
-        begin, end = recorded.begin, recorded.end
+        opened: list[Any] = []
+
+        def begin(name: str) -> None:
+            opened.append(torch.profiler.record_function(name))
+            opened[-1].__enter__()
+
+        def end() -> None:
+            opened.pop().__exit__(None, None, None)
+
     elif ranges == "nvtx" and torch.cuda.is_available():
         begin, end = torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop
     else:
@@ -218,7 +209,7 @@ def trace(
             if memory
             else nullcontext()
         )
-        with tracker._listen(Callbacks(switched=listener)), follow:
+        with tracker._listen(Listener(switched=listener)), follow:
             switch(NOWHERE, OUTSIDE)
             try:
                 yield report

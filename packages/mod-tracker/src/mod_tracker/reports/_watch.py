@@ -17,7 +17,7 @@ from torch import is_grad_enabled, nn
 from .._attribution import Attribution
 from .._edges import tensors_in
 from .._errors import check_int
-from .._listeners import Callbacks, Filter, Subscription
+from .._listeners import Listener, Subscription
 from .._numbers import bytes_shown
 from .._torch_compat import NO_TASK, graph_task, on_out_of_memory
 from .._tracker import ModTracker
@@ -178,13 +178,15 @@ def watch_memory(
     with ModTracker(*roots) as tracker:
         watch = MemoryWatch(tracker, optimizer, limit_bytes)
         guard = Subscription()
-        outermost = Callbacks(
-            pre_forward=guard._guard(watch._called), post_forward=guard._guard(watch._has_left)
+        outermost = Listener(
+            pre_forward=guard._guard(watch._called),
+            post_forward=guard._guard(watch._has_left),
+            max_depth=1,
         )
         end_observing = on_out_of_memory(watch._ran_out_on)
         try:
             with (
-                tracker._listen(outermost, Filter(max_depth=1), guard),
+                tracker._listen(outermost, guard),
                 watch._mode.following_optimizers(),
                 measuring_storages(watch._mode),
             ):
