@@ -9,6 +9,7 @@ from torchparts_conformance.mutants import mutant, overlay
 
 AREA = "mod-tracker"
 _FORGETS = "mod_tracker._backward._forget_one_failed"
+_HAS_ENDED = "mod_tracker.reports._trace.has_ended"
 
 
 def _follows_on(part, name):
@@ -16,7 +17,11 @@ def _follows_on(part, name):
 
     @contextmanager
     def follows_on(*args, **options):
-        with patch(_FORGETS, lambda *given: None), getattr(part, name)(*args, **options) as report:
+        with (
+            patch(_FORGETS, lambda *given: None),
+            patch(_HAS_ENDED, lambda *given: False),
+            getattr(part, name)(*args, **options) as report,
+        ):
             yield report
 
     return overlay(part, **{name: follows_on})

@@ -134,6 +134,14 @@ def _frames(call: Call, phase: str) -> list[Frame]:
     return frames[::-1]
 
 
+def has_ended(last: str, phase: str) -> bool:
+    """Whether the backward of the last reading has ended, by the phase that the caller is in now.
+
+    If a backward fails, the thread of a device may report its end late.
+    """
+    return last is BACKWARD and phase in (FORWARD, OUTSIDE)
+
+
 def _emitter(ranges: str) -> Slices:
     if ranges == "record_function":
         opened: list[Any] = []
@@ -196,10 +204,9 @@ def trace(
                 emitted.switch(*line.readings[-1])
 
         def count(live_bytes: int) -> None:
-            # A device's thread may report late that its backward has failed.
-            if line.readings[-1][2] is BACKWARD and threading.get_ident() == thread:
+            if threading.get_ident() == thread:
                 call, phase = attribution.locate()
-                if phase in (FORWARD, OUTSIDE):
+                if has_ended(line.readings[-1][2], phase):
                     switch(call, phase)
             live.append((time.perf_counter_ns(), live_bytes))
 
