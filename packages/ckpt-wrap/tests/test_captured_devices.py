@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_wrap import OffloadError, checkpoint_
-from ckpt_wrap.offload import _host_tier
+from ckpt_wrap import OffloadError, _host_tier, checkpoint_
 
 from ._devices import (
     ON_AN_ACCELERATOR,

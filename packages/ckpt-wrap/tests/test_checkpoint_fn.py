@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ckpt_wrap import CheckpointImpl, OptionError, checkpoint_wrapper
-from ckpt_wrap.checkpointing._checkpoint_fn import (
+from ckpt_wrap._checkpoint_fn import (
     BoundCheckpointFn,
     make_checkpoint_fn,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ckpt_wrap.offload._host_tier import StreamLink
+from ckpt_wrap._host_tier import StreamLink
 
 from ._devices import (
     ON_AN_ACCELERATOR,

@@ -13,9 +13,9 @@ from ckpt_wrap import (
     make_plan,
     unwrap,
 )
-from ckpt_wrap._where import Where
-from ckpt_wrap.checkpointing._arguments import Arguments
-from ckpt_wrap.modules._names import PREFIX
+from ckpt_wrap._arguments import Arguments
+from ckpt_wrap._errors import Where
+from ckpt_wrap._wrapper import PREFIX
 
 few = settings(max_examples=40, deadline=None, derandomize=True)
 

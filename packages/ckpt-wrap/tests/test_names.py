@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
 
 from ckpt_wrap import checkpoint_wrapper, clean_name, clean_state_dict, offload_wrapper
-from ckpt_wrap.modules._names import PREFIX, clean_in_place, innermost, is_wrapper
+from ckpt_wrap._wrapper import PREFIX, clean_in_place, innermost, is_wrapper
 
 WRAPPED = "_checkpoint_wrapped_module"
 

@@ -14,9 +14,8 @@ import time
 import pytest
 import torch
 
-from ckpt_wrap import OffloadError, OffloadOptions, checkpoint_, offload_, offload_stats
-from ckpt_wrap.offload import _host_tier
-from ckpt_wrap.offload._offload_scheduler import scheduler_for
+from ckpt_wrap import OffloadError, OffloadOptions, _host_tier, checkpoint_, offload_, offload_stats
+from ckpt_wrap._offload_scheduler import scheduler_for
 
 from ._devices import (
     FAR_AHEAD,

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from ckpt_wrap import OffloadError, OffloadOptions
-from ckpt_wrap.offload._host_tier import HostTier
-from ckpt_wrap.offload._offload import Offload
-from ckpt_wrap.offload._offload_scheduler import CallOrder, OffloadScheduler
+from ckpt_wrap._host_tier import HostTier
+from ckpt_wrap._offload import Offload
+from ckpt_wrap._offload_scheduler import CallOrder, OffloadScheduler
 
 
 class ManualCopy:
@@ -315,7 +315,7 @@ def test_what_is_packed_unpacks_like_torchs_own(link):
         def __init__(self, pack, unpack):
             super().__init__(lambda t: packed.append(pack(t)) or packed[-1], unpack)
 
-    import ckpt_wrap.offload._offload as module
+    import ckpt_wrap._offload as module
 
     module.saved_tensors_hooks = Noting
     try:

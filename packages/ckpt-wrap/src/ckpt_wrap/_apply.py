@@ -9,12 +9,18 @@ from typing import Any
 
 from torch import nn
 
-from ckpt_wrap._errors import ModuleError, OptionError, PolicyError, about
+from ckpt_wrap._errors import (
+    ModuleError,
+    OptionError,
+    PolicyError,
+    about,
+    describe,
+    require_module,
+)
+from ckpt_wrap._in_place import behaviour, put_back, set_name
+from ckpt_wrap._plan import count_elements
 from ckpt_wrap._torch_compat import edges, is_torch_policy, run_torch_policy
-from ckpt_wrap._where import count_elements, describe
-from ckpt_wrap.checkpointing._options import require_module
-from ckpt_wrap.modules._in_place import behaviour, put_back, set_name
-from ckpt_wrap.modules._wrapper import ActivationWrapper, checkpoint_wrapper
+from ckpt_wrap._wrapper import ActivationWrapper, checkpoint_wrapper
 
 Targets = dict[nn.Module, dict[str, Any]]
 

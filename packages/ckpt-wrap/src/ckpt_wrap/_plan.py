@@ -13,14 +13,18 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from ckpt_wrap._errors import OptionError, PolicyError, about
-from ckpt_wrap._where import count_elements, describe
-from ckpt_wrap.checkpointing._options import require_module
-from ckpt_wrap.modules._in_place import Action, become, planned, set_name
-from ckpt_wrap.modules._names import innermost
-from ckpt_wrap.modules._subclass import require_changeable, require_forward
-from ckpt_wrap.modules._wrapper import ActivationWrapper
+from ckpt_wrap._errors import (
+    OptionError,
+    PolicyError,
+    about,
+    describe,
+    require_forward,
+    require_module,
+)
+from ckpt_wrap._in_place import Action, become, planned, require_changeable, set_name
+from ckpt_wrap._wrapper import ActivationWrapper, innermost
 
 Rule = Callable[[str, nn.Module], bool | Mapping[str, Any] | None]
 
@@ -163,6 +167,11 @@ def make_step(name: str, module: nn.Module, action: Action, options: Mapping[str
     step = Step(name, type(module).__name__, count_elements(module), action, dict(options))
     _change(step, module, check_only=True)
     return step
+
+
+def count_elements(module: nn.Module) -> int:
+    """Elements of a module's parameters; lazy ones have none yet."""
+    return sum(p.numel() for p in module.parameters() if not is_lazy(p))
 
 
 def below(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -23,9 +23,11 @@ from types import TracebackType
 
 import torch
 
+from ckpt_wrap._offloaded_storage import Stored
 
-class _HostStored:
-    """The bytes of one storage in a host buffer: `Stored` of `_offloaded_storage`."""
+
+class _HostStored(Stored):
+    """The bytes of one storage in a host buffer."""
 
     is_immediate = False
 
