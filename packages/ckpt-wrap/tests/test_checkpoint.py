@@ -57,6 +57,25 @@ def test_a_context_that_suppresses_the_modules_exception_is_an_error(block_class
         module(torch.randn(2, 5, requires_grad=True))
 
 
+def _frozen():
+    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).requires_grad_(False)
+
+
+def test_contexts_are_not_entered_where_nothing_requires_grad():
+    """They may keep what nobody needs."""
+    made = []
+
+    def contexts():
+        made.append(1)
+        return contextlib.nullcontext(), contextlib.nullcontext()
+
+    module = checkpoint_(_frozen(), context_fn=contexts)
+    module(torch.ones(3, 2))
+    assert not made
+    module(torch.ones(3, 2, requires_grad=True))
+    assert made == [1]
+
+
 @pytest.mark.parametrize("override", [True, False])
 def test_torchs_settings_go_before_options(override):
     """As in torch: whether to stop early, and whether to debug."""

@@ -109,7 +109,7 @@ def test_a_weight_anywhere_is_recomputed(make, place):
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("options", ["reentrant", "contexts"])
 def test_options_do_not_lose_it(place, options):
-    """Where the weight is out of sight, REENTRANT recomputes as the other implementation does."""
+    """Where the weight is out of sight, what recomputes is the implementation without options."""
     entered = []
 
     def contexts():
@@ -127,4 +127,4 @@ def test_options_do_not_lose_it(place, options):
         leaves.append(weight if weight._base is None else weight._base)
     assert torch.equal(leaves[0].grad, leaves[1].grad)
     assert changed.runs == 2
-    assert bool(entered) is (options == "contexts")
+    assert bool(entered) is (options == "contexts" and place in PLACES[:4])

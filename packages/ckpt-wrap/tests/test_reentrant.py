@@ -153,7 +153,7 @@ def test_an_input_changed_since_is_explained_after_a_backward_too():
     loss = checkpoint_(Layer(), checkpoint_impl=REENTRANT)(x).sum()
     loss.backward(retain_graph=True)
     x.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RecomputeError, match="has been modified by an inplace operation"):
         loss.backward()
 
 

@@ -113,12 +113,13 @@ CHANGED = (
 )
 
 
+@pytest.mark.parametrize("impl", CheckpointImpl)
 @pytest.mark.parametrize("how", CHECKPOINTS)
-def test_an_input_changed_in_place(how):
-    """With the name of the module."""
+def test_an_input_changed_in_place(how, impl):
+    """The same sentence under both implementations."""
     change, where = CHECKPOINTS[how]
     scale = torch.ones(3)
-    loss = change(Model(Block()))(_x(), scale=scale).sum()
+    loss = change(Model(Block()), checkpoint_impl=impl)(_x(), scale=scale).sum()
     scale.add_(1)
     assert _backward_fails(loss) == CHANGED.format(_made_by(how), where)
 

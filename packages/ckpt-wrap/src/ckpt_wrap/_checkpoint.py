@@ -8,6 +8,8 @@
 | `torch.compile` traces | `torch.utils.checkpoint`, which the compiler knows; after a graph \
 break inside the function the call runs in eager mode, the function with it |
 | `torch.func` transforms the call | the function, as it is |
+| neither an input nor a tensor of the module requires grad | a `Region` without options: it \
+keeps nothing unless the function finds a tensor elsewhere that requires grad |
 | `REENTRANT` | `torch.utils.checkpoint` over all tensors of the call |
 | `debug=True` | `torch.utils.checkpoint`, which can print operators |
 | otherwise | a `Region` |
@@ -37,8 +39,8 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointFunction, noop_context_fn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
-from torch.utils.checkpoint import noop_context_fn
 
 from ckpt_wrap._ambient import capture, first_run, replay, second_run
 from ckpt_wrap._arguments import Arguments
@@ -96,11 +98,11 @@ class Checkpoint:
     def _in_eager_mode(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        options, override = self.options, debug_override()
-        call = Call(function, args, kwargs, options, Where(function, self.name, self.made_by))
-        if options.impl is CheckpointImpl.REENTRANT and call.finds_gradients():
+        where, override = Where(function, self.name, self.made_by), debug_override()
+        call = Call(function, args, kwargs, self.options, where)
+        if call.options.impl is CheckpointImpl.REENTRANT:
             return _reentrant(call, args, kwargs)
-        if options.debug if override is None else override:
+        if call.options.debug if override is None else override:
             return _with_debug(call, args, kwargs)
         region = Region(call)
         call.begin()
@@ -141,6 +143,9 @@ def _under_compile(
     )
 
 
+_ONLY_RECOMPUTE = CheckpointOptions()
+
+
 class Call:
     """One call of a function, with everything needed to make the same call again."""
 
@@ -167,10 +172,12 @@ class Call:
         where: Where,
     ) -> None:
         self.function = function
-        self.options = options
         self.where = where
         self.module = owner(function)
         self.arguments = Arguments(args, kwargs)
+        if options.does_more_than_recompute and not self._finds_gradients():
+            options = _ONLY_RECOMPUTE
+        self.options = options
         self.contexts = _contexts(options, where)
         self.state = ModuleState(self.module, where, own_hooks=function is self.module)
         self._ambient = capture(
@@ -181,20 +188,6 @@ class Call:
         self._live: list[torch.Tensor] | None = None  # the inputs while forward runs
         self._versions: list[int] = []
         self._saved: list[Saved | None] = []  # None: changed by forward
-
-    def finds_gradients(self) -> bool:
-        """Whether an input, or a tensor that can be found in the module, requires grad."""
-        modules = () if self.module is None else self.module.modules()
-        places = [
-            place.values()
-            for module in modules
-            for place in (module._parameters, module._buffers, vars(module))
-        ]
-        return self.module is None or any(
-            isinstance(tensor, torch.Tensor) and tensor.requires_grad
-            for place in (self.arguments.tensors, *places)
-            for tensor in place
-        )
 
     def begin(self) -> list[torch.Tensor]:
         """Forward starts: note the state of the inputs, which are returned, and of the module."""
@@ -234,11 +227,8 @@ class Call:
         Args:
             tensors: instead of the inputs, those that torch's reentrant checkpoint detached.
         """
-        inputs = self._inputs()
-        rebuild = tensors is not None
-        if tensors is not None:
-            inputs = list(tensors)
-        args, kwargs = self.arguments.filled(inputs, self.where, rebuild=rebuild)
+        inputs = self.inputs() if tensors is None else tensors
+        args, kwargs = self.arguments.filled(inputs, self.where, rebuild=tensors is not None)
         first_hook = next_hook_number()
         try:
             with (
@@ -251,9 +241,28 @@ class Call:
         finally:
             # Forward has registered its hooks already. Ended early, recomputation cannot have
             # removed them itself.
-            remove_hooks(range(first_hook, next_hook_number()), inputs, self.module)
+            remove_hooks(range(first_hook, next_hook_number()), list(inputs), self.module)
 
-    def _inputs(self) -> list[torch.Tensor]:
+    def _finds_gradients(self) -> bool:
+        """Whether an input, or a tensor that can be found in the module, requires grad."""
+        modules = () if self.module is None else self.module.modules()
+        places = [
+            place.values()
+            for module in modules
+            for place in (module._parameters, module._buffers, vars(module))
+        ]
+        return self.module is None or any(
+            isinstance(tensor, torch.Tensor) and tensor.requires_grad
+            for place in (self.arguments.tensors, *places)
+            for tensor in place
+        )
+
+    def inputs(self) -> list[torch.Tensor]:
+        """The inputs of recomputation.
+
+        Raises:
+            RecomputeError: one was changed in place.
+        """
         if self._live is not None:  # a backward inside forward
             return self._live
         cause = None
@@ -312,6 +321,21 @@ def _with_debug(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return result
 
 
+class _Reentrant(CheckpointFunction):
+    """Torch's reentrant checkpoint, with an error that names the module of a changed input."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *args: Any) -> Any:
+        ctx.call = call
+        return CheckpointFunction.forward(ctx, *args)
+
+    @staticmethod
+    @never_compiled_inside
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ctx.call.inputs()
+        return (None, *CheckpointFunction.backward(ctx, *grads))
+
+
 def _reentrant(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The call in torch's reentrant checkpoint.
 
@@ -341,7 +365,7 @@ def _reentrant(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     count = len(inputs)
     # Torch's checkpoint has no backward where no input requires grad, as for a first layer.
     anchor = () if any(t.requires_grad for t in inputs) else (torch.empty(0, requires_grad=True),)
-    tensors = torch_checkpoint(run, *inputs, *anchor, use_reentrant=True, preserve_rng_state=False)
+    tensors = _Reentrant.apply(call, run, False, *inputs, *anchor)  # the call replays random state
     return results.pop().filled(tensors, call.where, rebuild=True)[0][0]
 
 

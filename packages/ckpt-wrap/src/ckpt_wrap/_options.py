@@ -50,6 +50,12 @@ class CheckpointOptions:
     debug: bool = False
     early_stop: bool = True
 
+    @property
+    def does_more_than_recompute(self) -> bool:
+        """Whether the options would have an effect where nothing requires grad."""
+        contexts = self.context_fn is not noop_context_fn
+        return contexts or self.debug or self.impl is CheckpointImpl.REENTRANT
+
     def require_valid(self, made_by: str) -> None:
         """Raise `OptionError` if a value is invalid, or two options conflict."""
         _require_bools(self, ("preserve_rng_state", "debug", "early_stop"), made_by)
