@@ -61,7 +61,9 @@ def apply_activation_checkpointing(
     """
     require_module(model, "apply_activation_checkpointing")
     for option, value in (("checkpoint_wrapper_fn", checkpoint_wrapper_fn), ("check_fn", check_fn)):
-        if not callable(value):
+        # A module is callable, and a module class in the place of `check_fn` would be constructed.
+        is_class = option == "check_fn" and isinstance(value, type)
+        if not callable(value) or isinstance(value, nn.Module) or is_class:
             raise OptionError(
                 f"ckpt_wrap.apply_activation_checkpointing: option {option!r} is {value!r}, but "
                 "it must be a function of a module. Pass such a function."

@@ -146,6 +146,12 @@ def _under_compile(
 _ONLY_RECOMPUTE = CheckpointOptions()
 
 
+def _does_more_than_recompute(options: CheckpointOptions) -> bool:
+    """Whether the options would have an effect where nothing requires grad."""
+    contexts = options.context_fn is not noop_context_fn
+    return contexts or options.debug or options.impl is CheckpointImpl.REENTRANT
+
+
 class Call:
     """One call of a function, with everything needed to make the same call again."""
 
@@ -175,7 +181,7 @@ class Call:
         self.where = where
         self.module = owner(function)
         self.arguments = Arguments(args, kwargs)
-        if options.does_more_than_recompute and not self._finds_gradients():
+        if _does_more_than_recompute(options) and not self._finds_gradients():
             options = _ONLY_RECOMPUTE
         self.options = options
         self.contexts = _contexts(options, where)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from difflib import get_close_matches
 from typing import Any
 
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -94,10 +95,12 @@ def _require_known(options: Mapping[str, Any], made_by: str) -> None:
             "sac-policies, pass checkpoint_fn=sac_policies.checkpoint, policy=..."
         )
     if unknown:
+        close = get_close_matches(unknown[0], _DEFAULTS, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
         raise OptionError(
-            f"ckpt_wrap.{made_by}: option {unknown[0]!r} is unknown. Options that are not those of "
-            "torch.utils.checkpoint.checkpoint are only accepted together with checkpoint_fn=, "
-            "which receives them."
+            f"ckpt_wrap.{made_by}: option {unknown[0]!r} is unknown.{hint} Options that are not "
+            "those of torch.utils.checkpoint.checkpoint are only accepted together with "
+            "checkpoint_fn=, which receives them."
         )
 
 

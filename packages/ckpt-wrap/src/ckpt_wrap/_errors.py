@@ -85,9 +85,11 @@ class Where:
 def require_module(value: object, function: str) -> None:
     """Raise `ModuleError` unless `value` is an `nn.Module` that has been initialised."""
     if not isinstance(value, nn.Module):
+        several = isinstance(value, (list, tuple, set, dict))
+        advice = "Call it for each module." if several else "Pass the module itself."
         raise ModuleError(
             f"ckpt_wrap.{function}: module is {value!r} of type {type(value).__name__}, but it "
-            "must be an nn.Module. Pass the module itself."
+            f"must be an nn.Module. {advice}"
         )
     if not hasattr(value, "_modules"):
         raise ModuleError(

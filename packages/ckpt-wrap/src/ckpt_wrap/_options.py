@@ -50,12 +50,6 @@ class CheckpointOptions:
     debug: bool = False
     early_stop: bool = True
 
-    @property
-    def does_more_than_recompute(self) -> bool:
-        """Whether the options would have an effect where nothing requires grad."""
-        contexts = self.context_fn is not noop_context_fn
-        return contexts or self.debug or self.impl is CheckpointImpl.REENTRANT
-
     def require_valid(self, made_by: str) -> None:
         """Raise `OptionError` if a value is invalid, or two options conflict."""
         _require_bools(self, ("preserve_rng_state", "debug", "early_stop"), made_by)
@@ -71,7 +65,7 @@ class CheckpointOptions:
                 f"option 'determinism_check' is {self.determinism_check!r}, but it must be "
                 "'default' or 'none'. Pass one of them."
             )
-        elif not callable(self.context_fn):
+        elif not callable(self.context_fn) or hasattr(self.context_fn, "__enter__"):
             reason = (
                 f"option 'context_fn' is {self.context_fn!r}, but it must be a function that "
                 "returns two context managers. Pass such a function."

@@ -7,6 +7,7 @@ digest, and applied to any model with these names.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -136,11 +137,7 @@ def make_plan(
             f"ckpt_wrap.make_plan: action is {action!r}, but it must be 'checkpoint' or "
             "'offload'. Pass one of them."
         )
-    if not callable(rule):
-        raise PolicyError(
-            f"ckpt_wrap.make_plan: rule is {rule!r}, but it must be a function of a name and a "
-            "module that returns a bool or options. Pass such a function."
-        )
+    _require_rule(rule, model)
     steps = []
     for name, module in below(model):
         chosen = rule(name, module)
@@ -159,6 +156,29 @@ def make_plan(
             f"must select at least one. Classes of its modules: {', '.join(found) or 'none'}."
         )
     return Plan(tuple(steps))
+
+
+def _require_rule(rule: object, model: nn.Module) -> None:
+    if isinstance(rule, type) and issubclass(rule, nn.Module):
+        advice = f"Pass lambda name, module: isinstance(module, {rule.__name__})."
+    elif not callable(rule) or not _takes(rule, "", model):
+        advice = "Pass such a function."
+    else:
+        return
+    raise PolicyError(
+        f"ckpt_wrap.make_plan: rule is {rule!r}, but it must be a function of a name and a "
+        f"module that returns a bool or options. {advice}"
+    )
+
+
+def _takes(function: Callable[..., Any], *args: object) -> bool:
+    try:
+        inspect.signature(function).bind(*args)
+    except TypeError:
+        return False
+    except ValueError:  # some built-in functions have no signature
+        return True
+    return True
 
 
 def make_step(name: str, module: nn.Module, action: Action, options: Mapping[str, Any]) -> Step:
