@@ -175,28 +175,6 @@ def test_a_reentrant_result_that_differs(how):
     )
 
 
-def test_reentrant_errors_of_the_module_itself_are_left_alone():
-    """An in-place mistake inside the module is torch's to explain."""
-
-    class Wrong(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.runs = 0
-
-        def forward(self, x):
-            self.runs += 1
-            y = torch.exp(x)
-            y.add_(1)
-            return y
-
-    module = checkpoint_(Wrong(), checkpoint_impl=CheckpointImpl.REENTRANT)
-    loss = module(_x()).sum()
-    with pytest.raises(RuntimeError, match="output 0 of Exp") as raised:
-        loss.backward()
-    assert module.runs == 2
-    assert not isinstance(raised.value, RecomputeError)
-
-
 @pytest.mark.parametrize("how", CHECKPOINTS)
 def test_contexts_that_are_no_contexts(how):
     """What `context_fn` returned is shown; the module works again with one that is right."""
