@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpt_wrap._errors import RecomputeError
-from ckpt_wrap._phase import is_checkpointing
-from ckpt_wrap._where import Where
+from ckpt_wrap._ambient import is_checkpointing
+from ckpt_wrap._errors import RecomputeError, Where
 
 Look = dict[str, Any]  # marks by name of attribute; equal marks mean an equal attribute
 

@@ -23,19 +23,21 @@ from types import TracebackType
 
 import torch
 
+from ckpt_wrap._offloaded_storage import Stored
 
-class _HostStored:
-    """The bytes of one storage in a host buffer: `Stored` of `_offloaded_storage`."""
+
+class _HostStored(Stored):
+    """The bytes of one storage in a host buffer."""
 
     is_immediate = False
 
-    def __init__(self, link: StreamLink) -> None:
-        self._link = link
+    def __init__(self, tier: HostTier) -> None:
+        self._tier = tier
         self._out: StreamCopy | None = None
         self._back: StreamCopy | None = None
 
     def take(self, source: torch.Tensor) -> None:
-        self._out = self._link.copy_out(source)
+        self._out = self._tier.copy_out(source)
 
     def copied(self) -> bool:
         return self._out is not None and self._out.done()
@@ -46,7 +48,7 @@ class _HostStored:
 
     def fetch(self) -> torch.Tensor:
         assert self._out is not None
-        self._back = self._link.copy_in(self._out)
+        self._back = self._tier.copy_in(self._out)
         assert self._back.tensor is not None
         return self._back.tensor
 
@@ -64,23 +66,6 @@ class _HostStored:
         self.release_fetched()
         if out is not None:
             out.release()
-
-
-class HostTier:
-    """Host memory behind a link."""
-
-    def __init__(self, link: StreamLink) -> None:
-        self.link = link
-        self.idle = link.idle
-
-    def takes(self, device: torch.device) -> bool:
-        """Whether the tensors of this device are to be moved."""
-        return self.link.takes(device)
-
-    def place(self, source: torch.Tensor) -> _HostStored:
-        """A place for the bytes of a flat tensor; the buffer is made when it takes them."""
-        del source
-        return _HostStored(self.link)
 
 
 class StreamCopy:
@@ -136,8 +121,8 @@ class StreamCopy:
             self.stream.wait_event(self._ended)
 
 
-class StreamLink:
-    """A link over two streams of its own per device, one out and one in, and pinned memory."""
+class HostTier:
+    """Pinned host memory, and two streams for copies per device: one out and one in."""
 
     def __init__(self) -> None:
         self.idle = not torch.accelerator.is_available()
@@ -146,6 +131,11 @@ class StreamLink:
     def takes(self, device: torch.device) -> bool:
         """Whether it is an accelerator; tensors of the CPU are on the host already."""
         return device.type not in ("cpu", "meta")
+
+    def place(self, source: torch.Tensor) -> Stored:
+        """A place for the bytes of a flat tensor; the buffer is made when it takes them."""
+        del source
+        return _HostStored(self)
 
     def copy_out(self, source: torch.Tensor) -> StreamCopy:
         """Start copying a flat tensor to the host."""

@@ -6,8 +6,6 @@ the next process that uses the same place.
 
 - A process writes into its own folder, and removes only what it made. A forked child makes a folder
   at its first write, and may read its parent's files as long as the parent keeps them.
-- One lock serves all folders of a process on one file system: the same file under several names. So
-  a process holds one open file, however many folders it uses.
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ from pathlib import Path
 import torch
 
 from ckpt_wrap._errors import OffloadError
+from ckpt_wrap._offloaded_storage import Stored
 
 try:
     import fcntl
@@ -36,34 +35,21 @@ _PREFIX = "ckpt_wrap-"
 _LOCK = "owner.lock"
 _numbers = itertools.count()
 _folders: dict[tuple[int, Path], Path] = {}  # by process
-_locks: dict[int, list[Path]] = {}  # by process: names of the files it holds locked
 
 
-class _FileStored:
-    """The bytes of one storage in a file: `Stored` of `_offloaded_storage`."""
-
-    is_immediate = True
+class _FileStored(Stored):
+    """The bytes of one storage in a file."""
 
     def __init__(self, path: Path, source: torch.Tensor) -> None:
         self._path = path
         self._device = source.device
         self._nbytes = source.numel()
-        self._process = os.getpid()
-        self._taken = False  # whether another process has a file of this name
+        self._process = 0  # that wrote the file, and may remove it
 
     def take(self, source: torch.Tensor) -> None:
         with _explained(self._path.parent.parent, f"cannot take {self._nbytes} bytes"):
-            try:
-                _write(self._path, source.cpu())
-            except FileExistsError:
-                self._taken = True
-                raise
-
-    def copied(self) -> bool:
-        return True
-
-    def release_source(self) -> None:
-        pass
+            _write(self._path, source.cpu())
+        self._process = os.getpid()
 
     def fetch(self) -> torch.Tensor:
         # Mapped: read from the file as it is touched; writes stay private.
@@ -79,15 +65,9 @@ class _FileStored:
             ) from error
         return mapped.to(self._device)
 
-    def wait_fetched(self) -> None:
-        pass
-
-    def release_fetched(self) -> None:
-        pass
-
     def discard(self) -> None:
         # Tensors mapped from it stay valid.
-        if os.getpid() == self._process and not self._taken:
+        if os.getpid() == self._process:
             self._path.unlink(missing_ok=True)
 
 
@@ -142,26 +122,13 @@ def own_folder(parent: Path) -> Path:
             _remove_when_over(each, process)
         try:
             new.mkdir(0o700)
-            shared = _lock(new / _LOCK, process)
+            _try_lock(os.open(new / _LOCK, os.O_CREAT | os.O_RDWR))
             new.rename(folder)
         except BaseException:
             shutil.rmtree(new, ignore_errors=True)
             raise
-    if not shared:
-        _locks.setdefault(process, []).append(folder / _LOCK)
     _folders[process, parent] = folder
     return folder
-
-
-def _lock(path: Path, process: int) -> bool:
-    """Lock a new file; whether it is another name of one this process has locked."""
-    for held in _locks.get(process, ()):
-        # Another file system, one without links, or the folder of that lock is gone.
-        with contextlib.suppress(OSError):
-            os.link(held, path)
-            return True
-    _try_lock(os.open(path, os.O_CREAT | os.O_RDWR))
-    return False
 
 
 def remove_abandoned(parent: Path) -> None:

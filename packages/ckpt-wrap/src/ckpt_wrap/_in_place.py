@@ -1,47 +1,51 @@
 """The in-place layer, a module that keeps its identity and changes its class.
 
-The class becomes a subclass made for it, see `_subclass`, whose `forward` goes through a
-checkpoint, an offload, or both.
+The class becomes a subclass made for it, one per class, whose `forward` goes through a checkpoint,
+an offload, or both. The subclass has the name of its base, because class names are data to others:
+configuration files, printed models, lists of layer types.
 
 - The options are one frozen value in the instance, `_ckpt_wrap`, so copies share nothing mutable.
 - Offload goes around checkpoint, whichever was asked for first. Activations are recomputed, so only
   the inputs can be offloaded.
 - `unwrap` gives the class back. Where another class was put on top in the meantime, as
   `fully_shard` does, the subclass stays below it and does nothing.
+- The class `parametrize` makes for a module stays the topmost, because removing a parametrization
+  takes the topmost away.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, dataclass, replace
 from typing import Any, Literal, TypeVar
 
+import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.checkpoint import noop_context_fn
 
-from ckpt_wrap._errors import ModuleError, OptionError
-from ckpt_wrap._torch_compat import edges, is_sharded, never_compiled
-from ckpt_wrap._where import describe
-from ckpt_wrap.checkpointing._checkpoint import Checkpoint
-from ckpt_wrap.checkpointing._checkpoint_fn import CheckpointFn, make_checkpoint_fn
-from ckpt_wrap.checkpointing._options import CheckpointImpl, ContextFn, require_module
-from ckpt_wrap.modules._names import innermost, is_wrapper
-from ckpt_wrap.modules._subclass import (
-    STATE,
-    changed_class,
-    plain_class,
-    require_changeable,
-    set_class,
+from ckpt_wrap._checkpoint import Checkpoint
+from ckpt_wrap._checkpoint_fn import CheckpointFn, make_checkpoint_fn
+from ckpt_wrap._errors import (
+    ModuleError,
+    OptionError,
+    describe,
+    has_forward,
+    require_forward,
+    require_module,
 )
-from ckpt_wrap.modules._switches import warn_of_one_region, warn_of_own_switch
-from ckpt_wrap.modules._wrapper import ActivationWrapper
-from ckpt_wrap.offload._offload import Offload
-from ckpt_wrap.offload._offload_options import OffloadOptions
-from ckpt_wrap.offload._offload_stats import OffloadStats
+from ckpt_wrap._offload import Offload
+from ckpt_wrap._offloaded_storage import OffloadStats
+from ckpt_wrap._options import CheckpointImpl, ContextFn, OffloadOptions
+from ckpt_wrap._torch_compat import edges, is_parametrized_class, is_sharded, never_compiled
+from ckpt_wrap._wrapper import ActivationWrapper, clean_in_place, innermost, is_wrapper
 
 M = TypeVar("M", bound=nn.Module)
 Action = Literal["checkpoint", "offload"]
+STATE = "_ckpt_wrap"
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,3 +306,168 @@ def set_name(module: nn.Module, name: str) -> None:
 def _restore(module: nn.Module) -> None:
     vars(module).pop(STATE, None)
     set_class(module, plain_class(type(module)))
+
+
+_CLASS: Any = vars(object)["__class__"]
+
+
+def set_class(module: object, kind: Any) -> None:
+    """Change the class of a module, past its own `__setattr__`."""
+    _CLASS.__set__(module, kind)
+
+
+def changed_class(kind: Any) -> Any:
+    """The class a module of this class gets; the same where it has it already."""
+    if hasattr(kind, STATE):
+        return kind
+    if is_parametrized_class(kind):
+        return over(kind, subclass_of(kind.__bases__[0]))
+    return subclass_of(kind)
+
+
+def plain_class(kind: Any) -> Any:
+    """The class a module had before; the same where yet another class was put on top."""
+    if STATE in vars(kind):
+        return kind.__bases__[0]
+    if is_parametrized_class(kind) and STATE in vars(kind.__bases__[0]):
+        return over(kind, kind.__bases__[0].__bases__[0])
+    return kind
+
+
+def over(kind: Any, base: Any) -> Any:
+    """A class that adds to `base` what `kind` adds to its own base."""
+    own = {k: v for k, v in vars(kind).items() if k not in ("__dict__", "__weakref__")}
+    return type(kind.__name__, (base,), own)
+
+
+@functools.cache
+def subclass_of(base: Any) -> Any:
+    """The class that instances of the module class `base` get, one per base."""
+
+    @functools.wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or self._ckpt_wrap is None:
+            return super(made, self).forward(*args, **kwargs)
+        return self._ckpt_wrap(super(made, self).forward, *args, **kwargs)
+
+    def load(self: Any, state_dict: dict[str, Any], *rest: Any) -> None:
+        clean_in_place(state_dict)
+        base._load_from_state_dict(self, state_dict, *rest)
+
+    def reduce_ex(self: Any, protocol: Any) -> tuple[Any, ...]:
+        make, args, *rest = base.__reduce_ex__(self, protocol)
+        plain = tuple(base if arg is made else arg for arg in args)
+        return (rebuild, (make, plain), *rest)
+
+    made: Any = type(
+        base.__name__,
+        (base,),
+        {
+            "__doc__": base.__doc__,
+            "__module__": base.__module__,
+            "__qualname__": base.__qualname__,
+            "__reduce_ex__": reduce_ex,
+            STATE: None,
+            "_load_from_state_dict": load,
+            "forward": forward,
+        },
+    )
+    return made
+
+
+def rebuild(make: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Module:
+    """An instance for pickle and copy to fill: of the plain class, then changed."""
+    module = make(*args)
+    set_class(module, changed_class(type(module)))
+    return module
+
+
+def require_changeable(module: nn.Module, function: str, name: str = "") -> None:
+    """Raise `ModuleError` unless `module` has a forward and a class that can be changed."""
+    require_module(module, function)
+    reason = _why_not(module)
+    if reason:
+        raise ModuleError(f"ckpt_wrap.{function}: module {describe(module, name)} {reason}")
+    require_forward(module, function, name)
+
+
+def _why_not(module: nn.Module) -> str:
+    if isinstance(module, torch.jit.ScriptModule):
+        return "is scripted, but its class must be changeable. Wrap it before scripting."
+    if "_orig_mod" in module._modules:
+        return (
+            "is compiled, but it is the module inside that must be changed. "
+            "Call this before torch.compile, or on its _orig_mod."
+        )
+    if "forward" in module.__dict__:
+        return (
+            "has a 'forward' of its own, but forward must come from its class. "
+            "Call this before setting forward on the instance."
+        )
+    if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+        return (
+            "is lazy, but it must have its parameters, as it changes its class when it gets "
+            "them. Run one forward first."
+        )
+    try:
+        changed_class(type(module))
+    except Exception as error:  # raised by its metaclass or __init_subclass__
+        return (
+            f"cannot be subclassed ({error}), but a subclass of its class is made for it. "
+            "Use checkpoint_wrapper or offload_wrapper."
+        )
+    return ""
+
+
+# Attributes by which transformers, diffusers, timm and others switch checkpointing on.
+_SWITCHES = ("gradient_checkpointing", "grad_checkpointing")
+
+
+def warn_of_own_switch(module: nn.Module, function: str) -> None:
+    """Warn if a module has switched its own checkpointing on.
+
+    Warns:
+        UserWarning: it would recompute twice.
+    """
+    for name, below in module.named_modules():
+        switch = next((s for s in _SWITCHES if vars(below).get(s) is True), None)
+        if switch is not None:
+            warnings.warn(
+                f"ckpt_wrap.{function}: module {describe(below, name)} has checkpointing of its "
+                f"own switched on ({switch}=True), so it recomputes twice. Switch it off, for "
+                "example by model.gradient_checkpointing_disable().",
+                stacklevel=3,
+            )
+            return
+
+
+def warn_of_one_region(module: nn.Module, function: str) -> None:
+    """Warn if a module contains a list of repeated blocks, and becomes one region.
+
+    A list itself, or one of two blocks, may be a segment on purpose. Blocks that are checkpointed
+    themselves are fine: recomputation of the module saves only their inputs.
+
+    Warns:
+        UserWarning: recomputation holds the tensors of all blocks at once.
+    """
+    for name, below in module.named_modules():
+        if below is module or not isinstance(below, (nn.ModuleList, nn.Sequential)):
+            continue
+        kinds = [type(block) for block in below if _is_plain_block(block)]
+        repeated = next((kind for kind in kinds if kinds.count(kind) > 2), None)
+        if repeated is not None and "expert" not in name:
+            warnings.warn(
+                f"ckpt_wrap.{function}: module {describe(module, '')} contains "
+                f"{kinds.count(repeated)} {repeated.__name__} in {name!r} and becomes one region. "
+                "Recomputation then holds the tensors of all of them at once, and the peak is not "
+                "lower. Checkpoint the blocks: ckpt_wrap.checkpoint_layers_(model).",
+                stacklevel=3,
+            )
+            return
+
+
+def _is_plain_block(module: nn.Module) -> bool:
+    """Whether a module has a forward and submodules, and is not checkpointed itself."""
+    if not has_forward(module) or not any(True for _ in module.children()):
+        return False
+    return STATE not in vars(module) and not is_wrapper(module)

@@ -25,11 +25,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ckpt_wrap._disk_tier import DiskTier
 from ckpt_wrap._errors import OffloadError
-from ckpt_wrap.offload._disk_tier import DiskTier
-from ckpt_wrap.offload._host_tier import HostTier, StreamLink
-from ckpt_wrap.offload._offload_options import MOST_INFLIGHT_BYTES, OffloadOptions
-from ckpt_wrap.offload._offloaded_storage import OffloadedStorage, Tier
+from ckpt_wrap._host_tier import HostTier
+from ckpt_wrap._offloaded_storage import OffloadedStorage, Tier
+from ckpt_wrap._options import OffloadOptions
+
+MOST_INFLIGHT_BYTES = 1 << 30  # where no number is given
 
 
 class _Leaving(NamedTuple):
@@ -198,4 +200,4 @@ def scheduler_for(options: OffloadOptions) -> OffloadScheduler:
         OffloadError: the folder cannot be made or written to.
     """
     folder = options.folder
-    return OffloadScheduler(HostTier(StreamLink()) if folder is None else DiskTier(folder), options)
+    return OffloadScheduler(HostTier() if folder is None else DiskTier(folder), options)

@@ -4,10 +4,10 @@ Buffers and tensor attributes have in recomputation the values that forward foun
 forward, or another forward since, has written to them. After recomputation the module has the
 tensors it had before, unchanged. So buffers advance once.
 
-A value must be copied before a write in place. Small buffers are always copied, because operators
-such as batch normalization write without changing the version counter. Large buffers are copied in
-the first forward of their module, and later if a forward is known to write them. A buffer that was
-written without a copy is an error in recomputation, and copied from then on.
+Before forward, small tensors and the floating-point buffers of modules in training mode are copied.
+Copies of small ones are always kept, because operators such as batch normalization write without
+changing the version counter. Copies of large ones are kept if the version changed. A tensor that
+forward wrote in place without a copy is an error in recomputation.
 
 Parameters are not copied: one that was written in place or replaced is an error.
 """
@@ -15,7 +15,6 @@ Parameters are not copied: one that was written in place or replaced is an error
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,26 +23,12 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ckpt_wrap._errors import RecomputeError
+from ckpt_wrap._errors import RecomputeError, Where
+from ckpt_wrap._surroundings import Surroundings
 from ckpt_wrap._torch_compat import counter_owner, unseen_by_modes, version_of, versions_of
-from ckpt_wrap._where import Where
-from ckpt_wrap.checkpointing._surroundings import Surroundings
 
-_SMALL = 4096  # numel; copying that many costs little more than copying one
+_SMALL = 1 << 16  # numel; no batch normalization has so many features
 _ABSENT = object()
-
-
-class _Habit:
-    """What earlier forwards of a module have shown: its values of `training`, buffers it writes."""
-
-    __slots__ = ("modes", "written")
-
-    def __init__(self) -> None:
-        self.modes: set[bool] = set()
-        self.written: set[str] = set()
-
-
-_habits: weakref.WeakKeyDictionary[nn.Module, _Habit] = weakref.WeakKeyDictionary()
 
 
 @dataclass(slots=True, eq=False)
@@ -52,8 +37,6 @@ class _Entry:
 
     Attributes:
         place: the dict of the module that holds it.
-        habit: of the module, for a buffer.
-        first: whether this is the first forward in this value of `training`.
         tensor: the tensor that forward found, or None where the buffer was None.
         copied: its contents before forward, if they were copied.
         before: its version before forward; -1 if it was lazy.
@@ -66,8 +49,6 @@ class _Entry:
     module: nn.Module
     place: dict[str, Any]
     name: str
-    habit: _Habit | None
-    first: bool
     tensor: torch.Tensor | None
     copied: torch.Tensor | None = None
     before: int = 0
@@ -75,6 +56,10 @@ class _Entry:
     version: int = 0
     written: bool = False
     put_in: tuple[torch.Tensor, int] | None = None
+
+    @property
+    def is_buffer(self) -> bool:
+        return self.place is self.module._buffers
 
     def note(self, copies: dict[int, torch.Tensor]) -> None:
         """Forward starts: note the version, and copy what it may write."""
@@ -86,8 +71,8 @@ class _Entry:
             self.value = _ABSENT
             return
         self.before = self.version = version_of(tensor)
-        known = self.habit is not None and (self.first or self.name in self.habit.written)
-        if tensor.grad_fn is None and (known or tensor.numel() <= _SMALL):
+        is_state = self.is_buffer and self.module.training and tensor.is_floating_point()
+        if tensor.grad_fn is None and (is_state or tensor.numel() <= _SMALL):
             # One tensor in two places stays one tensor.
             if id(tensor) not in copies:
                 copies[id(tensor)] = _copy(tensor)
@@ -103,10 +88,6 @@ class _Entry:
             self.written = not is_lazy(tensor)
             return
         in_place = version_of(tensor) != self.before
-        if self.first and copied is not None and not _same_bits(tensor, copied):
-            in_place = True
-        if in_place and self.habit is not None:
-            self.habit.written.add(self.name)
         self.written = in_place or self.place.get(self.name, _ABSENT) is not tensor
         if in_place:
             self.value = _ABSENT if copied is None else copied
@@ -152,8 +133,7 @@ class ModuleState:
         self._where = where
         self._ended = False
         self._entries: list[_Entry] = []
-        self._modes: list[tuple[_Habit, bool]] = []
-        self._parameters: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        self._parameters: list[tuple[nn.Module, str, torch.Tensor]] = []
         self._versions: list[int] = []
         self._given: list[tuple[dict[str, Any], str]] = []
         self._surroundings = Surroundings(module, where, own_hooks=own_hooks)
@@ -173,7 +153,7 @@ class ModuleState:
                 if parameter is None or is_lazy(parameter):
                     continue
                 if isinstance(parameter, nn.Parameter):
-                    self._parameters.append((module._parameters, name, parameter))
+                    self._parameters.append((module, name, parameter))
                 else:
                     self._given.append((module._parameters, name))
                     weights.append(parameter)
@@ -185,17 +165,11 @@ class ModuleState:
         return weights
 
     def _find_tensors(self, module: nn.Module) -> None:
-        buffers = module._buffers
+        buffers, attributes = module._buffers, vars(module)
         if buffers and isinstance(buffers, dict):  # TorchScript keeps them elsewhere
-            habit = _habits.get(module)
-            if habit is None:
-                habit = _habits[module] = _Habit()
-            first = module.training not in habit.modes
-            self._modes.append((habit, module.training))
             for name, tensor in buffers.items():
                 if tensor is None or isinstance(tensor, torch.Tensor):
-                    self._entries.append(_Entry(module, buffers, name, habit, first, tensor))
-        attributes = vars(module)
+                    self._entries.append(_Entry(module, buffers, name, tensor))
         for name, value in attributes.items():
             # Tensors that require grad, and views, are weights: sharding replaces them at will.
             if (
@@ -203,7 +177,7 @@ class ModuleState:
                 and not value.requires_grad
                 and counter_owner(value) is value
             ):
-                self._entries.append(_Entry(module, attributes, name, None, False, value))
+                self._entries.append(_Entry(module, attributes, name, value))
 
     def end(self, *, keep: bool) -> None:
         """Forward has ended; keep what recomputation needs, or nothing."""
@@ -211,8 +185,6 @@ class ModuleState:
         for entry in self._entries:
             entry.settle()
             entry.copied = None  # kept in `value` where recomputation needs it
-        for habit, training in self._modes:
-            habit.modes.add(training)
         if keep:
             self._surroundings.end()
         else:
@@ -257,55 +229,52 @@ class ModuleState:
             self._surroundings.end_again()
 
     def _require(self, entry: _Entry) -> None:
-        kind = "buffer" if entry.place is entry.module._buffers else "attribute"
+        if entry.value is _ABSENT and entry.written:
+            when = "by its own forward"
+            if entry.before < 0:
+                advice = "Run one forward under torch.no_grad() first."
+            elif entry.is_buffer:
+                advice = (
+                    "Large buffers are copied before forward only if they hold floating-point "
+                    "numbers and training is True. Leave this module out of checkpointing."
+                )
+            else:
+                advice = "Register the tensor as a buffer."
+        elif isinstance(entry.value, torch.Tensor) and version_of(entry.value) != entry.version:
+            when = "since its forward"
+            advice = "Change a clone of it, or change it after backward."
+        else:
+            return
+        kind = "buffer" if entry.is_buffer else "attribute"
         name, where = self._name(entry.module, entry.name), self._where
-        if entry.value is _ABSENT:
-            if not entry.written:
-                return
-            advice = (
-                "Run one forward under torch.no_grad() first."
-                if entry.before < 0
-                else "Run the step again: the next forward copies a buffer first."
-                if kind == "buffer"
-                else "Register the tensor as a buffer."
-            )
-            raise RecomputeError(
-                f"ckpt_wrap.{where.made_by}: {kind} {name!r} of module {where} was changed in "
-                "place by its own forward, and recomputation needs it as it was before. " + advice
-            )
-        if entry.value is not None and version_of(entry.value) != entry.version:
-            if entry.habit is not None:
-                entry.habit.written.add(entry.name)
-            raise RecomputeError(
-                f"ckpt_wrap.{where.made_by}: {kind} {name!r} of module {where} was changed in "
-                "place since its forward, and recomputation needs it as it was before. Change a "
-                "clone of it, or change it after backward."
-            )
+        raise RecomputeError(
+            f"ckpt_wrap.{where.made_by}: {kind} {name!r} of module {where} was changed in place "
+            f"{when}, and recomputation needs it as it was before. {advice}"
+        )
 
     def _require_parameters(self) -> None:
-        where = self._where
         now = versions_of([tensor for _, _, tensor in self._parameters])
         found = zip(self._parameters, self._versions, now, strict=True)
-        for (place, name, tensor), then, count in found:
-            present = _lookup(place, name)
-            if present is not tensor:
-                # Sharding puts other types into the places of parameters.
-                if type(present) is nn.Parameter and type(tensor) is nn.Parameter:
-                    name = self._parameter_name(place, name)
-                    raise RecomputeError(
-                        f"ckpt_wrap.{where.made_by}: parameter {name!r} of module {where} was "
-                        "replaced since the forward, and recomputation with other values gives "
-                        "another gradient. Replace parameters after backward."
-                    )
-            elif then != count:
-                name = self._parameter_name(place, name)
-                raise RecomputeError(
-                    f"ckpt_wrap.{where.made_by}: parameter {name!r} of module {where} was changed "
-                    "in place since its forward started, and recomputation with other values gives "
-                    "another gradient. Step the optimizer after backward, and do not checkpoint a "
-                    "module whose forward writes its parameters, such as nn.Embedding with "
-                    "max_norm."
+        for (module, name, tensor), then, count in found:
+            present = _lookup(module._parameters, name)
+            # Sharding puts other types into the places of parameters.
+            replaced = present is not tensor
+            if replaced and type(present) is nn.Parameter and type(tensor) is nn.Parameter:
+                what = "replaced since the forward"
+                advice = "Replace parameters after backward."
+            elif not replaced and then != count:
+                what = "changed in place since its forward started"
+                advice = (
+                    "Step the optimizer after backward, and do not checkpoint a module whose "
+                    "forward writes its parameters, such as nn.Embedding with max_norm."
                 )
+            else:
+                continue
+            raise RecomputeError(
+                f"ckpt_wrap.{self._where.made_by}: parameter {self._name(module, name)!r} of "
+                f"module {self._where} was {what}, and recomputation with other values gives "
+                f"another gradient. {advice}"
+            )
 
     def _require_no_guard(self) -> None:
         for entry in self._entries:
@@ -317,10 +286,6 @@ class ModuleState:
                     "is_recomputing(). Write the buffer in both: the write in recomputation is "
                     "dropped."
                 )
-
-    def _parameter_name(self, place: dict[str, Any], name: str) -> str:
-        owners = (module for module in below(self.module) if module._parameters is place)
-        return next((self._name(owner, name) for owner in owners), name)
 
     def _name(self, module: nn.Module, name: str) -> str:
         named = () if self.module is None else self.module.named_modules()
@@ -353,15 +318,3 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.requires_grad:
             return tensor.detach().clone().requires_grad_()
         return tensor.clone()
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether the contents are equal, as far as they can be read; NaN equals NaN."""
-    if type(one) not in (torch.Tensor, nn.Parameter) or one.layout is not torch.strided:
-        return True
-    if one.is_meta or one.is_conj() or one.is_quantized:
-        return True
-    if one.dtype != other.dtype or one.device != other.device:
-        return True
-    with unseen_by_modes(one):
-        return torch.equal(*(t.detach().reshape(-1).view(torch.uint8) for t in (one, other)))

@@ -1,4 +1,4 @@
-"""The bytes of one storage on their way elsewhere and back.
+"""The bytes of one storage on their way elsewhere and back, and counts of what was moved.
 
 | state | `source` | `stored` | reading it |
 |---|---|---|---|
@@ -17,56 +17,125 @@ import itertools
 import os
 import threading
 import weakref
-from functools import partial
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from ckpt_wrap._errors import OffloadError, about
 from ckpt_wrap._torch_compat import counter_owner, version_of
-from ckpt_wrap.offload._offload_stats import Counters
-from ckpt_wrap.offload._storage import flat_bytes, forget_bytes
-from ckpt_wrap.offload._when_gone import do_due, when_gone
 
 _numbers = itertools.count()
 
 
-class Stored(Protocol):
-    """The bytes of one storage, somewhere else.
+@dataclass(frozen=True, slots=True)
+class OffloadStats:
+    """Counts since the module was offloaded; bytes are those of the storages moved.
 
-    Attributes:
-        is_immediate: whether all bytes are there when `take` returns.
+    Args:
+        copies_out: storages that left.
+        bytes_out: their bytes.
+        copies_in: storages that were copied back; one that is read twice may count twice.
+        bytes_in: their bytes.
+        shared: saved tensors that needed no copy because their storage had left already.
+        kept: saved tensors that stayed: parameters, buffers, small ones, those on the host, and
+            storages for which there was no room within `max_bytes_away`.
+        bytes_away: bytes elsewhere now.
+        peak_bytes_away: the most there were at one time; for several modules, the sum of their
+            peaks, which need not coincide.
+        late: copies back that were only requested when backward read them, and waited for them.
     """
 
-    is_immediate: bool
+    copies_out: int = 0
+    bytes_out: int = 0
+    copies_in: int = 0
+    bytes_in: int = 0
+    shared: int = 0
+    kept: int = 0
+    bytes_away: int = 0
+    peak_bytes_away: int = 0
+    late: int = 0
+
+
+class Counters:
+    """The counts of one module.
+
+    Threads and finalizers count too, so no line reads a count, calls something, and writes it.
+
+    Args:
+        away_of_all: bytes by number of everything with the same options that is away.
+    """
+
+    def __init__(self, away_of_all: dict[int, int]) -> None:
+        self._away_of_all = away_of_all
+        self._away: dict[int, int] = {}  # bytes by the number that a storage left under
+        self._copies_out = self._bytes_out = self._copies_in = self._bytes_in = 0
+        self._peak = self._late = self.shared = self.kept = 0
+
+    def out(self, number: int, nbytes: int) -> None:
+        """A storage left, under a number of its own."""
+        self._away[number] = self._away_of_all[number] = nbytes
+        self._copies_out += 1
+        self._bytes_out += nbytes
+        away = sum(self._away.values())
+        if away > self._peak:
+            self._peak = away
+
+    def back(self, nbytes: int, late: bool) -> None:
+        """A storage was brought back; `late` if it was read when it was asked for."""
+        self._copies_in += 1
+        self._bytes_in += nbytes
+        self._late += late
+
+    def gone(self, number: int) -> None:
+        """The storage of this number was released, if it had left."""
+        self._away_of_all.pop(number, None)
+        self._away.pop(number, None)
+
+    def snapshot(self) -> OffloadStats:
+        """The counts as they are."""
+        return OffloadStats(
+            copies_out=self._copies_out,
+            bytes_out=self._bytes_out,
+            copies_in=self._copies_in,
+            bytes_in=self._bytes_in,
+            shared=self.shared,
+            kept=self.kept,
+            bytes_away=sum(self._away.values()),
+            peak_bytes_away=self._peak,
+            late=self._late,
+        )
+
+
+class Stored:
+    """The bytes of one storage, somewhere else; here, a place that has them after `take`."""
+
+    is_immediate = True  # whether all bytes are there when `take` returns
 
     def take(self, source: torch.Tensor) -> None:
         """Start copying the bytes of a flat tensor."""
-        ...
+        raise NotImplementedError
 
     def copied(self) -> bool:
         """Whether the source is no longer read."""
-        ...
+        return True
 
     def release_source(self) -> None:
         """Release the source, in the order of the device's work."""
-        ...
 
     def fetch(self) -> torch.Tensor:
         """Start bringing the bytes back; call `wait_fetched` before using them."""
-        ...
+        raise NotImplementedError
 
     def wait_fetched(self) -> None:
         """Make the device's later work wait for the fetched bytes."""
-        ...
 
     def release_fetched(self) -> None:
         """Release the fetched bytes, if there are any; they may not have been waited for."""
-        ...
 
     def discard(self) -> None:
         """Forget the bytes, if it took any; may be called again."""
-        ...
+        raise NotImplementedError
 
 
 class Tier(Protocol):
@@ -111,7 +180,8 @@ class OffloadedStorage:
         # Shares the tensor's version counter, also when its bytes are gone.
         self._guard: torch.Tensor | None = tensor.detach()
         self._owner = weakref.ref(counter_owner(tensor))
-        self.source: torch.Tensor | None = flat_bytes(tensor)
+        flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        self.source: torch.Tensor | None = flat.set_(tensor.untyped_storage())
         self.version = version_of(tensor)
         self.device = tensor.device
         self.nbytes = self.source.numel()
@@ -130,11 +200,10 @@ class OffloadedStorage:
         with self._lock:
             if self.source is None or self.stored is not None or self._is_changed():
                 return False
-            do_due()
             number = next(_numbers)
             with about(f"a tensor saved by module {self.where}"):
                 stored = tier.place(self.source)
-                when_gone(self, partial(_forget, stored, self.counters, number))
+                weakref.finalize(self, _forget, stored, self.counters, number).atexit = False
                 stored.take(self.source)
             self.stored = stored
             self.counters.out(number, self.nbytes)
@@ -152,8 +221,9 @@ class OffloadedStorage:
                 self.source = None
                 if self.stored.is_immediate:
                     self._guard = None
-                elif self._guard is not None:
-                    forget_bytes(self._guard)
+                elif self._guard is not None:  # it keeps the version counter alone
+                    empty = torch.empty(0, dtype=self._guard.dtype, device=self.device)
+                    self._guard.data = empty
                 self.stored.release_source()
 
     def shares(self, tensor: torch.Tensor) -> bool:

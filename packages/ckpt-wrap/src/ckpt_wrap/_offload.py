@@ -19,8 +19,17 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 
-from ckpt_wrap._errors import OffloadError
-from ckpt_wrap._phase import is_checkpointing
+from ckpt_wrap._ambient import is_checkpointing
+from ckpt_wrap._errors import OffloadError, describe, owner
+from ckpt_wrap._host_tier import captures_calls_on
+from ckpt_wrap._offload_scheduler import CallStorages, OffloadScheduler, scheduler_for
+from ckpt_wrap._offloaded_storage import (
+    Counters,
+    OffloadedStorage,
+    OffloadStats,
+    changed_message,
+)
+from ckpt_wrap._options import OffloadOptions
 from ckpt_wrap._torch_compat import (
     active_transform,
     break_graph,
@@ -32,13 +41,29 @@ from ckpt_wrap._torch_compat import (
     storage_key,
     version_of,
 )
-from ckpt_wrap._where import describe, owner
-from ckpt_wrap.offload._host_tier import captures_calls_on
-from ckpt_wrap.offload._offload_options import OffloadOptions
-from ckpt_wrap.offload._offload_scheduler import CallStorages, OffloadScheduler, scheduler_for
-from ckpt_wrap.offload._offload_stats import Counters, OffloadStats
-from ckpt_wrap.offload._offloaded_storage import OffloadedStorage, changed_message
-from ckpt_wrap.offload._storage import View, is_plain, split, storage_bytes, view_of
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """How a tensor reads its storage; stride and offset count elements."""
+
+    kind: type[torch.Tensor]
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """The tensor this view was taken from, over the bytes of `flat`."""
+        tensor = torch.empty(0, dtype=self.dtype, device=flat.device)
+        tensor.set_(flat.untyped_storage(), self.offset, self.size, self.stride)
+        return tensor if self.kind is torch.Tensor else tensor.as_subclass(self.kind)
+
+
+def view_of(tensor: torch.Tensor) -> View:
+    """The view a plain tensor is."""
+    kind = torch.Tensor if isinstance(tensor, torch.nn.Parameter) else type(tensor)
+    return View(kind, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,3 +271,32 @@ class Offload:
     def stats(self) -> OffloadStats:
         """Counts of what it has moved."""
         return self._counters.snapshot()
+
+
+def storage_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the tensor's storage; 0 for one without memory, such as a zero tangent."""
+    storage = tensor.untyped_storage()
+    try:
+        return storage.nbytes() if storage.data_ptr() else 0
+    except RuntimeError:  # torch's error for a storage that has no memory
+        return 0
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a `View` and the bytes of the storage describe the tensor completely."""
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_meta
+        and not tensor.is_quantized
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    )
+
+
+def split(tensor: Any) -> tuple[dict[str, torch.Tensor], Any] | None:
+    """Inner tensors and context of a tensor subclass, or None if it has no `__tensor_flatten__`."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return None
+    names, context = tensor.__tensor_flatten__()
+    return {name: getattr(tensor, name) for name in names}, context

@@ -20,13 +20,12 @@ import warnings
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ckpt_wrap._errors import RecomputeError
-from ckpt_wrap._where import Where
+from ckpt_wrap._errors import RecomputeError, Where
 
 DEPTH = 24  # of nested objects; deeper ones are passed by reference
 LIMIT = 4096  # objects in one call; further ones are passed by reference
@@ -38,8 +37,6 @@ _BUILTIN = frozenset({tuple, list, dict, set, deque, OrderedDict, defaultdict})
 _HEAP_TYPE = 1 << 9  # flag of classes written in Python
 _MISSING = object()
 
-Contents = tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]  # keys, items, attributes
-
 
 @dataclass(frozen=True, slots=True)
 class TensorIndex:
@@ -48,13 +45,33 @@ class TensorIndex:
     index: int
 
 
+class Contents(NamedTuple):
+    """Shallow contents of an object: keys of a dict, items, attributes."""
+
+    keys: tuple[Any, ...]
+    items: tuple[Any, ...]
+    attributes: dict[str, Any]
+
+    def is_same(self, other: Contents) -> bool:
+        """Whether both hold the same objects in the same order."""
+        return self.attributes.keys() == other.attributes.keys() and all(
+            len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+            for a, b in (
+                (self.keys, other.keys),
+                (self.items, other.items),
+                (self.attributes.values(), [other.attributes[n] for n in self.attributes]),
+            )
+        )
+
+
 class Node:
     """Template of one object: its contents before forward, and how to build it again.
 
     Attributes:
+        keys, items, attributes: the contents, as templates.
         live: the object, as long as recomputation may get it unchanged.
         before: its contents before forward, to notice changes.
-        blank: an empty copy, where the class cannot make one.
+        blank: an empty object of its class, where the class does not make one itself.
     """
 
     __slots__ = ("attributes", "before", "blank", "items", "keys", "kind", "live")
@@ -74,26 +91,36 @@ class Node:
 
     def is_changed(self) -> bool:
         """Whether the object has other contents than before forward."""
-        if self.before is None:
-            return True
-        if self.kind is torch.Generator:
-            return not torch.equal(self.before[1][0], self.live.get_state())
-        return not _same(self.before, _contents(self.live))
+        return self.before is None or not self.before.is_same(_contents(self.live))
 
     def forget(self) -> None:
-        """Let go of the object, which recomputation does not get."""
-        if self.kind is torch.Generator:
-            return
-        if self.live is not None and not issubclass(self.kind, tuple):
+        """Release the object, which recomputation does not get."""
+        if self.live is not None:
             self.blank = _blank(self.live)
         self.live = self.before = None
 
-    def new(self) -> Any:
-        """An empty object of the class."""
+    def build(self, fill: _Filler) -> None:
+        """Make the object with its contents, and note it before an item can refer to it."""
+        if issubclass(self.kind, tuple):
+            items = map(fill, self.items)
+            fill.made[self] = (
+                self.kind(*items) if hasattr(self.kind, "_fields") else self.kind(items)
+            )
+            return
         blank = self.blank if self.live is None else _blank(self.live)
         if blank is _MISSING:
             raise TypeError(self.kind.__name__)
-        return self.kind() if blank is None else copy.copy(blank)
+        new = fill.made[self] = self.kind() if blank is None else copy.copy(blank)
+        base = next((base for base in _BASES if isinstance(new, base)), None)
+        if base is not None and issubclass(base, dict):
+            # The methods of the builtin classes: subclasses may override their own.
+            for key, item in zip(self.keys, self.items, strict=True):
+                base.__setitem__(new, key, fill(item))
+        elif base is not None:
+            put: Any = base.update if base is set else base.extend
+            put(new, map(fill, self.items))
+        for name, part in self.attributes.items():
+            object.__setattr__(new, name, fill(part))
 
 
 class Arguments:
@@ -101,12 +128,14 @@ class Arguments:
 
     Attributes:
         tensors: the tensors, in the order in which they were found.
+        generators: the random number generators.
     """
 
-    __slots__ = ("_args", "_kwargs", "_nodes", "_positions", "_watched", "tensors")
+    __slots__ = ("_args", "_kwargs", "_nodes", "_positions", "_watched", "generators", "tensors")
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self.tensors: list[torch.Tensor] = []
+        self.generators: list[torch.Generator] = []
         self._watched: list[Node] = []
         self._nodes: dict[int, Node] = {}
         self._positions: dict[int, int] = {}
@@ -123,6 +152,9 @@ class Arguments:
                 self.tensors.append(value)
             return TensorIndex(self._positions[id(value)])
         kind: Any = type(value)
+        if kind is torch.Generator:
+            self.generators.append(value)
+            return value
         if kind in _ATOMS or depth > DEPTH or not _is_followed(kind):
             return value
         node = self._nodes.get(id(value))
@@ -139,12 +171,12 @@ class Arguments:
             self._watch(node, value, contents)
         elif kind in (deque, defaultdict):
             node.blank = _blank(value)
-        if kind is not torch.Generator:
-            node.keys, items, attributes = contents
-            node.items = [self._flatten(item, inside, depth + 1) for item in items]
-            node.attributes = {
-                name: self._flatten(part, inside, depth + 1) for name, part in attributes.items()
-            }
+        node.keys = contents.keys
+        node.items = [self._flatten(item, inside, depth + 1) for item in contents.items]
+        node.attributes = {
+            name: self._flatten(part, inside, depth + 1)
+            for name, part in contents.attributes.items()
+        }
         return node
 
     def _watch(self, node: Node, value: Any, contents: Contents) -> None:
@@ -197,8 +229,8 @@ class Arguments:
             if node.is_changed()
             or (rebuild and any(isinstance(part, TensorIndex) for part in node.parts()))
         }
-        grows = bool(stale)
-        while grows:
+        more = stale
+        while more:
             more = {
                 node
                 for node in self._watched
@@ -206,8 +238,27 @@ class Arguments:
                 and any(isinstance(part, Node) and part in stale for part in node.parts())
             }
             stale |= more
-            grows = bool(more)
         return stale
+
+
+class _Filler:
+    """Builds values from templates, each object once; a closure would be a reference cycle."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], stale: set[Node]) -> None:
+        self._tensors = tensors
+        self._stale = stale
+        self.made: dict[Node, Any] = {}
+
+    def __call__(self, template: Any) -> Any:
+        if isinstance(template, TensorIndex):
+            return self._tensors[template.index]
+        if not isinstance(template, Node):
+            return template
+        if template.live is not None and template not in self._stale:
+            return template.live
+        if template not in self.made:
+            template.build(self)
+        return self.made[template]
 
 
 def _warn_if_grown(stale: set[Node], tensors: Sequence[torch.Tensor], where: Where) -> None:
@@ -229,67 +280,20 @@ def _warn_if_grown(stale: set[Node], tensors: Sequence[torch.Tensor], where: Whe
 
 
 _warned: set[str] = set()  # classes of arguments that a warning was given for
-
-
-class _Filler:
-    """Builds values from templates, each object once."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor], stale: set[Node]) -> None:
-        self._tensors = tensors
-        self._stale = stale
-        self._made: dict[Node, Any] = {}
-
-    def __call__(self, template: Any) -> Any:
-        if isinstance(template, TensorIndex):
-            return self._tensors[template.index]
-        if not isinstance(template, Node):
-            return template
-        if template.live is not None and template not in self._stale:
-            return template.live
-        if template not in self._made:
-            self._build(template)
-        return self._made[template]
-
-    def _build(self, node: Node) -> None:
-        if issubclass(node.kind, tuple):
-            items = [self(item) for item in node.items]
-            named = hasattr(node.kind, "_fields")
-            self._made[node] = node.kind(*items) if named else node.kind(items)
-            return
-        new = self._made[node] = node.new()
-        if node.kind is torch.Generator:
-            assert node.before is not None
-            new.set_state(node.before[1][0])
-        elif isinstance(new, dict):
-            put: Any = OrderedDict.__setitem__ if isinstance(new, OrderedDict) else dict.__setitem__
-            for key, item in zip(node.keys, node.items, strict=True):
-                put(new, key, self(item))
-        elif node.items:
-            add = next(add for base, add in _ADD.items() if isinstance(new, base))
-            add(new, map(self, node.items))
-        for name, part in node.attributes.items():
-            object.__setattr__(new, name, self(part))
-
-
-_ADD: dict[Any, Callable[[Any, Any], None]] = {
-    list: list.extend,
-    deque: deque.extend,
-    set: set.update,
-}
-_CLEARED: tuple[Any, ...] = (OrderedDict, dict, list, deque, set)
+_BASES: tuple[Any, ...] = (OrderedDict, dict, list, deque, set)
 
 
 def _blank(value: Any) -> Any:
     """An empty object of the same class, or `_MISSING` if the class cannot be copied."""
-    if isinstance(value, torch.Generator):
-        return torch.Generator(value.device)
+    if isinstance(value, tuple):
+        return None
     try:
         new = copy.copy(value)
         if new is value or type(new) is not type(value):
             return _MISSING
-        clear = next((base.clear for base in _CLEARED if isinstance(new, base)), None)
-        if clear is not None:
-            clear(new)
+        base = next((base for base in _BASES if isinstance(new, base)), None)
+        if base is not None:
+            base.clear(new)
         for name in _attributes(new):
             object.__delattr__(new, name)
     except Exception:  # whatever the class raises
@@ -299,27 +303,12 @@ def _blank(value: Any) -> Any:
 
 def _contents(value: Any) -> Contents:
     """The present keys, items and attributes of an object."""
-    if isinstance(value, torch.Generator):
-        return (), (value.get_state(),), {}
     if isinstance(value, dict):
-        # The methods of the builtin classes: subclasses may override their own.
         base = OrderedDict if isinstance(value, OrderedDict) else dict
         keys = tuple(base.keys(value))
-        return keys, tuple(dict.__getitem__(value, key) for key in keys), _attributes(value)
+        return Contents(keys, tuple(dict.__getitem__(value, k) for k in keys), _attributes(value))
     items = tuple(value) if isinstance(value, (tuple, list, set, deque)) else ()
-    return (), items, _attributes(value)
-
-
-def _same(one: Contents, other: Contents) -> bool:
-    """Whether both hold the same objects in the same order."""
-    return (
-        one[2].keys() == other[2].keys()
-        and all(other[2][name] is value for name, value in one[2].items())
-        and all(
-            len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
-            for a, b in zip(one[:2], other[:2], strict=True)
-        )
-    )
+    return Contents((), items, _attributes(value))
 
 
 def _attributes(value: Any) -> dict[str, Any]:
@@ -349,7 +338,7 @@ def _slots_of(kind: Any) -> frozenset[str]:
 @functools.cache
 def _follows(kind: Any) -> bool:
     """Whether to look into objects of this class."""
-    if kind in (torch.Generator, types.SimpleNamespace) or issubclass(kind, tuple):
+    if kind is types.SimpleNamespace or issubclass(kind, tuple):
         return True
     if not kind.__flags__ & _HEAP_TYPE:
         return kind in _BUILTIN

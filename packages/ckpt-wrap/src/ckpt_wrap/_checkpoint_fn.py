@@ -9,13 +9,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from difflib import get_close_matches
 from typing import Any
 
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from ckpt_wrap._checkpoint import Checkpoint, by_position
 from ckpt_wrap._errors import OptionError
-from ckpt_wrap.checkpointing._checkpoint import Checkpoint, by_position
-from ckpt_wrap.checkpointing._options import CheckpointImpl, CheckpointOptions
+from ckpt_wrap._options import CheckpointImpl, CheckpointOptions
 
 CheckpointFn = Callable[..., Any]
 
@@ -45,6 +46,10 @@ class BoundCheckpointFn:
         return self.func(call, *args, *kwargs.values(), **self.keywords)
 
 
+_DEFAULTS = {f.name: f.default for f in fields(CheckpointOptions) if f.name != "impl"}
+_OTHER = object()
+
+
 def make_checkpoint_fn(
     made_by: str,
     /,
@@ -66,16 +71,15 @@ def make_checkpoint_fn(
     if checkpoint_fn is None:
         _require_known(options, made_by)
         impl = _implementation(use_reentrant, checkpoint_impl, made_by)
-        try:
-            return Checkpoint(CheckpointOptions(impl=impl, **options), made_by)
-        except OptionError as error:
-            raise OptionError(f"ckpt_wrap.{made_by}: {error}") from None
+        own = CheckpointOptions(impl=impl, **options)
+        own.require_valid(made_by)
+        return Checkpoint(own, made_by)
     if not callable(checkpoint_fn):
         raise OptionError(
             f"ckpt_wrap.{made_by}: option 'checkpoint_fn' is {checkpoint_fn!r}, but it must be a "
             "function called as checkpoint_fn(function, *args, **kwargs). Pass such a function."
         )
-    given = {name: value for name, value in options.items() if value != _OWN.get(name, _OTHER)}
+    given = {name: value for name, value in options.items() if value != _DEFAULTS.get(name, _OTHER)}
     if use_reentrant is not None:
         given["use_reentrant"] = use_reentrant
     # torch's checkpoint looks for tensors among positional arguments only.
@@ -83,22 +87,20 @@ def make_checkpoint_fn(
     return BoundCheckpointFn(checkpoint_fn, given, positional=positional)
 
 
-_OWN = {field.name: field.default for field in fields(CheckpointOptions) if field.name != "impl"}
-_OTHER = object()
-
-
 def _require_known(options: Mapping[str, Any], made_by: str) -> None:
-    unknown = [name for name in options if name not in _OWN]
+    unknown = [name for name in options if name not in _DEFAULTS]
     if "policy" in unknown:
         raise OptionError(
             f"ckpt_wrap.{made_by}: option 'policy' needs checkpoint_fn=. For a policy of "
             "sac-policies, pass checkpoint_fn=sac_policies.checkpoint, policy=..."
         )
     if unknown:
+        close = get_close_matches(unknown[0], _DEFAULTS, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
         raise OptionError(
-            f"ckpt_wrap.{made_by}: option {unknown[0]!r} is unknown. Options that are not those of "
-            "torch.utils.checkpoint.checkpoint are only accepted together with checkpoint_fn=, "
-            "which receives them."
+            f"ckpt_wrap.{made_by}: option {unknown[0]!r} is unknown.{hint} Options that are not "
+            "those of torch.utils.checkpoint.checkpoint are only accepted together with "
+            "checkpoint_fn=, which receives them."
         )
 
 
