@@ -31,10 +31,10 @@ from ._agree import check_equal
 from ._checkpointed import Checkpointed, is_checkpointed, region_of, release
 from ._intervals import KeptSteps, Measured, Steps, forward_of, kept_bytes, marked
 from ._levels import HOLDING, LEVELS, Region, RegionFit
+from ._limit import Limit
 from ._measure import Interval, Marks, highest
-from ._optimizer import check_optimizer
 from ._repeating import Seen, called_again, check_compiled, inside, kind_of, repeating
-from ._sizes import Budget, budget_bytes, format_size
+from ._sizes import Budget, format_size
 from ._step import Loss, Step, check_step
 from ._times import Clock, Spent, are_long, clocked_in_rounds
 
@@ -163,39 +163,33 @@ def fit_(
         >>> found.undo()
     """
     check_step("fit_", model, loss)
-    is_device = isinstance(budget, str) and budget == "device"
-    for each, what in ((0 if is_device else budget, "budget"), (reserve, "reserve")):
-        budget_bytes(each, total_bytes=0, what=what)  # refused before anything runs
+    limit = Limit(budget, reserve)
     if of not in ("peak", "kept"):
         raise BudgetError(
             f"sac_policies.fit_: of {shown(of)} is unknown, but a budget is of the 'peak' of a "
             "step, or of what its forward has 'kept' for backward. Pass one of them."
         )
-    if optimizer is not None:
-        check_optimizer(optimizer)
-        if of == "kept":
-            raise BudgetError(
-                "sac_policies.fit_: optimizer is given with of='kept', but an optimizer's state is "
-                "no part of what a forward keeps. Leave it out, or use of='peak'."
-            )
+    step, search = Step("fit_", model, batch, loss, optimizer), None
+    if optimizer is not None and of == "kept":
+        raise BudgetError(
+            "sac_policies.fit_: optimizer is given with of='kept', but an optimizer's state is "
+            "no part of what a forward keeps. Leave it out, or use of='peak'."
+        )
     fitted = [path for path, module in model.named_modules() if is_checkpointed(module)]
     if fitted:
         raise BudgetError(
             f"sac_policies.fit_: module {fitted[0]!r} is checkpointed by an earlier fit_, but a "
             "budget is divided once. Call undo() on its result."
         )
-    step, search = Step("fit_", model, batch, loss), None
     step.check_data()
-    step.optimizer = optimizer
-    step.resident()  # an optimizer whose state is unknown is refused before anything runs
-    most = step.available() if is_device else budget
+    limit.settle(step)
     try:
         with step.leaving_the_model():
             step.settle_buckets()
             tried: list[Infeasible] = []
             for regions in _divisions(model, step):
                 search = _Search(model, step, of, regions)
-                found = search.run(most, reserve)
+                found = search.run(limit)
                 if isinstance(found, InPlaceFit):
                     return found
                 tried.append(found)
@@ -251,14 +245,13 @@ class _Search:
         self._tried: dict[int, list[str]] = {}
         self._spent: list[Spent] = []
 
-    def run(self, budget: Budget, reserve: Budget) -> InPlaceFit | Infeasible:
+    def run(self, limit: Limit) -> InPlaceFit | Infeasible:
         """Measure each level, choose, and measure what was chosen (Rules 2 and 3)."""
         count = len(self._regions)
         intervals = [self._intervals(0)]
         uniform = [self._taken(intervals[0])]
         sizes = [self._size(uniform[0])]
-        whole = budget_bytes(budget, total_bytes=sizes[0])
-        allowed = max(0, whole - budget_bytes(reserve, total_bytes=whole, what="reserve"))
+        allowed = limit.allowed(sizes[0])
         if sizes[0] <= allowed:
             return self._found((0,) * count, uniform[0], sizes[0], uniform[0], allowed)
         self._learn()

@@ -197,7 +197,7 @@ def measure_host_bandwidth(device: torch.device | str | None = None) -> float:
     return 2 * there.numel() / min(spent[1:])
 
 
-def free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device, *, where: str) -> int:
     """Bytes that can still be allocated on an accelerator, what the allocator has cached included.
 
     Raises:
@@ -206,7 +206,7 @@ def free_bytes(device: torch.device) -> int:
     memory: Any = None if device.type == "cpu" else getattr(torch, device.type, None)
     if not hasattr(memory, "mem_get_info"):
         raise BudgetError(
-            "sac_policies.fit_: budget 'device' is the memory that is free on the model's "
+            f"sac_policies.{where}: budget 'device' is the memory that is free on the model's "
             f"accelerator, but the model's device {str(device)!r} has no such number. Pass bytes, "
             'for example "6 GiB", or a share.'
         )
