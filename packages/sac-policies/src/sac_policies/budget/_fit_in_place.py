@@ -321,14 +321,11 @@ class _Search:
         return InPlaceFit(self._of, *taken, *plain, predicted, allowed, done, rounds, put)
 
     def _learn(self) -> None:
-        """Have first forwards find out what later ones need not keep, on whichever level.
-
-        The second runs backward, too, so that no measured step is the first to replay anything.
-        """
-        self.put((1,) * len(self._regions))
-        self._step.forward()
-        self.put((2,) * len(self._regions))
-        self._step.run(self._model)
+        """Have the first forward and backward of each policy over: they compare bits."""
+        for level in range(1, self._levels):
+            if level not in HOLDING:
+                self.put((level,) * len(self._regions))
+                self._step.run(self._model)
 
     def _intervals(self, level: int) -> list[Interval]:
         done = self.put((level,) * len(self._regions))
