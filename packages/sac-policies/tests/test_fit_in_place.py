@@ -174,7 +174,7 @@ def test_less_budget_keeps_less_in_the_first_blocks(monkeypatch: pytest.MonkeyPa
         assert [region.path for region in found.regions] == [f"blocks.{i}" for i in range(4)]
         assert done == sorted(done, reverse=True)
         assert len(found.rounds) == 5
-        assert found.predicted_bytes == pytest.approx(found.peak_bytes, rel=0.03)
+        assert found.predicted_bytes == pytest.approx(found.peak_bytes, rel=0.02)
         sums.append(sum(done))
         assert f"of {found.plain_bytes / 1024**2:.2f} MiB without checkpointing" in str(found)
         assert all(
@@ -314,7 +314,7 @@ def test_budget_of_kept_bytes_is_of_what_a_forward_leaves(share: float) -> None:
     assert found.of == "kept"
     assert found.budget_bytes == pytest.approx(share * found.plain_kept_bytes, abs=1)
     assert found.kept_bytes <= found.budget_bytes
-    assert found.predicted_bytes == pytest.approx(found.kept_bytes, rel=0.03)
+    assert found.predicted_bytes == pytest.approx(found.kept_bytes, rel=0.02)
     assert f"{found}".startswith("a forward leaves ")
 
     def forward(one: nn.Module) -> int:

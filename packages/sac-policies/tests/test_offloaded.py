@@ -15,8 +15,8 @@ OUT, BACK, OFFLOADS = 10, 8, 1
 def step(choice, vain=0):
     """A step of regions of which some offload, as the rules say; others take nothing.
 
-    A region moves `OUT` bytes, of which it asks for `BACK`. The first in backward also asks in vain,
-    for itself and for the next.
+    A region moves `OUT` bytes, of which it asks for `BACK`. The first in backward asks in vain for
+    more, for itself and for the next.
     """
     does = [number for number, level in enumerate(choice) if level == OFFLOADS]
     found = [Interval(None, 0, 0)]

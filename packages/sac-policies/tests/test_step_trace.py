@@ -78,6 +78,15 @@ def test_peak_is_predicted(share: float | None) -> None:
     assert step.peak_bytes(plan) == pytest.approx(measured(model, batch, plan), rel=0.01)
 
 
+def test_sum_of_gradients_of_a_tied_table_is_predicted() -> None:
+    """The first gradient is a view, which autograd does not add to in place."""
+    torch.manual_seed(0)
+    model, batch = Tied(layers=1), text(1)[:, :4]
+    model.table.weight = nn.Parameter(torch.randn(4096, 32))
+    step = profile_step(model, batch, unit="flops")
+    assert step.peak_bytes() == pytest.approx(measured(model, batch), rel=0.001)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_peaks_of_random_graphs_are_predicted(seed: int) -> None:
     """Plain, and under plans that keep less and less: nine of ten to the byte."""

@@ -296,16 +296,19 @@ class _StepRecorder(WatchingMode):
         Autograd adds gradients in place if nobody else has the first one, and so do a few formulas,
         but not while a mode looks on: then the tensor is freed as soon as the result is there.
         """
-        events = self.run.events
+        events, layouts = self.run.events, self.run.layouts
         at = len(events) - 1
+        gone = []
         while at >= 0 and events[at][0] in ("gone", "free"):
+            kind, number = events[at]
+            if kind == "gone" and layouts[number].storage == storage:
+                gone.append(number)
             at -= 1
         if not self._in_backward or at < 0 or events[at][0] != "call":
             return
         call = self.run.calls[events[at][1]]
-        if call.op not in _IN_PLACE or len(call.inputs) < 2:
-            return
-        if self.run.layouts[call.inputs[0]].storage == storage:
+        # A view holds its base, and is not written to.
+        if call.op in _IN_PLACE and gone == [call.inputs[0]]:
             events.append(events.pop(at))
 
     # Saved tensors
