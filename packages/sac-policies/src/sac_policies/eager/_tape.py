@@ -430,7 +430,7 @@ class Tape(TorchDispatchMode):
         if answer is None or not answer.keeps:
             return
         region.kept.add(NAME_OP)
-        for each in map(self._whole, _parts_of(tensor)):
+        for each in map(self._whole, parts_of(tensor)):
             value = self.value_of(each)
             if value.held is None and value.boxed is None:
                 value.hold(each if self._outer is not None else unseen_alias(each))
@@ -483,8 +483,19 @@ class Tape(TorchDispatchMode):
     def _pack(self, tensor: torch.Tensor) -> Any:
         if type(tensor) not in _PLAIN and is_wrapper(tensor):
             return _Flattened(tensor, self._pack_part)
-        known = None if tensor.requires_grad else self.known_value(tensor)
-        if known is None and not tensor.requires_grad:
+        value = self.saved(tensor, tensor.requires_grad)
+        is_made_again = value.held is None and value.boxed is None
+        if self.region.checks and is_made_again and value.guard is None:
+            with no_dispatch():
+                is_dense = tensor.layout is torch.strided and not tensor.is_nested
+                if is_dense and not is_fake(tensor):
+                    value.guard = Guard(_resolved(tensor))
+        return value
+
+    def saved(self, tensor: torch.Tensor, needs_grad: bool) -> Value:
+        """Return the value of a tensor that autograd saves; hold an unknown tensor."""
+        known = None if needs_grad else self.known_value(tensor)
+        if known is None and not needs_grad:
             value = self._held(tensor, version_of(tensor))
             self._saved_alone.add(value)
         else:
@@ -492,12 +503,6 @@ class Tape(TorchDispatchMode):
         want(value)
         if self._pending:
             self._start_copies()
-        is_made_again = value.held is None and value.boxed is None
-        if self.region.checks and is_made_again and value.guard is None:
-            with no_dispatch():
-                is_dense = tensor.layout is torch.strided and not tensor.is_nested
-                if is_dense and not is_fake(tensor):
-                    value.guard = Guard(_resolved(tensor))
         return value
 
     def _pack_part(self, tensor: torch.Tensor) -> Any:
@@ -599,12 +604,13 @@ def _resolved(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg()
 
 
-def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """List the plain tensors that a tensor is made of: itself, or those inside a wrapper."""
     if type(tensor) in _PLAIN or not is_wrapper(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     parts = [part for name in names if isinstance(part := getattr(tensor, name), torch.Tensor)]
-    return [each for part in parts for each in _parts_of(part)]
+    return [each for part in parts for each in parts_of(part)]
 
 
 def _reads_freed(value: Value) -> bool:
