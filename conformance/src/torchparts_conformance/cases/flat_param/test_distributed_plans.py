@@ -23,7 +23,7 @@ _COPIES, _PASSES = 2, 3
 def _counted_and_planned(part: Any, rank: int, world_size: int) -> list[Any]:
     ways = world_size // _COPIES
     mesh = init_device_mesh("cpu", (_COPIES, ways))
-    model = sharded(part, strategy="HYBRID_SHARD", mesh=mesh)
+    model = sharded(part, mesh=mesh)
     inputs = mine(batch(world_size), rank)
     loss_of(model, inputs).backward()
     model.zero_grad()
@@ -34,7 +34,6 @@ def _counted_and_planned(part: Any, rank: int, world_size: int) -> list[Any]:
     plan = part.plan_training(
         part.unit_shapes(plain(), units=nn.Sequential),
         world_size=ways,
-        strategy="HYBRID_SHARD",
         replicas=_COPIES,
         microbatches=_PASSES,
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from torchparts_conformance import requirement
 from torchparts_conformance.cases.flat_param._sharded import (
@@ -139,8 +140,10 @@ def _two_forwards(part: Any, rank: int, world_size: int) -> list[float]:
         losses = [loss_of(module, share(batch(world_size, step))) for step in range(2)]
         sum(losses).backward()
 
-    strategies = ("FULL_SHARD", "SHARD_GRAD_OP")
-    return [pair_distance(part, rank, world_size, backward, strategy=name) for name in strategies]
+    return [
+        pair_distance(part, rank, world_size, backward, reshard_after_forward=frees)
+        for frees in (True, False)
+    ]
 
 
 @requirement(
@@ -273,8 +276,8 @@ def test_total_norm_is_over_all_ranks(part, ranks):
 
 
 def _low_precision(part: Any, rank: int, world_size: int) -> list[Any]:
-    policy = part.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model, reference = sharded(part, mixed_precision=policy), plain()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model, reference = sharded(part, mp_policy=policy), plain()
     output = model(mine(batch(world_size), rank))
     output.float().square().mean().backward()
     loss_of(reference, batch(world_size)).backward()
@@ -325,9 +328,9 @@ class _FromDicts(nn.Module):
 
 
 def _cast_dicts(part: Any, rank: int, world_size: int) -> list[Any]:
-    policy = part.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = _FromDicts(plain())
-    part.fully_shard(model, mixed_precision=policy)
+    part.fully_shard(model, mp_policy=policy)
     x, found = mine(batch(world_size), rank), []
     for made in (defaultdict(list, note=None, x=x), OrderedDict(y=1, x=x)):
         model(made, Counter({"twice": 2})).sum().backward()
@@ -435,8 +438,8 @@ def test_backward_through_a_part_of_the_outputs(part, ranks):
 def _three(part: Any, rank: int, world_size: int) -> list[float]:
     inputs = [batch(world_size, step) for step in range(2)]
     found = []
-    for strategy in ("SHARD_GRAD_OP", "FULL_SHARD"):
-        reference, model = plain(), sharded(part, strategy=strategy)
+    for frees in (False, True):
+        reference, model = plain(), sharded(part, reshard_after_forward=frees)
         train(reference, inputs)
         train(model, [mine(one, rank) for one in inputs])
         found.append(distance(whole_state(model), whole_state(reference)))

@@ -31,7 +31,6 @@ from ._order import publish
 from ._passes import BackwardPass, ForwardPass, UnitBackward, inner_first
 from ._prefetch import PrefetchLists
 from ._unit import Unit
-from ._unit_schedule import UnitSchedule
 
 _Callback = weakref.ref[Callable[[], None]]
 
@@ -59,7 +58,7 @@ class Schedule:
         self._chain_is_spent = False
         self._accumulated: dict[Unit, None] = {}
 
-    def merge(self, other: UnitSchedule[Unit]) -> None:
+    def merge(self, other: Schedule) -> None:
         """Take over the units of a nested tree."""
         if other is not self:
             for unit in other.units:
@@ -103,7 +102,7 @@ class Schedule:
         if self.forward is None:
             self._clear_chain()
             self.forward = ForwardPass()
-        unit.around.update(self.forward.running)
+        unit.around.update(self.forward.running, self.forward.incomplete)
         unit.around.discard(unit)  # one that calls itself
         self.forward.running.append(unit)
         self.forward.order.append(unit)
@@ -122,7 +121,7 @@ class Schedule:
     def prefetch_forward(self, unit: Unit) -> None:
         """Begin to gather the units that come next. Collective."""
         forward = self.forward
-        if forward is None or not (unit.options.forward_prefetch or self.lists.forward.get(unit)):
+        if forward is None:
             return
         begun, last = forward.order, self._last_order
         for following in self.lists.in_forward(unit, begun=begun, last_order=last):
@@ -132,13 +131,14 @@ class Schedule:
                 forward.ahead.append(following)
                 following.start_gather()
 
-    def leave(self, unit: Unit, *, returns: bool, keeps: bool) -> None:
+    def leave(self, unit: Unit, *, returns: bool, keeps: bool, module: object = None) -> None:
         """A unit's forward is over.
 
         Args:
             unit: which one.
             returns: whether backward may come back to it.
             keeps: whether its parameters stay whole until then.
+            module: that was called; a unit of several stays whole until all of them were.
         """
         forward = self.forward
         if self.backward is not None or forward is None:
@@ -149,8 +149,11 @@ class Schedule:
             forward.chain[unit] = not keeps
         if unit in forward.running:
             return  # a method of its module runs around this call, and needs them whole
-        if keeps:
+        waits = unit.module_count > 1 and forward.waits(unit, module, unit.module_count)
+        if keeps or waits:
             unit.sites.swap_out()
+            if unit in forward.chain:
+                forward.chain[unit] = False
         elif returns:
             unit.reshard_until_backward()
             forward.chain[unit] = True
@@ -188,6 +191,12 @@ class Schedule:
         for unit in {*self._last_order, *forward.ahead} - set(forward.order):
             if not unit.is_by_hand:
                 unit.reshard()  # gathered ahead, and not used this time
+        for unit in forward.incomplete:
+            if unit in forward.chain:
+                unit.reshard_until_backward()
+                forward.chain[unit] = True
+            else:
+                unit.reshard()
         self._last_order = forward.order
         self._chain = self._both_chains(forward)
         self.forward = None
@@ -250,12 +259,7 @@ class Schedule:
             for _ in range(queue.index(unit) + 1):
                 queue.pop(0).start_gather()
             unit.unshard()
-        if unit.options.prefetches_in_backward or self.lists.backward.get(unit):
-            self._gather_next(self.lists.in_backward(unit, queue))
-
-    def _gather_next(self, count: int) -> None:
-        queue = self.begin_backward().to_gather
-        for _ in range(min(count, len(queue))):
+        for _ in range(min(self.lists.in_backward(unit, queue), len(queue))):
             queue.pop(0).start_gather()
 
     def on_grads(self, unit: Unit) -> None:
@@ -290,8 +294,6 @@ class Schedule:
         else:
             unit.end_show()
             unit.sites.swap_out()
-        if unit.options.prefetches_after_backward:
-            self._gather_next(1)
 
     def _end_backward(self) -> None:
         current = self.backward
@@ -341,6 +343,7 @@ class Schedule:
             unit.forget()
         self._accumulated = {}
         self._chain = dict.fromkeys(self._chain, True)
+        self._last_order = []  # ranks that disagreed about it would prefetch other units again
         self.backward = None
 
 
