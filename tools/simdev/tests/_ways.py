@@ -289,6 +289,7 @@ class Stopped(Exception):
 def _stopped(a, b, x, seed, two=False):
     """A backward that is ended in the middle, then another; nothing lets its threads go on."""
     kind, at = (Stopped, KeyboardInterrupt)[seed % 2], seed % 3
+    cleared = [x, *a.parameters(), *b.parameters()]  # as an optimizer has them
 
     def stop(grad):
         for handle in handles:
@@ -310,7 +311,7 @@ def _stopped(a, b, x, seed, two=False):
         loss.backward(retain_graph=True)
         raise Fault("nothing ended the backward")
     except kind:
-        for tensor in (x, *a.parameters(), *b.parameters()):
+        for tensor in cleared:
             tensor.grad = None
     loss.backward()
 

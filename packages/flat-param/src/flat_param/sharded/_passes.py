@@ -134,6 +134,20 @@ def outdated() -> StateError:
     )
 
 
+def has_old_grad(unit: str, name: str) -> StateError:
+    """Of a second backward after one that was stopped.
+
+    Args:
+        unit: name of the unit; empty for the outermost.
+        name: of the parameter in it.
+    """
+    return StateError(
+        f"flat_param.fully_shard: parameter '{f'{unit}.{name}' if unit else name}' still has the "
+        "gradient from before a backward that an exception stopped. Call zero_grad() of the "
+        "optimizer before this second backward, or run the forward again."
+    )
+
+
 def too_late(name: str) -> StateError:
     """Of a gradient that another backward brings, inside the one that has summed those of a unit.
 

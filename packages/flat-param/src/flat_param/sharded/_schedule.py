@@ -28,7 +28,7 @@ import torch
 from .._torch_compat import at_end_of_backward
 from ..comm._comm import CommLog
 from ._order import publish
-from ._passes import BackwardPass, ForwardPass, UnitBackward, inner_first
+from ._passes import BackwardPass, ForwardPass, UnitBackward, has_old_grad, inner_first
 from ._prefetch import PrefetchLists
 from ._unit import Unit
 
@@ -57,6 +57,7 @@ class Schedule:
         self._chain: dict[Unit, bool] = {}  # of the forwards since the last backward
         self._chain_is_spent = False
         self._accumulated: dict[Unit, None] = {}
+        self._was_stopped = False
 
     def merge(self, other: Schedule) -> None:
         """Take over the units of a nested tree."""
@@ -109,6 +110,7 @@ class Schedule:
         unit.reshard_if_stale()
 
     def _clear_chain(self) -> None:
+        self._was_stopped = False
         if self._chain_is_spent:
             self._chain, self._chain_is_spent = {}, False
             for unit in self.units:
@@ -216,6 +218,9 @@ class Schedule:
             if not current.was_dropped:
                 return current
             self.abandon()
+            self._was_stopped = True
+        if self._was_stopped:
+            self._refuse_old_grads()
         callback = partial(self._end_backward)
         at_end_of_backward(callback)
         chain = self._both_chains(self.forward)
@@ -239,6 +244,18 @@ class Schedule:
         self._chain_is_spent = True
         self.backward = current
         return current
+
+    def _refuse_old_grads(self) -> None:
+        """Refuse to add to gradients in a second backward of a forward, after a stopped one.
+
+        Until the engine of a device has dropped the stopped one, the module shows its leaves: a
+        loop over its parameters that clears gradients does not clear the optimizer's.
+        """
+        for unit in self.units:
+            for part in unit.parts:
+                for param, piece in zip(part.params, part.param_pieces, strict=True):
+                    if param.grad is not None:
+                        raise has_old_grad(unit.name, piece.name)
 
     def standing(self, unit: Unit) -> UnitBackward:
         """Where a unit stands in the pass that runs."""
