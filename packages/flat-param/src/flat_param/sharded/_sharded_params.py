@@ -23,6 +23,7 @@ from ..layout._param_shard import keeps_dims, make_param_shards, stays_whole
 from ..layout._shard import plan_shard
 from ..memory._buffer import zeros
 from ..memory._dtensors import DTensorPlace, as_plain, local_of, place_of_dtensor
+from ..memory._host_copies import HostCopy
 from ..memory._views import memory_order, param_view, param_views
 from ._guards import mark_param
 from ._param_piece import ParamPiece, PieceSegment
@@ -161,6 +162,8 @@ class ShardedParams:
     def gather_into(self, full: Tensor) -> Pending:
         """Begin to fill `full` (world*shard,), of any dtype. Collective."""
         comm, plan = self.comms.gather, self.plan
+        if comm.world_size == 1 and full.dtype == self.shard.dtype and self.pins(self.shard.device):
+            return Pending(comm, "all_gather").then(HostCopy(full, self.shard).wait)
         part = self.shard.to(device=full.device, dtype=full.dtype)
         if plan.even:
             return comm.all_gather(as_bytes(full), as_bytes(part))

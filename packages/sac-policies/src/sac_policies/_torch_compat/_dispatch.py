@@ -18,6 +18,7 @@ _INCLUDE: Any = getattr(torch._C, "_SetExcludeDispatchKeyGuard", None)
 _NO_DISPATCH: Any = getattr(torch._C, "_DisableTorchDispatch", None)
 _KEYS: Any = getattr(torch._C, "DispatchKey", None)
 _KEY_SET: Any = getattr(torch._C, "DispatchKeySet", None)
+_FAKE: Any = getattr(getattr(torch, "_subclasses", None), "FakeTensor", None)
 
 
 def _keys_above() -> Any:
@@ -68,6 +69,8 @@ def unseen_alias(tensor: torch.Tensor) -> torch.Tensor:
     if _INCLUDE is None or _NO_DISPATCH is None:
         return tensor.detach()
     kind = type(tensor)
+    if kind is _FAKE:  # hidden from its mode it would be a tensor of the meta device
+        return tensor.detach()
     if kind is torch.Tensor or kind is torch.nn.Parameter:
         with _INCLUDE(_KEYS.ADInplaceOrView, False), _NO_DISPATCH():
             return tensor.detach()
