@@ -134,7 +134,7 @@ def modules_are_refused(part):
     return changed(part, refusing(lambda function, *rest: isinstance(function, nn.Module)))
 
 
-@mutant(area=AREA, kills={"SP-008", "SP-021", "SP-034"})
+@mutant(area=AREA, kills={"SP-008"})
 def random_state_is_not_restored(part):
     """Draws new random numbers in the recomputation."""
 

@@ -37,7 +37,6 @@ AREA = "sac-policies"
         "SP-043",
         "SP-102",
         "SP-104",
-        "SP-107",
         "SP-108",
         "SP-110",
         "SP-122",
@@ -154,7 +153,6 @@ def debug_is_refused(part):
         "SP-035",
         "SP-036",
         "SP-037",
-        "SP-038",
         "SP-039",
         "SP-041",
         "SP-042",
@@ -189,6 +187,29 @@ def values_are_cached_as_torch_does(part):
         )
 
     return overlay(part, checkpoint=checkpoint, context_fn=context_fn)
+
+
+@mutant(area=AREA, kills={"SP-038"})
+def results_are_held(part):
+    """Holds the result of each region for good."""
+    held = []
+
+    def result(out):
+        held.append(out.detach())
+        return out
+
+    return changed(part, result=result)
+
+
+@mutant(area=AREA, kills={"SP-039", "SP-107"})
+def hooks_around_regions_are_ignored(part):
+    """Keeps values where the saved-tensor hooks around a region do not see them."""
+
+    def checkpoint(function, *args, policy=None, **kwargs):
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            return part.checkpoint(function, *args, policy=policy, **kwargs)
+
+    return overlay(part, checkpoint=checkpoint)
 
 
 @mutant(area=AREA, kills={"SP-111"})

@@ -251,7 +251,7 @@ def _alive(shape):
     "SP-038",
     level="MUST",
     text="The saved tensors of a region MUST be freed once its backward has ended, read or not.",
-    rationale="the last product of a region stays in the contexts on 2.13",
+    rationale="a result of each layer that stays is as much memory as without checkpointing",
     since="0.1.0",
     profile="robust",
 )
