@@ -25,7 +25,9 @@ Run = Callable[..., Tensor]
 
 def outcome(step: Callable[..., Tensor], run: Run) -> list[Tensor]:
     """Gradients of a step of two regions, each with an input, and a weight."""
-    inputs = [torch.linspace(-1, 1, 64).roll(each).view(8, 8).requires_grad_() for each in (0, 5, 9)]
+    inputs = [
+        torch.linspace(-1, 1, 64).roll(each).view(8, 8).requires_grad_() for each in (0, 5, 9)
+    ]
     return list(torch.autograd.grad(step(run, *inputs), inputs))
 
 

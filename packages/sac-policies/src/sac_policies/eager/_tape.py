@@ -27,7 +27,7 @@ from .._torch_compat import (
     pop_hooks,
     push_hooks,
 )
-from .._torch_compat._dispatch import is_wrapper, no_dispatch, unseen_alias
+from .._torch_compat._dispatch import LETS_COMPILE, is_wrapper, no_dispatch, unseen_alias
 from ..policies._decisions import Decision
 from ..policies._modules import ModulePath, named_root
 from ..policies._names import NAME_OP, listening
@@ -35,6 +35,7 @@ from ..policies._policies import DEPENDS, Policy
 from ..policies._unmatched import Watch
 from ..policies._views import Operator, OpView, RegionState, RegionSummary
 from ._aliasing import UNVERSIONED, copy_of, is_freed, storage_of, tensors_among, version_of
+from ._compiled_calls import compiled_in, follow_compiled
 from ._fsdp import Ranges
 from ._guards import Guard
 from ._masks import UNPACK, packed, takes
@@ -75,6 +76,7 @@ class Region:
         kept: operators of which the policy kept a result.
         inside: operators of regions inside.
         path: the module that runs, where the policy reads modules.
+        compiled: the compiled modules below the root.
         observer: for reports.
     """
 
@@ -93,6 +95,7 @@ class Region:
         self.kept: set[Operator] = set()
         self.inside: set[Operator] = set()
         self.path = ModulePath(named_root(root)) if policy.reads_modules else None
+        self.compiled = compiled_in(root)
         self.observer = observer
 
     def view(
@@ -109,11 +112,13 @@ class Region:
         return OpView(op, index, out, args, kwargs, module, label, self.state)
 
     def follow(self, until: ExitStack, named: Callable[[torch.Tensor, str], None]) -> None:
-        """Follow modules and names, where the policy reads them."""
+        """Follow modules and names, where the policy reads them, and compiled modules."""
         if self.path is not None:
             self.path.follow(until)
         if self.policy.reads_names:
             until.enter_context(listening(named))
+        if self.compiled:
+            follow_compiled(self.compiled, self, until)
 
     def seen(self) -> RegionSummary:
         """Say what ran, to find entries of the policy that match nothing."""
@@ -181,8 +186,8 @@ class Tape(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Take a compiled callable for one operator."""
-        return True
+        """Let code that is compiled run as such, where torch does so under a mode."""
+        return LETS_COMPILE
 
     def __init__(self, region: Region, outer: Hooks | None) -> None:
         super().__init__()
