@@ -145,18 +145,6 @@ def values_are_cached_as_torch_does(part):
     return overlay(part, checkpoint=checkpoint, context_fn=context_fn)
 
 
-@mutant(area=AREA, kills={"SP-038"})
-def results_are_held(part):
-    """Holds the result of each region for good."""
-    held = []
-
-    def result(out):
-        held.append(out.detach())
-        return out
-
-    return changed(part, result=result)
-
-
 @mutant(area=AREA, kills={"SP-039"})
 def hooks_around_regions_are_ignored(part):
     """Keeps values where the saved-tensor hooks around a region do not see them."""
