@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from ..comm._comm import Communicator, Pending
 from ..comm._groups import CommGroups
 from ..layout._layout import Segment
+from ..layout._options import UnitOptions
 from ..layout._param_shard import keeps_dims, make_param_shards, stays_whole
 from ..layout._shard import plan_shard
-from ..layout._strategy import UnitOptions
 from ..memory._buffer import zeros
 from ..memory._dtensors import DTensorPlace, as_plain, local_of, place_of_dtensor
 from ..memory._host_copies import HostCopy
@@ -108,7 +108,7 @@ class ShardedParams:
         return (self.comms.reduce, self.comms.replicate, *beside)
 
     def _make_full(self) -> None:
-        dtype = self.options.mixed_precision.compute_dtype(self.shard.dtype)
+        dtype = self.options.precision.compute_dtype(self.shard.dtype)
         alone = self.comms.gather.world_size == 1
         if alone and dtype == self.shard.dtype and self.shard.device == self.device:
             self.full = self.shard

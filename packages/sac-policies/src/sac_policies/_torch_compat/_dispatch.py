@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch._library.autograd as _library_autograd
 import torch.utils._python_dispatch as _python_dispatch
+import torch.utils.checkpoint as _checkpoint
 
 _GUARD: Any = getattr(torch._C, "_ExcludeDispatchKeyGuard", None)
 _INCLUDE: Any = getattr(torch._C, "_SetExcludeDispatchKeyGuard", None)
@@ -50,6 +51,19 @@ is_wrapper: Callable[[Any], bool] = getattr(
     _python_dispatch, "is_traceable_wrapper_subclass", lambda tensor: False
 )
 """Whether a tensor has `__tensor_flatten__`. Lost without the name: what it wraps is kept."""
+
+
+def _selective_mode_ignores() -> bool:
+    mode = getattr(_checkpoint, "_CachingTorchDispatchMode", None)
+    return bool(getattr(mode, "ignore_compile_internals", lambda: True)())
+
+
+LETS_COMPILE: bool = _selective_mode_ignores()
+"""Whether compiled code may run as such under a dispatch mode, as in torch's selective checkpoint.
+
+Until torch 2.9 it runs eagerly there: guards see the mode, so each call would compile again. Lost
+without the name: that.
+"""
 
 
 def no_dispatch() -> AbstractContextManager[Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ._measure import Interval, highest, storage_bytes
-from ._optimizer import state_bytes
 from ._sizes import format_size
 from ._step import BACKWARD, Step
 
@@ -31,7 +30,7 @@ def _ways(step: Step, plain: Sequence[Interval], smallest: int, lacking: int) ->
     params = list(step.model.parameters())
     weights = storage_bytes(params, device=device)
     gradients = storage_bytes([p for p in params if p.requires_grad], device=device)
-    state = state_bytes(step.optimizer, device) if step.optimizer is not None else 0
+    state = step.optimizer_bytes()
     logits = tail_bytes(plain)
     saved = logits - logits // SLICES
     if saved > _WORTH * smallest:
