@@ -111,7 +111,8 @@ def test_what_cannot_fit_leaves_the_model_and_says_what_would() -> None:
         r"(, \d x [a-z ]+: blocks[.a-z\d ]+ \(Block\))+",
         found.how,
     )
-    assert "Raise the budget, divide the batch" in str(found)
+    assert f"Raise the budget, or save memory: {found.helps}" in str(found)
+    assert re.search(r"sharding over 2 ranks saves [\d.]+ KiB on each", found.helps)
     again = fit_(model, BATCH, found.smallest_bytes)
     assert isinstance(again, InPlaceFit)
 
