@@ -23,7 +23,10 @@ def names():
     return module
 
 
-MODULES = ("ckpt_wrap", "mod_tracker", "flat_param", "sac_policies", "torchparts_conformance")
+MODULES = (
+    *("ckpt_wrap", "mod_tracker", "flat_param", "flat_param.handle", "flat_param.plan"),
+    *("sac_policies", "torchparts_conformance"),
+)
 
 
 @pytest.mark.parametrize("name", MODULES)

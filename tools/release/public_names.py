@@ -21,7 +21,10 @@ from types import ModuleType
 from typing import Any
 
 FOLDER = Path(__file__).resolve().parents[2] / "tests/repository/public_names"
-MODULES = ("ckpt_wrap", "mod_tracker", "flat_param", "sac_policies", "torchparts_conformance")
+MODULES = (
+    *("ckpt_wrap", "mod_tracker", "flat_param", "flat_param.handle", "flat_param.plan"),
+    *("sac_policies", "torchparts_conformance"),
+)
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 

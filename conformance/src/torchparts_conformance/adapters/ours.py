@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
 from torchparts_conformance import Implementation
 from torchparts_conformance.requirements._areas import AREAS
@@ -14,6 +15,17 @@ _MODULES = {
     "flat-param": "flat_param",
     "sac-policies": "sac_policies",
 }
+
+
+class _FlatParam:
+    """The names of `flat_param` and of its submodules, as the cases use them."""
+
+    def __getattr__(self, name: str) -> Any:
+        package = import_module("flat_param")
+        for module in (package, package.plan, package.handle):
+            if hasattr(module, name):
+                return getattr(module, name)
+        raise AttributeError(f"flat_param has no {name}")
 
 
 def _version() -> str:
@@ -29,6 +41,6 @@ def implementation() -> Implementation:
         name="torchparts",
         version=_version(),
         distributions=tuple(_MODULES),
-        parts=_MODULES,
+        parts={**_MODULES, "flat-param": _FlatParam()},
         capabilities=profiles,
     )
