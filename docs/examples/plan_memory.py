@@ -35,7 +35,7 @@ from train_gpt import GPT, Config
 
 import sac_policies
 from ckpt_wrap import checkpoint_, offload_, unwrap
-from flat_param import plan_training, unit_shapes
+from flat_param.plan import plan_training, unit_shapes
 
 PRODUCTS = sac_policies.save_ops(sac_policies.MATMULS, sac_policies.ATTENTION)
 # Cheapest first: each keeps less than the one before, and takes longer.

@@ -24,8 +24,9 @@ def names():
 
 
 MODULES = (
-    *("ckpt_wrap", "mod_tracker", "flat_param", "torchparts_conformance", "sac_policies"),
-    *("sac_policies.budget", "sac_policies.policies", "sac_policies.reports"),
+    *("ckpt_wrap", "mod_tracker", "torchparts_conformance"),
+    *("flat_param", "flat_param.handle", "flat_param.plan"),
+    *("sac_policies", "sac_policies.budget", "sac_policies.policies", "sac_policies.reports"),
 )
 
 

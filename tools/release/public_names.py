@@ -22,8 +22,9 @@ from typing import Any
 
 FOLDER = Path(__file__).resolve().parents[2] / "tests/repository/public_names"
 MODULES = (
-    *("ckpt_wrap", "mod_tracker", "flat_param", "torchparts_conformance", "sac_policies"),
-    *("sac_policies.budget", "sac_policies.policies", "sac_policies.reports"),
+    *("ckpt_wrap", "mod_tracker", "torchparts_conformance"),
+    *("flat_param", "flat_param.handle", "flat_param.plan"),
+    *("sac_policies", "sac_policies.budget", "sac_policies.policies", "sac_policies.reports"),
 )
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 

@@ -16,7 +16,11 @@ _MODULES = {
 }
 
 
-_PARTS = {**_MODULES, "sac-policies": "torchparts_conformance.adapters.inside_sac_policies"}
+_PARTS = {
+    **_MODULES,
+    "flat-param": "torchparts_conformance.adapters.inside_flat_param",
+    "sac-policies": "torchparts_conformance.adapters.inside_sac_policies",
+}
 
 
 def _version() -> str:
