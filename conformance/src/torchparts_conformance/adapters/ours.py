@@ -14,8 +14,6 @@ _MODULES = {
     "flat-param": "flat_param",
     "sac-policies": "sac_policies",
 }
-
-
 _PARTS = {
     **_MODULES,
     "flat-param": "torchparts_conformance.adapters.inside_flat_param",
