@@ -18,8 +18,6 @@ from sac_policies import (
     ATTENTION,
     CONVOLUTIONS,
     MATMULS,
-    Fit,
-    Infeasible,
     Policy,
     checkpoint,
     context_fn,
@@ -37,6 +35,7 @@ from sac_policies import (
     save_ops,
     solve,
 )
+from sac_policies.budget import Fit, Infeasible
 
 PRODUCTS = save_ops(MATMULS, ATTENTION, CONVOLUTIONS)
 POLICIES: dict[str, Policy] = {

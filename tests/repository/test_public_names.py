@@ -23,7 +23,10 @@ def names():
     return module
 
 
-MODULES = ("ckpt_wrap", "mod_tracker", "flat_param", "sac_policies", "torchparts_conformance")
+MODULES = (
+    *("ckpt_wrap", "mod_tracker", "flat_param", "torchparts_conformance", "sac_policies"),
+    *("sac_policies.budget", "sac_policies.policies", "sac_policies.reports"),
+)
 
 
 @pytest.mark.parametrize("name", MODULES)

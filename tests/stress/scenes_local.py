@@ -184,7 +184,7 @@ def _fitted_in_place(folder: Path) -> Scene:
 
     def act() -> None:
         found = sac_policies.fit_(model, (x,), "80%")
-        if isinstance(found, sac_policies.Infeasible):
+        if isinstance(found, sac_policies.budget.Infeasible):
             raise AssertionError(str(found))
         found.undo()
 

@@ -39,20 +39,42 @@ class Name(NamedTuple):
     line: int
 
 
+SUBMODULES = {"sac_policies": ("budget", "policies", "reports")}
+"""Modules of a package whose names are public, too."""
+
+
 @functools.lru_cache(None)
 def public_names(package: str) -> list[str]:
-    """The package's `__all__`, without what is no interface."""
-    tree = ast.parse((SOURCES[package] / "__init__.py").read_text(encoding="utf-8"))
+    """The package's `__all__`, without what is no interface, and that of its public modules."""
+    source = SOURCES[package]
+    found = _listed(source / "__init__.py")
+    inner = [
+        f"{module}.{name}"
+        for module in SUBMODULES.get(package, ())
+        for name in _listed(_module_file(source, module))
+        if name not in found
+    ]
+    return sorted(name for name in found if not name.startswith("_")) + sorted(inner)
+
+
+def _module_file(source: Path, module: str) -> Path:
+    file = source / f"{module}.py"
+    return file if file.exists() else source / module / "__init__.py"
+
+
+def _listed(path: Path) -> list[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     (found,) = (
         ast.literal_eval(node.value)
         for node in tree.body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
     )
-    return sorted(name for name in found if not name.startswith("_"))
+    return list(found)
 
 
 def definition(package: str, name: str) -> Name:
     """Where a public name is defined."""
+    name = name.rpartition(".")[2]
     written = re.compile(rf"^(?:class|def) {name}\b|^{name}(?:: [^=\n]+)? = ", re.MULTILINE)
     for path in sorted(SOURCES[package].rglob("*.py")):
         text = path.read_text(encoding="utf-8")

@@ -11,18 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sac_policies import (
-    BudgetError,
-    Fit,
-    Infeasible,
-    StepTrace,
-    Trace,
-    checkpoint,
-    fit,
-    fit_,
-    profile,
-)
-from sac_policies.budget import _step
+from sac_policies import BudgetError, checkpoint, fit, fit_, profile
+from sac_policies.budget import Fit, Infeasible, StepTrace, Trace, _step
 from sac_policies.budget._measure import peak_growth, storage_bytes
 
 CPU = torch.device("cpu")

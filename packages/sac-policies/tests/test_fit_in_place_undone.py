@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from sac_policies import BudgetError, Infeasible, InPlaceFit, fit_
+from sac_policies import BudgetError, fit_
+from sac_policies.budget import Infeasible, InPlaceFit
 
 from ._blocks import stack
 from ._fitted import BATCH, ROWS, own_forwards, training

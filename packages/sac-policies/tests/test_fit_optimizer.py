@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn, optim
 
-from sac_policies import BudgetError, Fit, InPlaceFit, fit, fit_
-from sac_policies.budget import _step
+from sac_policies import BudgetError, fit, fit_
+from sac_policies.budget import Fit, InPlaceFit, _step
 from sac_policies.budget._optimizer import existing_bytes, state_bytes
 
 from ._blocks import stack

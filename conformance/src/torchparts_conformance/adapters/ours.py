@@ -16,6 +16,9 @@ _MODULES = {
 }
 
 
+_PARTS = {**_MODULES, "sac-policies": "torchparts_conformance.adapters.inside_sac_policies"}
+
+
 def _version() -> str:
     versions = {import_module(module).__version__ for module in _MODULES.values()}
     return " / ".join(sorted(versions))
@@ -29,6 +32,6 @@ def implementation() -> Implementation:
         name="torchparts",
         version=_version(),
         distributions=tuple(_MODULES),
-        parts=_MODULES,
+        parts=_PARTS,
         capabilities=profiles,
     )

@@ -20,10 +20,13 @@ from sac_policies.budget._sizes import format_size, parse_size
 from sac_policies.budget._solve import solve
 from sac_policies.budget._step_trace import StepTrace, profile_step
 from sac_policies.budget._trace import Item, Trace, TracedOp, TracedPack
+from sac_policies.policies._budget_plan import BudgetPlan, Infeasible
 
 __all__ = [
+    "BudgetPlan",
     "Fit",
     "InPlaceFit",
+    "Infeasible",
     "Item",
     "ParetoPoint",
     "RegionFit",
