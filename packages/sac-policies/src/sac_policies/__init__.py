@@ -57,7 +57,7 @@ from sac_policies.policies._names import checkpoint_name
 from sac_policies.policies._policies import Policy, first_match
 
 if TYPE_CHECKING:
-    from sac_policies.budget import fit, fit_, profile, profile_step, solve
+    from sac_policies.budget import fit_, plan_region, profile, profile_step, solve
     from sac_policies.reports import report
 
 __all__ = [
@@ -84,12 +84,12 @@ __all__ = [
     "checkpoint_name",
     "context_fn",
     "first_match",
-    "fit",
     "fit_",
     "in_slices",
     "limit_offload",
     "offload",
     "offload_stats",
+    "plan_region",
     "profile",
     "profile_step",
     "recompute_all",
