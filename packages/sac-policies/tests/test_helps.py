@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from sac_policies import Infeasible, fit_, format_size, in_slices
+from sac_policies import fit_, in_slices
+from sac_policies.budget import Infeasible, format_size
 
 VOCABULARY, WIDTH, TOKENS = 2048, 16, 256
 
