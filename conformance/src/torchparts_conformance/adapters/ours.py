@@ -21,9 +21,6 @@ _PARTS = {
 }
 
 
-_PARTS = {**_MODULES, "sac-policies": "torchparts_conformance.adapters.inside_sac_policies"}
-
-
 def _version() -> str:
     versions = {import_module(module).__version__ for module in _MODULES.values()}
     return " / ".join(sorted(versions))

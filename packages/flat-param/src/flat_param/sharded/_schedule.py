@@ -31,6 +31,7 @@ from ._order import publish
 from ._passes import BackwardPass, ForwardPass, UnitBackward, has_old_grad, inner_first
 from ._prefetch import PrefetchLists
 from ._unit import Unit
+from ._unit_schedule import UnitSchedule
 
 _Callback = weakref.ref[Callable[[], None]]
 
@@ -59,7 +60,7 @@ class Schedule:
         self._accumulated: dict[Unit, None] = {}
         self._was_stopped = False
 
-    def merge(self, other: Schedule) -> None:
+    def merge(self, other: UnitSchedule[Unit]) -> None:
         """Take over the units of a nested tree."""
         if other is not self:
             for unit in other.units:

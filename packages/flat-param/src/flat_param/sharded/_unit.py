@@ -17,7 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,9 +39,7 @@ from ._param_sites import ParamSite, ParamSites
 from ._passes import UnitBackward, outdated, too_late
 from ._sharded_grads import Reduction, ShardedGrads
 from ._sharded_params import ShardedParams, placement_of
-
-if TYPE_CHECKING:
-    from ._schedule import Schedule
+from ._unit_schedule import UnitSchedule
 
 
 class Unit:
@@ -72,7 +70,7 @@ class Unit:
         *,
         comms: CommGroups,
         options: UnitOptions,
-        schedule: Schedule,
+        schedule: UnitSchedule[Unit],
         ignored: Sequence[nn.Parameter] = (),
         modules: Sequence[nn.Module] = (),
     ) -> None:
@@ -107,7 +105,7 @@ class Unit:
         self._use_leaves()
 
     @property
-    def schedule(self) -> Schedule:
+    def schedule(self) -> UnitSchedule[Unit]:
         """Of its tree. It has all units, so it is kept by their modules and not by them.
 
         Raises:
@@ -121,7 +119,7 @@ class Unit:
             )
         return schedule
 
-    def join(self, schedule: Schedule) -> None:
+    def join(self, schedule: UnitSchedule[Unit]) -> None:
         """Be in the tree of a schedule, which the unit's modules keep."""
         self._schedule = weakref.ref(schedule)
         for module in self.modules():
