@@ -31,9 +31,15 @@ PATIENCE_MS = 120_000  # of a machine that does something else, too
 WORDS = {
     "llama": "examples.html",
     "OOM": "out-of-memory.html",
-    "gradient_checkpointing": "examples.html",
+    "HF": "one-gpu.html",
+    "bf16": "many-gpus.html",
+    "ZeRO-3": "many-gpus.html",
+    "H100": "find-modules.html",
+    "offload": "ckpt-wrap/index.html",
+    "gradient checkpointing": "out-of-memory.html",
+    "gradient_checkpointing": "one-gpu.html",
     "deepspeed": "migrate.html",
-    "resume": "examples.html",
+    "resume": "many-gpus.html",
     # a whole message, as people paste it, leads to its explanation among the first three
     "Must flatten tensors with uniform dtype but got torch.bfloat16 and torch.half": "#must-flat",
     "but all ranks must run the same units in the same order. Look for": "#but-all-ranks-must-run",

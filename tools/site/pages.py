@@ -3,7 +3,10 @@
 `mkdocs.yml` names this file as a hook. It replaces these lines of a page:
 
 - `<!-- README.md -->`: the README, with links that work on the site.
-- `<!-- names of ckpt_wrap -->`: one API entry for each name of the package's `__all__`.
+- `<!-- README of packages/ckpt-wrap -->`: the README of one package.
+- `<!-- names of ckpt_wrap: unwrap, offload_ -->`: a table of all names in the package's `__all__`,
+  and an API entry for each. The listed names come first. A submodule works as well:
+  `<!-- names of sac_policies.budget -->`.
 - `<!-- messages of ckpt_wrap -->`: the errors and warnings of the package.
 - `<!-- changes of packages/ckpt-wrap -->`: the package's changelog.
 """
@@ -12,8 +15,9 @@ from __future__ import annotations
 
 import ast
 import functools
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = {
     path.name: path for path in (*ROOT.glob("packages/*/src/*"), *ROOT.glob("conformance/src/*"))
 }
+# References to numbered rules in a file's header, which readers of the site cannot look up.
+RULES = re.compile(r"\s\((?:\w+ )?Rules? \d[^()]*\)|\sSee Rules? \d[^.]*\.")
 GAP = "…"  # stands in a message for what differs from time to time
 
 
@@ -37,12 +43,21 @@ class Name(NamedTuple):
     name: str
     path: str
     line: int
+    kind: str
+    summary: str
+
+
+def _source(module: str) -> Path:
+    """The file of a package or submodule that holds its `__all__`."""
+    package, *below = module.split(".")
+    path = SOURCES[package].joinpath(*below)
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
 @functools.lru_cache(None)
-def public_names(package: str) -> list[str]:
-    """The package's `__all__`, without what is no interface."""
-    tree = ast.parse((SOURCES[package] / "__init__.py").read_text(encoding="utf-8"))
+def public_names(module: str) -> list[str]:
+    """The `__all__` of a package or submodule, without private names."""
+    tree = ast.parse(_source(module).read_text(encoding="utf-8"))
     (found,) = (
         ast.literal_eval(node.value)
         for node in tree.body
@@ -51,15 +66,65 @@ def public_names(package: str) -> list[str]:
     return sorted(name for name in found if not name.startswith("_"))
 
 
-def definition(package: str, name: str) -> Name:
-    """Where a public name is defined."""
-    written = re.compile(rf"^(?:class|def) {name}\b|^{name}(?:: [^=\n]+)? = ", re.MULTILINE)
+def definition(module: str, name: str) -> Name:
+    """Where a public name is defined, its kind, and the first sentence of its docstring."""
+    package = module.partition(".")[0]
+    if name not in _definitions(package):
+        raise LookupError(f"pages: {module}.{name} is in __all__, but no file defines it.")
+    return _definitions(package)[name]
+
+
+@functools.lru_cache(None)
+def _definitions(package: str) -> dict[str, Name]:
+    """Functions, classes and constants at the top of the package's files, by name."""
+    found: dict[str, Name] = {}
     for path in sorted(SOURCES[package].rglob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        if found := written.search(text):
-            line = text.count("\n", 0, found.start()) + 1
-            return Name(name, path.relative_to(ROOT).as_posix(), line)
-    raise LookupError(f"pages: {package}.{name} is in __all__, but no file defines it.")
+        place = path.relative_to(ROOT).as_posix()
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+        for node, after in zip(body, [*body[1:], None], strict=True):
+            for name, kind in _defined(node):
+                row = Name(name, place, node.lineno, kind, _first_sentence(node, after))
+                if name not in found or found[name].kind == "Constants" != kind:
+                    found[name] = row  # a file may have an alias of the same name for its types
+    return found
+
+
+def _defined(node: ast.stmt) -> Iterator[tuple[str, str]]:
+    """Names that a statement defines, each with the heading under which it is listed."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        yield node.name, "Functions"
+    elif isinstance(node, ast.ClassDef):
+        is_error = node.name.endswith(("Error", "Warning"))
+        yield node.name, "Errors and warnings" if is_error else "Classes"
+    elif isinstance(node, ast.Assign):
+        yield from ((ast.unparse(target), "Constants") for target in node.targets)
+    elif isinstance(node, ast.AnnAssign) and node.value:
+        yield ast.unparse(node.target), "Constants"
+
+
+def _first_sentence(node: ast.stmt, after: ast.stmt | None) -> str:
+    """Of a docstring; that of a constant is the string below it."""
+    text = ""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        text = ast.get_docstring(node) or ""
+    elif isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+        text = str(after.value.value)
+    paragraph = " ".join(RULES.sub("", text).split("\n\n")[0].split())
+    first = re.split(r"(?<=[.!?])\s", paragraph)[0]
+    return first.replace("|", r"\|")
+
+
+def ordered_names(module: str, main: Sequence[str] = ()) -> dict[str, list[str]]:
+    """Public names by heading: the main ones as listed, then functions, classes, and the rest."""
+    names = public_names(module)
+    if unknown := [name for name in main if name not in names]:
+        raise LookupError(f"pages: {', '.join(unknown)} of {module} is no public name.")
+    groups = {"Main": list(main), "Functions": [], "Classes": []}
+    groups |= {"Constants": [], "Errors and warnings": []}
+    for name in names:
+        if name not in main:
+            groups[definition(module, name).kind].append(name)
+    return {heading: found for heading, found in groups.items() if found}
 
 
 def messages(package: str) -> list[Message]:
@@ -99,18 +164,25 @@ def _texts(tree: ast.AST) -> Iterator[tuple[ast.expr, str]]:
             yield node, node.value
 
 
-def _entry(package: str, name: str, repository: str) -> str:
+def _entry(module: str, name: str, repository: str) -> str:
     """One entry of mkdocstrings, which begins with a heading, and where the source is."""
-    found = definition(package, name)
+    found = definition(module, name)
     shown = f"`{found.path}`, line {found.line}"
     if repository:
         shown = f"[{shown}]({repository.rstrip('/')}/blob/main/{found.path}#L{found.line})"
-    return f"::: {package}.{name}\n\nSource: {shown}\n"
+    return f"::: {module}.{name}\n\nSource: {shown}\n"
 
 
-def names_page(package: str, repository: str = "") -> str:
-    """An entry for each public name."""
-    return "\n".join(_entry(package, name, repository) for name in public_names(package))
+def names_page(module: str, main: Sequence[str] = (), repository: str = "") -> str:
+    """A table of the public names, then an entry for each in the same order."""
+    groups = ordered_names(module, main)
+    lines = ["| name | |", "|---|---|"]
+    for heading, names in groups.items():
+        lines += [f"| **{heading}** | |"]
+        for name in names:
+            lines += [f"| [`{name}`](#{module}.{name}) | {definition(module, name).summary} |"]
+    entries = (_entry(module, name, repository) for names in groups.values() for name in names)
+    return "\n".join([*lines, "", *entries])
 
 
 def messages_page(package: str) -> str:
@@ -131,22 +203,29 @@ PLACES = [
     (r"docs/$", "examples.md"),
     (r"docs/(.+)", r"\1"),
     (r"conformance/README\.md", "conformance/index.md"),
-    (r"packages/([\w-]+)/README\.md", r"\1/tutorial.md"),
+    (r"packages/([\w-]+)/README\.md", r"\1/index.md"),
 ]
 
 
-def readme(repository: str = "") -> str:
-    """The README with the site's links; other files of the repository need its address."""
+def readme(repository: str = "", folder: str = ".") -> str:
+    """A README with the site's links; other files of the repository need its address.
+
+    The page of a package is in a folder of the site, so its links start one level up.
+    """
+    up = "" if folder == "." else "../"
 
     def link(found: re.Match[str]) -> str:
         text, target = found.groups()
+        path, mark, anchor = target.partition("#")
+        path = os.path.normpath(os.path.join(folder, path)).replace(os.sep, "/")
+        if target.endswith("/"):
+            path += "/"
         for pattern, place in PLACES:
-            path, mark, anchor = target.partition("#")
             if re.fullmatch(pattern, path):
-                return f"[{text}]({re.sub(pattern, place, path)}{mark}{anchor})"
-        return f"[{text}]({repository.rstrip('/')}/blob/main/{target})" if repository else text
+                return f"[{text}]({up}{re.sub(pattern, place, path)}{mark}{anchor})"
+        return f"[{text}]({repository.rstrip('/')}/blob/main/{path})" if repository else text
 
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / folder / "README.md").read_text(encoding="utf-8")
     return re.sub(r"\[([^\]]*)\]\((?!https?:|#)([^)]+)\)", link, text)
 
 
@@ -159,7 +238,10 @@ def on_page_markdown(markdown: str, *, config: Any, **rest: Any) -> str:
         markdown = re.sub(r"(git clone |git\+)ADDRESS", rf"\g<1>{address}", markdown)
         markdown = markdown.replace("  # ADDRESS is that of this repository", "")
     fillers = {
-        r"names of (\w+)": lambda found: names_page(found[1], address),
+        r"README of ([\w/-]+)": lambda found: readme(address, found[1]),
+        r"names of ([\w.]+)(?:: ([\w, ]+))?": lambda found: names_page(
+            found[1], found[2].split(", ") if found[2] else (), address
+        ),
         r"messages of (\w+)": lambda found: messages_page(found[1]),
         r"changes of ([\w/-]+)": lambda found: changes(found[1]),
     }
