@@ -156,7 +156,9 @@ def test_page_of_a_package_begins_with_its_readme(part: str, pages: ModuleType) 
     assert f"\n# {part}\n" in shown and "<!-- README" not in shown
     targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", shown)
     assert [name for name in targets if not (ROOT / "docs" / part / name).exists()] == [
-        name for name in targets if "conformance/spec-" in name  # made by the build
+        name
+        for name in targets
+        if "conformance/spec-" in name  # made by the build
     ]
 
 

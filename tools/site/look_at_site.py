@@ -30,13 +30,13 @@ LEAST_PX = 8.5  # of a label in a chart, where a line of the page has 16
 PATIENCE_MS = 120_000  # of a machine that does something else, too
 WORDS = {
     "llama": "examples.html",
-    "OOM": "out-of-memory.html",
+    "OOM": "out-of-memory.html",  # this and the next are tags
     "HF": "one-gpu.html",
     "bf16": "many-gpus.html",
     "ZeRO-3": "many-gpus.html",
     "H100": "find-modules.html",
     "offload": "ckpt-wrap/index.html",
-    "gradient checkpointing": "out-of-memory.html",
+    "gradient checkpointing": "one-gpu.html",
     "gradient_checkpointing": "one-gpu.html",
     "deepspeed": "migrate.html",
     "resume": "many-gpus.html",
