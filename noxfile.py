@@ -243,7 +243,7 @@ def broken(session: nox.Session) -> None:
 
 
 # What torch itself has.
-TORCHS = ["torch", "fsdp1", "fsdp2", "torch-tools", "torch-profiler", "torch-budget"]
+TORCHS = ["torch", "fsdp1", "fsdp2", "torch-tools"]
 # Optional peers, with what they need that they do not say.
 PEERS = {
     "fairscale": ["fairscale==0.4.13"],

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from torchparts_conformance import _adapters
+from torchparts_conformance import _adapters, adapters
 from torchparts_conformance._errors import AdapterError, NotProvided, one_line
 from torchparts_conformance.adapters import (
     fairscale,
     fsdp1,
     fsdp2,
-    torch_budget,
-    torch_profiler,
     torch_tools,
 )
+from torchparts_conformance.requirements._cases import load_registry
 
 
 @pytest.fixture
@@ -190,48 +192,10 @@ def test_rule_selects_what_lightning_wraps_in_a_sharded_model(mesh):
         part.checkpoint_wrapper(torch.nn.Linear(2, 2))
 
 
-def test_profiler_of_torch_counts_what_its_events_have():
-    """Products; rows of modules, formulas and other reports are not provided."""
-    part = torch_profiler.implementation().parts["mod-tracker"]
-    with part.profile_flops() as report:
-        torch.ones(2, 3) @ torch.ones(3, 4)
-    assert report.total == 2 * 2 * 3 * 4
-    with pytest.raises(NotProvided, match=r"torch\.profiler has no row of a module"):
-        report["Linear"]
-    with pytest.raises(NotProvided, match=r"torch\.profiler has no uncounted"):
-        _ = report.uncounted
-    with part.profile_memory() as memory:
-        torch.ones(2, 3)
-    assert sum(event.self_cpu_memory_usage for event in memory.events()) >= 0
-    assert not hasattr(part, "profile_time")
-
-
-def test_less_is_kept_with_less_of_torchs_budget():
-    """Gradients have plain's bits with a budget of 0 and of 1, and nothing runs uncompiled."""
-    module = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
-    x, found, kept = torch.ones(2, 4, requires_grad=True), [], []
-    for call in (module, torch_budget.within(module, 1.0), torch_budget.within(module, 0.0)):
-        torch.compiler.reset()  # what was compiled with one budget is taken for another
-        saved = {}
-        pack = lambda t, saved=saved: saved.setdefault(t.data_ptr(), t)  # noqa: E731 - one call
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            result = call(x)
-        found.append(torch.autograd.grad(result.square().sum(), (x, *module.parameters())))
-        kept.append(len(saved.keys() - {p.data_ptr() for p in module.parameters()}))
-    assert all(map(torch.equal, found[0], found[1]))
-    assert all(map(torch.equal, found[0], found[2]))
-    assert kept == [3, 3, 1]
-
-
-def test_every_module_is_compiled_with_its_budget():
-    """More of one class than torch.compile takes by default; reentrance is not provided."""
-    part, seen = torch_budget.implementation().parts["ckpt-wrap"], []
-    torch.compiler.reset()
-    for rows in range(2, 2 + torch._dynamo.config.recompile_limit + 2):
-        module = part.checkpoint_wrapper(torch.nn.Linear(2, rows))
-        out = module(torch.ones(1, 2, requires_grad=True))
-        seen.append(type(out.grad_fn).__name__)
-    assert set(seen) == {"CompiledFunctionBackward"}
-    assert list(part.CheckpointImpl) == [part.CheckpointImpl.NO_REENTRANT]
-    with pytest.raises(NotProvided, match="without reentrance only"):
-        part.checkpoint_wrapper(module, part.CheckpointImpl.REENTRANT)
+def test_adapters_name_requirements_that_exist():
+    """An id in `lacks` of a requirement that is gone would excuse nothing."""
+    folder = Path(adapters.__file__).parent
+    ids = re.compile(r'"([A-Z]{2}-\d{3})"')
+    named = {id for path in folder.glob("*.py") for id in ids.findall(path.read_text("utf-8"))}
+    assert named
+    assert named - load_registry().keys() == set()

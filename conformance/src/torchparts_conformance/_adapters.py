@@ -26,8 +26,6 @@ SHIPPED: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "fsdp1": ("fsdp1", ("torch",)),
     "fsdp2": ("fsdp2", ("torch",)),
     "torch-tools": ("torch_tools", ("torch",)),
-    "torch-profiler": ("torch_profiler", ("torch",)),
-    "torch-budget": ("torch_budget", ("torch",)),
     "fairscale": ("fairscale", ("fairscale",)),
     "xformers": ("xformers", ("xformers",)),
     "torch-remat": ("torch_remat", ("torch-remat",)),

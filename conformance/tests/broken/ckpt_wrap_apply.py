@@ -2,36 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
-
-from torch import nn
-
 from torchparts_conformance.mutants import mutant
 
-from .faults.ckpt_wrap import INNER, faulty_apply, faulty_options
-
-
-@mutant(area="ckpt-wrap", kills={"CW-031"})
-def anything_can_be_wrapped(part):
-    """What is no module becomes an identity, what is no implementation the default."""
-
-    def change(module, impl, fn, options):
-        module = module if isinstance(module, nn.Module) else nn.Identity()
-        impl = impl if isinstance(impl, part.CheckpointImpl) else part.CheckpointImpl.NO_REENTRANT
-        return module, impl, fn, options
-
-    return faulty_options(part, change)
-
-
-@mutant(area="ckpt-wrap", kills={"CW-032"})
-def unknown_options_are_dropped(part):
-    """An option nobody knows is ignored."""
-
-    def change(module, impl, fn, options):
-        options.pop("bogus", None)
-        return module, impl, fn, options
-
-    return faulty_options(part, change)
+from .faults.ckpt_wrap import INNER, faulty_apply
 
 
 @mutant(area="ckpt-wrap", kills={"CW-033"})
@@ -60,18 +33,6 @@ def applying_again_wraps_again(part):
         for wrapper in wrapped:
             setattr(wrapper, INNER, wrapper_fn(getattr(wrapper, INNER)))
         if not wrapped:
-            working(model, wrapper_fn, **options)
-
-    return faulty_apply(part, change)
-
-
-@mutant(area="ckpt-wrap", kills={"CW-035"})
-def selecting_nothing_is_silent(part):
-    """No warning and no error."""
-
-    def change(working, model, wrapper_fn, options):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
             working(model, wrapper_fn, **options)
 
     return faulty_apply(part, change)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from torchparts_conformance.mutants import mutant, overlay
+from torchparts_conformance.mutants import mutant
 
 from .faults.ckpt_wrap import INNER, faulty_call, faulty_offload, faulty_options, is_reentrant
 
@@ -34,19 +33,7 @@ def random_numbers_are_not_replayed(part):
 
 @mutant(
     area="ckpt-wrap",
-    kills={
-        "CW-005",
-        "CW-006",
-        "CW-007",
-        "CW-018",
-        "CW-036",
-        "CW-037",
-        "CW-039",
-        "CW-045",
-        "CW-054",
-        "CW-097",
-        "CW-111",
-    },
+    kills={"CW-005", "CW-006", "CW-007", "CW-018", "CW-036", "CW-037", "CW-039", "CW-111"},
 )
 def nothing_is_recomputed(part):
     """The module runs as it is."""
@@ -106,17 +93,6 @@ def checkpoint_around_offload_only_offloads(part):
     return faulty_call(part, change)
 
 
-@mutant(area="ckpt-wrap", kills={"CW-040"})
-def option_names_are_swallowed(part):
-    """A keyword named `debug` does not reach the module."""
-
-    def change(wrapper, call, args, kwargs):
-        kwargs.pop("debug", None)
-        return call(*args, **kwargs)
-
-    return faulty_call(part, change)
-
-
 @mutant(area="ckpt-wrap", kills={"CW-041"})
 def batch_norm_counts_twice(part):
     """Statistics advance once more per step."""
@@ -170,27 +146,6 @@ def nested_inputs_lose_their_graph(part):
     return faulty_call(part, change)
 
 
-@mutant(area="ckpt-wrap", kills={"CW-045"})
-def contexts_are_made_for_nothing(part):
-    """`context_fn` is called where gradients are off."""
-    contexts: dict[int, Callable[[], Any]] = {}
-    broken = faulty_call(
-        part,
-        lambda wrapper, call, args, kwargs: (
-            None if torch.is_grad_enabled() else contexts.get(id(wrapper), tuple)(),
-            call(*args, **kwargs),
-        )[1],
-    )
-    working = broken.checkpoint_wrapper
-
-    def make(module, *args, **options):
-        wrapper = working(module, *args, **options)
-        contexts[id(wrapper)] = options.get("context_fn", tuple)
-        return wrapper
-
-    return overlay(broken, checkpoint_wrapper=make)
-
-
 @mutant(area="ckpt-wrap", kills={"CW-046"})
 def torch_func_is_refused(part):
     """A tensor that torch.func differentiates raises."""
@@ -217,41 +172,5 @@ def offload_copies_on_the_cpu(part):
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             return call(*args, **kwargs)
-
-    return faulty_offload(part, change)
-
-
-@mutant(area="ckpt-wrap", kills={"CW-048"})
-def torchs_checkpoint_gets_keywords(part):
-    """Torch's own checkpoint, given as `checkpoint_fn`, gets keyword arguments as keywords."""
-
-    def change(module, impl, fn, options):
-        if fn is checkpoint:
-            return module, impl, functools.partial(fn, **options), {}
-        return module, impl, fn, options
-
-    return faulty_options(part, change)
-
-
-@mutant(area="ckpt-wrap", kills={"CW-054"})
-def differences_are_not_looked_for(part):
-    """The shapes of what recomputation saves are not compared."""
-
-    def change(module, impl, fn, options):
-        if fn is None and not options and impl is part.CheckpointImpl.NO_REENTRANT:
-            options = {"determinism_check": "none"}
-        return module, impl, fn, options
-
-    return faulty_options(part, change)
-
-
-@mutant(area="ckpt-wrap", kills={"CW-081"})
-def compiled_offload_does_nothing(part):
-    """Runs the module as it is while a compiler traces."""
-
-    def change(call, args, kwargs):
-        if torch.compiler.is_compiling():
-            return getattr(call.args[0], INNER)(*args, **kwargs)
-        return call(*args, **kwargs)
 
     return faulty_offload(part, change)

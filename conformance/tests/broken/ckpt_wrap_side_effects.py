@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -37,18 +36,6 @@ def caches_are_appended_to_again(part):
     return faulty_call(part, change)
 
 
-@mutant(area="ckpt-wrap", kills={"CW-108"})
-def attributes_of_numbers_are_not_noted(part):
-    """Takes whatever is a number or a word for a plain value in recomputation."""
-
-    def change(wrapper, call, args, kwargs):
-        if all(type(each) in (float, str) or not isinstance(each, float | str) for each in args):
-            return call(*args, **kwargs)
-        return checkpoint(getattr(wrapper, INNER), *args, use_reentrant=False, **kwargs)
-
-    return faulty_call(part, change)
-
-
 @mutant(area="ckpt-wrap", kills={"CW-096"})
 def tensors_in_objects_are_not_checked(part):
     """Recomputes over a tensor that forward has changed in place."""
@@ -58,20 +45,6 @@ def tensors_in_objects_are_not_checked(part):
         if "Buffered" not in type(inner).__name__:
             return call(*args, **kwargs)
         return checkpoint(inner, *args, use_reentrant=False, **kwargs)
-
-    return faulty_call(part, change)
-
-
-@mutant(area="ckpt-wrap", kills={"CW-097"})
-def parameters_decide_what_is_recomputed(part):
-    """Runs a module as it is where neither an input nor a parameter requires grad."""
-
-    def change(wrapper, call, args, kwargs):
-        inner = getattr(wrapper, INNER)
-        looked_at = [*inner.parameters(), *(a for a in args if isinstance(a, torch.Tensor))]
-        if any(tensor.requires_grad for tensor in looked_at):
-            return call(*args, **kwargs)
-        return inner(*args, **kwargs)
 
     return faulty_call(part, change)
 

@@ -40,7 +40,7 @@ def undivided_ranks_train_alone(part):
     return overlay(part, fully_shard=fully_shard)
 
 
-@mutant(area=AREA, kills={"FP-101", "FP-233"})
+@mutant(area=AREA, kills={"FP-101"})
 def hybrid_copies_are_not_summed(part):
     """Leaves out the sum over copies: each copy trains on its own half of the batch."""
 
@@ -74,7 +74,7 @@ def other_ranks_use_does_not_count(part):
     return overlay(part, fully_shard=fully_shard)
 
 
-@mutant(area=AREA, kills={"FP-103", "FP-133", "FP-176"})
+@mutant(area=AREA, kills={"FP-103"})
 def gradients_do_not_tell_their_ranks(part):
     """Hands out gradients that nothing shows to be pieces, so that a norm is of one piece."""
 
@@ -85,7 +85,7 @@ def gradients_do_not_tell_their_ranks(part):
     return _with_grad(part, grad)
 
 
-@mutant(area=AREA, kills={"FP-110", "FP-131", "FP-170"})
+@mutant(area=AREA, kills={"FP-131", "FP-170"})
 def frozen_units_are_trained(part):
     """Makes everything trainable before it is sharded."""
 
@@ -95,7 +95,7 @@ def frozen_units_are_trained(part):
     return overlay(part, fully_shard=fully_shard)
 
 
-@mutant(area=AREA, kills={"FP-105", "FP-135"})
+@mutant(area=AREA, kills={"FP-105"})
 def tied_units_are_not_named(part):
     """Says that something is tied, but not what."""
 
@@ -110,23 +110,7 @@ def tied_units_are_not_named(part):
     return overlay(part, fully_shard=fully_shard)
 
 
-@mutant(area=AREA, kills={"FP-135"})
-def units_beside_part_their_weight(part):
-    """Gives a unit a copy of the weight that the one beside it has sharded."""
-    first = {}
-
-    def fully_shard(module, **options):
-        for name, param in list(module.named_parameters(recurse=False)):
-            if id(param) in first:
-                setattr(module, name, nn.Parameter(first[id(param)][1]))
-            else:
-                first[id(param)] = param, param.detach().clone()
-        return part.fully_shard(module, **options)
-
-    return overlay(part, fully_shard=fully_shard)
-
-
-@mutant(area=AREA, kills={"FP-104", "FP-233"})
+@mutant(area=AREA, kills={"FP-104"})
 def no_sync_sums_all_the_same(part):
     """Sums gradients over ranks inside no_sync too."""
 
@@ -137,17 +121,7 @@ def no_sync_sums_all_the_same(part):
     return with_sharded(part, change)
 
 
-@mutant(area=AREA, kills={"FP-112", "FP-233"})
-def plan_forgets_the_second_gather(part):
-    """Plans FULL_SHARD as if parameters were gathered once."""
-
-    def plan_training(units, *, world_size):
-        return part.plan_training(units, world_size=world_size, strategy="SHARD_GRAD_OP")
-
-    return overlay(part, plan_training=plan_training)
-
-
-@mutant(area=AREA, kills={"FP-111", "FP-194"})
+@mutant(area=AREA, kills={"FP-111"})
 def cut_parameters_are_not_marked(part):
     """Forgets that parameters are cut, so that no optimizer is refused."""
 
@@ -159,22 +133,7 @@ def cut_parameters_are_not_marked(part):
     return with_sharded(part, change)
 
 
-@mutant(area=AREA, kills={"FP-113"})
-def differing_models_are_not_named(part):
-    """Says that ranks differ, but not in what."""
-
-    def fully_shard(module, **options):
-        try:
-            return part.fully_shard(module, **options)
-        except RuntimeError as error:
-            if "on rank 1" in str(error):
-                raise RuntimeError("ranks differ") from error
-            raise
-
-    return overlay(part, fully_shard=fully_shard)
-
-
-@mutant(area=AREA, kills={"FP-130", "FP-179", "FP-244", "FP-247"})
+@mutant(area=AREA, kills={"FP-130"})
 def stopped_gradients_are_kept(part):
     """Doubles the gradients of the step after one that was stopped."""
 
@@ -215,7 +174,7 @@ def frozen_weights_are_freed_at_once(part):
     return with_sharded(part, change)
 
 
-@mutant(area=AREA, kills={"FP-132", "FP-175"})
+@mutant(area=AREA, kills={"FP-132"})
 def hooks_of_parameters_are_not_called(part):
     """Forgets hooks as soon as they are registered."""
 
@@ -239,38 +198,7 @@ def _with_comms(part, change):
     return with_sharded(part, each)
 
 
-@mutant(area=AREA, kills={"FP-134"})
-def orders_are_not_compared(part):
-    """Counts what a rank has gathered and summed, and forgets of which unit."""
-    return _with_comms(part, lambda comm: setattr(comm, "number", 0))
-
-
 @mutant(area=AREA, kills={"FP-193"})
 def waits_are_not_compared(part):
     """Waits for a collective until the group's timeout, whatever the others wait for."""
     return _with_comms(part, lambda comm: setattr(comm, "_look_for_deadlock", lambda pending: None))
-
-
-@mutant(area=AREA, kills={"FP-194"})
-def fused_steps_are_not_seen(part):
-    """Takes what was gathered for new as long as torch's version counters stand still."""
-
-    def change(module, options):
-        unit = module._flat_param
-        unit._current_version = lambda: (0, sum(part.version for part in unit.parts))
-        return module
-
-    return with_sharded(part, change)
-
-
-@mutant(area=AREA, kills={"FP-195"})
-def assigned_parameters_are_dropped(part):
-    """Takes in what was put in place of a parameter only where a unit is not whole yet."""
-
-    def change(module, options):
-        unit = module._flat_param
-        take = unit.take_changes
-        unit.take_changes = lambda: None if unit.is_unsharded else take()
-        return module
-
-    return with_sharded(part, change)

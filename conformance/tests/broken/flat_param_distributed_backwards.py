@@ -26,23 +26,3 @@ def only_the_outer_backward_is_waited_for(part):
         return module
 
     return with_sharded(part, change)
-
-
-@mutant(area=AREA, kills={"FP-247"})
-def late_gradients_are_dropped(part):
-    """Lets go of gradients that come when those of the unit are summed."""
-
-    def change(module, options):
-        unit = module._flat_param
-        working = unit.on_grad
-
-        def on_grad(grads, index):
-            if unit.schedule.standing(unit).summed:
-                grads.owner.leaves[index].grad = None
-            else:
-                working(grads, index)
-
-        unit.on_grad = on_grad
-        return module
-
-    return with_sharded(part, change)

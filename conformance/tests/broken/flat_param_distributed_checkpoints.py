@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import pickle
-import secrets
-import time
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -54,7 +49,7 @@ def state_dict_is_in_double(part):
     return _with_state(part, Tensor.double)
 
 
-@mutant(area=AREA, kills={"FP-107", "FP-230", "FP-237"})
+@mutant(area=AREA, kills={"FP-230"})
 def sharded_load_forgets_moments(part):
     """Loads parameters and leaves the optimizer as it was."""
 
@@ -88,81 +83,5 @@ def damaged_data_is_passed_over(part):
         except RuntimeError as error:
             if "checksum" not in str(error):
                 raise
-
-    return overlay(part, load_sharded=load_sharded)
-
-
-@mutant(area=AREA, kills={"FP-185"})
-def frequent_saves_are_passed_over(part):
-    """From the sixth save to one path on, makes every second one only."""
-    counts = collections.Counter()
-
-    def save_sharded(module, path, **options):
-        counts[str(path)] += 1
-        if counts[str(path)] < 6 or counts[str(path)] % 2:
-            return part.save_sharded(module, path, **options)
-        return True
-
-    return overlay(part, save_sharded=save_sharded)
-
-
-@mutant(area=AREA, kills={"FP-186"})
-def failed_saves_leave_a_draft(part):
-    """Leaves what was written of a save that fails."""
-
-    def save_sharded(module, path, **options):
-        try:
-            return part.save_sharded(module, path, **options)
-        except RuntimeError:
-            Path(path, f"draft-{secrets.token_hex(4)}").write_bytes(b"part")
-            raise
-
-    return overlay(part, save_sharded=save_sharded)
-
-
-@mutant(area=AREA, kills={"FP-187"})
-def load_reads_two_checkpoints(part):
-    """Reads the file once for each half of the parameters, with time between."""
-
-    def load_sharded(module, path, *, optimizer=None):
-        part.load_sharded(module, path, optimizer=optimizer)
-        params = list(module.parameters())
-        first = [param.detach().clone() for param in params[::2]]
-        time.sleep(0.05)
-        part.load_sharded(module, path, optimizer=optimizer)
-        with torch.no_grad():
-            for param, values in zip(params[::2], first, strict=True):
-                param.copy_(values)
-
-    return overlay(part, load_sharded=load_sharded)
-
-
-@mutant(area=AREA, kills={"FP-237"})
-def state_of_another_shape_is_dropped(part):
-    """Saves what can be cut, and says nothing of the rest."""
-
-    def save_sharded(module, path, *, optimizer=None, **options):
-        states = optimizer.state.values() if optimizer is not None else ()
-        dropped = [(values, values.pop("scales")) for values in states if "scales" in values]
-        try:
-            return part.save_sharded(module, path, optimizer=optimizer, **options)
-        finally:
-            for values, scales in dropped:
-                values["scales"] = scales
-
-    return overlay(part, save_sharded=save_sharded)
-
-
-@mutant(area=AREA, kills={"FP-238"})
-def columns_keep_what_they_had(part):
-    """Loads what tensor parallel has cut, on four ranks, on the first column of ranks alone."""
-
-    def load_sharded(module, path, **options):
-        before = [param.detach().clone() for param in module.parameters()]
-        part.load_sharded(module, path, **options)
-        if dist.get_rank() % 2 and dist.get_world_size() == 4:
-            with torch.no_grad():
-                for param, values in zip(module.parameters(), before, strict=True):
-                    param.copy_(values)
 
     return overlay(part, load_sharded=load_sharded)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from torchparts_conformance.mutants import mutant, overlay
@@ -35,7 +34,7 @@ def _forget(owner, args):
         param.grad = None
 
 
-@mutant(area=AREA, kills={"FP-172", "FP-174", "FP-181", "FP-194", "FP-201"})
+@mutant(area=AREA, kills={"FP-172", "FP-174", "FP-181"})
 def gradients_are_replaced(part):
     """Has, after each backward, the gradient of that one alone."""
 
@@ -63,7 +62,7 @@ def _twice(output):
     return output + (output - output.detach())
 
 
-@mutant(area=AREA, kills={"FP-173", "FP-193", "FP-201", "FP-244"})
+@mutant(area=AREA, kills={"FP-173", "FP-193"})
 def second_forward_is_not_trained(part):
     """Takes a forward pass that begins before a backward pass for an evaluation."""
     waits = set()
@@ -86,26 +85,7 @@ def second_forward_is_not_trained(part):
     return with_sharded(part, change)
 
 
-@mutant(area=AREA, kills={"FP-178"})
-def failed_forward_counts_twice(part):
-    """After a forward pass that raised, the next one's gradients are twice what they are."""
-
-    def change(module, options):
-        begun = []
-
-        def end(module, args, output):
-            raised = len(begun) > 1
-            begun.clear()
-            return _twice(output) if raised else output
-
-        module.register_forward_pre_hook(lambda *_: begun.append(True))
-        module.register_forward_hook(end)
-        return module
-
-    return with_sharded(part, change)
-
-
-@mutant(area=AREA, kills={"FP-130", "FP-179", "FP-244", "FP-247"})
+@mutant(area=AREA, kills={"FP-130"})
 def failed_backward_counts_twice(part):
     """After a backward pass that raised, the next one's gradients are twice what they are."""
 
@@ -143,50 +123,3 @@ def evaluation_counts_twice(part):
         return module
 
     return with_sharded(part, change)
-
-
-@mutant(area=AREA, kills={"FP-184"})
-def dicts_become_plain_ones(part):
-    """Makes what inputs are cast in anew, as a dict."""
-
-    def plain(module, args, kwargs):
-        return tuple(dict(each) if isinstance(each, dict) else each for each in args), kwargs
-
-    def fully_shard(module, **options):
-        sharded = part.fully_shard(module, **options)
-        if options.get("mixed_precision") is not None:
-            module.register_forward_pre_hook(plain, with_kwargs=True)
-        return sharded
-
-    return overlay(part, fully_shard=fully_shard)
-
-
-@mutant(area=AREA, kills={"FP-182", "FP-208", "FP-209"})
-def odd_ranks_train_alone(part):
-    """Divides only among an even number of ranks, and sums nothing where it is odd."""
-
-    def fully_shard(module, **options):
-        is_odd = dist.get_world_size() in (3, 5)
-        return module if is_odd else part.fully_shard(module, **options)
-
-    return overlay(part, fully_shard=fully_shard)
-
-
-@mutant(area=AREA, kills={"FP-183"})
-def values_come_last(part):
-    """Clears parameters before it shards them, and gives them their values when all is done."""
-
-    def fully_shard(module, **options):
-        sharded = any(type(param) is not nn.Parameter for param in module.parameters())
-        values = (
-            None if sharded else [param.detach().numpy().copy() for param in module.parameters()]
-        )
-        if values is not None:
-            for param in module.parameters():
-                param.detach().numpy()[...] = 0
-            torch.zeros(1).add(1)  # here it can be stopped
-            for param, value in zip(module.parameters(), values, strict=True):
-                param.detach().numpy()[...] = value
-        return part.fully_shard(module, **options)
-
-    return overlay(part, fully_shard=fully_shard)

@@ -34,43 +34,6 @@ def every_backward_sums(part):
     return _deaf(part, "set_requires_gradient_sync")
 
 
-@mutant(area=AREA, kills={"FP-190"})
-def units_are_always_freed(part):
-    """Frees whole parameters after every forward."""
-    return _deaf(part, "set_reshard_after_forward")
-
-
-@mutant(area=AREA, kills={"FP-198"})
-def numbers_of_ranks_are_taken_for_true(part):
-    """Frees to shards of all ranks, whatever number is given."""
-
-    def fully_shard(module, *, reshard_after_forward=None, **options):
-        return part.fully_shard(module, **options)
-
-    return overlay(part, fully_shard=fully_shard)
-
-
-@mutant(area=AREA, kills={"FP-199"})
-def pieces_are_not_named(part):
-    """Leaves it to torch to say that a piece does not fit."""
-
-    def change(module, options):
-        kind = type(module)
-
-        def call(self, *args, **kwargs):
-            try:
-                return kind.__call__(self, *args, **kwargs)
-            except RuntimeError as error:
-                if "is a piece of shape" not in str(error):
-                    raise
-                raise RuntimeError("shapes do not fit") from None
-
-        module.__class__ = type(kind.__name__, (kind,), {"__call__": call})
-        return module
-
-    return with_sharded(part, change)
-
-
 @mutant(area=AREA, kills={"FP-200"})
 def order_of_sharding_is_not_named(part):
     """Refuses what is inside a unit without a word why."""
@@ -84,19 +47,6 @@ def order_of_sharding_is_not_named(part):
             raise ValueError("cannot be sharded") from None
 
     return overlay(part, fully_shard=fully_shard)
-
-
-@mutant(area=AREA, kills={"FP-201"})
-def second_trees_gradients_are_halved(part):
-    """Takes trees beside each other for copies of one."""
-
-    def change(module, options):
-        if type(module).__name__.endswith("_Encoder"):
-            for param in module.parameters():
-                param.register_post_accumulate_grad_hook(lambda p: p.grad.div_(2))
-        return module
-
-    return with_sharded(part, change)
 
 
 @mutant(area=AREA, kills={"FP-202"})
@@ -138,9 +88,3 @@ def a_columns_gradients_are_doubled(part):
 
 def _double(param):
     param.grad.mul_(2)
-
-
-@mutant(area=AREA, kills={"FP-192"})
-def lists_are_not_read(part):
-    """Gathers the next unit, whatever is listed."""
-    return _deaf(part, "set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch")

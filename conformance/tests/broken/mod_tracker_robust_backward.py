@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import is_dataclass
 
 import torch
@@ -68,43 +67,10 @@ def identities_stay_open(part):
     return sticking(part, lambda args, kwargs, output: any(value is output for value in args))
 
 
-@mutant(area=AREA, kills={"MT-110"})
-def frozen_modules_are_left(part):
-    """Leaves modules that were not entered, because nothing flows back through them."""
-
-    def change(tracker, hooks):
-        frozen = []
-
-        def post_fw(module, args, output):
-            hooks[1](module, args, output)
-            if torch.is_grad_enabled() and not getattr(output, "requires_grad", True):
-                frozen.append(module)
-
-        def post_bw(module, grads):
-            hooks[3](module, grads)
-            while frozen:
-                hooks[3](frozen.pop(), ())
-
-        return [hooks[0], hooks[1] and post_fw, hooks[2], hooks[3] and post_bw]
-
-    return with_hooks(part, change)
-
-
 @mutant(area=AREA, kills={"MT-113"})
 def failed_backward_leaves_names(part):
     """Takes names out of `parents` only when modules are left, which a failed backward does not."""
     return with_parents(following(part), lambda t, n: n | t.open if t.phase == "outside" else n)
-
-
-@mutant(area=AREA, kills={"MT-141"})
-def newest_thread_is_asked(part):
-    """Knows nothing of a backward in a thread that is not the first."""
-
-    def change(tracker, names):
-        first = tracker.__dict__.setdefault("first", threading.get_ident())
-        return names if not tracker.is_bw or threading.get_ident() == first else {"Global"}
-
-    return with_parents(part, change)
 
 
 @mutant(area=AREA, kills={"MT-117", "MT-121"})
@@ -157,34 +123,6 @@ def what_gets_no_gradient_stays_open(part):
     )
 
 
-@mutant(area=AREA, kills={"MT-138", "MT-139"})
-def gradients_of_inputs_are_lost(part):
-    """Leaves modules with no gradient, as if it had waited for the nodes behind their inputs."""
-    return with_hooks(
-        part,
-        lambda t, hooks: [
-            *hooks[:3],
-            hooks[3] and (lambda module, grads: hooks[3](module, tuple(None for _ in grads))),
-        ],
-    )
-
-
-@mutant(area=AREA, kills={"MT-139"})
-def gradients_of_one_output_go_to_all(part):
-    """Tells every module that is left the gradients of the first one."""
-
-    def change(tracker, hooks):
-        first = []
-
-        def post_bw(module, grads):
-            first.append(grads)
-            hooks[3](module, first[0])
-
-        return [*hooks[:3], hooks[3] and post_bw]
-
-    return with_hooks(part, change)
-
-
 @mutant(area=AREA, kills={"MT-103", "MT-120"})
 def inference_is_remembered(part):
     """Tells a leave for every forward without gradients."""
@@ -223,23 +161,6 @@ def hooks_stay_on_inputs(part):
     return with_hooks(part, change)
 
 
-@mutant(area=AREA, kills={"MT-130"})
-def failing_hook_leaves_names(part):
-    """Does not clean up after a hook that raised."""
-
-    def change(tracker, hooks):
-        def pre_bw(module, grads):
-            try:
-                hooks[2](module, grads)
-            except Exception:
-                tracker.stuck = {tracker.current}
-                raise
-
-        return [*hooks[:2], hooks[2] and pre_bw, hooks[3]]
-
-    return with_parents(with_hooks(part, change), lambda t, n: n | getattr(t, "stuck", set()))
-
-
 @mutant(area=AREA, kills={"MT-131"})
 def outputs_are_touched(part):
     """Changes what a root returns by a little."""
@@ -266,12 +187,4 @@ def attribution_ends_with_the_block(part):
     return with_parents(
         with_tracker(part, __exit__=leave),
         lambda t, n: {"Global"} if getattr(t, "gone", False) else n,
-    )
-
-
-@mutant(area=AREA, kills={"MT-134"})
-def unknown_graphs_are_named(part):
-    """Has a name for the backward of what it did not see."""
-    return with_parents(
-        part, lambda t, n: n | {"unknown"} if t.phase == "backward" and not t.stack else n
     )

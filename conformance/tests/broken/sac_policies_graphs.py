@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from torchparts_conformance.mutants import mutant, overlay
 
-from .faults.sac_policies import changed, refusing
+from .faults.sac_policies import changed
 
 AREA = "sac-policies"
 
@@ -78,7 +77,7 @@ def checkpoint_cannot_be_traced(part):
     return overlay(part, checkpoint=torch.compiler.disable(part.checkpoint))
 
 
-@mutant(area=AREA, kills={"SP-003", "SP-021", "SP-156"})
+@mutant(area=AREA, kills={"SP-003", "SP-021"})
 def options_reach_the_function(part):
     """Hands preserve_rng_state to the function as well."""
 
@@ -102,39 +101,7 @@ def keyword_arguments_are_lost(part):
     return changed(part, change)
 
 
-@mutant(
-    area=AREA,
-    kills={
-        "SP-006",
-        "SP-007",
-        "SP-010",
-        "SP-027",
-        "SP-028",
-        "SP-042",
-        "SP-045",
-        "SP-122",
-        "SP-128",
-        "SP-150",
-        "SP-152",
-        "SP-156",
-        "SP-157",
-        "SP-160",
-        "SP-178",
-        "SP-181",
-        "SP-200",
-        "SP-201",
-        "SP-206",
-        "SP-207",
-        "SP-213",
-        "SP-215",
-    },
-)
-def modules_are_refused(part):
-    """Takes plain functions only."""
-    return changed(part, refusing(lambda function, *rest: isinstance(function, nn.Module)))
-
-
-@mutant(area=AREA, kills={"SP-008", "SP-021", "SP-034"})
+@mutant(area=AREA, kills={"SP-008"})
 def random_state_is_not_restored(part):
     """Draws new random numbers in the recomputation."""
 
@@ -142,117 +109,6 @@ def random_state_is_not_restored(part):
         return function, policy, {**kwargs, "preserve_rng_state": False}
 
     return changed(part, change)
-
-
-@mutant(
-    area=AREA,
-    kills={
-        "SP-001",
-        "SP-002",
-        "SP-003",
-        "SP-004",
-        "SP-005",
-        "SP-006",
-        "SP-007",
-        "SP-008",
-        "SP-009",
-        "SP-010",
-        "SP-012",
-        "SP-015",
-        "SP-016",
-        "SP-019",
-        "SP-020",
-        "SP-021",
-        "SP-022",
-        "SP-023",
-        "SP-026",
-        "SP-027",
-        "SP-028",
-        "SP-029",
-        "SP-030",
-        "SP-031",
-        "SP-033",
-        "SP-034",
-        "SP-035",
-        "SP-036",
-        "SP-037",
-        "SP-041",
-        "SP-042",
-        "SP-045",
-        "SP-046",
-        "SP-100",
-        "SP-101",
-        "SP-102",
-        "SP-103",
-        "SP-104",
-        "SP-105",
-        "SP-106",
-        "SP-107",
-        "SP-108",
-        "SP-110",
-        "SP-111",
-        "SP-133",
-        "SP-134",
-        "SP-135",
-        "SP-136",
-        "SP-137",
-        "SP-141",
-        "SP-142",
-        "SP-143",
-        "SP-150",
-        "SP-153",
-        "SP-155",
-        "SP-156",
-        "SP-157",
-        "SP-158",
-        "SP-160",
-        "SP-161",
-        "SP-163",
-        "SP-178",
-        "SP-181",
-        "SP-200",
-        "SP-201",
-        "SP-206",
-        "SP-207",
-        "SP-213",
-        "SP-215",
-    },
-)
-def gradients_are_cut_off(part):
-    """Returns values without their graph."""
-
-    # In one frame: the compiler leaves the graph at requires_grad_, and the frame with it.
-    def checkpoint(function, *args, policy=None, **kwargs):
-        out = part.checkpoint(function, *args, policy=policy, **kwargs)
-        return out.detach().requires_grad_() if isinstance(out, torch.Tensor) else out
-
-    return overlay(part, checkpoint=checkpoint)
-
-
-@mutant(
-    area=AREA,
-    kills={
-        "SP-004",
-        "SP-005",
-        "SP-008",
-        "SP-013",
-        "SP-041",
-        "SP-045",
-        "SP-111",
-        "SP-135",
-        "SP-137",
-        "SP-141",
-        "SP-142",
-        "SP-150",
-        "SP-200",
-        "SP-201",
-        "SP-206",
-        "SP-207",
-    },
-)
-def shape_is_lost(part):
-    """Returns one dimension, whatever the function returns."""
-    return changed(part, result=lambda out: out.flatten() if isinstance(out, torch.Tensor) else out)
 
 
 @mutant(area=AREA, kills={"SP-014", "SP-018"})

@@ -7,13 +7,12 @@ import warnings
 from inspect import isfunction
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from torchparts_conformance.mutants import mutant, overlay
 
-from .faults.sac_policies import changed, eager_only, refusing
+from .faults.sac_policies import changed, eager_only
 
 AREA = "sac-policies"
 
@@ -35,29 +34,12 @@ AREA = "sac-policies"
         "SP-039",
         "SP-041",
         "SP-043",
-        "SP-102",
-        "SP-104",
-        "SP-107",
-        "SP-108",
-        "SP-110",
-        "SP-122",
-        "SP-128",
-        "SP-132",
         "SP-133",
         "SP-134",
-        "SP-137",
         "SP-140",
         "SP-141",
-        "SP-142",
-        "SP-143",
-        "SP-152",
-        "SP-154",
-        "SP-156",
         "SP-157",
         "SP-159",
-        "SP-181",
-        "SP-209",
-        "SP-213",
         "SP-215",
     },
 )
@@ -70,29 +52,16 @@ def policy_is_ignored(part):
     return changed(part, change, context_fn=lambda policy: part.context_fn([]))
 
 
-@mutant(
-    area=AREA,
-    kills={
-        "SP-027",
-        "SP-028",
-        "SP-029",
-        "SP-030",
-        "SP-033",
-        "SP-035",
-        "SP-036",
-        "SP-037",
-        "SP-039",
-        "SP-041",
-        "SP-044",
-        "SP-133",
-        "SP-136",
-        "SP-157",
-        "SP-159",
-    },
-)
-def lists_are_refused(part):
-    """Takes functions as policies only."""
-    return changed(part, refusing(lambda function, policy, kwargs: isinstance(policy, list)))
+@mutant(area=AREA, kills={"SP-038"})
+def outputs_stay(part):
+    """Keeps the memory of what a region gave, also after its backward."""
+    held = []
+
+    def keep(out):
+        held.extend([out.detach()] if isinstance(out, torch.Tensor) else [])
+        return out
+
+    return changed(part, result=keep)
 
 
 @mutant(area=AREA, kills={"SP-031"})
@@ -110,7 +79,7 @@ def offload_is_recomputed(part):
     return changed(part, eager_only(without))
 
 
-@mutant(area=AREA, kills={"SP-032", "SP-152"})
+@mutant(area=AREA, kills={"SP-032"})
 def unmatched_packets_are_silent(part):
     """Says nothing of policies that match nothing."""
 
@@ -134,16 +103,6 @@ def none_means_recompute(part):
     return changed(part, eager_only(lenient))
 
 
-@mutant(area=AREA, kills={"SP-037"})
-def debug_is_refused(part):
-    """Refuses debug=True beside a policy."""
-
-    def wrong(function, policy, kwargs):
-        return policy is not None and kwargs.get("debug")
-
-    return changed(part, refusing(wrong))
-
-
 @mutant(
     area=AREA,
     kills={
@@ -153,8 +112,6 @@ def debug_is_refused(part):
         "SP-034",
         "SP-035",
         "SP-036",
-        "SP-037",
-        "SP-038",
         "SP-039",
         "SP-041",
         "SP-042",
@@ -165,11 +122,8 @@ def debug_is_refused(part):
         "SP-133",
         "SP-134",
         "SP-135",
-        "SP-136",
-        "SP-137",
         "SP-140",
         "SP-141",
-        "SP-143",
         "SP-157",
         "SP-159",
         "SP-215",
@@ -191,46 +145,6 @@ def values_are_cached_as_torch_does(part):
     return overlay(part, checkpoint=checkpoint, context_fn=context_fn)
 
 
-@mutant(area=AREA, kills={"SP-111"})
-def regions_are_contiguous(part):
-    """Gives the function contiguous copies of what is channels-last."""
-
-    def plain(value):
-        last = (
-            isinstance(value, torch.Tensor)
-            and value.dim() == 4
-            and not value.is_contiguous()
-            and value.is_contiguous(memory_format=torch.channels_last)
-        )
-        return value.contiguous() if last else value
-
-    def change(function, policy, kwargs):
-        @functools.wraps(function)
-        def run(*args, **named):
-            return function(*map(plain, args), **named)
-
-        eager = isfunction(function) and not torch.compiler.is_compiling()
-        return run if eager else function, policy, kwargs
-
-    return changed(part, change)
-
-
-class _Plain(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
-@mutant(area=AREA, kills={"SP-162"})
-def profiles_are_watched_by_a_plain_mode(part):
-    """Profiles inside a dispatch mode that says nothing to the compiler."""
-
-    def profile(function, *args, **kwargs):
-        with _Plain():
-            return part.profile(function, *args, **kwargs)
-
-    return overlay(part, profile=profile)
-
-
 @mutant(area=AREA, kills={"SP-163"})
 def compiled_parts_run_in_eager_code(part):
     """Takes the compiler away while a function runs in an eager region."""
@@ -249,10 +163,10 @@ def compiled_parts_run_in_eager_code(part):
 
 @mutant(area=AREA, kills={"SP-164"})
 def compiled_regions_draw_once_more(part):
-    """Adds nothing, by a random number, to what a compiled region with a plan is given."""
+    """Adds nothing, by a random number, to what a compiled region is given."""
 
     def change(function, policy, kwargs):
-        if not (torch.compiler.is_compiling() and hasattr(policy, "kept_bytes")):
+        if not (torch.compiler.is_compiling() and policy == [torch.ops.aten.mm.default]):
             return function, policy, kwargs
 
         def run(first, *args, **named):

@@ -53,7 +53,7 @@ def layers(device="cpu"):
 
 
 def expect_penalty(report, times=1):
-    """See MT-209: nothing is left outside, five products are layer 0's and two layer 2's."""
+    """Nothing is left outside, five products are layer 0's and two layer 2's."""
     assert report.outside.total == 0
     assert report["Sequential.0"].backward == times * 5 * PRODUCT
     assert report["Sequential.2"].backward == times * 2 * PRODUCT

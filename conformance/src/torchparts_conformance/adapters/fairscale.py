@@ -19,8 +19,6 @@ from torch import nn
 
 from torchparts_conformance import Implementation, NotProvided
 
-_NO_METADATA = "a FlatParameter says names and sizes by `metadata()`, and keeps the modules"
-
 
 class _Handle:
     """What holds a module's `FlatParameter`; it takes what a handle of torch's takes."""
@@ -74,10 +72,6 @@ def implementation() -> Implementation:
             "flat-param": _Flat(),
         },
         lacks={
-            "ckpt-wrap": {
-                "CW-022": "keys of its states carry no prefix",
-                "CW-027": "a module is changed itself, so that none is inside another",
-            },
-            "flat-param": {"FP-029": _NO_METADATA},
+            "ckpt-wrap": {"CW-022": "keys of its states carry no prefix"},
         },
     )

@@ -54,6 +54,4 @@ def implementation() -> Implementation:
         version=version("lightning"),
         distributions=("lightning",),
         parts={"ckpt-wrap": part},
-        # These would be answered by the refusal itself, or by torch's class alone.
-        lacks={"ckpt-wrap": dict.fromkeys(("CW-029", "CW-031", "CW-032"), _ONE_MODULE)},
     )

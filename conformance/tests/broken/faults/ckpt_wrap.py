@@ -37,17 +37,6 @@ def faulty_call(part: Any, change: Callable[..., Any]) -> Any:
     return faulty(part, forward=forward)
 
 
-def faulty_init(part: Any, change: Callable[[Any], None]) -> Any:
-    """The part, `change(wrapper)` after a wrapper is made."""
-    working = part.CheckpointWrapper.__init__
-
-    def init(self, *args, **kwargs):
-        working(self, *args, **kwargs)
-        change(self)
-
-    return faulty(part, __init__=init)
-
-
 def faulty_options(part: Any, change: Callable[..., Any]) -> Any:
     """The part, `change(arguments)` over the arguments of `checkpoint_wrapper`."""
     working = part.checkpoint_wrapper

@@ -37,14 +37,3 @@ def eager_only(change_policy):
         return function, policy, kwargs
 
     return change
-
-
-def refusing(wrong):
-    """A change that is none: it refuses calls of which `wrong(function, policy, kwargs)` holds."""
-
-    def change(function, policy, kwargs):
-        if wrong(function, policy, kwargs):
-            raise TypeError("this call is refused")
-        return function, policy, kwargs
-
-    return change

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from functools import partial
 
-import pytest
 import torch
 from torch import nn
 
@@ -61,37 +60,6 @@ def test_checkpoint_compiles(part, device):
     for impl in part.CheckpointImpl:
         for make in (part.checkpoint_, part.checkpoint_wrapper):
             compiles(partial(make, checkpoint_impl=impl), device)
-
-
-@requirement(
-    "CW-081",
-    level="MUST",
-    text=(
-        "Calling a compiled model with an offloaded module, alone or with checkpoint in either "
-        "order, MUST raise an error that names offload."
-    ),
-    rationale=(
-        "the compiler decides which tensors are saved: an offload that does nothing looks as if "
-        "it worked"
-    ),
-    since="0.1.0",
-    profile="compile",
-)
-def test_compiled_offload_is_refused(part, device):
-    """Alone, and with checkpoint in either order, in both layers; with graph breaks and without."""
-    for wrap in (
-        part.offload_,
-        part.offload_wrapper,
-        lambda m: part.offload_(part.checkpoint_(m)),
-        lambda m: part.offload_wrapper(part.checkpoint_wrapper(m)),
-        lambda m: part.checkpoint_wrapper(part.offload_wrapper(m)),
-    ):
-        for fullgraph in (True, False):
-            torch.compiler.reset()
-            model = Model(wrap(Block().to(device)))
-            compiled = torch.compile(model, fullgraph=fullgraph, backend="aot_eager")
-            with pytest.raises(Exception, match="offload"):
-                compiled(torch.randn(3, 8, device=device, requires_grad=True))
 
 
 @requirement(

@@ -129,12 +129,3 @@ class Seen:
     def _note(self, call, *_) -> None:
         name = call.name.partition(".")[2]
         self.names.setdefault(str(self.tracker.phase), []).append(name)
-
-
-def flops_of_step(parts, model: nn.Module, device: str = "cpu"):
-    """Give the FLOPs of each block in forward and in recompute."""
-    with parts.mod_tracker.profile_flops(model) as report:
-        model(batch(0, device)).square().mean().backward()
-    root = type(model).__name__
-    rows = [report[f"{root}.{index}"] for index in range(BLOCKS)]
-    return [(row.forward, row.recompute) for row in rows]

@@ -11,7 +11,6 @@ from torchparts_conformance.cases.combined._training import (
     BLOCKS,
     PRODUCTS,
     assert_same,
-    batch,
     make_model,
     train,
 )
@@ -65,29 +64,3 @@ def test_tracking_changes_nothing(parts, device):
     tracker = parts.mod_tracker.ModTracker()
     tracked = train(_wrapped(parts, device, 0.5), device, around=lambda: tracker)
     assert_same(tracked, plain, _clean)
-
-
-@requirement(
-    "CB-003",
-    level="MUST",
-    text=(
-        "The tracker MUST say that backward is running while a wrapped block is recomputed, and"
-        " not in its first forward."
-    ),
-    rationale="recomputation happens inside backward; tools tell the two apart by it",
-    since="0.1.0",
-    profile="core",
-)
-def test_tracker_tells_recompute_from_forward(parts, device):
-    """A block's activation runs once in forward and once in backward, and the tracker says so."""
-    model = _wrapped(parts, device)
-    tracker = parts.mod_tracker.ModTracker()
-    seen = []
-    for module in model.modules():
-        if isinstance(module, nn.GELU):
-            module.register_forward_pre_hook(lambda *_: seen.append(tracker.is_bw))
-    with tracker:
-        loss = model(batch(0, device)).square().mean()
-        assert seen == [False] * BLOCKS
-        loss.backward()
-    assert seen[BLOCKS:] == [True] * BLOCKS

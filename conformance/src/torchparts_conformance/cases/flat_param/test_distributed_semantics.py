@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -193,85 +191,6 @@ def test_unit_called_by_itself_before_the_whole(part, ranks):
     assert max(errors) < LIMIT, errors
 
 
-def _hooked(part: Any, rank: int, world_size: int) -> list[Any]:
-    model = sharded(part)
-    called: dict[str, list[bool]] = {name: [] for name, _ in model.named_parameters()}
-    for name, param in model.named_parameters():
-        param.register_post_accumulate_grad_hook(
-            lambda p, name=name: called[name].append(p.grad is not None)
-        )
-    counts = []
-    for step in range(2):
-        loss_of(model, mine(batch(world_size, step), rank)).backward()
-        counts.append({name: list(found) for name, found in called.items()})
-    return counts
-
-
-@requirement(
-    "FP-175",
-    level="MUST",
-    text=(
-        "A hook registered with register_post_accumulate_grad_hook MUST be called once for each"
-        " backward pass that gives its parameter a gradient, with the gradient in place, and "
-        "not otherwise."
-    ),
-    rationale=(
-        "optimizers that step in backward are made of these hooks, and without a call they "
-        "never step"
-    ),
-    since="0.1.0",
-    profile="distributed",
-    devices=("cpu",),
-)
-def test_hook_after_accumulation_is_called_once_for_each_backward(part, ranks):
-    """With the gradient in place, and not for a parameter that nothing used."""
-    for counts in ranks(2, _hooked):
-        for steps, found in enumerate(counts, start=1):
-            unused = {name: calls for name, calls in found.items() if "unused" in name}
-            assert set(map(len, unused.values())) == {0}, unused
-            for name, calls in found.items():
-                assert name in unused or calls == [True] * steps, (name, calls)
-
-
-def _total(part: Any, rank: int, world_size: int) -> list[float]:
-    reference, model = plain(), sharded(part)
-    loss_of(reference, batch(world_size)).backward()
-    loss_of(model, mine(batch(world_size), rank)).backward()
-    found = []
-    for kind in (2.0, 1.0, math.inf):
-        pieces = [p.grad for p in model.parameters() if p.grad is not None]
-        whole = [p.grad for p in reference.parameters() if p.grad is not None]
-        try:
-            norm = nn.utils.get_total_norm(pieces, kind)
-            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        except (RuntimeError, ValueError):
-            found.append(0.0)
-            continue
-        found.append(abs(float(norm) - float(nn.utils.get_total_norm(whole, kind))))
-    return found
-
-
-@requirement(
-    "FP-176",
-    level="MUST",
-    text=(
-        "torch.nn.utils.get_total_norm of sharded gradients MUST give the norm over all ranks "
-        "or raise an error."
-    ),
-    rationale=(
-        "the norm of one rank's pieces is a plausible number, and clipping by it differs from "
-        "rank to rank"
-    ),
-    since="0.1.0",
-    profile="distributed",
-    devices=("cpu",),
-)
-def test_total_norm_is_over_all_ranks(part, ranks):
-    """The 2-norm, the 1-norm and the largest of the gradients, or an error."""
-    for errors in ranks(2, _total):
-        assert max(errors) < 1e-5, errors
-
-
 def _low_precision(part: Any, rank: int, world_size: int) -> list[Any]:
     policy = part.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model, reference = sharded(part, mixed_precision=policy), plain()
@@ -305,58 +224,6 @@ def test_mixed_precision_computes_low_and_keeps_high(part, ranks):
         assert is_low
         assert is_whole
         assert 0 < error < 0.05
-
-
-class _FromDicts(nn.Module):
-    """Computes from dicts, and notes what they were when they came in."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-        self.seen: list[Any] = []
-
-    def forward(self, made: Any, counts: Any) -> torch.Tensor:
-        """Compute."""
-        self.seen = [type(made).__name__, list(made), made["x"].dtype == torch.bfloat16]
-        self.seen += [type(counts).__name__, dict(counts)]
-        if isinstance(made, defaultdict):
-            self.seen.append(made["absent"])
-        return self.inner(made["x"]) * counts["twice"]
-
-
-def _cast_dicts(part: Any, rank: int, world_size: int) -> list[Any]:
-    policy = part.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = _FromDicts(plain())
-    part.fully_shard(model, mixed_precision=policy)
-    x, found = mine(batch(world_size), rank), []
-    for made in (defaultdict(list, note=None, x=x), OrderedDict(y=1, x=x)):
-        model(made, Counter({"twice": 2})).sum().backward()
-        found.append(model.seen)
-    return found
-
-
-@requirement(
-    "FP-184",
-    level="MUST",
-    text=(
-        "Inputs that are cast to the dtype of the parameters MUST keep the class, the keys and "
-        "the default of the dicts they lie in, and dicts of numbers MUST stay as they are."
-    ),
-    rationale=(
-        "reproduced: a defaultdict ended the forward pass, and a Counter counted something else"
-    ),
-    since="0.1.0",
-    profile="distributed",
-    devices=("cpu",),
-)
-def test_cast_inputs_keep_their_dicts(part, ranks):
-    """A defaultdict, an OrderedDict and a Counter arrive as what they are."""
-    counts = ["Counter", {"twice": 2}]
-    expected = [
-        ["defaultdict", ["note", "x"], True, *counts, []],
-        ["OrderedDict", ["y", "x"], True, *counts],
-    ]
-    assert ranks(2, _cast_dicts) == [expected] * 2
 
 
 def _looking(part: Any, rank: int, world_size: int) -> list[Any]:
@@ -430,32 +297,3 @@ def test_backward_through_a_part_of_the_outputs(part, ranks):
     """Losses of an inner output and of one column; nothing of one pass is left for the next."""
     errors = ranks(2, _in_parts)
     assert max(errors) < LIMIT, errors
-
-
-def _three(part: Any, rank: int, world_size: int) -> list[float]:
-    inputs = [batch(world_size, step) for step in range(2)]
-    found = []
-    for strategy in ("SHARD_GRAD_OP", "FULL_SHARD"):
-        reference, model = plain(), sharded(part, strategy=strategy)
-        train(reference, inputs)
-        train(model, [mine(one, rank) for one in inputs])
-        found.append(distance(whole_state(model), whole_state(reference)))
-    return found
-
-
-@requirement(
-    "FP-182",
-    level="MUST",
-    text=(
-        "Training on three ranks MUST give the parameters of one process, for sizes that three "
-        "does not divide."
-    ),
-    rationale="padding to a power of two hides what an odd number of ranks shows",
-    since="0.1.0",
-    profile="distributed",
-    devices=("cpu",),
-)
-def test_three_ranks_follow_one_process(part, ranks):
-    """A number of ranks that divides no size of the model."""
-    for errors in ranks(3, _three):
-        assert max(errors) < LIMIT, errors

@@ -117,40 +117,6 @@ class _Gathers(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _freed(part: Any, rank: int, world_size: int) -> list[Any]:
-    inputs, found = batch(world_size), []
-    for frees in (True, False):
-        model, reference = sharded(part), plain()
-        model.set_reshard_after_forward(frees)
-        with _Gathers() as gathers:
-            loss_of(model, mine(inputs, rank)).backward()
-        loss_of(reference, inputs).backward()
-        found += [gathers.count, distance(_stepped(model), _stepped(reference))]
-    return found
-
-
-@requirement(
-    "FP-190",
-    level="MUST",
-    text=(
-        "After `set_reshard_after_forward(False)` a unit inside MUST NOT be gathered again in "
-        "backward, and gradients MUST be those of one process."
-    ),
-    rationale=(
-        "memory is traded for traffic once a model is built; a switch that does nothing shows "
-        "in no gradient"
-    ),
-    since="0.1.0",
-    profile="distributed",
-    devices=("cpu",),
-)
-def test_freeing_is_switched_off(part, ranks):
-    """The two inner units are not gathered again in backward; gradients are the plain ones."""
-    for gathers, error, fewer, other_error in ranks(2, _freed):
-        assert gathers - fewer >= 2  # an implementation may free the outermost unit too
-        assert max(error, other_error) < 1e-5
-
-
 def _gathered_by_hand(part: Any, rank: int, world_size: int) -> list[Any]:
     inputs, reference, found = batch(world_size), plain(), []
     whole = reference.inner[0][0].weight.detach().clone()
@@ -191,50 +157,3 @@ def test_units_are_gathered_by_hand(part, ranks):
         assert shown == [True] * 3
         assert gathers == [usual - 1, usual - 1, usual]
         assert max(error, *errors) < 1e-5
-
-
-def _step_seen(model: Any, inputs: Tensor) -> list[float]:
-    """Gathers until the first block begins, until backward leaves the head, and in all."""
-    seen: list[float] = []
-    with _Gathers() as gathers:
-        model.inner[0][0].register_forward_pre_hook(lambda *_: seen.append(gathers.count))
-        model.head.register_full_backward_hook(lambda *_: seen.append(gathers.count))
-        loss_of(model, inputs).backward()
-    return [*seen, gathers.count]
-
-
-def _listed(part: Any, rank: int, world_size: int) -> list[list[float]]:
-    inputs, reference, found = batch(world_size), plain(), []
-    loss_of(reference, inputs).backward()
-    expected = _stepped(reference)
-    for lists in (False, True):
-        model = sharded(part)
-        if lists:
-            model.set_modules_to_forward_prefetch(list(model.inner))
-            model.set_modules_to_backward_prefetch(list(reversed(model.inner)))
-        seen = _step_seen(model, mine(inputs, rank))
-        found.append([*seen, distance(_stepped(model), expected)])
-    return found
-
-
-@requirement(
-    "FP-192",
-    level="MUST",
-    text=(
-        "Units listed by `set_modules_to_forward_prefetch` and "
-        "`set_modules_to_backward_prefetch` MUST be gathered when the unit that lists them "
-        "begins, MUST NOT be gathered twice, and gradients MUST be those of one process."
-    ),
-    rationale=(
-        "slow networks need more than one unit ahead; a list that does nothing, or costs "
-        "traffic, shows in no gradient"
-    ),
-    since="0.1.0",
-    profile="distributed",
-    devices=("cpu",),
-)
-def test_lists_say_what_is_gathered_ahead(part, ranks):
-    """One unit more is on its way as the first block begins, and as backward leaves the head."""
-    for usual, listed in ranks(2, _listed):
-        assert [more - less for more, less in zip(listed, usual, strict=True)][:3] == [1, 1, 0]
-        assert max(usual[3], listed[3]) < 1e-5

@@ -33,8 +33,11 @@ def _train(model, optimizer, x):
         optimizer.step()
 
 
-def _same(one, other):
-    return all(map(torch.equal, one.parameters(), other.parameters()))
+def _assert_same(one, other, device):
+    """Bit by bit on the CPU; kernels of an accelerator depend on size and alignment."""
+    tolerance = {"rtol": 0, "atol": 0} if device == "cpu" else {}
+    for left, right in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(left, right, **tolerance)
 
 
 @requirement(
@@ -42,18 +45,19 @@ def _same(one, other):
     level="MUST",
     text=(
         "The state of an optimizer over separate parameters MUST load into one over chunks and "
-        "convert back, with the steps that separate parameters would have made, bitwise; a "
-        "state of other parameters MUST be refused before anything is loaded."
+        "convert back bitwise, and steps MUST be those of separate parameters, on the CPU bitwise; "
+        "a state of other parameters MUST be refused before anything is loaded."
     ),
     rationale=(
-        "a run that began with separate parameters goes on over chunks without losing its moments"
+        "a run that began with separate parameters goes on over chunks without losing its moments; "
+        "kernels of an accelerator may round otherwise for another size or alignment"
     ),
     since="0.1.0",
     profile="flatten",
 )
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_goes_on_over_chunks_and_back(part, device, name):
-    """Three steps apart, three over chunks, three apart again: those of nine apart, bit by bit."""
+    """Three steps apart, three over chunks, three apart again: those of nine apart."""
     plain, x = _model(device)
     optimizer = OPTIMIZERS[name](plain.parameters())
     _train(plain, optimizer, x)
@@ -61,9 +65,14 @@ def test_training_goes_on_over_chunks_and_back(part, device, name):
     flat = part.flatten(model)
     chunked = OPTIMIZERS[name](flat.chunks(16))
     flat.load_optimizer_state(chunked, optimizer.state_dict())
+    trained = [name for name, p in plain.named_parameters() if p.requires_grad]
+    back = _by_position(flat.optimizer_state(chunked), trained)["state"]
+    for number, values in _numbered(optimizer, plain).items():
+        for what, value in values.items():
+            assert torch.equal(torch.as_tensor(back[number][what]), torch.as_tensor(value))
     _train(plain, optimizer, x)
     _train(model, chunked, x)
-    assert _same(plain, model)
+    _assert_same(plain, model, device)
     state = flat.optimizer_state(chunked)
     again = copy.deepcopy(plain)
     named = {key: p for key, p in again.named_parameters() if p.requires_grad}
@@ -71,7 +80,13 @@ def test_training_goes_on_over_chunks_and_back(part, device, name):
     separate.load_state_dict(_by_position(state, list(named)))
     _train(plain, optimizer, x)
     _train(again, separate, x)
-    assert _same(plain, again)
+    _assert_same(plain, again, device)
+
+
+def _numbered(optimizer, model):
+    """State of each parameter with a gradient, by its number among the trained ones."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return {n: optimizer.state[p] for n, p in enumerate(trained) if p in optimizer.state}
 
 
 def _by_position(state, names):

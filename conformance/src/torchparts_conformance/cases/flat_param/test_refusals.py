@@ -56,23 +56,3 @@ def test_mixed_trainability_is_refused_without_original_parameters(part, device)
     module = holder(torch.ones(2, device=device), frozen)
     with pytest.raises(ValueError, match="uniform `requires_grad` when `use_orig_params=False`"):
         make_handle(part, module, device)
-
-
-@requirement(
-    "FP-018",
-    level="MUST",
-    text=(
-        "A flat parameter MUST be known by its type, and MUST be refused as a parameter to flatten."
-    ),
-    rationale="_flat_param.py fixes the sentence",
-    since="0.1.0",
-    profile="core",
-)
-def test_a_flat_parameter_is_not_flattened_again(part, device):
-    """Nesting would lose the names."""
-    flat = make_handle(part, holder(torch.ones(2, device=device)), device).flat_param
-    assert isinstance(flat, part.FlatParameter)
-    module = nn.Module()
-    module.register_parameter("flat", flat)
-    with pytest.raises(ValueError, match="FlatParameter"):
-        make_handle(part, module, device)

@@ -93,18 +93,6 @@ def names_of(*names):
     return frozenset(("Global", *names))
 
 
-def input_gradients_of(tracker):
-    """A dictionary to which the hook that leaves a module in backward writes its gradients."""
-    given = {}
-
-    def leave(module, grads):
-        nested = len(grads) == 1 and isinstance(grads[0], list)  # as torch's tracker does
-        given[tracker.get_known_fqn(module)] = list(grads[0] if nested else grads)
-
-    tracker.register_user_hooks(post_bw_hook=leave)
-    return given
-
-
 class Products(TorchDispatchMode):
     """Notes direction and parents of every matrix product."""
 

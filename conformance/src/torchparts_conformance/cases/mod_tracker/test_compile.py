@@ -19,8 +19,8 @@ def _fresh_compiler():
 
 @requirement(
     "MT-401",
-    level="MUST",
-    text="Entering and leaving a tracker MUST NOT recompile a compiled model.",
+    level="SHOULD",
+    text="Entering and leaving a tracker SHOULD NOT recompile a compiled model.",
     rationale="pytorch#152740",
     since="0.1.0",
     profile="compile",
@@ -55,8 +55,8 @@ class Outer(nn.Module):
 
 @requirement(
     "MT-402",
-    level="MUST",
-    text="A compiled part MUST be one module under the user's name, however it was compiled.",
+    level="SHOULD",
+    text="A compiled part SHOULD be one module under the user's name, however it was compiled.",
     rationale="reproduced on torch 2.13; pytorch#124196",
     since="0.1.0",
     profile="compile",
@@ -78,34 +78,3 @@ def test_compiled_part(part, device, in_place):
     assert [e for e in events if e.endswith(".m")] == [
         *("+fw Outer.m", "-fw Outer.m", "+bw Outer.m", "-bw Outer.m")
     ]
-
-
-@requirement(
-    "MT-411",
-    level="MUST",
-    text=(
-        "A report MUST name the modules that ran compiled, whose parts it could not tell apart,"
-        " and no others."
-    ),
-    rationale="a compiled model is one row, which looks like a model without parts",
-    since="0.1.0",
-    profile="compile",
-)
-@pytest.mark.parametrize("name", ["profile_flops", "profile_time", "profile_memory", "trace"])
-@pytest.mark.parametrize("in_place", [False, True])
-def test_reports_name_what_ran_compiled(part, device, name, in_place):
-    """By the user's name, and only where something did."""
-    model, x = Outer(device), leaf(device)
-    with getattr(part, name)(model) as report:
-        model(x)
-    assert not any("compiled" in note for note in report.notes)
-    if in_place:
-        model.m.compile(backend="aot_eager")
-    else:
-        model.m = torch.compile(model.m, backend="aot_eager")
-    with getattr(part, name)(model) as report:
-        model(x)
-    (note,) = (note for note in report.notes if "compiled" in note)
-    assert "Outer.m" in note
-    assert "Outer.o" not in note
-    assert note in report.table()

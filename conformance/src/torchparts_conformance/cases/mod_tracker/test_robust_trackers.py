@@ -5,8 +5,6 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 
-import pytest
-import torch
 from torch import nn
 
 from torchparts_conformance import requirement
@@ -85,100 +83,3 @@ def test_overlapping_trackers(part, device):
         _restore(call)
     assert counts == {"1": 1, "2": 2}
     assert left == (True, (0, 0))
-
-
-@requirement(
-    "MT-123",
-    level="MUST",
-    text="Hooks of different kinds registered one after the other MUST all be called.",
-    rationale="reproduced on torch 2.13: the second registration drops the first hook",
-    since="0.1.0",
-    profile="robust",
-    group="telling",
-)
-def test_hooks_registered_one_by_one(part, device):
-    """Both are called."""
-    tracker, kinds = part.ModTracker(), []
-    tracker.register_user_hooks(pre_fw_hook=lambda *_: kinds.append("pre"))
-    tracker.register_user_hooks(post_fw_hook=lambda *_: kinds.append("post"))
-    with tracker:
-        linear(device)(leaf(device))
-    assert kinds == ["pre", "post"]
-
-
-@requirement(
-    "MT-126",
-    level="MUST",
-    text="A registration that is refused MUST register nothing.",
-    rationale="reproduced on torch 2.13: kinds before the refused one are kept",
-    since="0.1.0",
-    profile="robust",
-    group="telling",
-)
-def test_refused_registration_registers_nothing(part, device):
-    """All or nothing."""
-    tracker, kinds = part.ModTracker(), []
-    tracker.register_user_hooks(post_fw_hook=lambda *_: kinds.append("old"))
-    with pytest.raises(AssertionError):
-        tracker.register_user_hooks(
-            pre_fw_hook=lambda *_: kinds.append("new"), post_fw_hook=lambda *_: None
-        )
-    with tracker:
-        linear(device)(leaf(device))
-    assert kinds == ["old"]
-
-
-@requirement(
-    "MT-135",
-    level="MUST",
-    text="`clear_user_hooks` MUST end all calls, and allow a new registration.",
-    rationale="SACEstimator forgets to clear, and fails when used twice",
-    since="0.1.0",
-    profile="robust",
-    group="telling",
-)
-def test_cleared_hooks(part, device):
-    """Cleared hooks are silent, and their places are free."""
-    tracker, kinds = part.ModTracker(), []
-    tracker.register_user_hooks(pre_fw_hook=lambda *_: kinds.append("old"))
-    tracker.clear_user_hooks()
-    tracker.register_user_hooks(post_fw_hook=lambda *_: kinds.append("new"))
-    with tracker:
-        linear(device)(leaf(device))
-    assert kinds == ["new"]
-
-
-@requirement(
-    "MT-140",
-    level="MUST",
-    text=(
-        "Several trackers MUST each see every call once while they are entered, in whatever "
-        "order they are entered, left and entered again, and the class MUST be as before in the"
-        " end."
-    ),
-    rationale="reproduced: a tracker entered again below another one went round in a ring",
-    since="0.1.0",
-    profile="robust",
-    group="telling",
-)
-def test_trackers_in_any_order(part, device):
-    """The first is entered again while the second is around its old place."""
-    original, module, x = nn.Module.__call__, nn.ReLU(), torch.ones(1, device=device)
-    trackers, seen = [part.ModTracker() for _ in range(2)], []
-    for number, tracker in enumerate(trackers):
-        tracker.register_user_hooks(pre_fw_hook=lambda *_, number=number: seen.append(number))
-    try:
-        for number, enter, active in (
-            *((0, True, [0]), (1, True, [0, 1]), (0, False, [1])),
-            *((0, True, [0, 1]), (1, False, [0]), (0, False, [])),
-        ):
-            if enter:
-                trackers[number].__enter__()
-            else:
-                trackers[number].__exit__(None, None, None)
-            seen.clear()
-            module(x)
-            assert sorted(seen) == active
-        assert nn.Module.__call__ is original
-    finally:
-        nn.Module.__call__ = original

@@ -12,7 +12,6 @@ from torchparts_conformance import requirement
 from torchparts_conformance.cases.mod_tracker._models import (
     backward_of,
     events_in,
-    input_gradients_of,
     leaf,
     linear,
     names_of,
@@ -133,57 +132,3 @@ def test_module_that_returns_its_input(part, device):
     assert [e for e in events if e.endswith(".1")] == ["+bw Sequential.1", "-bw Sequential.1"]
     products = products_of(part, lambda: step(model, leaf(device)))
     assert products[-1] == (True, names_of("Sequential", "Sequential.0"))
-
-
-@requirement(
-    "MT-110",
-    level="MUST",
-    text="A module through which nothing flows back MUST NOT be entered or left in backward.",
-    rationale="reproduced on torch 2.13: a frozen first layer is left without having been entered",
-    since="0.1.0",
-    profile="robust",
-    group="telling",
-)
-def test_frozen_layer(part, device):
-    """No backward, no events."""
-    model = nn.Sequential(linear(device), linear(device))
-    model[0].requires_grad_(False)
-    events = events_in(part, lambda: step(model, torch.randn(2, 4, device=device)))
-    assert not [e for e in backward_of(events) if e.endswith(".0")]
-
-
-class Halves(nn.Module):
-    """One operation makes what two layers get."""
-
-    def __init__(self, device):
-        super().__init__()
-        self.a, self.b = linear(device), nn.Tanh()
-
-    def forward(self, x):
-        """Compute."""
-        first, second = x.unbind()
-        return self.b(second).sum() * 3 + self.a(first).sum()
-
-
-@requirement(
-    "MT-139",
-    level="MUST",
-    text=(
-        "Where one operation made the inputs of several modules, each backward hook MUST get "
-        "the gradient of its own module's input."
-    ),
-    rationale="a hook of the operation's node gets the gradients of all its outputs",
-    since="0.1.0",
-    profile="robust",
-    group="telling",
-)
-def test_several_outputs_of_one_operation(part, device):
-    """The halves of the input's gradient, each with its module."""
-    model, x = Halves(device), leaf(device)
-    expected = torch.autograd.grad(model(x), x)[0]
-    tracker = part.ModTracker()
-    given = input_gradients_of(tracker)
-    with tracker:
-        model(x).backward()
-    assert torch.equal(given["Halves.a"][0], expected[0])
-    assert torch.equal(given["Halves.b"][0], expected[1])

@@ -66,6 +66,15 @@ def count(graphs: list[torch.fx.GraphModule], op: Any) -> int:
     )
 
 
+def compile_kept(
+    function: Callable[..., Any], *, fullgraph: bool = True, decompositions: Any = None
+) -> tuple[Callable[..., Any], Graphs]:
+    """Compile `function`; returns it with the graphs it becomes when it is called."""
+    torch.compiler.reset()
+    graphs = Graphs(decompositions)
+    return torch.compile(function, backend=graphs, fullgraph=fullgraph), graphs
+
+
 def run_compiled(
     function: Callable[..., torch.Tensor],
     *args: torch.Tensor,
@@ -79,12 +88,11 @@ def run_compiled(
         function: of tensors; run once eager, once compiled, from the same seed.
         args: its arguments.
         fullgraph: refuse graph breaks.
-        check: compare values; False for random numbers that compiled code draws otherwise.
+        check: compare values; False where random numbers decide them, as compiled code may draw
+            others than eager code.
         decompositions: operators to trace as others.
     """
-    torch.compiler.reset()
-    graphs = Graphs(decompositions)
-    compiled = torch.compile(function, backend=graphs, fullgraph=fullgraph)
+    compiled, graphs = compile_kept(function, fullgraph=fullgraph, decompositions=decompositions)
     wanted, expected = _differentiate(function, args)
     got, result = _differentiate(compiled, args)
     if check:

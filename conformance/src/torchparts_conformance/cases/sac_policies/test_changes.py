@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_debug_enabled
 
 from torchparts_conformance import requirement
 
@@ -67,41 +66,6 @@ def is_seen_or_harmless(checkpoint, device, make, change):
                 assert change is not None
                 found.append(found[0])
         assert all(map(torch.equal, *found))
-
-
-@requirement(
-    "SP-132",
-    level="MUST",
-    text=(
-        "A parameter or input that is changed between forward and backward of the first step of "
-        "a region past its version counter, through `.data` or by other data, MUST lead to the "
-        "gradients of no checkpointing or to an error."
-    ),
-    rationale=(
-        "a replay reads a bias that the plain backward never does; other gradients for eight "
-        "kinds of modules"
-    ),
-    since="0.1.0",
-    profile="replay",
-)
-@pytest.mark.parametrize("change", [add_unseen, replace_data])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: (nn.Linear(6, 6), (4, 6)),
-        lambda: (nn.Linear(96, 96), (4, 96)),
-        lambda: (nn.LayerNorm(6), (4, 6)),
-        lambda: (nn.GroupNorm(2, 4), (2, 4, 5)),
-        lambda: (nn.Conv1d(4, 4, 3), (2, 4, 6)),
-    ],
-)
-def test_leaf_is_changed_past_its_version_counter(part, device, make, change):
-    """Each parameter and the input in turn; plain autograd gives gradients for all of them."""
-
-    def checkpoint(*call):
-        return part.checkpoint(*call, policy=part.recompute_all())
-
-    is_seen_or_harmless(checkpoint, device, make, change)
 
 
 @requirement(
@@ -192,42 +156,6 @@ def test_cache_among_the_arguments(part, device, function):
 
 
 @requirement(
-    "SP-137",
-    level="MUST",
-    text=(
-        "A container that a region is given inside a region that holds it itself MUST be as it "
-        "was in the forward whenever the region around is recomputed."
-    ),
-    rationale=(
-        "the recomputation found a cache grown by the forward: another value was saved, and the"
-        " gradient of one weight was silently wrong"
-    ),
-    since="0.1.0",
-    profile="robust",
-)
-@pytest.mark.parametrize("function", [grow, write])
-def test_cache_that_the_region_around_holds(part, device, function):
-    """The region inside is given the cache, the one around closes over it."""
-    results = []
-    for checkpointed in (False, True):
-        x, w, cache = leaf(device, 4, 4), leaf(device, 4, 4), Cache(device)
-
-        def region(called, *args, checkpointed=checkpointed):
-            if not checkpointed:
-                return called(*args)
-            return part.checkpoint(called, *args, policy=lambda *call, **kwargs: False)
-
-        def around(t, w=w, cache=cache, region=region):
-            return region(function, t.cos(), w, cache) @ w
-
-        out = region(around, x * 1.0)
-        content = [len(cache.keys), cache.count]
-        results.append(torch.autograd.grad(out.square().sum(), [x, w]))
-        assert [len(cache.keys), cache.count] == content
-    assert all(map(torch.equal, *results))
-
-
-@requirement(
     "SP-135",
     level="MUST",
     text=(
@@ -264,41 +192,6 @@ def test_in_place_operator_changes_the_shape(part, device, saves, change):
     out = part.checkpoint(function, x, w, policy=policy)
     found = torch.autograd.grad(out.square().sum(), [x, w])
     assert all(map(torch.equal, found, torch.autograd.grad(function(x, w).square().sum(), [x, w])))
-
-
-def _torch_debugs(x):
-    """Whether torch's setting is on: torch then refuses every region with contexts of its own."""
-    try:
-        checkpoint(torch.sin, x, use_reentrant=False, context_fn=lambda: noop_context_fn())
-    except ValueError:
-        return True
-    return False
-
-
-@requirement(
-    "SP-136",
-    level="MUST",
-    text=(
-        "torch's `set_checkpoint_debug_enabled(True)` around a region with a policy MUST work "
-        "as `debug=True` does."
-    ),
-    rationale="2.13 refuses every context_fn while it is set",
-    since="0.1.0",
-    profile="robust",
-)
-def test_debugging_is_set_for_all_of_torch(part, device):
-    """The setting is as it was afterwards, and gradients are those without it."""
-    x, w = leaf(device, 4, 4), leaf(device, 4, 4)
-
-    def function(t):
-        return (t @ w).sin().exp()
-
-    with set_checkpoint_debug_enabled(True):
-        out = part.checkpoint(function, x, policy=[aten.mm.default])
-        assert _torch_debugs(x)
-    assert not _torch_debugs(x)
-    found = torch.autograd.grad(out.sum(), [x, w])
-    assert all(map(torch.equal, found, torch.autograd.grad(function(x).sum(), [x, w])))
 
 
 def nothing(ctx, op, *args, **kwargs):
@@ -399,41 +292,6 @@ def test_what_a_region_read_is_changed_after_it(part, device, nested, policy, at
     assert any(all(map(torch.equal, grads, each)) for each in allowed)
 
 
-class EverySecond(nn.Module):
-    """Its weight is every second column of a larger one."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(-1, 1, 48).view(4, 12)[:, ::2])
-
-    def forward(self, x):
-        """Multiply."""
-        return x @ self.weight
-
-
-@requirement(
-    "SP-143",
-    level="MUST",
-    text=(
-        "A region whose weight does not lie in one piece of memory, as every second column of a"
-        " larger one, MUST have the gradients of no checkpointing; if the weight is changed "
-        "past its version counter in the first step, those or an error."
-    ),
-    rationale="what notices a changed weight may take its bytes for one piece",
-    since="0.1.0",
-    profile="robust",
-    torch_deviation="torch 2.13: a changed weight gives other gradients without a word",
-)
-@pytest.mark.parametrize("change", [None, add_unseen, replace_data])
-def test_leaf_does_not_lie_in_one_piece(part, device, change):
-    """The weight, and the input, are read by a recomputation; changed or not."""
-
-    def checkpoint(*call):
-        return part.checkpoint(*call, policy=nothing)
-
-    is_seen_or_harmless(checkpoint, device, lambda: (EverySecond(), (3, 4)), change)
-
-
 @requirement(
     "SP-141",
     level="MUST",
@@ -476,73 +334,3 @@ def test_gradient_inside_a_region(part, device, function, early_stop):
         seen = [out.detach(), norm.running_mean.clone(), norm.num_batches_tracked.clone()]
         results.append([*seen, *torch.autograd.grad(out.square().sum(), [x, w])])
     assert all(map(torch.equal, *results))
-
-
-@requirement(
-    "SP-142",
-    level="MUST",
-    text=(
-        "A region whose values are rebuilt operator by operator, inside one that is run again, "
-        "MUST be given containers as they were in the forward."
-    ),
-    rationale=(
-        "the region around is recomputed, whatever the one inside does; gradients were silently"
-        " wrong"
-    ),
-    since="0.1.0",
-    profile="replay",
-)
-@pytest.mark.parametrize("function", [grow, write])
-def test_cache_of_a_replayed_region_inside_one_that_runs_again(part, device, function):
-    """The region inside is given the cache, the one around closes over it."""
-    results = []
-    for checkpointed in (False, True):
-        x, w, cache = leaf(device, 4, 4), leaf(device, 4, 4), Cache(device)
-
-        def region(called, *args, checkpointed=checkpointed):
-            if not checkpointed:
-                return called(*args)
-            return part.checkpoint(called, *args, policy=part.recompute_all())
-
-        def around(t, w=w, cache=cache, region=region):
-            return region(function, t.cos(), w, cache) @ w
-
-        out = region(around, x * 1.0)
-        results.append(torch.autograd.grad(out.square().sum(), [x, w]))
-    assert all(map(torch.equal, *results))
-
-
-@requirement(
-    "SP-211",
-    level="MUST",
-    text=(
-        '`determinism_check` MUST be refused where it is none of "default", "bits" and "none", '
-        "before the function runs; with any the gradients MUST be those of no checkpointing, "
-        "bitwise."
-    ),
-    rationale=(
-        "an engine without a second forward took the option and any word for it, and did "
-        "nothing with them"
-    ),
-    since="0.1.0",
-    profile="replay",
-)
-@pytest.mark.parametrize("check", ["default", "bits", "none", "banana", None])
-def test_check_is_one_of_three(part, device, check):
-    """With either the gradients are right; another word is refused before anything runs."""
-    x, ran = leaf(device, 96, 96), []
-
-    def function(t):
-        ran.append(t.shape)
-        return F.layer_norm(t.sin(), (96,)).exp()
-
-    def gradient():
-        options = {"policy": part.recompute_all(), "determinism_check": check}
-        return torch.autograd.grad(part.checkpoint(function, x, **options).sum(), x)[0]
-
-    if check in ("default", "bits", "none"):
-        assert torch.equal(gradient(), torch.autograd.grad(function(x).sum(), x)[0])
-    else:
-        with pytest.raises((ValueError, RuntimeError), match="determinism_check"):
-            gradient()
-        assert not ran

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from torchparts_conformance import requirement
 
@@ -127,90 +126,3 @@ def test_statistics_that_are_read_after_their_batch_norm(part, device, policy, f
                 found += torch.autograd.grad(out.sum(), [*module.parameters(), x])
         results.append(found + list(module.buffers()))
     assert all(map(torch.equal, *results))
-
-
-def clamped_before_two_readers(t, write):
-    """Both readers save the value."""
-    h = t @ t
-    if write:
-        h.data.clamp_(-0.1, 0.1)
-    return torch.tanh(h) * h
-
-
-@requirement(
-    "SP-158",
-    level="MUST",
-    text=(
-        "What a region writes past the version counter of a value of its own MUST reach the "
-        "backward of each operator that saves the value after that, as without checkpointing, "
-        "or be an error: from its first forward on, and in a later one only."
-    ),
-    rationale=(
-        "a value that is rebuilt knows nothing of `h.data.clamp_()`: gradients were off by 0.6 "
-        "without a word"
-    ),
-    since="0.1.0",
-    profile="replay",
-)
-@pytest.mark.parametrize("size", [6, 96])
-@pytest.mark.parametrize("writes", [(True, True), (False, True)], ids=["always", "later"])
-def test_value_is_written_past_its_version_counter(part, device, writes, size):
-    """In every forward, or in the second only; gradients are those of no checkpointing."""
-    x, function = leaf(device, size, size), clamped_before_two_readers
-    for write in writes:
-        expected = torch.autograd.grad(function(x, write).sum(), x)[0]
-        out = part.checkpoint(function, x, write, policy=part.recompute_all())
-        try:
-            found = torch.autograd.grad(out.sum(), x)[0]
-        except RuntimeError:
-            assert write
-            continue
-        assert torch.equal(found, expected)
-
-
-def written_under_no_grad(t, write):
-    """What one reader saved is written to before others read it."""
-    h = t.exp() + t
-    y = h + h.sin()
-    with torch.no_grad():
-        y.mul_(0.5)
-    return (y + y.tanh()).sin() * y
-
-
-@requirement(
-    "SP-160",
-    level="MUST",
-    text=(
-        "A region inside another checkpoint MUST have the gradients of no checkpointing from "
-        "the first step of its function on: what it learns in a forward MUST NOT change what it"
-        " saves when that forward is run again."
-    ),
-    rationale=(
-        "a checkpoint knows saved tensors by their order: one that was saved beside others was "
-        "handed out for another, and the gradient had another sign, without a word"
-    ),
-    since="0.1.0",
-    profile="replay",
-)
-@pytest.mark.parametrize("early_stop", [True, False])
-@pytest.mark.parametrize(
-    "function",
-    [clamped_before_two_readers, written_under_no_grad],
-)
-def test_region_inside_a_checkpoint_of_torch(part, device, function, early_stop):
-    """Three steps of a function that nobody ran before; gradients are plain's in each."""
-
-    class Fresh(nn.Module):
-        def forward(self, t):
-            return function(t, True)
-
-    module = Fresh()
-
-    def around(t):
-        return part.checkpoint(module, t, policy=part.recompute_all()) + 1
-
-    for _ in range(3):
-        x = leaf(device, 4, 4)
-        expected = torch.autograd.grad(function(x, True).sum(), x)[0]
-        torch_checkpoint(around, x, use_reentrant=False, early_stop=early_stop).sum().backward()
-        assert torch.equal(x.grad, expected)

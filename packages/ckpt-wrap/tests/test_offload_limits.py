@@ -1,0 +1,110 @@
+"""Offload within a limit of bytes, and the count of copies that backward had to wait for."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import ckpt_wrap
+
+ROWS, FEATURES = 32, 64
+SAVED_BYTES = 2 * ROWS * FEATURES * 4  # of a block
+
+
+class Block(nn.Module):
+    """Saves two results, each of ROWS * FEATURES numbers, and a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x):
+        """Run."""
+        return torch.sigmoid(self.up(torch.tanh(x)))
+
+
+def blocks(count):
+    """A chain of them."""
+    return nn.Sequential(*[Block() for _ in range(count)])
+
+
+def given(scale=1.0):
+    """An input whose gradient is wanted."""
+    x = torch.linspace(-scale, scale, ROWS * FEATURES).view(ROWS, FEATURES)
+    return x.requires_grad_()
+
+
+def gradients(model, x):
+    """Of the input and the parameters."""
+    return [t.grad for t in (x, *model.parameters())]
+
+
+@pytest.mark.parametrize("room", [0, 1, 5, 8], ids=lambda room: f"{room}-results")
+def test_what_is_away_keeps_to_its_limit(tmp_path, room):
+    """Room for some of the eight results of four blocks, in each of two steps."""
+    limit = room * SAVED_BYTES // 2 + 4  # a few bytes more hold no further one
+    plain, x = blocks(4), given()
+    plain(x).square().sum().backward()
+    expected = gradients(plain, x)
+    model = copy.deepcopy(plain)
+    for block in model:
+        ckpt_wrap.offload_(block, min_bytes=1, max_bytes_away=limit, to=tmp_path)
+    for _ in range(2):
+        model.zero_grad()
+        x = given()
+        before = ckpt_wrap.offload_stats(model)
+        loss = model(x).square().sum()
+        inside = ckpt_wrap.offload_stats(model)
+        assert inside.bytes_away == room * SAVED_BYTES // 2
+        assert inside.copies_out - before.copies_out == room
+        assert inside.kept - before.kept >= 8 - room
+        loss.backward()
+        del loss
+        assert all(map(torch.equal, expected, gradients(model, x)))
+        assert ckpt_wrap.offload_stats(model).bytes_away == 0
+    assert max(ckpt_wrap.offload_stats(block).peak_bytes_away for block in model) <= limit
+
+
+def test_threads_keep_to_one_limit(tmp_path):
+    """Models of several threads, none of which has the limit for itself."""
+    limit, count = 5 * SAVED_BYTES // 2, 4
+    models, losses = [blocks(2) for _ in range(count)], {}
+    for model in models:
+        for block in model:
+            ckpt_wrap.offload_(block, min_bytes=1, max_bytes_away=limit, to=tmp_path)
+    meet = threading.Barrier(count, timeout=60)
+
+    def run(number):
+        meet.wait()
+        losses[number] = models[number](given()).sum()
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(losses) == count
+    assert sum(ckpt_wrap.offload_stats(model).bytes_away for model in models) == limit
+    losses.clear()
+    assert sum(ckpt_wrap.offload_stats(model).bytes_away for model in models) == 0
+
+
+@pytest.mark.parametrize("keep_last", [0, 1])
+def test_copies_that_backward_waits_for_are_counted(tmp_path, keep_last):
+    """Of three blocks those of the last; where it keeps what it saves, none."""
+    model = blocks(3)
+    for block in model:
+        ckpt_wrap.offload_(block, min_bytes=1, keep_last=keep_last, to=tmp_path)
+    loss = model(given()).sum()
+    with torch.no_grad():  # saves nothing; what is copied is let go of
+        model(given())
+    loss.backward()
+    stats = [ckpt_wrap.offload_stats(block) for block in model]
+    assert [each.late for each in stats[:2]] == [0, 0]
+    assert stats[2].late == stats[2].copies_in == (0 if keep_last else 2)
+    assert [each.copies_in for each in stats[:2]] == [2, 2]
+    assert ckpt_wrap.offload_stats(model).late == stats[2].late
