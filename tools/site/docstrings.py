@@ -45,7 +45,7 @@ class PublicBases(griffe.Extension):
     def _is_private(self, base: Any, package: str) -> bool:
         path = getattr(base, "canonical_path", str(base))
         name = path.rpartition(".")[2]
-        return path.startswith(f"{package}.") and name not in pages.public_names(package)
+        return path.startswith(f"{package}.") and name not in _last_parts(package)
 
 
 class PublicTypes(griffe.Extension):
@@ -55,7 +55,7 @@ class PublicTypes(griffe.Extension):
         """Called when a package has been read."""
         if pkg.path in pages.SOURCES:
             for name in pages.public_names(pkg.path):
-                shown = pkg.members[name]
+                shown = pkg[name]
                 shown = shown.final_target if isinstance(shown, griffe.Alias) else shown
                 for member in (shown, *(shown.members.values() if shown.is_class else ())):
                     if not isinstance(member, griffe.Alias):
@@ -118,4 +118,8 @@ def _is_inner(annotation: Any, pkg: griffe.Module) -> bool:
 
 
 def _has_entry(name: Any, pkg: griffe.Module) -> bool:
-    return str(name).rpartition(".")[2] in pages.public_names(pkg.path)
+    return str(name).rpartition(".")[2] in _last_parts(pkg.path)
+
+
+def _last_parts(package: str) -> set[str]:
+    return {name.rpartition(".")[2] for name in pages.public_names(package)}

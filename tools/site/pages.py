@@ -5,8 +5,7 @@
 - `<!-- README.md -->`: the README, with links that work on the site.
 - `<!-- README of packages/ckpt-wrap -->`: the README of one package.
 - `<!-- names of ckpt_wrap: unwrap, offload_ -->`: a table of all names in the package's `__all__`,
-  and an API entry for each. The listed names come first. A submodule works as well:
-  `<!-- names of sac_policies.budget -->`.
+  and an API entry for each. The listed names come first.
 - `<!-- messages of ckpt_wrap -->`: the errors and warnings of the package.
 - `<!-- changes of packages/ckpt-wrap -->`: the package's changelog.
 """
@@ -47,31 +46,46 @@ class Name(NamedTuple):
     summary: str
 
 
-def _source(module: str) -> Path:
-    """The file of a package or submodule that holds its `__all__`."""
-    package, *below = module.split(".")
-    path = SOURCES[package].joinpath(*below)
-    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+SUBMODULES: dict[str, tuple[str, ...]] = {}
+"""Modules of a package whose names are public, too."""
 
 
 @functools.lru_cache(None)
-def public_names(module: str) -> list[str]:
-    """The `__all__` of a package or submodule, without private names."""
-    tree = ast.parse(_source(module).read_text(encoding="utf-8"))
+def public_names(package: str) -> list[str]:
+    """The package's `__all__`, without what is no interface, and that of its public modules."""
+    source = SOURCES[package]
+    found = _listed(source / "__init__.py")
+    inner = [
+        f"{module}.{name}"
+        for module in SUBMODULES.get(package, ())
+        for name in _listed(_module_file(source, module))
+        if name not in found
+    ]
+    return sorted(name for name in found if not name.startswith("_")) + sorted(inner)
+
+
+def _module_file(source: Path, module: str) -> Path:
+    file = source / f"{module}.py"
+    return file if file.exists() else source / module / "__init__.py"
+
+
+def _listed(path: Path) -> list[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     (found,) = (
         ast.literal_eval(node.value)
         for node in tree.body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
     )
-    return sorted(name for name in found if not name.startswith("_"))
+    return list(found)
 
 
-def definition(module: str, name: str) -> Name:
+def definition(package: str, name: str) -> Name:
     """Where a public name is defined, its kind, and the first sentence of its docstring."""
-    package = module.partition(".")[0]
-    if name not in _definitions(package):
-        raise LookupError(f"pages: {module}.{name} is in __all__, but no file defines it.")
-    return _definitions(package)[name]
+    module, _, last = name.rpartition(".")
+    if last not in _definitions(package):
+        raise LookupError(f"pages: {package}.{name} is in __all__, but no file defines it.")
+    found = _definitions(package)[last]
+    return found._replace(name=name, kind=f"In {package}.{module}") if module else found
 
 
 @functools.lru_cache(None)
@@ -114,16 +128,16 @@ def _first_sentence(node: ast.stmt, after: ast.stmt | None) -> str:
     return first.replace("|", r"\|")
 
 
-def ordered_names(module: str, main: Sequence[str] = ()) -> dict[str, list[str]]:
-    """Public names by heading: the main ones as listed, then functions, classes, and the rest."""
-    names = public_names(module)
+def ordered_names(package: str, main: Sequence[str] = ()) -> dict[str, list[str]]:
+    """Public names by heading: main ones as listed, functions, classes, the rest, submodules."""
+    names = public_names(package)
     if unknown := [name for name in main if name not in names]:
-        raise LookupError(f"pages: {', '.join(unknown)} of {module} is no public name.")
+        raise LookupError(f"pages: {', '.join(unknown)} of {package} is no public name.")
     groups = {"Main": list(main), "Functions": [], "Classes": []}
     groups |= {"Constants": [], "Errors and warnings": []}
     for name in names:
         if name not in main:
-            groups[definition(module, name).kind].append(name)
+            groups.setdefault(definition(package, name).kind, []).append(name)
     return {heading: found for heading, found in groups.items() if found}
 
 
@@ -164,24 +178,24 @@ def _texts(tree: ast.AST) -> Iterator[tuple[ast.expr, str]]:
             yield node, node.value
 
 
-def _entry(module: str, name: str, repository: str) -> str:
+def _entry(package: str, name: str, repository: str) -> str:
     """One entry of mkdocstrings, which begins with a heading, and where the source is."""
-    found = definition(module, name)
+    found = definition(package, name)
     shown = f"`{found.path}`, line {found.line}"
     if repository:
         shown = f"[{shown}]({repository.rstrip('/')}/blob/main/{found.path}#L{found.line})"
-    return f"::: {module}.{name}\n\nSource: {shown}\n"
+    return f"::: {package}.{name}\n\nSource: {shown}\n"
 
 
-def names_page(module: str, main: Sequence[str] = (), repository: str = "") -> str:
+def names_page(package: str, main: Sequence[str] = (), repository: str = "") -> str:
     """A table of the public names, then an entry for each in the same order."""
-    groups = ordered_names(module, main)
+    groups = ordered_names(package, main)
     lines = ["| name | |", "|---|---|"]
     for heading, names in groups.items():
         lines += [f"| **{heading}** | |"]
         for name in names:
-            lines += [f"| [`{name}`](#{module}.{name}) | {definition(module, name).summary} |"]
-    entries = (_entry(module, name, repository) for names in groups.values() for name in names)
+            lines += [f"| [`{name}`](#{package}.{name}) | {definition(package, name).summary} |"]
+    entries = (_entry(package, name, repository) for names in groups.values() for name in names)
     return "\n".join([*lines, "", *entries])
 
 
@@ -239,7 +253,7 @@ def on_page_markdown(markdown: str, *, config: Any, **rest: Any) -> str:
         markdown = markdown.replace("  # ADDRESS is that of this repository", "")
     fillers = {
         r"README of ([\w/-]+)": lambda found: readme(address, found[1]),
-        r"names of ([\w.]+)(?:: ([\w, ]+))?": lambda found: names_page(
+        r"names of (\w+)(?:: ([\w, ]+))?": lambda found: names_page(
             found[1], found[2].split(", ") if found[2] else (), address
         ),
         r"messages of (\w+)": lambda found: messages_page(found[1]),
