@@ -155,7 +155,7 @@ def test_readme_is_the_home_page(pages: ModuleType) -> None:
 @pytest.mark.parametrize("part", sorted(PARTS))
 def test_page_of_a_package_begins_with_its_readme(part: str, pages: ModuleType) -> None:
     """Its links lead to pages of the site, seen from the folder of the package."""
-    page = (ROOT / f"docs/{part}/index.md").read_text(encoding="utf-8")
+    page = (ROOT / f"docs/{part}/manual.md").read_text(encoding="utf-8")
     shown = pages.on_page_markdown(page, config={})
     assert f"\n# {part}\n" in shown and "<!-- README" not in shown
     targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", shown)

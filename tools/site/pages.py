@@ -217,7 +217,7 @@ PLACES = [
     (r"docs/$", "examples.md"),
     (r"docs/(.+)", r"\1"),
     (r"conformance/README\.md", "conformance/index.md"),
-    (r"packages/([\w-]+)/README\.md", r"\1/index.md"),
+    (r"packages/([\w-]+)/README\.md", r"\1/manual.md"),
 ]
 
 
