@@ -1,5 +1,7 @@
 """Train a Llama at real size in many ways: ours, torch's and transformers', side by side.
 
+    python tools/bench_real.py --front-page --json results.json --figure results.svg
+    python tools/bench_real.py --front-page --moe --json moe.json --figure moe.svg
     python tools/bench_real.py --model 1b --json results.json
     python tools/bench_real.py --model toy --ways "plain,checkpoint_,fit_*"
     python tools/bench_real.py --list
@@ -8,6 +10,11 @@ Each way reports the time of a whole step (forward, backward and the optimizer, 
 tokens per second, the peak memory of a step with parameters and gradients, the memory kept
 between forward and backward, and whether its gradients have the same bits as the plain model's.
 Ratios are to the first way of each group.
+
+`--front-page` trains with AdamW, whose learning rate is 0 so that all ways can share parameters:
+a Llama of 1B with a vocabulary of 128,256, and 8 layers of Llama 8B's shape at 8k and 32k tokens,
+in at most 8 minutes of one GPU. `--moe` has a mixture of experts instead, whose router draws noise
+that no checkpoint restores; `--toy` runs the same code at toy size.
 
 Runs with torch, the packages of this repository, and transformers if it is installed. To add a
 way, write a function with the decorator `way` that changes a `Case`.
@@ -20,6 +27,7 @@ import contextlib
 import functools
 import importlib.util
 import json
+import math
 import os
 import platform
 import shlex
@@ -28,7 +36,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
@@ -41,6 +49,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 import torch
 import torch.distributed as dist
+from step_figure import Panel, Point, draw
 from step_measurement import LEAK_FRACTION, MIB, Bench, Case, Row, Subject, Unavailable
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -51,7 +60,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama's shape and how it is run by default.
+    """A model's shape and how it is run by default.
 
     Attributes:
         batches: (sequences, tokens of each), one run for each pair.
@@ -60,6 +69,9 @@ class Shape:
         ways: what to select.
         dtype: of parameters and activations.
         compiler: backend of `torch.compile`.
+        experts: number of experts in each layer; 0 for a Llama. Two of them see each token, or
+            eight if there are more than 16, and `intermediate` is the width of one.
+        optimizer: whether all ways share an AdamW that leaves parameters as they are.
     """
 
     hidden: int
@@ -74,6 +86,8 @@ class Shape:
     ways: str = "*"
     dtype: torch.dtype = torch.bfloat16
     compiler: str = "inductor"
+    experts: int = 0
+    optimizer: bool = False
 
 
 MODELS = {
@@ -81,6 +95,35 @@ MODELS = {
     # A vocabulary of 1,024: the layers alone decide time and memory.
     "8b-layers": Shape(
         4096, 14336, 8, 32, 8, 1024, ((1, 8192), (1, 32768)), rounds=4, seconds_limit=900
+    ),
+    "1b-128k": Shape(2048, 8192, 16, 32, 8, 128_256, ((1, 4096),), rounds=5, seconds_limit=140),
+    "qwen3-moe": Shape(
+        2048, 768, 8, 32, 4, 32_000, ((1, 4096),), rounds=5, seconds_limit=240, experts=64
+    ),
+    "toy-moe": Shape(
+        64,
+        32,
+        4,
+        4,
+        2,
+        128,
+        ((2, 64),),
+        rounds=5,
+        seconds_limit=200,
+        dtype=torch.float32,
+        experts=4,
+    ),
+    "toy-vocabulary": Shape(
+        64,
+        128,
+        4,
+        4,
+        2,
+        4096,
+        ((2, 128),),
+        rounds=3,
+        seconds_limit=200,
+        dtype=torch.float32,
     ),
     # Many CPUs have no fast bfloat16. Compiling and MemTracker take longer than
     # all the rest.
@@ -172,13 +215,13 @@ class Llama(nn.Module):
         self.embedding = nn.Embedding(shape.vocabulary, shape.hidden)
         self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.hidden, eps=1e-6)
-        self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
+        self.lm_head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the mean cross-entropy of the next tokens."""
+    def hidden(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return the states that the head maps to logits."""
         x = self.embedding(input_ids)
         positions = torch.arange(x.shape[1], device=x.device, dtype=torch.float32)
         channels = torch.arange(0, self.head_dim, 2, device=x.device, dtype=torch.float32)
@@ -186,8 +229,93 @@ class Llama(nn.Module):
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         for layer in self.layers:
             x = layer(x, cos, sin)
-        logits = self.head(self.norm(x)).float()
+        return self.norm(x)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the mean cross-entropy of the next tokens."""
+        logits = self.lm_head(self.hidden(input_ids)).float()
         return functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class SlicedLoss(nn.Module):
+    """A model whose logits exist for a slice of the tokens at a time."""
+
+    def __init__(self, model: nn.Module, slices: int) -> None:
+        super().__init__()
+        self.model, self.slices = model, slices
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the mean cross-entropy of the next tokens."""
+        from sac_policies import in_slices
+
+        if isinstance(self.model, Llama):
+            hidden = self.model.hidden(input_ids)
+        else:
+            hidden = self.model.model(input_ids=input_ids, use_cache=False).last_hidden_state
+        hidden, targets = hidden[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        return in_slices(self._loss_of, self.slices)(hidden, targets) / targets.numel()
+
+    def _loss_of(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = self.model.lm_head(hidden).float()
+        return functional.cross_entropy(logits, targets, reduction="sum")
+
+
+class NoisyRouter(nn.Module):
+    """Chooses experts by logits with noise from a generator that no checkpoint restores.
+
+    All routers of a device share the generator; a forward of the whole model sets its seed, so
+    that all ways choose the same experts in their first forward.
+    """
+
+    def __init__(self, router: nn.Module) -> None:
+        super().__init__()
+        self.weight, self.top_k = router.weight, router.top_k
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return logits, weights and numbers of the chosen experts."""
+        logits = functional.linear(hidden, self.weight)
+        noise = torch.empty_like(logits).normal_(generator=noise_of(hidden.device))
+        weights, chosen = (logits + noise).float().softmax(-1).topk(self.top_k, -1)
+        return logits, (weights / weights.sum(-1, keepdim=True)).to(logits.dtype), chosen
+
+
+@functools.cache
+def noise_of(device: torch.device) -> torch.Generator:
+    """Return the generator of all routers on a device."""
+    return torch.Generator(device)
+
+
+def transformers_moe(shape: Shape) -> nn.Module:
+    """Build transformers' Qwen3-MoE with noise in its routers."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    model = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            hidden_size=shape.hidden,
+            moe_intermediate_size=shape.intermediate,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads,
+            head_dim=shape.hidden // shape.heads,
+            num_experts=shape.experts,
+            num_experts_per_tok=8 if shape.experts > 16 else 2,
+            norm_topk_prob=True,
+            vocab_size=shape.vocabulary,
+            tie_word_embeddings=False,
+            use_cache=False,
+            attn_implementation="sdpa",
+        )
+    )
+    for layer in model.model.layers:
+        layer.mlp.gate = NoisyRouter(layer.mlp.gate)
+    model.register_forward_pre_hook(_reseed_noise)
+    return model
+
+
+def _reseed_noise(model: nn.Module, args: object) -> None:
+    noise_of(next(model.parameters()).device).manual_seed(0)
 
 
 def transformers_llama(shape: Shape) -> nn.Module:
@@ -217,6 +345,8 @@ def build_subject(
 ) -> Subject:
     """Build the model, with parameters and tokens from fixed seeds."""
     make = transformers_llama if llama == "transformers" else Llama
+    if shape.experts:
+        make = transformers_moe
     torch.manual_seed(0)
     torch.set_default_dtype(shape.dtype)
     try:
@@ -226,7 +356,10 @@ def build_subject(
         torch.set_default_dtype(torch.float32)
     ids = torch.randint(shape.vocabulary, batch, generator=torch.Generator().manual_seed(1))
     ids = ids.to(device)
-    return Subject(model, layers_of, {"input_ids": ids, "labels": ids}, device, shape)
+    subject = Subject(model, layers_of, {"input_ids": ids, "labels": ids}, device, shape)
+    if shape.optimizer:
+        subject.optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+    return subject
 
 
 def layers_of(model: nn.Module) -> nn.ModuleList:
@@ -237,14 +370,15 @@ def layers_of(model: nn.Module) -> nn.ModuleList:
 # --------------------------------------------------------------------------- ways
 
 GROUPS = {
-    "eager": "forward and backward",
+    "eager": "layers run eagerly",
     "compiled": "layers compiled one by one",
     "training": "with AdamW",
     "reports": "one report for each step",
 }
 # The first way of each group is what its ratios are to.
 REBUILT = ("training",)
-SHARES = ("75%", "50%")
+SHARES = ("75%", "50%", "35%")
+OURS = ("checkpoint_*", "offload_", "sac_policies *", "fit_ *", "compiled sac_policies *")
 
 
 @dataclass(frozen=True)
@@ -255,6 +389,27 @@ class Registered:
     group: str
     prepare: Callable[[Case], None]
     exact: bool
+
+
+@dataclass(frozen=True)
+class Job:
+    """One model and batch shape, run in some ways.
+
+    Attributes:
+        name: of the model.
+        shape: of the model.
+        batch: sequences, and tokens of each.
+        ways: selected, see `--list`.
+        rounds: timed steps of each way.
+        seconds: after this time no round starts, and no way after three quarters of it.
+    """
+
+    name: str
+    shape: Shape
+    batch: tuple[int, int]
+    ways: list[Registered]
+    rounds: int
+    seconds: float
 
 
 WAYS: list[Registered] = []
@@ -366,10 +521,24 @@ def _(case: Case) -> None:
     checkpoint_layers(case)
 
 
+@way("checkpoint_layers_ every=2")
+def _(case: Case) -> None:
+    import ckpt_wrap
+
+    ckpt_wrap.checkpoint_layers_(case.model, every=2)
+
+
 @way("checkpoint_ and offload_")
 def _(case: Case) -> None:
     checkpoint_layers(case)
     offload_layers(case)
+
+
+# Sums over slices are added up in another order.
+@way("checkpoint_ and in_slices", exact=False)
+def _(case: Case) -> None:
+    checkpoint_layers(case)
+    case.model = SlicedLoss(case.model, slices=16)
 
 
 @way("offload_")
@@ -396,6 +565,29 @@ def _(case: Case) -> None:
 @way("torch SAC")
 def _(case: Case) -> None:
     wrap_with_torch_sac(case)
+
+
+@way("torch_remat")
+def _(case: Case) -> None:
+    if importlib.util.find_spec("torch_remat") is None:
+        raise Unavailable("torch_remat is not installed")
+    import torch_remat
+
+    for number, layer in enumerate(case.layers):
+        layer.forward = torch_remat.checkpoint(region_name=f"layer{number}")(layer.forward)
+
+
+@way("TRL offload")
+def _(case: Case) -> None:
+    if importlib.util.find_spec("trl") is None:
+        raise Unavailable("trl is not installed")
+    if case.device.type == "cpu":
+        raise Unavailable("needs an accelerator")
+    from trl.models.activation_offloading import get_act_offloading_ctx_manager
+
+    require_host_memory(case)
+    offloading = get_act_offloading_ctx_manager(case.model, warn_if_no_head=False)
+    case.around_forward = lambda: offloading
 
 
 @way("sac_policies matmuls")
@@ -428,17 +620,27 @@ def fit(case: Case, share: str) -> None:
     from sac_policies import fit_
 
     began = time.monotonic()
-    found = fit_(case.model, case.batch, share)
+    budget: int | str = share
+    if share == "smallest":
+        # A budget that nothing fits is answered with the smallest that was measured.
+        budget = fit_(case.model, case.batch, 1, optimizer=case.optimizer).smallest_bytes
+    found = fit_(case.model, case.batch, budget, optimizer=case.optimizer)
     if not found:
         raise Unavailable(str(found).partition(" (")[0])
     case.note = f"fitted in {time.monotonic() - began:.1f} s"
 
 
-for _share in SHARES:
+for _share in (*SHARES, "smallest"):
 
     @way(f"fit_ {_share}")
     def _(case: Case, share: str = _share) -> None:
         fit(case, share)
+
+
+@way("fit_ 75% and in_slices", exact=False)
+def _(case: Case) -> None:
+    case.model = SlicedLoss(case.model, slices=16)
+    fit(case, "75%")
 
 
 @way("torch save_on_cpu")
@@ -496,9 +698,11 @@ def _(case: Case) -> None:
     compile_layers(case)
 
 
-@way("compiled torch budget 0.5", "compiled")
-def _(case: Case) -> None:
-    compile_layers(case, budget=0.5)
+for _budget in (0.5, 0.25):
+
+    @way(f"compiled torch budget {_budget}", "compiled")
+    def _(case: Case, budget: float = _budget) -> None:
+        compile_layers(case, budget=budget)
 
 
 @way("compiled fit_ 50%", "compiled")
@@ -672,11 +876,25 @@ COLUMNS = ("way", "ms", "over", "tokens/s", "peak MiB", "over", "kept MiB", "gra
 
 @dataclass
 class Run:
-    """The results of all ways for one batch shape."""
+    """The results of all ways of one job."""
 
-    batch: tuple[int, int]
+    job: Job
+    parameters: int
     parameter_bytes: int
     rows: list[Row]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what the JSON has of it."""
+        return {
+            "model": self.job.name,
+            "parameters": self.parameters,
+            "dtype": str(self.job.shape.dtype).removeprefix("torch."),
+            "optimizer": "AdamW with learning rate 0" if self.job.shape.optimizer else None,
+            "sequences": self.job.batch[0],
+            "tokens_each": self.job.batch[1],
+            "rounds": self.job.rounds,
+            "ways": self.entries(),
+        }
 
     def entries(self) -> list[dict[str, Any]]:
         """Return one dict for each way: what the table shows, and what it leaves out."""
@@ -691,7 +909,7 @@ class Run:
                     "ms_over": ratio(row.ms, base.ms),
                     "ms_fastest": round(min(row.seconds) * 1e3, 2),
                     "ms_all": [round(one * 1e3, 2) for one in row.seconds],
-                    "tokens_per_second": round(self.batch[0] * self.batch[1] / row.ms * 1e3),
+                    "tokens_per_second": round(math.prod(self.job.batch) / row.ms * 1e3),
                     "peak_mib": round(row.peak_bytes / MIB, 2),
                     "peak_over": ratio(row.peak_bytes, base.peak_bytes),
                     "kept_mib": round(row.kept_bytes / MIB, 2),
@@ -763,7 +981,7 @@ def table(entries: Sequence[dict[str, Any]]) -> str:
 def environment(device: torch.device, arguments: Sequence[str]) -> dict[str, Any]:
     """Return what the figures depend on."""
     libraries = {}
-    for name in ("torch", "transformers"):
+    for name in ("torch", "transformers", "trl", "torch_remat"):
         try:
             libraries[name] = version(name)
         except PackageNotFoundError:
@@ -826,6 +1044,53 @@ def batch_shapes(text: str) -> tuple[tuple[int, int], ...]:
     return tuple(pairs)
 
 
+_THEIRS = (
+    "plain,transformers,transformers every_n_layers=2,transformers offload=True,torch SAC,"
+    "torch_remat,TRL offload,"
+)
+_OURS = (
+    "checkpoint_,checkpoint_layers_ every=2,checkpoint_ and offload_,checkpoint_ and in_slices,"
+    "sac_policies matmuls,"
+)
+_COMPILED = ",compiled plain,compiled torch budget *,compiled sac_policies matmuls"
+_ALL = f"{_THEIRS}{_OURS}sac_policies nothing kept,fit_ *"
+# At 32k tokens a step of 8 layers takes more than a second.
+_FEW = f"{_THEIRS}{_OURS}fit_ 75%,fit_ 50%,fit_ smallest"
+_MIXTURE = (
+    "plain,transformers,torch SAC,checkpoint_,checkpoint_ and offload_,sac_policies matmuls,"
+    "sac_policies nothing kept"
+)
+# Model, batch, ways and seconds.
+FRONT_PAGE: dict[str, tuple[tuple[str, tuple[int, int], str, float], ...]] = {
+    "": (
+        ("1b-128k", (1, 4096), _ALL + _COMPILED, 130),
+        ("8b-layers", (1, 8192), _ALL + _COMPILED, 140),
+        ("8b-layers", (1, 32768), _FEW, 180),
+    ),
+    "toy": (("toy-vocabulary", (2, 128), _ALL, 200), ("toy", (1, 256), _FEW, 200)),
+    "moe": (("qwen3-moe", (1, 4096), _MIXTURE, 240),),
+    "toy moe": (("toy-moe", (2, 64), _MIXTURE, 200),),
+}
+# A second forward draws other noise, so it trains other experts than the first one chose.
+RUNS_ONCE = ("plain", "sac_policies *")
+
+
+def front_page(toy: bool, moe: bool) -> list[Job]:
+    """Return the jobs behind the figure of the front page."""
+    kind = " ".join(filter(None, ("toy" * toy, "moe" * moe)))
+    return [
+        Job(
+            name,
+            replace(MODELS[name], optimizer=True),
+            batch,
+            selected(ways),
+            rounds=2 if toy else 5,
+            seconds=seconds,
+        )
+        for name, batch, ways, seconds in FRONT_PAGE[kind]
+    ]
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -839,11 +1104,36 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=float,
         help="no round starts after this time, and no way after three quarters of it",
     )
+    add("--front-page", action="store_true", help="measure what the front page shows")
+    add("--moe", action="store_true", help="with --front-page: a mixture of experts instead")
+    add("--toy", action="store_true", help="with --front-page: at toy size, on a CPU")
     add("--json", type=Path, metavar="OUT", help="write results, again after every round")
+    add("--figure", type=Path, metavar="SVG", help="draw tokens per second against peak memory")
     add("--llama", choices=("transformers", "script"), help="default: transformers if installed")
     add("--device", help="default: the accelerator; cpu for toy")
     add("--list", action="store_true", help="list the ways")
     return parser.parse_args(arguments)
+
+
+def jobs_of(options: argparse.Namespace) -> list[Job]:
+    """Return what to run: one job for each batch shape."""
+    if options.front_page:
+        return front_page(options.toy, options.moe)
+    name = options.model or ("1b" if torch.accelerator.is_available() else "toy")
+    shape = MODELS[name]
+    batches = options.tokens or shape.batches
+    seconds = (options.seconds_limit or shape.seconds_limit) / len(batches)
+    ways, rounds = selected(options.ways or shape.ways), options.rounds or shape.rounds
+    return [Job(name, shape, batch, ways, rounds, seconds) for batch in batches]
+
+
+def device_of(options: argparse.Namespace, name: str) -> torch.device:
+    """Return the device that was asked for; else the accelerator, but a CPU for toys."""
+    kind = options.device
+    if kind is None:
+        is_cpu = name.startswith("toy") or not torch.accelerator.is_available()
+        kind = "cpu" if is_cpu else torch.accelerator.current_accelerator().type
+    return torch.device(kind, None if kind == "cpu" else 0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -853,85 +1143,98 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(f"{one.group:<10}{one.name}" for one in WAYS))
         return 0
     warnings.simplefilter("ignore")
-    has_accelerator = torch.accelerator.is_available()
-    name = options.model or ("1b" if has_accelerator else "toy")
-    shape = MODELS[name]
-    uses_accelerator = has_accelerator and name != "toy"
-    kind = options.device or (
-        torch.accelerator.current_accelerator().type if uses_accelerator else "cpu"
-    )
-    device = torch.device(kind, None if kind == "cpu" else 0)
+    jobs, runs = jobs_of(options), []
+    device = device_of(options, jobs[0].name)
     llama = options.llama or (
         "transformers" if importlib.util.find_spec("transformers") else "script"
     )
-    limit = options.seconds_limit or shape.seconds_limit
-    batches = options.tokens or shape.batches
-    ways, runs = selected(options.ways or shape.ways), []
 
     def say(line: str) -> None:
         print(f"[{time.monotonic() - began:6.1f} s] {line}", file=sys.stderr, flush=True)
 
     result: dict[str, Any] = {
         **environment(device, sys.argv[1:] if arguments is None else arguments),
-        "model": name,
         "llama": llama,
-        "dtype": str(shape.dtype).removeprefix("torch."),
-        "rounds": options.rounds or shape.rounds,
     }
 
     def write() -> None:
-        result["runs"] = [
-            {"sequences": run.batch[0], "tokens_each": run.batch[1], "ways": run.entries()}
-            for run in runs
-        ]
+        result["runs"] = [run.to_dict() for run in runs]
         result["seconds"] = round(time.monotonic() - began, 1)
         if options.json is not None:
             options.json.write_text(json.dumps(result, indent=1) + "\n")
+        if options.figure is not None:
+            options.figure.write_text(figure(result))
 
-    for index, batch in enumerate(batches):
+    for index, job in enumerate(jobs):
         if index:
             torch.compiler.reset()
-        subject = build_subject(shape, llama, batch, device)
-        result["parameters"] = sum(one.numel() for one in subject.model.parameters())
-        bench = Bench(
-            subject,
-            seconds=began + limit * (index + 1) / len(batches) - time.monotonic(),
-            say=say,
-            rebuilt=REBUILT,
-        )
-        run = Run(batch, subject.nbytes, [])
+        end = began + sum(each.seconds for each in jobs[: index + 1])
+        subject = build_subject(job.shape, llama, job.batch, device)
+        run = Run(job, sum(one.numel() for one in subject.model.parameters()), subject.nbytes, [])
         runs.append(run)
+        seconds = end - time.monotonic()
+        bench = Bench(subject, seconds=seconds, say=say, rebuilt=REBUILT)
 
         def after_round(rows: list[Row], run: Run = run) -> None:
             run.rows = rows
             write()
 
-        run.rows = bench.run(ways, result["rounds"], after_round)
+        run.rows = bench.run(job.ways, job.rounds, after_round)
         del bench, subject
     if dist.is_initialized():
         dist.destroy_process_group()
         one_rank.cache_clear()
     write()
     print(report(result))
-    exact = {one.name for one in ways if one.exact}
-    rows = [row for run in runs for row in run.rows]
-    return 1 if any(row.name in exact and row.gradients == "off" for row in rows) else 0
+    return int(any(is_wrong(run, row) for run in runs for row in run.rows))
+
+
+def is_wrong(run: Run, row: Row) -> bool:
+    """Whether a way has other gradients than plain, and should not."""
+    exact = {one.name for one in run.job.ways if one.exact}
+    if run.job.shape.experts:
+        exact = {name for name in exact if any(fnmatchcase(name, one) for one in RUNS_ONCE)}
+    return row.gradients == "off" and row.name in exact
+
+
+def figure(result: dict[str, Any]) -> str:
+    """Return an SVG image: tokens per second against the peak, one panel for each run."""
+    panels = []
+    for run in result["runs"]:
+        points = [
+            Point(
+                entry["way"],
+                entry["peak_mib"] / 1024,
+                entry["tokens_per_second"],
+                is_ours=any(fnmatchcase(entry["way"], one) for one in OURS),
+            )
+            for entry in run["ways"]
+            if "ms" in entry and not entry["error"]
+        ]
+        tokens = f"{run['sequences']} x {run['tokens_each']:,} tokens"
+        size = f"{run['parameters'] / 1e6:,.1f} M parameters, {run['dtype']}"
+        panels.append(Panel(f"{run['model']}: {size}, {tokens}", points))
+    libraries = result["libraries"]
+    about = f"{result['device']}, {result['date'][:10]}, torch {libraries['torch']}"
+    if libraries["transformers"]:
+        about += f", transformers {libraries['transformers']}"
+    return draw("Training steps: tokens per second against peak memory", about, panels)
 
 
 def report(result: dict[str, Any]) -> str:
     """Return the results as Markdown."""
     libraries = ", ".join(f"{name} {number}" for name, number in result["libraries"].items())
-    llama = "transformers' Llama" if result["llama"] == "transformers" else "the script's own Llama"
-    millions = result["parameters"] / 1e6
+    llama = "transformers' code" if result["llama"] == "transformers" else "the script's own Llama"
     lines = [
-        f"# {result['model']}: {llama}, {millions:,.1f} M parameters, {result['dtype']}",
+        f"# {', '.join(dict.fromkeys(run['model'] for run in result['runs']))}: {llama}",
         f"{result['date']}, {result['device']}, Python {result['python']}, {libraries}",
         f"`{result['command']}`: {result['seconds']} s",
     ]
     for run in result["runs"]:
         lines.append(
-            f"\n## {run['sequences']} x {run['tokens_each']:,} tokens, median of up to "
-            f"{result['rounds']} interleaved steps\n"
+            f"\n## {run['model']}, {run['parameters'] / 1e6:,.1f} M parameters, {run['dtype']}, "
+            f"{run['sequences']} x {run['tokens_each']:,} tokens, median of up to "
+            f"{run['rounds']} interleaved steps\n"
         )
         lines.append(table(run["ways"]))
     return "\n".join(lines)

@@ -1,8 +1,9 @@
 """Measure training steps of one model run in many ways: time, memory and gradients.
 
 All ways stay built at the same time and share one set of parameters, so a round can run one step
-of each in turn. A way that changes parameters (an optimizer, sharding) gets a copy of its own in
-each round, which is freed after its step.
+of each in turn. They may share an optimizer too: with a learning rate of 0 it takes its time and
+memory, and parameters keep their bits. A way that changes parameters (an optimizer of its own,
+sharding) gets a copy of its own in each round, which is freed after its step.
 
 Memory of a way is the sum of two parts:
 - held: allocated by building and warming up, still allocated between steps;
@@ -31,6 +32,8 @@ from torch._subclasses import FakeTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 WARM_UP_STEPS = 3
+# Longer steps are timed without an untimed step before them.
+LONG_STEP_SECONDS = 0.5
 # Leaks below this fraction of the parameters are in the JSON only.
 LEAK_FRACTION = 0.05
 MIB = 1 << 20
@@ -110,6 +113,8 @@ class Subject:
     batch: dict[str, torch.Tensor]
     device: torch.device
     shape: Any
+    optimizer: torch.optim.Optimizer | None = None
+    """Stepped by all ways that share parameters; it must leave their bits as they are."""
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -118,8 +123,10 @@ class Subject:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of parameters and buffers."""
-        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors)
+        """Bytes of parameters, buffers and the state of the shared optimizer."""
+        states = () if self.optimizer is None else self.optimizer.state.values()
+        state = (value for one in states for value in one.values() if value.device == self.device)
+        return sum(tensor.untyped_storage().nbytes() for tensor in chain(self.tensors, state))
 
     def case(self, *, shares_parameters: bool = True) -> Case:
         """Copy the modules, and the parameters too unless they are shared."""
@@ -127,7 +134,9 @@ class Subject:
         if shares_parameters:
             memo.update((id(tensor), tensor) for tensor in self.tensors)
         model = copy.deepcopy(self.model, memo)
-        return Case(model, self.layers_of(model), self.batch, self.device, self.shape)
+        case = Case(model, self.layers_of(model), self.batch, self.device, self.shape)
+        case.optimizer = self.optimizer if shares_parameters else None
+        return case
 
 
 class Way(Protocol):
@@ -447,7 +456,8 @@ class Bench:
         case = self._subject.case(shares_parameters=way.group not in self._rebuilt)
         way.prepare(case)
         # An optimizer's first step changes the parameters, so only first gradients are plain's.
-        compared = {0} if case.optimizer is not None else {0, WARM_UP_STEPS - 1}
+        own = case.optimizer is not self._subject.optimizer
+        compared = {0} if own else {0, WARM_UP_STEPS - 1}
         for step in range(WARM_UP_STEPS):
             if self._reference and step in compared:
                 with deterministic(way.exact):
@@ -497,12 +507,13 @@ class Bench:
 
     def _time_once(self, case: Case, row: Row) -> None:
         """Time one step, after an untimed one that brings the allocator into this way's state."""
-        case.step()
+        if not row.seconds or row.seconds[-1] < LONG_STEP_SECONDS:
+            case.step()
         seconds, peak = self._memory.timed(case.step)
         row.seconds.append(seconds)
         if peak:
             self._note_peak(row, peak)
-        if case.optimizer is not None:
+        if case.optimizer is not None and case.optimizer is not self._subject.optimizer:
             case.forward().backward()
             row.optimizer_seconds.append(self._memory.timed(case.optimizer.step)[0])
             case.clear()

@@ -122,7 +122,7 @@ PART = types.SimpleNamespace(wrap=_takes, passes_on=lambda **options: None)
         (Needs(options=frozenset({("passes_on", "policy")})), {}, ""),
         (Needs(options=frozenset({("passes_on", "policy")})), {"policy": "no"}, "policy: no"),
         (Needs(frozenset({"wrap"})), {"wrap": "needs a GPU"}, "wrap: needs a GPU"),
-        (Needs(), {"CW-001": "has no inside"}, "CW-001: has no inside"),
+        (Needs(), {"CW-001": "has no inside"}, "has no inside"),
         (Needs(), {"CW-002": "has no inside"}, ""),
     ],
 )

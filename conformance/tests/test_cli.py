@@ -74,7 +74,7 @@ def test_doctor_says_what_a_verdict_would_cover(tmp_path, monkeypatch, capsys):
     )
     assert 0 < int(counts[1]) < int(counts[2])
     assert 0 < int(counts[3]) < int(counts[4])
-    assert "  not provided CW-001: CW-001: it is another kind of wrapper" in said
+    assert "  not provided CW-001: it is another kind of wrapper" in said
     assert any("there is no offload_wrapper" in line for line in said)
     assert "mod-tracker: not provided" in said
 

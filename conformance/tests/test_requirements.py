@@ -56,7 +56,6 @@ def test_declared_requirement_has_defaults():
         ("CW-001", {"level": "MAY"}, "level is 'MAY'; it must be MUST or SHOULD"),
         ("CW-001", {"level": "SHOULD"}, "the text must contain the word SHOULD"),
         ("CW-001", {"profile": "Very Core"}, "profile is 'Very Core'; it must be a short"),
-        ("CW-001", {"group": "A B"}, "group is 'A B'; it must be a short"),
         ("CW-001", {"rationale": ""}, "it has neither source nor rationale"),
         ("CW-001", {"text": 3}, "text must be text"),
         ("CW-001", {"devices": ["cpu"]}, r"devices is \['cpu'\]; it must be a tuple"),

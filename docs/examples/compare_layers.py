@@ -5,8 +5,8 @@
 Prints, for each way, the bytes kept between forward and backward, the peak of a step above
 parameters and gradients, the time of a step over the plain step, and whether every gradient equals
 the plain model's bit for bit. Steps of all ways take turns; times are medians of the turns.
-Offload to host memory needs an accelerator, and TRL's row needs TRL. accelerate's FSDP plugin
-applies torch's wrapper.
+Offload to host memory needs an accelerator, and TRL's row needs TRL, too: its `OffloadActivations`
+raises without an accelerator. accelerate's FSDP plugin applies torch's wrappers.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torch
 from ckpt_wrap import checkpoint_layers_
 
 
-def wrapped_by_torch(model: Any) -> None:
+def wrapped_by_torch(model: Any, offload: bool = False) -> None:
     """Wrap each decoder layer as accelerate does."""
+
+    def wrapped(layer: Any) -> Any:
+        inner = torchs.checkpoint_wrapper(layer, preserve_rng_state=False)
+        return torchs.offload_wrapper(inner) if offload else inner
+
     layers = set(model.model.layers)
     torchs.apply_activation_checkpointing(
-        model,
-        checkpoint_wrapper_fn=partial(torchs.checkpoint_wrapper, preserve_rng_state=False),
-        check_fn=lambda module: module in layers,
+        model, checkpoint_wrapper_fn=wrapped, check_fn=lambda module: module in layers
     )
 
 
@@ -51,13 +54,16 @@ def ways(folder: str) -> dict[str, Callable[[Any], object]]:
             offload=True
         )
         found["checkpoint_layers_, offload=True"] = partial(checkpoint_layers_, offload=True)
+        found["accelerate, checkpointing and offload"] = partial(wrapped_by_torch, offload=True)
     found["checkpoint_layers_, offload=folder"] = partial(checkpoint_layers_, offload=folder)
-    found["torch's wrapper, as in accelerate"] = wrapped_by_torch
+    found["accelerate, checkpointing"] = wrapped_by_torch
     return found
 
 
 def offloaded_by_trl() -> AbstractContextManager[Any] | None:
-    """TRL's context around a step, if TRL is installed."""
+    """TRL's context around a step, if TRL is installed and there is an accelerator."""
+    if not torch.accelerator.is_available():
+        return None
     try:
         from trl.models.activation_offloading import OffloadActivations
     except ImportError:

@@ -14,19 +14,19 @@ from pathlib import Path
 import pytest
 
 WORKER = Path(__file__).with_name("_worker.py")
-STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
+WAYS = ("zero3", "zero2", "replicated")
 # The job, which is a function of `_worker.py`, and what it is called with.
 Claim = tuple[str, ...]
 LAYERS: list[Claim] = [
     ("layers", name, over) for name in ("Llama", "GPT-2") for over in ("ddp", "fsdp2")
 ]
-SHARDED_LAYERS: list[Claim] = [("layers", "Llama", over) for over in STRATEGIES]
+SHARDED_LAYERS: list[Claim] = [("layers", "Llama", over) for over in WAYS]
 SHARDING: list[Claim] = [
-    ("sharding", name, over) for name in ("Llama", "GPT-2", "BERT") for over in STRATEGIES
+    ("sharding", name, over) for name in ("Llama", "GPT-2", "BERT") for over in WAYS
 ]
 SAVING: list[Claim] = [("saving", "Llama"), ("saving", "GPT-2")]
 LORA: list[Claim] = [("lora", "Llama")]
-TRACKED: list[Claim] = [("tracked", "Llama", over) for over in ("ddp", "fsdp2", "full_shard")]
+TRACKED: list[Claim] = [("tracked", "Llama", over) for over in ("ddp", "fsdp2", "zero3")]
 ACCELERATE: list[Claim] = [("by_accelerate", "Llama")]
 LIGHTNING: list[Claim] = [("by_lightning", "Llama")]
 CLAIMS = LAYERS + SHARDED_LAYERS + SHARDING + SAVING + LORA + TRACKED + ACCELERATE + LIGHTNING

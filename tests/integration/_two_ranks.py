@@ -43,7 +43,7 @@ def rank(case: Case, number: int, port: int) -> dict[str, Any]:
     own = enlarged(case, shift=number)
     plain, model = case.build(), case.build()
     whole = sum(param.numel() for param in plain.parameters())
-    model = OVER["full_shard"](case, model)
+    model = OVER["zero3"](case, model)
     mine = sum(param.numel() for param in model.parameters())
     train(own, DistributedDataParallel(plain, find_unused_parameters=True))
     train(own, model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 from _models import Case
@@ -59,13 +60,16 @@ def fsdp(case: Case, model: nn.Module) -> nn.Module:
     return fsdp2(model, mesh=mesh)
 
 
-def ours(strategy: str) -> Callable[[Case, nn.Module], nn.Module]:
+def ours(way: str) -> Callable[[Case, nn.Module], nn.Module]:
     """This repository's sharding of each block and of the model."""
 
     def apply(case: Case, model: nn.Module) -> nn.Module:
+        world = dist.get_world_size()
+        mesh = init_device_mesh("cpu", (world, 1) if way == "replicated" else (world,))
+        options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": way != "ZeRO-2"}
         for block in _blocks(case, model):
-            flat_param.fully_shard(block, strategy=strategy)
-        return flat_param.fully_shard(model, strategy=strategy)
+            flat_param.fully_shard(block, **options)
+        return flat_param.fully_shard(model, **options)
 
     return apply
 
@@ -80,7 +84,7 @@ def _blocks(case: Case, model: nn.Module) -> list[nn.Module]:
 OVER: dict[str, Callable[[Case, nn.Module], nn.Module]] = {
     "ddp": ddp,
     "fsdp2": fsdp,
-    "full_shard": ours("FULL_SHARD"),
-    "shard_grad_op": ours("SHARD_GRAD_OP"),
-    "no_shard": ours("NO_SHARD"),
+    "zero3": ours("ZeRO-3"),
+    "zero2": ours("ZeRO-2"),
+    "replicated": ours("replicated"),
 }

@@ -131,17 +131,17 @@ def sharding(name: str, over: str) -> None:
 def saving(name: str, folder: str) -> None:
     """`save_sharded` of a sharded model, loaded by transformers' own plain model."""
     case = case_of(name)
-    model = ours("FULL_SHARD")(case, case.build())
+    model = ours("ZeRO-3")(case, case.build())
     optimizer = adam(model)
     train(model, optimizer)
     flat_param.save_sharded(model, folder, optimizer=optimizer)
-    state = state_of(model, "full_shard")
+    state = state_of(model, "zero3")
     dist.barrier()
     plain = case.build()
     plain.load_state_dict(state)
-    again = ours("FULL_SHARD")(case, case.build())
+    again = ours("ZeRO-3")(case, case.build())
     flat_param.load_sharded(again, folder, optimizer=adam(again))
-    assert_same(state_of(again, "full_shard"), state)
+    assert_same(state_of(again, "zero3"), state)
     if dist.get_rank() == 0:
         plain.save_pretrained(Path(folder) / "plain")
         loaded = type(plain).from_pretrained(Path(folder) / "plain")
@@ -155,7 +155,7 @@ def lora(name: str) -> None:
     case = case_of(name)
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
     models = []
-    for over in ("ddp", "full_shard"):
+    for over in ("ddp", "zero3"):
         torch.manual_seed(1)
         root = peft.get_peft_model(case.build(), copy.deepcopy(config))
         model = OVER[over](case, root)

@@ -321,3 +321,19 @@ def test_all_four_compiled_give_plain_gradients():
         found = _gradients(model, model)
     _assert_plain(found)
     assert seen.names["forward"] == NAMES
+
+
+def test_state_dict_is_plain():
+    """Keys are those of the plain model, and states load both ways."""
+    plain, model = make_model(), make_model()
+    flat_param.flatten(model)
+    offload_blocks(checkpoint_blocks(model, PRODUCTS))
+    assert list(model.state_dict()) == list(plain.state_dict())
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.add_(1)
+    model.load_state_dict(plain.state_dict())
+    again = make_model()
+    again.load_state_dict(model.state_dict())
+    for name, value in plain.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value)

@@ -25,8 +25,10 @@ from sac_policies import (
     context_fn,
     first_match,
     fit,
+    fit_,
     offload,
     profile,
+    profile_step,
     recompute_all,
     recompute_ops,
     report,
@@ -167,3 +169,27 @@ def test_fit_finds_a_plan_that_fits(case: Case) -> None:
         assert found.smallest_bytes > found.budget_bytes
     assert shape_of(model) == before
     assert_same_step(case, model, plain)
+
+
+def _loss(out: Any) -> torch.Tensor:
+    loss: torch.Tensor | None = getattr(out, "loss", None)
+    return out.logits.sum() if loss is None else loss
+
+
+@pytest.mark.parametrize("case", [case_of(name) for name in FITTED], ids=FITTED)
+def test_peaks_are_predicted(case: Case) -> None:
+    """Of a step as one region, and with its blocks half way to the least: within 2 %."""
+    model, _ = twins(case)
+    batch = case.inputs()
+    step = profile_step(model, batch, loss=_loss, unit="flops")
+    found = fit(model, batch, 1.0, loss=_loss, unit="flops")
+    assert isinstance(found, Fit)
+    assert step.peak_bytes(found.policy) == pytest.approx(found.peak_bytes, rel=0.02)
+    none = fit_(model, batch, 1, loss=_loss)
+    assert isinstance(none, Infeasible)
+    budget = (none.smallest_bytes + found.peak_bytes) // 2
+    half = fit_(model, batch, budget, loss=_loss)
+    assert half
+    assert half.peak_bytes <= budget
+    assert half.predicted_bytes == pytest.approx(half.peak_bytes, rel=0.02)
+    half.undo()

@@ -78,7 +78,8 @@ def test_checkpointed_ways_keep_less_than_plain(measured: Any) -> None:
 
 def test_peak_counts_parameters_gradients_and_state(measured: Any) -> None:
     """The peak is of the whole step, not only of activations."""
-    found, parameters = by_way(measured[1]), 4 * measured[1]["parameters"] / 2**20
+    (run,) = measured[1]["runs"]
+    found, parameters = by_way(measured[1]), 4 * run["parameters"] / 2**20
     assert found["checkpoint_"]["peak_mib"] > 2 * parameters
     assert found["plain"]["peak_mib"] > found["plain"]["kept_mib"] + parameters
     state = found["AdamW over parameters"]["peak_mib"] - found["plain"]["peak_mib"]

@@ -109,8 +109,8 @@ def after(saved: Checkpoint | None, max_norm: float = SCALES_NOT) -> Checkpoint:
     model = build()
     for module in list(model.modules()):
         if isinstance(module, Block):
-            flat_param.fully_shard(module, strategy="SHARD_GRAD_OP", backward_prefetch=True)
-    flat_param.fully_shard(model, strategy="SHARD_GRAD_OP", backward_prefetch=True)
+            flat_param.fully_shard(module, reshard_after_forward=False)
+    flat_param.fully_shard(model, reshard_after_forward=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     if saved:
         flat_param.load_full_state_dict(model, saved, optimizer=optimizer)

@@ -30,6 +30,9 @@ OTHERS = [
 OTHERS += [
     "hf_architectures",
     "fit_trainer",
+    "finetune_llama",
+    "long_context",
+    "streamed_lora",
     "moe_routing",
     "diffusers_unet",
     "timm_resnet",

@@ -175,7 +175,7 @@ def _search(model: nn.Module, x: Tensor, act: Callable[[], object]) -> Scene:
 
 def _fitted(folder: Path) -> Scene:
     model, x = stack(), inputs()
-    return _search(model, x, lambda: sac_policies.fit(model, (x,), "90%", rounds=3, unit="flops"))
+    return _search(model, x, lambda: sac_policies.fit(model, (x,), "90%", unit="flops"))
 
 
 def _fitted_in_place(folder: Path) -> Scene:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +67,9 @@ def check_capabilities(implementation: Implementation, registry: Mapping[str, Re
             )
 
 
-def why_missing(part: Any, needs: Needs, lacks: Mapping[str, str], ids: Iterable[str] = ()) -> str:
+def why_missing(
+    part: Any, needs: Needs, lacks: Mapping[str, str], ids: Collection[str] = ()
+) -> str:
     """Return which of its needs a case would not find, or an empty string.
 
     Args:
@@ -78,7 +80,8 @@ def why_missing(part: Any, needs: Needs, lacks: Mapping[str, str], ids: Iterable
     """
     said = (*ids, *needs.names, *(option for _, option in needs.options | needs.attempts))
     if declared := sorted(set(said) & set(lacks)):
-        return f"{declared[0]}: {lacks[declared[0]]}"
+        first = declared[0]
+        return lacks[first] if first in ids else f"{first}: {lacks[first]}"
     missing = [name for name in sorted(needs.names) if _found(part, name) is _ABSENT]
     missing += _missing_options(part, needs)
     return f"there is no {', '.join(missing)}" if missing else ""

@@ -236,9 +236,13 @@ def publish(arguments: argparse.Namespace) -> int:
 
 
 def _unpublishable(report: Mapping[str, Any]) -> list[str]:
-    left_out = any(row["outcome"] == "not_run" for row in report["rows"])
+    outcomes = {row["outcome"] for row in report["rows"]}
     problems = [*_verify.problems(report), *(text[:200] for text in report["problems"])]
-    return [*problems, "cases were left out"] if left_out else problems
+    if "not_run" in outcomes:
+        problems.append("cases were left out")
+    if "no_device" in outcomes:
+        problems.append("a device it was asked about was not there")
+    return problems
 
 
 def print_trace(_: argparse.Namespace) -> int:

@@ -77,10 +77,8 @@ def _section(requirement: Requirement, cases: Iterable[Case]) -> list[str]:
     file = source.partition("::")[0]
     facts = [
         f"{r.level}, profile `{r.profile}`, {' and '.join(r.devices)}, since {r.since}",
-        f"about {r.group}" if r.group else "",
         f"from [`{r.source}`]({SOURCE_ROOT}{file}) of PyTorch" if source else "",
         f"why: {with_links(escape(r.rationale))}" if r.rationale else "",
-        f"torch deviates: {with_links(escape(r.torch_deviation))}" if r.torch_deviation else "",
         *(f"case `{case.name}`: {escape(case.text)}" for case in cases),
     ]
     return [f"## {r.id}", "", escape(r.text), "", *(f"- {fact}" for fact in facts if fact), ""]

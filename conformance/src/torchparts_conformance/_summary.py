@@ -111,7 +111,6 @@ def explained(requirement: Requirement, cases: Iterable[Case]) -> list[str]:
         "profile": f"{requirement.area} {requirement.profile}",
         "why": requirement.rationale,
         "source": source and f"{source}::{requirement.source}",
-        "torch": requirement.torch_deviation,
     }
     lines = [f"  {word:<8} {text}" for word, text in facts.items() if text]
     lines += [f"  case     {case.name}: {case.text}" for case in cases]

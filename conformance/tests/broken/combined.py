@@ -38,7 +38,7 @@ def policy_is_ignored(parts):
     return overlay(parts, sac_policies=overlay(parts.sac_policies, checkpoint=checkpoint))
 
 
-@mutant(area="combined", kills={"CB-013", "CB-032"})
+@mutant(area="combined", kills={"CB-032"})
 def checkpointing_adds_a_buffer(parts):
     """A checkpointed block carries a mark that gets into the state dict."""
 

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from torchparts_conformance.mutants import mutant, overlay
 
@@ -31,10 +32,11 @@ def _with_grad(part, read):
 
 @mutant(area=AREA, kills={"FP-100"})
 def undivided_ranks_train_alone(part):
-    """Takes NO_SHARD for nothing to do, and sums no gradients."""
+    """Takes a shard axis of one rank for nothing to do, and sums no gradients."""
 
     def fully_shard(module, **options):
-        alone = options.get("strategy") == "NO_SHARD"
+        mesh = options.get("mesh")
+        alone = mesh is not None and mesh.ndim == 2 and mesh.size(1) == 1
         return module if alone else part.fully_shard(module, **options)
 
     return overlay(part, fully_shard=fully_shard)
@@ -45,9 +47,9 @@ def hybrid_copies_are_not_summed(part):
     """Leaves out the sum over copies: each copy trains on its own half of the batch."""
 
     def fully_shard(module, **options):
-        if options.get("strategy") == "HYBRID_SHARD":
-            group = options["mesh"].get_group(1)
-            options = {"strategy": "FULL_SHARD", "process_group": group}
+        mesh = options.get("mesh")
+        if mesh is not None and mesh.ndim == 2:
+            options["mesh"] = DeviceMesh.from_group(mesh.get_group(1), "cpu")
         return part.fully_shard(module, **options)
 
     return overlay(part, fully_shard=fully_shard)

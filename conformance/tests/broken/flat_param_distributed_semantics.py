@@ -50,8 +50,8 @@ def stored_parameters_are_low(part):
     """Keeps parameters in the dtype that is computed in."""
 
     def fully_shard(module, **options):
-        if options.get("mixed_precision") is not None:
-            module.to(options["mixed_precision"].param_dtype)
+        if options.get("mp_policy") is not None:
+            module.to(options["mp_policy"].param_dtype)
         return part.fully_shard(module, **options)
 
     return overlay(part, fully_shard=fully_shard)

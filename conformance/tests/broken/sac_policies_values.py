@@ -145,6 +145,17 @@ def values_are_cached_as_torch_does(part):
     return overlay(part, checkpoint=checkpoint, context_fn=context_fn)
 
 
+@mutant(area=AREA, kills={"SP-039"})
+def hooks_around_regions_are_ignored(part):
+    """Keeps values where the saved-tensor hooks around a region do not see them."""
+
+    def checkpoint(function, *args, policy=None, **kwargs):
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            return part.checkpoint(function, *args, policy=policy, **kwargs)
+
+    return overlay(part, checkpoint=checkpoint)
+
+
 @mutant(area=AREA, kills={"SP-163"})
 def compiled_parts_run_in_eager_code(part):
     """Takes the compiler away while a function runs in an eager region."""

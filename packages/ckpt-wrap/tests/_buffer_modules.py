@@ -8,7 +8,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from ckpt_wrap import is_recomputing
 
-LARGE = 5000  # numel of what is not copied before each run
+LARGE = 1 << 17  # numel of what is not kept unless it is written
 
 
 class Layer(nn.Module):

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_wrap import checkpoint_, offload_
-from ckpt_wrap.checkpointing import _arguments
+from ckpt_wrap import _arguments, checkpoint_, offload_
 
 
 @pytest.fixture(autouse=True)

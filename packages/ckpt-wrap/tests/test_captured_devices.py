@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_wrap import OffloadError, checkpoint_
-from ckpt_wrap.offload import _host_tier
+from ckpt_wrap import OffloadError, _host_tier, checkpoint_
 
 from ._devices import (
     ON_AN_ACCELERATOR,
@@ -111,7 +110,7 @@ def test_memory_of_an_earlier_copy_is_not_used_while_the_copy_runs():
     with stream:
         x = given(device())
         source = torch.zeros(4096, dtype=torch.uint8, device=device())
-        left = _host_tier.StreamLink().copy_out(source)
+        left = _host_tier.HostTier().copy_out(source)
         del source
         graph.capture_begin()  # `graph` would wait for the device first
         y = x * 2

@@ -10,19 +10,16 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import set_checkpoint_debug_enabled, set_checkpoint_early_stop
 
-from ckpt_wrap import CheckpointImpl, RecomputeError, checkpoint_
-from ckpt_wrap.checkpointing._checkpoint import Checkpoint
-from ckpt_wrap.checkpointing._options import CheckpointOptions
-
-REENTRANT = CheckpointImpl.REENTRANT
+from ckpt_wrap import checkpoint_
+from ckpt_wrap._checkpoint import Checkpoint
+from ckpt_wrap._options import CheckpointOptions
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_nothing_is_done_where_gradients_are_off(wrap, context, monkeypatch):
     """The module just runs, without hooks."""
     module = wrap(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
-    monkeypatch.setattr("ckpt_wrap.checkpointing._checkpoint.capture", None)
-    monkeypatch.setattr("ckpt_wrap.checkpointing._checkpoint.checkpoint_reentrant", None)
+    monkeypatch.setattr("ckpt_wrap._checkpoint.Call", None)
     with context():
         assert not module(torch.ones(1, 2)).requires_grad
 
@@ -50,29 +47,8 @@ def test_torch_func_differentiates_through(wrap):
     torch.testing.assert_close(torch.func.vmap(slope)(x.detach()), x.grad)
 
 
-def test_a_context_that_suppresses_the_modules_exception_is_an_error(block_class):
-    """There would be no result to return."""
-    module = checkpoint_(
-        block_class(),
-        context_fn=lambda: (contextlib.suppress(RuntimeError), contextlib.nullcontext()),
-    )
-    with pytest.raises(RecomputeError, match="suppressed an exception"):
-        module(torch.randn(2, 5, requires_grad=True))
-
-
 def _frozen():
     return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).requires_grad_(False)
-
-
-@pytest.mark.parametrize("options", [{"debug": True}, {"checkpoint_impl": REENTRANT}], ids=str)
-def test_options_have_no_effect_where_nothing_requires_grad(options, monkeypatch):
-    """Neither of torch's ways is taken, and the result requires none."""
-    monkeypatch.setattr("ckpt_wrap.checkpointing._checkpoint._with_debug", None)
-    monkeypatch.setattr("ckpt_wrap.checkpointing._checkpoint.checkpoint_reentrant", None)
-    module = checkpoint_(_frozen(), **options)
-    assert not module(torch.ones(3, 2)).requires_grad
-    with pytest.raises(TypeError):
-        module(torch.ones(3, 2, requires_grad=True))
 
 
 def test_contexts_are_not_entered_where_nothing_requires_grad():
@@ -114,8 +90,8 @@ def test_torchs_debugging_goes_before_the_option(option, monkeypatch):
     """On and off."""
     taken = []
     monkeypatch.setattr(
-        "ckpt_wrap.checkpointing._checkpoint._with_debug",
-        lambda options, call, context, args, kwargs: taken.append(1),
+        "ckpt_wrap._checkpoint._with_debug",
+        lambda call, args, kwargs: taken.append(1),
     )
     module, x = checkpoint_(nn.Linear(2, 2), debug=option), torch.ones(1, 2, requires_grad=True)
     with set_checkpoint_debug_enabled(not option):

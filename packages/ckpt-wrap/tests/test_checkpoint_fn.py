@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ckpt_wrap import CheckpointImpl, OptionError, checkpoint_wrapper
-from ckpt_wrap.checkpointing._checkpoint_fn import (
+from ckpt_wrap._checkpoint_fn import (
     BoundCheckpointFn,
     make_checkpoint_fn,
 )
@@ -45,31 +45,6 @@ def _echo(function, *args, **kwargs):
 
 def _double(x, *, debug=1):
     return x * debug
-
-
-def test_options_are_bound_and_keywords_stay_keywords():
-    """Where no name is that of an option or a parameter."""
-    bound = BoundCheckpointFn(_echo, {"label": "mine"}, positional=False)
-    assert bound(len, 1, 2, x=3) == (len, (1, 2), {"label": "mine", "x": 3})
-    assert bound(len, 1) == (len, (1,), {"label": "mine"})
-
-
-def test_a_keyword_named_like_an_option_goes_by_position():
-    """The module still gets it by its name."""
-    bound = BoundCheckpointFn(_echo, {"debug": True}, positional=False)
-    function, args, kwargs = bound(_double, 4, debug=3)
-    assert (args, kwargs) == ((4, 3), {"debug": True})
-    assert function(*args) == 12
-
-
-def test_a_keyword_named_like_a_parameter_goes_by_position():
-    """The function's own parameter keeps its default."""
-
-    def own(function, *args, debug=None):
-        assert debug is None
-        return function(*args)
-
-    assert BoundCheckpointFn(own, {}, positional=False)(_double, 4, debug=3) == 12
 
 
 def test_all_keywords_go_by_position_where_tensors_are_looked_for_there():

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ckpt_wrap import OffloadError, OptionError, make_plan, offload_
-from ckpt_wrap.offload._disk_tier import DiskTier, remove_abandoned
+from ckpt_wrap._disk_tier import DiskTier, remove_abandoned
 
 
 class FullFile(contextlib.nullcontext):
@@ -54,7 +54,7 @@ def test_a_full_disk_is_an_error_in_forward_that_says_what_to_do(tmp_path, monke
     x = torch.randn(64, 64, requires_grad=True)
 
     with monkeypatch.context() as patch:
-        patch.setattr("ckpt_wrap.offload._disk_tier.open", FullFile, raising=False)
+        patch.setattr("ckpt_wrap._disk_tier.open", FullFile, raising=False)
         with pytest.raises(OffloadError) as error:
             module(x)
     assert str(error.value) == (
@@ -164,7 +164,7 @@ def test_a_folder_made_unwritable_meanwhile_is_an_error_of_forward(tmp_path, mon
     make_plan(model, lambda *_: True, action="offload", to=tmp_path).apply(model)
     x = torch.randn(64, 64, requires_grad=True)
     with monkeypatch.context() as patch:
-        patch.setattr("ckpt_wrap.offload._disk_tier.open", deny, raising=False)
+        patch.setattr("ckpt_wrap._disk_tier.open", deny, raising=False)
         with pytest.raises(OffloadError) as error:
             model(x)
     assert str(error.value) == (
@@ -213,15 +213,3 @@ def test_what_others_keep_in_a_shared_place_is_no_obstacle(tmp_path):
     module = offload_(nn.Tanh(), to=tmp_path)
     module(torch.randn(64, 64, requires_grad=True)).sum().backward()
     assert set(before) <= set(tmp_path.iterdir())
-
-
-def test_a_file_system_without_links_takes_a_handle_per_folder(tmp_path, monkeypatch):
-    """The folder is locked all the same."""
-
-    def no_links(*_):
-        raise OSError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr("ckpt_wrap.offload._disk_tier.os.link", no_links)
-    folder = DiskTier(tmp_path / "a").folder
-    remove_abandoned(tmp_path / "a")
-    assert folder.is_dir()

@@ -54,6 +54,12 @@ CASES = {
         ModuleError,
         f"ckpt_wrap.OffloadWrapper: {MODULE}",
     ),
+    "list of modules": (
+        lambda: checkpoint_([]),
+        ModuleError,
+        "ckpt_wrap.checkpoint_: module is [] of type list, but it must be an nn.Module. Call it "
+        "for each module.",
+    ),
     "impl": (
         lambda: checkpoint_wrapper(nn.ReLU(), "REENTRANT"),
         OptionError,
@@ -63,9 +69,9 @@ CASES = {
     "unknown": (
         lambda: checkpoint_(nn.ReLU(), preserve_rng=True),
         OptionError,
-        "ckpt_wrap.checkpoint_: option 'preserve_rng' is unknown. Options that are not those of "
-        "torch.utils.checkpoint.checkpoint are only accepted together with checkpoint_fn=, which "
-        "receives them.",
+        "ckpt_wrap.checkpoint_: option 'preserve_rng' is unknown. Did you mean "
+        "'preserve_rng_state'? Options that are not those of torch.utils.checkpoint.checkpoint "
+        "are only accepted together with checkpoint_fn=, which receives them.",
     ),
     "use_reentrant": (
         lambda: checkpoint_(nn.ReLU(), use_reentrant=1),
@@ -231,6 +237,46 @@ def test_messages(case):
     call, error, message = CASES[case]
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         call()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda model: make_plan(model, nn.ReLU),
+            PolicyError,
+            r"rule is .*Pass lambda name, module: isinstance\(module, ReLU\)",
+        ),
+        (
+            lambda model: make_plan(model, lambda module: True),
+            PolicyError,
+            "rule is .* must be a function of a name and a module",
+        ),
+        (
+            lambda model: apply_activation_checkpointing(model, check_fn=nn.ReLU),
+            OptionError,
+            "option 'check_fn' is .* must be a function of a module",
+        ),
+        (
+            lambda model: apply_activation_checkpointing(
+                model, checkpoint_wrapper_fn=checkpoint_wrapper(nn.ReLU())
+            ),
+            OptionError,
+            "option 'checkpoint_wrapper_fn' is CheckpointWrapper",
+        ),
+        (
+            lambda model: checkpoint_(model, context_fn=torch.no_grad()),
+            OptionError,
+            "option 'context_fn' is .* must be a function that returns two context managers",
+        ),
+    ],
+)
+def test_a_class_or_another_call_in_place_of_a_function(call, error, message):
+    """Refused before anything is changed."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    with pytest.raises(error, match=message):
+        call(model)
+    assert [type(module) for module in model.modules()] == [nn.Sequential, nn.Linear, nn.ReLU]
 
 
 def test_a_lambda_is_not_a_module():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ckpt_wrap.offload._host_tier import StreamLink
+from ckpt_wrap._host_tier import HostTier
 
 from ._devices import (
     ON_AN_ACCELERATOR,
@@ -31,7 +31,7 @@ def stored(link, where):
 
 def test_what_another_stream_read_is_not_handed_out_before_it_did():
     """Memory of the storage's stream, read on another: the owner's next tensor may not have it."""
-    link, side = StreamLink(), torch.Stream(device())
+    link, side = HostTier(), torch.Stream(device())
     out = stored(link, device())
     main = torch.accelerator.current_stream(device())
     simulate(**SLOW_COPIES)
@@ -50,7 +50,7 @@ def test_what_another_stream_read_is_not_handed_out_before_it_did():
 @TWO
 def test_a_copy_leaves_the_current_device_and_streams_alone():
     """Those of the thread that happens to start it are for its own work."""
-    link, own = StreamLink(), torch.Stream(device(0))
+    link, own = HostTier(), torch.Stream(device(0))
     before = torch.accelerator.current_device_index()
     torch.accelerator.set_device_index(1)
     try:
@@ -66,7 +66,7 @@ def test_a_copy_leaves_the_current_device_and_streams_alone():
 
 def test_the_host_goes_on_while_a_copy_is_under_way():
     """Its memory is pinned: a copy to any other is one that a device has the host wait for."""
-    copy = StreamLink().copy_out(torch.ones(NBYTES, dtype=torch.uint8, device=device()))
+    copy = HostTier().copy_out(torch.ones(NBYTES, dtype=torch.uint8, device=device()))
     assert copy.host.is_pinned()
     copy.release()
 
@@ -75,7 +75,7 @@ def test_the_host_goes_on_while_a_copy_is_under_way():
 @pytest.mark.parametrize("way", ["out", "in"])
 def test_the_device_goes_on_while_a_copy_is_under_way(way):
     """What its stream computes next is done first: a copy is on a stream of its own."""
-    link, source = StreamLink(), torch.ones(NBYTES, dtype=torch.uint8, device=device())
+    link, source = HostTier(), torch.ones(NBYTES, dtype=torch.uint8, device=device())
     out = stored(link, device())
     simulate(**SLOW_COPIES)
     copy = link.copy_out(source) if way == "out" else link.copy_in(out)

@@ -6,10 +6,9 @@ from collections import OrderedDict
 
 import pytest
 from torch import nn
-from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
 
-from ckpt_wrap import checkpoint_wrapper, clean_name, clean_state_dict, offload_wrapper
-from ckpt_wrap.modules._names import PREFIX, clean_in_place, innermost, is_wrapper
+from ckpt_wrap import checkpoint_wrapper, clean_name, clean_state_dict
+from ckpt_wrap._wrapper import PREFIX
 
 WRAPPED = "_checkpoint_wrapped_module"
 
@@ -49,23 +48,3 @@ def test_versions_come_along_and_the_modules_counts():
     state._metadata = {"": {"version": 1}, "0": {"version": 1}, f"0.{WRAPPED}": {"version": 7}}
     assert clean_state_dict(state)._metadata == {"": {"version": 1}, "0": {"version": 7}}
     assert not hasattr(clean_state_dict({}), "_metadata")
-
-
-def test_cleaning_in_place_keeps_the_order_of_all_keys():
-    """Where one has the prefix, and where none has."""
-    state = {"a": 1, f"b.{PREFIX}w": 2, "c": 3}
-    clean_in_place(state)
-    assert list(state.items()) == [("a", 1), ("b.w", 2), ("c", 3)]
-    clean_in_place(state)
-    assert list(state.items()) == [("a", 1), ("b.w", 2), ("c", 3)]
-
-
-def test_innermost_is_within_all_wrappers():
-    """This package's and torch's, in any order; a plain module is its own."""
-    module = nn.Linear(2, 2)
-    wrapped = offload_wrapper(torchs.checkpoint_wrapper(checkpoint_wrapper(module)))
-    assert innermost(wrapped) is module
-    assert innermost(module) is module
-    assert innermost(nn.Sequential(wrapped))[0] is wrapped
-    assert is_wrapper(wrapped)
-    assert not is_wrapper(nn.Sequential(wrapped))

@@ -21,7 +21,7 @@ from ckpt_wrap import (
     offload_stats,
     offload_wrapper,
 )
-from ckpt_wrap.offload._offload import OffloadCall
+from ckpt_wrap._offload import OffloadCall
 
 
 class Feed(nn.Module):

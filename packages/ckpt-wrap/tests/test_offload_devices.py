@@ -14,9 +14,8 @@ import time
 import pytest
 import torch
 
-from ckpt_wrap import OffloadError, OffloadOptions, checkpoint_, offload_, offload_stats
-from ckpt_wrap.offload import _host_tier
-from ckpt_wrap.offload._offload_scheduler import scheduler_for
+from ckpt_wrap import OffloadError, OffloadOptions, _host_tier, checkpoint_, offload_, offload_stats
+from ckpt_wrap._offload_scheduler import scheduler_for
 
 from ._devices import (
     FAR_AHEAD,
@@ -216,14 +215,14 @@ def test_two_threads_that_read_one_storage_fetch_it_once(monkeypatch):
     kept = [o for o in gc.get_objects() if type(o).__name__ == "OffloadedStorage"]
     storages = [s for s in kept if s.source is None and s.stored is not None]
     assert storages
-    real, calls = _host_tier.StreamLink.copy_in, []
+    real, calls = _host_tier.HostTier.copy_in, []
 
     def copy_in(self, out):
         calls.append(out)
         time.sleep(0.05)
         return real(self, out)
 
-    monkeypatch.setattr(_host_tier.StreamLink, "copy_in", copy_in)
+    monkeypatch.setattr(_host_tier.HostTier, "copy_in", copy_in)
     threads = [threading.Thread(target=storages[0].read) for _ in range(4)]
     for thread in threads:
         thread.start()

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from ckpt_wrap import OffloadError, OffloadOptions
-from ckpt_wrap.offload._host_tier import HostTier
-from ckpt_wrap.offload._offload import Offload
-from ckpt_wrap.offload._offload_scheduler import CallOrder, OffloadScheduler
+from ckpt_wrap._host_tier import HostTier
+from ckpt_wrap._offload import Offload
+from ckpt_wrap._offload_scheduler import CallOrder, OffloadScheduler
 
 
 class ManualCopy:
@@ -40,6 +40,7 @@ class ManualLink:
     """Copies at once, but says it has only when told; notes every call."""
 
     idle = False
+    place = HostTier.place
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -68,7 +69,7 @@ def link():
 
 def _offload(link, **options):
     chosen = OffloadOptions(**{"min_bytes": 0, **options})
-    return Offload(chosen, OffloadScheduler(HostTier(link), chosen))
+    return Offload(chosen, OffloadScheduler(link, chosen))
 
 
 def _leaving_bytes(offload):
@@ -315,7 +316,7 @@ def test_what_is_packed_unpacks_like_torchs_own(link):
         def __init__(self, pack, unpack):
             super().__init__(lambda t: packed.append(pack(t)) or packed[-1], unpack)
 
-    import ckpt_wrap.offload._offload as module
+    import ckpt_wrap._offload as module
 
     module.saved_tensors_hooks = Noting
     try:
@@ -372,7 +373,7 @@ def test_threads_that_settle_one_order_let_go_of_each_source_once():
 def test_each_thread_has_orders_of_its_own():
     """Rule 3: what another thread runs forward neither delays storages nor holds them."""
     scheduler, where = (
-        OffloadScheduler(HostTier(ManualLink()), OffloadOptions()),
+        OffloadScheduler(ManualLink(), OffloadOptions()),
         torch.device("cpu"),
     )
     calls = [scheduler.begin(where)]

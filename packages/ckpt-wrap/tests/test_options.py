@@ -15,8 +15,9 @@ from ckpt_wrap import (
     checkpoint_,
     checkpoint_wrapper,
 )
-from ckpt_wrap.checkpointing._checkpoint_fn import make_checkpoint_fn
-from ckpt_wrap.checkpointing._options import CheckpointOptions, require_module
+from ckpt_wrap._checkpoint_fn import make_checkpoint_fn
+from ckpt_wrap._errors import require_module
+from ckpt_wrap._options import CheckpointOptions
 
 NO_REENTRANT, REENTRANT = CheckpointImpl.NO_REENTRANT, CheckpointImpl.REENTRANT
 
@@ -104,7 +105,7 @@ def test_use_reentrant_chooses_the_implementation(value, impl):
     assert checkpoint_wrapper(nn.ReLU(), use_reentrant=value).checkpoint_impl is impl
     x = torch.ones(1, 2, requires_grad=True)
     node = checkpoint_(nn.Linear(2, 2), use_reentrant=value)(x).grad_fn
-    assert type(node).__name__.startswith("ReentrantCheckpoint") is value
+    assert ("Reentrant" in type(node).__name__) is value
 
 
 def test_use_reentrant_against_checkpoint_impl_is_refused():

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ckpt_wrap import CheckpointImpl, checkpoint_, is_checkpointing, is_recomputing
-from ckpt_wrap._phase import FirstRun, SecondRun
+from ckpt_wrap._ambient import first_run, second_run
 
 
 def test_is_recomputing_only_while_recomputing(wrap):
@@ -73,7 +73,7 @@ class Asks(nn.Module):
 def test_another_thread_is_in_no_run():
     """What it saves is kept."""
     seen = []
-    with SecondRun():
+    with second_run():
         thread = threading.Thread(
             target=lambda: seen.append((is_recomputing(), is_checkpointing()))
         )
@@ -86,6 +86,6 @@ def test_compiled_code_is_the_same_in_both_runs():
     """Compiled code gets False in both runs, and its question is not noted."""
     note = Note()
     compiled = torch.compile(Asks(), backend="eager", fullgraph=True)
-    with SecondRun(), FirstRun(note):
+    with second_run(), first_run(note):
         assert not compiled(1)
     assert not note.asked

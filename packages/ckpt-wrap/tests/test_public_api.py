@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import pkgutil
 import subprocess
 import sys
 import typing
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 
 import pytest
 import torch.distributed.algorithms._checkpoint.checkpoint_wrapper as source
 
 import ckpt_wrap
-from ckpt_wrap.checkpointing._call import Call
-from ckpt_wrap.checkpointing._module_state import _Entry
-from ckpt_wrap.checkpointing._options import CheckpointOptions
+from ckpt_wrap._options import CheckpointOptions
 
 PUBLIC = [
     "ActivationWrapper",
@@ -60,18 +56,6 @@ def test_constants_that_code_takes_from_torchs_module_are_here():
     """FSDP and trainers clean names with them."""
     assert ckpt_wrap._CHECKPOINT_PREFIX == source._CHECKPOINT_PREFIX
     assert ckpt_wrap._CHECKPOINT_WRAPPED_MODULE == source._CHECKPOINT_WRAPPED_MODULE
-
-
-def test_values_cannot_be_changed_and_take_no_dict():
-    """They are shared by modules and threads, and thousands may wait for a backward."""
-    found = set()
-    for item in pkgutil.walk_packages(ckpt_wrap.__path__, "ckpt_wrap."):
-        members = vars(importlib.import_module(item.name)).values()
-        found |= {kind for kind in members if inspect.isclass(kind) and is_dataclass(kind)}
-    assert {ckpt_wrap.Plan, ckpt_wrap.Step} <= found
-    changeable = {kind for kind in found if not kind.__dataclass_params__.frozen}
-    assert changeable == {Call, _Entry}  # notes of one call
-    assert not {kind for kind in found if "__dict__" in dir(kind)}
 
 
 def test_options_are_named_and_have_these_defaults():
@@ -131,29 +115,3 @@ def test_import_loads_nothing_but_the_package():
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     ).stdout.split()
     assert loaded == ["ckpt_wrap"]
-
-
-def test_what_not_everyone_needs_waits_until_it_is_asked_for():
-    """Who wraps by hand loads no plan."""
-    code = (
-        "import sys, ckpt_wrap; early = set(sys.modules)\n"
-        "ckpt_wrap.checkpoint_layers_, ckpt_wrap.apply_activation_checkpointing\n"
-        "print(*sorted(set(sys.modules) - early))\n"
-        "print(*sorted(early))"
-    )
-    lines = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    ).stdout.splitlines()
-    later, early = (set(line.split()) for line in lines)
-    waiting = {f"ckpt_wrap.{name}" for name in ("_plan", "_apply", "_layers")}
-    assert waiting <= later
-    assert not waiting & early
-
-
-def test_names_that_wait_are_listed_and_others_are_no_attributes():
-    """As if they had been imported: each is loaded once, and what is misspelt is an error."""
-    name = "make_plan"
-    assert set(ckpt_wrap.__all__) <= set(dir(ckpt_wrap))
-    assert getattr(ckpt_wrap, name) is vars(ckpt_wrap)[name]
-    with pytest.raises(AttributeError, match=f"module 'ckpt_wrap' has no attribute '{name}x'"):
-        getattr(ckpt_wrap, f"{name}x")

@@ -69,12 +69,12 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
-def ours(strategy: str) -> nn.Module:
+def ours(*, reshard: bool) -> nn.Module:
     """One unit per block, and one around them."""
     model = Model()
     for block in model.blocks:
-        flat_param.fully_shard(block, strategy=strategy)
-    return flat_param.fully_shard(model, strategy=strategy)
+        flat_param.fully_shard(block, reshard_after_forward=reshard)
+    return flat_param.fully_shard(model, reshard_after_forward=reshard)
 
 
 def fsdp1(strategy: ShardingStrategy, *, use_orig_params: bool) -> nn.Module:
@@ -98,8 +98,8 @@ def fsdp2(*, reshard: bool) -> nn.Module:
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "local, no communication": Model,
-    "flat-param FULL_SHARD": lambda: ours("FULL_SHARD"),
-    "flat-param SHARD_GRAD_OP": lambda: ours("SHARD_GRAD_OP"),
+    "flat-param reshard": lambda: ours(reshard=True),
+    "flat-param no reshard": lambda: ours(reshard=False),
     "FSDP1 FULL_SHARD flat": lambda: fsdp1(ShardingStrategy.FULL_SHARD, use_orig_params=False),
     "FSDP1 FULL_SHARD orig": lambda: fsdp1(ShardingStrategy.FULL_SHARD, use_orig_params=True),
     "FSDP1 SHARD_GRAD_OP orig": lambda: fsdp1(ShardingStrategy.SHARD_GRAD_OP, use_orig_params=True),
@@ -157,8 +157,8 @@ def worker(rank: int, store: str, rounds: int, steps: int) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD)
     built = {name: make_step(build, rank) for name, build in MODELS.items()}
     todo = {name: step for name, (_, step) in built.items()}
-    todo["raw collectives FULL_SHARD"] = raw_collectives(2)
-    todo["raw collectives SHARD_GRAD_OP"] = raw_collectives(1)
+    todo["raw collectives reshard"] = raw_collectives(2)
+    todo["raw collectives no reshard"] = raw_collectives(1)
     for step in todo.values():
         timed(step, 2)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in todo}
@@ -185,11 +185,11 @@ def report(times: dict[str, float], kind: str) -> None:
     peers = {name: value for name, value in times.items() if name.startswith("FSDP")}
     for name, value in times.items():
         print(f"{name:32s} {value:8.1f} ms")
-    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
-        mine = times[f"flat-param {strategy}"]
-        limit = times["local, no communication"] + times[f"raw collectives {strategy}"]
+    for way in ("reshard", "no reshard"):
+        mine = times[f"flat-param {way}"]
+        limit = times["local, no communication"] + times[f"raw collectives {way}"]
         ratios = ", ".join(f"{name} {mine / value:.2f}" for name, value in peers.items())
-        print(f"{strategy}: {mine / limit:.2f} of local + raw; of {ratios}")
+        print(f"{way}: {mine / limit:.2f} of local + raw; of {ratios}")
 
 
 if __name__ == "__main__":

@@ -17,12 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from flat_param import (
     FlatParamHandle,
-    MixedPrecision,
     ParamSpec,
-    Strategy,
     flat_params_of,
     fully_shard,
     plan_layout,
@@ -30,7 +29,7 @@ from flat_param import (
 from flat_param.comm._comm import CommLog, Communicator, Pending
 from flat_param.comm._groups import CommGroups
 from flat_param.layout._layout import Segment
-from flat_param.layout._strategy import UnitOptions
+from flat_param.layout._options import Precision, UnitOptions
 from flat_param.sharded._sharded_params import ShardedParams
 
 torch.set_num_threads(1)
@@ -101,9 +100,9 @@ def group_of_one() -> Iterator[None]:
 def pair(group_of_one: None) -> nn.Module:
     """Two units in one around them, which compute in float64."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    precise = MixedPrecision(param_dtype=torch.float64)
+    precise = MixedPrecisionPolicy(param_dtype=torch.float64)
     for each in (model[0], model[1], model):
-        fully_shard(each, mixed_precision=precise)
+        fully_shard(each, mp_policy=precise)
     return model
 
 
@@ -164,12 +163,9 @@ def parts_of_ranks() -> Callable[..., list[ShardedParams]]:
         layout = plan_layout(specs, align_bytes=16)
         segment = Segment("all", trainable, layout)
         chosen = {
-            "strategy": Strategy.FULL_SHARD,
-            "mixed_precision": MixedPrecision(),
+            "precision": Precision(),
             "boundary": "element",
             "cpu_offload": False,
-            "forward_prefetch": True,
-            "backward_prefetch": True,
         }
         tables: tuple[list[Any], list[Any]] = ([], [])
 

@@ -22,7 +22,7 @@ CLAIMS = (
     "another_order_is_named",
     "another_setting_is_named",
     "another_shape_is_named",
-    "another_strategy_is_named",
+    "another_mesh_is_named",
     "another_stride_is_named",
     "frozen_on_one_rank_is_named",
     "missing_parameter_is_named",

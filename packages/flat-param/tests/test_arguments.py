@@ -13,31 +13,30 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from flat_param import (
     LayoutError,
-    MixedPrecision,
     ParameterError,
+    ShardedModule,
     StateError,
-    Strategy,
     fully_shard,
 )
+from flat_param.layout._options import Precision
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "strategy": ({"strategy": "full_shard"}, LayoutError, "strategy is 'full_shard', but it must"),
     "precision": (
-        {"mixed_precision": torch.bfloat16},
+        {"mp_policy": torch.bfloat16},
         StateError,
-        "mixed_precision is torch.bfloat16, but it has a dtype for each purpose",
+        "mp_policy is torch.bfloat16, but it must be a policy of torch",
     ),
-    "policy": (
-        {"mp_policy": MixedPrecision()},
-        StateError,
-        "but it has a dtype for each purpose. Pass torch.distributed.fsdp.MixedPrecisionPolicy",
+    "dtype": (
+        {"mp_policy": MixedPrecisionPolicy(output_dtype=torch.int64)},
+        LayoutError,
+        "output_dtype of mp_policy is torch.int64, but torch computes in floating point",
     ),
-    "two precisions": (
-        {"mp_policy": MixedPrecisionPolicy(), "mixed_precision": MixedPrecision()},
-        StateError,
-        "both mp_policy and mixed_precision are given",
+    "small dtype": (
+        {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float8_e4m3fn)},
+        LayoutError,
+        "param_dtype of mp_policy is torch.float8_e4m3fn, but torch computes in floating point",
     ),
     "offload": (
         {"offload_policy": "cpu"},
@@ -76,12 +75,18 @@ def test_wrong_arguments_are_refused_by_name(
     assert type(module) is nn.Linear
 
 
+LINEAR = nn.Linear(2, 2)
+
+
 @pytest.mark.parametrize(
     ("module", "text"),
     [
-        ([nn.Linear(2, 2)], "module is a list, but it must be one module"),
-        (torch.ones(2), "module is a Tensor, but it must be one module"),
-        (nn.Linear, "module is Linear, but it must be one module"),
+        ([], "the list of modules is empty"),
+        ([LINEAR, LINEAR], "a Linear of the list is inside another module of the list"),
+        ([LINEAR, nn.Sequential(LINEAR)], "a Linear of the list is inside another module"),
+        ([LINEAR, torch.ones(2)], "module is a Tensor, but it must be a module or a list"),
+        (torch.ones(2), "module is a Tensor, but it must be a module or a list of modules"),
+        (nn.Linear, "module is Linear, but it must be a module or a list of modules"),
         (nn.ModuleList([nn.Linear(2, 2)]), "ModuleList has no forward"),
         (nn.ParameterDict({"a": torch.ones(2)}), "ParameterDict has no forward"),
     ],
@@ -115,18 +120,16 @@ def test_gradient_of_the_whole_parameter_is_refused() -> None:
 
 def test_precision_may_be_left_out() -> None:
     """Everything keeps its dtype."""
-    module = fully_shard(nn.Linear(2, 2), mixed_precision=None)
-    assert module._flat_param.options.mixed_precision == MixedPrecision()
+    module = fully_shard(nn.Linear(2, 2), mp_policy=None)
+    assert module._flat_param.options.precision == Precision()
 
 
 def test_policy_of_fsdp2_says_the_same() -> None:
     """All four of its fields."""
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float64, False)
     module = fully_shard(nn.Linear(2, 2), mp_policy=policy)
-    expected = MixedPrecision(
-        torch.bfloat16, torch.float32, cast_forward_inputs=False, output_dtype=torch.float64
-    )
-    assert module._flat_param.options.mixed_precision == expected
+    expected = Precision(torch.bfloat16, torch.float32, torch.float64, cast_forward_inputs=False)
+    assert module._flat_param.options.precision == expected
 
 
 @pytest.mark.parametrize(
@@ -143,10 +146,19 @@ def test_offload_policy_of_fsdp2_says_the_same(policy: Any, offloads: bool, pins
     assert (options.cpu_offload, options.pin_memory) == (offloads, pins)
 
 
-@pytest.mark.parametrize(
-    ("shape", "strategy"), [((1,), Strategy.FULL_SHARD), ((1, 1), Strategy.HYBRID_SHARD)]
-)
-def test_mesh_says_the_strategy(shape: tuple[int, ...], strategy: Strategy) -> None:
-    """One with two axes has copies."""
+@pytest.mark.parametrize("shape", [(1,), (1, 1)])
+def test_meshes_of_one_rank_shard_nothing(shape: tuple[int, ...]) -> None:
+    """Parameters keep their shape."""
     module = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", shape))
-    assert module._flat_param.options.strategy is strategy
+    assert module.weight.shape == (2, 2)
+    assert module._flat_param.comms.world_size == 1
+
+
+def test_list_becomes_one_unit() -> None:
+    """It is returned, and its modules share a unit."""
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    assert fully_shard(layers) is layers
+    assert layers[0]._flat_param is layers[1]._flat_param
+    assert all(isinstance(layer, ShardedModule) for layer in layers)
+    layers[1](layers[0](torch.ones(1, 2))).sum().backward()
+    assert all(layer.weight.grad is not None for layer in layers)

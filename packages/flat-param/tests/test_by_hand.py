@@ -11,18 +11,19 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from flat_param import MixedPrecision, ParameterError, StateError, fully_shard
+from flat_param import ParameterError, StateError, fully_shard
 from flat_param.sharded._by_hand import units_at_rest, units_below
 from flat_param.sharded._half_sharded import half_sharded
 from flat_param.sharded._unit import Unit
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
-PRECISE = MixedPrecision(param_dtype=torch.float64)
+PRECISE = MixedPrecisionPolicy(param_dtype=torch.float64)
 
 
 def _layer() -> nn.Module:
-    return fully_shard(nn.Linear(4, 3), mixed_precision=PRECISE)
+    return fully_shard(nn.Linear(4, 3), mp_policy=PRECISE)
 
 
 def _x() -> Tensor:
@@ -148,7 +149,7 @@ class Chain(Asks):
 
 def test_unit_that_computes_is_whole_and_is_not_freed() -> None:
     """Asking for it does nothing; freeing it is refused by its name and the pass's."""
-    model = fully_shard(Asks(), mixed_precision=PRECISE)
+    model = fully_shard(Asks(), mp_policy=PRECISE)
     texts = []
 
     def ask() -> None:
@@ -174,8 +175,8 @@ def test_inner_unit_is_named_and_others_may_be_freed() -> None:
     """One that backward is done with, and one that it has not come to, where it says so."""
     model = Chain()
     for layer in (model.inner, model.last):
-        fully_shard(layer, mixed_precision=PRECISE)
-    model, freed = fully_shard(model, mixed_precision=PRECISE), []
+        fully_shard(layer, mp_policy=PRECISE)
+    model, freed = fully_shard(model, mp_policy=PRECISE), []
 
     def ask() -> None:
         model.last.reshard()
@@ -199,8 +200,8 @@ def test_freed_units_are_gathered_ahead_in_backward() -> None:
     """As those are that a strategy frees."""
     model = Chain()
     for layer in (model.inner, model.last):
-        fully_shard(layer, mixed_precision=PRECISE)
-    model, ahead = fully_shard(model, mixed_precision=PRECISE), []
+        fully_shard(layer, mp_policy=PRECISE)
+    model, ahead = fully_shard(model, mp_policy=PRECISE), []
     model.set_reshard_after_forward(False)
     loss = model(_x()).sum()
     for layer in (model.inner, model.last):
@@ -241,7 +242,7 @@ def test_units_at_rest_are_freed_and_have_taken_what_was_put_there() -> None:
 @pytest.mark.parametrize("use", ["forward", "reshard"])
 def test_what_was_stopped_is_settled_first(use: str) -> None:
     """A backward that failed: units can be gathered and freed by hand at once."""
-    model = fully_shard(Asks(), mixed_precision=PRECISE)
+    model = fully_shard(Asks(), mp_policy=PRECISE)
     y = model(_x())
     model.ask = lambda: 1 // 0  # type: ignore[assignment, return-value]
     with pytest.raises(ZeroDivisionError):

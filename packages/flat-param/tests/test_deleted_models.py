@@ -13,6 +13,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import flat_param
 
@@ -100,12 +101,13 @@ def failed(net: nn.Module) -> None:
         flat_param.flatten(net)
 
 
-def sharded(strategy: str, *, trains: bool = True) -> Callable[[nn.Module], None]:
+def sharded(way: str, *, trains: bool = True) -> Callable[[nn.Module], None]:
     """Two units, with an optimizer."""
 
     def make(net: nn.Module) -> None:
+        mesh = init_device_mesh("cpu", (1, 1)) if way == "replicated" else None
         for each in (net[0], net):  # type: ignore[index]
-            flat_param.fully_shard(each, strategy=strategy)
+            flat_param.fully_shard(each, mesh=mesh, reshard_after_forward=way != "ZeRO-2")
         optimizer = torch.optim.AdamW(net.parameters())
         if trains:
             train(net)
@@ -122,8 +124,8 @@ def handled(net: nn.Module) -> None:
 WAYS = {
     **{way.__name__: way for way in (flattened, trained, stepped_over_chunks, moved, copied)},
     **{way.__name__: way for way in (unflattened, stopped, failed, handled)},
-    **{each: sharded(each) for each in ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD")},
-    "sharded alone": sharded("FULL_SHARD", trains=False),
+    **{each: sharded(each) for each in ("replicated", "ZeRO-2", "ZeRO-3")},
+    "sharded alone": sharded("ZeRO-3", trains=False),
 }
 
 
@@ -141,13 +143,13 @@ def test_deleted_model_is_collected(group_of_one: None, way: str) -> None:
 
 def shown(net: nn.Module) -> None:
     """Sharded, and gathered by hand."""
-    sharded("FULL_SHARD")(net)
+    sharded("ZeRO-3")(net)
     net.unshard()  # type: ignore[operator]
 
 
 def saved(net: nn.Module) -> None:
     """Sharded, with state dicts taken and loaded."""
-    sharded("FULL_SHARD")(net)
+    sharded("ZeRO-3")(net)
     optimizer = torch.optim.AdamW(net.parameters())
     train(net)
     optimizer.step()
@@ -157,7 +159,7 @@ def saved(net: nn.Module) -> None:
 
 def failed_in_forward(net: nn.Module) -> None:
     """Sharded, and called with too wide an input."""
-    sharded("FULL_SHARD")(net)
+    sharded("ZeRO-3")(net)
     found = False
     try:  # pytest.raises keeps the frame, and with it the module
         net(torch.ones(2, 3))
@@ -167,7 +169,7 @@ def failed_in_forward(net: nn.Module) -> None:
 
 
 AT_ONCE: dict[str, Callable[[nn.Module], None]] = {
-    **{way: WAYS[way] for way in ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "sharded alone")},
+    **{way: WAYS[way] for way in ("replicated", "ZeRO-2", "ZeRO-3", "sharded alone")},
     **{way.__name__: way for way in (shown, saved, failed_in_forward)},
 }
 

@@ -62,12 +62,12 @@ def test_unit_on_two_devices_names_a_parameter_of_each():
     homes = (torch.device("cpu"), torch.device("meta"), torch.device("cuda", 0))
     params = tuple(SimpleNamespace(device=home, is_meta=home.type == "meta") for home in homes)
     with pytest.raises(fp.ParameterError) as raised:
-        one_device(specs, params)
+        one_device(specs, params, None)
     assert str(raised.value) == (
         "flat_param.fully_shard: parameter 'c' is on cuda:0 and 'a' on cpu, but a unit computes "
-        "on one device. Pass device=, or move the module first."
+        "on one device. Move the module first."
     )
-    assert one_device(specs[:2], params[:2]) == torch.device("cpu")
+    assert one_device(specs[:2], params[:2], None) == torch.device("cpu")
 
 
 def test_flatten_refuses_a_module_without_parameters():

@@ -35,7 +35,7 @@ def _wait(rank: int, label: str) -> Wait:
 def kills(ranks: Any, run: Callable[..., Any]) -> dict[Any, Any]:
     """One for each case, all at the same time, since survivors wait for seconds."""
     found = {
-        (world, victim): run(world, "killed_step", (victim, "FULL_SHARD"), TIMEOUT_S, (victim,))
+        (world, victim): run(world, "killed_step", (victim, "ZeRO-3"), TIMEOUT_S, (victim,))
         for world, victim in KILLS
     }
     ranks.ahead(list(found.values()))

@@ -9,20 +9,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from flat_param import MixedPrecision, ParameterError, StateError, fully_shard, save_sharded
+from flat_param import ParameterError, StateError, fully_shard, save_sharded
 from flat_param.sharded._full_params import (
     local_state,
     named_sites,
 )
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
-PRECISE = MixedPrecision(param_dtype=torch.float64)
+PRECISE = MixedPrecisionPolicy(param_dtype=torch.float64)
 ROWS = torch.ones(2, 4)
 
 
 def _layer() -> nn.Module:
-    return fully_shard(nn.Linear(4, 3), mixed_precision=PRECISE)
+    return fully_shard(nn.Linear(4, 3), mp_policy=PRECISE)
 
 
 class Tied(nn.Module):
@@ -44,8 +45,8 @@ class Tied(nn.Module):
 def _nested() -> nn.Module:
     """A unit with tied weights inside of another."""
     model = nn.Sequential(nn.Linear(4, 4), Tied())
-    fully_shard(model[1], mixed_precision=PRECISE)
-    return fully_shard(model, mixed_precision=PRECISE)
+    fully_shard(model[1], mp_policy=PRECISE)
+    return fully_shard(model, mp_policy=PRECISE)
 
 
 def _values(model: nn.Module) -> dict[str, Tensor]:
@@ -227,7 +228,7 @@ TEXT = "called inside forward or backward"
 @pytest.mark.parametrize("use", ["whole_params", "state_dict"])
 def test_steps_refuse_whole_parameters(use: str) -> None:
     """In forward and in backward; after that they can be had again."""
-    layer = fully_shard(Asks(4, 4), mixed_precision=PRECISE)
+    layer = fully_shard(Asks(4, 4), mp_policy=PRECISE)
 
     def ask(*_: object) -> None:
         with pytest.raises(StateError, match=re.escape(TEXT)):
@@ -244,7 +245,7 @@ def test_steps_refuse_whole_parameters(use: str) -> None:
 
 def test_stopped_backward_does_not_refuse_what_follows() -> None:
     """What was stopped is settled first."""
-    layer = fully_shard(Asks(4, 4), mixed_precision=PRECISE)
+    layer = fully_shard(Asks(4, 4), mp_policy=PRECISE)
     layer.ask = lambda *grads: 1 / 0 if grads else None
     with pytest.raises(ZeroDivisionError):
         layer(ROWS.double()).sum().backward()

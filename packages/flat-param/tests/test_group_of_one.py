@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-
-import flat_param
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 WORKERS = Path(__file__).parent / "workers"
 OF_UNITS = (*sorted(path.stem for path in WORKERS.glob("unit_*.py")), "hooks")
@@ -99,10 +98,10 @@ def test_claim_holds_where_whole_parameters_are_made(
 ) -> None:
     """The same where the model computes in float64: its shards are gathered, and freed again."""
     module = worker(script)
-    precise = flat_param.MixedPrecision(param_dtype=torch.float64)
+    precise = MixedPrecisionPolicy(param_dtype=torch.float64)
 
     def sharded(*args: Any, **options: Any) -> torch.nn.Module:
-        return real(*args, **{"mixed_precision": precise, **options})
+        return real(*args, **{"mp_policy": precise, **options})
 
     real = worker("_harness").sharded
     monkeypatch.setattr(module, "sharded", sharded, raising=False)

@@ -36,7 +36,7 @@ def _values(module: nn.Module) -> dict[str, Tensor]:
 def test_values_are_those_of_one_process() -> None:
     """The same numbers, drawn in the same order."""
     module = _on_meta(lambda: nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), Scaled()))
-    materialize(module, device=None, init_fn=None)
+    materialize(module, device=torch.device("cpu"), init_fn=None)
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), Scaled())
     found = _values(module)
@@ -48,7 +48,7 @@ def test_parts_with_values_keep_them() -> None:
     module = _on_meta(Scaled)
     module.layer = layer = nn.Linear(3, 3)
     before = _values(layer)
-    materialize(module, device=None, init_fn=None)
+    materialize(module, device=torch.device("cpu"), init_fn=None)
     assert all(torch.equal(layer.state_dict()[name], value) for name, value in before.items())
     assert torch.equal(module.scale, torch.ones(3))
 
@@ -64,11 +64,11 @@ def test_stopped_in_the_middle_all_is_on_meta_again(error: type[BaseException]) 
             raise error
 
     with pytest.raises(error):
-        materialize(module, device=None, init_fn=stops)
+        materialize(module, device=torch.device("cpu"), init_fn=stops)
     state = module.state_dict(keep_vars=True)
     assert all(tensor.is_meta for tensor in state.values())
     assert {name: id(tensor) for name, tensor in state.items()} == before
-    materialize(module, device=None, init_fn=None)
+    materialize(module, device=torch.device("cpu"), init_fn=None)
     assert not any(tensor.is_meta for tensor in module.state_dict().values())
 
 
@@ -81,6 +81,6 @@ def test_tied_parameters_stay_tied() -> None:
         return module
 
     module = _on_meta(make)
-    materialize(module, device=None, init_fn=None)
+    materialize(module, device=torch.device("cpu"), init_fn=None)
     assert module[1].weight is module[0].weight
     assert not module[0].weight.is_meta

@@ -8,12 +8,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from flat_param import MixedPrecision, ParameterError, StateError, fully_shard
+from flat_param import ParameterError, StateError, fully_shard
 from flat_param.sharded._param_sites import ParamSite, ParamSites
 from flat_param.sharded._sharded_params import ShardedParams
 
-PRECISE = MixedPrecision(param_dtype=torch.float64)
+PRECISE = MixedPrecisionPolicy(param_dtype=torch.float64)
 Make = Callable[..., list[ShardedParams]]
 
 
@@ -39,7 +40,7 @@ def part(parts_of_ranks: Make) -> ShardedParams:
 @pytest.mark.usefixtures("group_of_one")
 def test_registry_has_parameters_outside_and_leaves_inside() -> None:
     """Both are made once: the same objects in every step."""
-    layer = fully_shard(nn.Linear(4, 3), mixed_precision=PRECISE)
+    layer = fully_shard(nn.Linear(4, 3), mp_policy=PRECISE)
     (part,) = layer._flat_param.parts
     param, leaf = layer.weight, part.leaves[0]
     inside = []
@@ -55,7 +56,7 @@ def test_registry_has_parameters_outside_and_leaves_inside() -> None:
 @pytest.mark.parametrize("value", [None, torch.ones(3, 5), torch.ones(12), torch.ones(())])
 def test_value_of_another_shape_is_refused_by_name(value: Tensor | None) -> None:
     """Also one that has as many elements, and none at all; the old one is back afterwards."""
-    layer = fully_shard(nn.Linear(4, 3), mixed_precision=PRECISE)
+    layer = fully_shard(nn.Linear(4, 3), mp_policy=PRECISE)
     param, before = layer.weight, layer.weight.detach().clone()
     layer.weight = None if value is None else nn.Parameter(value)
     shape = None if value is None else tuple(value.shape)

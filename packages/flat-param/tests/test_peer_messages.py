@@ -14,10 +14,10 @@ from flat_param.comm._peer_messages import PeerMessages
 TIMEOUT_S = 30
 MOVED = "parameters are torch.float64 on cpu"
 CASES = [
-    (2, "shape", "FULL_SHARD"),
-    (2, "to", "FULL_SHARD"),
-    (2, "to", "NO_SHARD"),
-    (4, "to", "HYBRID_SHARD"),
+    (2, "shape", "ZeRO-3"),
+    (2, "to", "ZeRO-3"),
+    (2, "to", "replicated"),
+    (4, "to", "HSDP"),
 ]
 
 
@@ -85,8 +85,8 @@ def test_another_change_is_named(on_rank: Callable[[int], PeerMessages]) -> None
 def runs(ranks: Any, run: Callable[..., Any]) -> dict[Any, Any]:
     """One for each case, all at the same time, since ranks wait for seconds before they leave."""
     found = {
-        (world, what, strategy): run(world, "one_sided", (what, strategy), TIMEOUT_S)
-        for world, what, strategy in CASES
+        (world, what, way): run(world, "one_sided", (what, way), TIMEOUT_S)
+        for world, what, way in CASES
     }
     ranks.ahead(list(found.values()))
     return found
@@ -95,13 +95,13 @@ def runs(ranks: Any, run: Callable[..., Any]) -> dict[Any, Any]:
 @pytest.mark.nightly
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "what", "strategy"), CASES)
+@pytest.mark.parametrize(("world", "what", "way"), CASES)
 def test_one_sided_change_is_an_error_on_every_rank(
-    ranks: Any, runs: dict[Any, Any], world: int, what: str, strategy: str
+    ranks: Any, runs: dict[Any, Any], world: int, what: str, way: str
 ) -> None:
     """All fail within the timeout, each with the words of the rank that changed."""
     words = MOVED if what == "to" else "'head.bias' was re-assigned with shape (3,)"
-    results = ranks.results_of(runs[world, what, strategy])
+    results = ranks.results_of(runs[world, what, way])
     for result in results:
         assert words in result["error"]
         assert result["seconds"] < TIMEOUT_S / 2

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flat_param import Blocks, MixedPrecision, ParamSpec, plan_shard
+from flat_param import Blocks, ParamSpec, plan_shard
 from flat_param._planned_part import parts_of
+from flat_param.layout._options import Precision
 
 BOUNDARIES = ("element", "row", "tensor", Blocks(8))
 SHAPES = st.lists(
@@ -51,9 +52,9 @@ def test_parameters_are_all_in_some_part(shapes, ways):
 @pytest.mark.parametrize("ways", [1, 2])
 def test_bytes_of_messages_and_buffers(ways):
     """A rank alone computes with its shard."""
-    half = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
+    half = Precision(torch.bfloat16, reduce_dtype=torch.float32)
     (part,) = parts_of(specs_of([(8, 8)]), ways, "element", 0)
-    assert part.gathered_bytes(MixedPrecision()) == (0 if ways == 1 else 64 * 4)
+    assert part.gathered_bytes(Precision()) == (0 if ways == 1 else 64 * 4)
     assert part.gathered_bytes(half) == 64 * 2
     assert part.message_bytes(half) == 64 * 2 // ways
     assert part.whole_grad_bytes(half) == 64 * 4
@@ -62,4 +63,4 @@ def test_bytes_of_messages_and_buffers(ways):
 def test_frozen_parts_have_no_gradients():
     """So none is whole at any time."""
     (part,) = parts_of(specs_of([(8, 8)], requires_grad=False), 2, "element", 0)
-    assert part.whole_grad_bytes(MixedPrecision()) == 0
+    assert part.whole_grad_bytes(Precision()) == 0

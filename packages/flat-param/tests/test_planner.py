@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import flat_param
 from flat_param import (
     Blocks,
     CommCount,
-    MixedPrecision,
     ParamSpec,
     StateElsewhere,
     UnitShape,
@@ -65,7 +65,7 @@ def test_collectives_full_shard_gather_inner_units_twice() -> None:
 def test_mixed_precision_halves_what_is_gathered() -> None:
     """Shards stay float32; what travels is bfloat16."""
     high = plan_training([BLOCK, ROOT], world_size=4)
-    low = plan_training([BLOCK, ROOT], world_size=4, mixed_precision=MixedPrecision(torch.bfloat16))
+    low = plan_training([BLOCK, ROOT], world_size=4, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     assert low.rank_bytes.params == high.rank_bytes.params
     assert 2 * low.rank_bytes.whole_params_peak == high.rank_bytes.whole_params_peak
     sent = [plan.collectives["all_gather"].wire_bytes for plan in (low, high)]
@@ -81,7 +81,7 @@ def test_one_rank_communicates_nothing() -> None:
 
 def test_copies_also_sum_over_copies() -> None:
     """Two copies of two shards of 52 and 4 floats; an agreement in a row, and one over rows."""
-    plan = plan_training([BLOCK, ROOT], world_size=2, strategy="HYBRID_SHARD", replicas=2)
+    plan = plan_training([BLOCK, ROOT], world_size=2, replicas=2)
     assert plan.collectives == {
         "all_gather": CommCount(3, (2 * 52 + 4) * 4),
         "reduce_scatter": CommCount(2, (52 + 4) * 4),
@@ -91,7 +91,7 @@ def test_copies_also_sum_over_copies() -> None:
 
 def test_whole_copies_sum_and_gather_nothing() -> None:
     """Without shards every rank has every parameter, and nothing is whole beside them."""
-    plan = plan_training([BLOCK, ROOT], world_size=4, strategy="NO_SHARD")
+    plan = plan_training([BLOCK, ROOT], world_size=1, replicas=4)
     assert plan.rank_bytes.params == (100 + 8) * 4
     assert plan.rank_bytes.whole_params_peak == 0
     assert plan.collectives == {
@@ -103,7 +103,7 @@ def test_parameters_that_stay_whole_are_gathered_once() -> None:
     """SHARD_GRAD_OP keeps all units whole, FULL_SHARD the outermost and the two largest inside."""
     small, large = (UnitShape(n, (ParamSpec("w", (s,), torch.float32),)) for n, s in _SIZES)
     units = [small, BLOCK, large, ROOT]
-    kept = plan_training(units, world_size=4, strategy="SHARD_GRAD_OP")
+    kept = plan_training(units, world_size=4, reshard_after_forward=False)
     freed = plan_training(units, world_size=4)
     whole = {"small": 4 * 4, "block": 4 * 28, "large": 4 * 52, "": 4 * 4}
     assert kept.rank_bytes.whole_params_peak == 4 * sum(whole.values())
@@ -129,20 +129,18 @@ def test_frozen_parameters_need_neither_gradients_nor_state() -> None:
 
 def test_one_rank_that_computes_in_another_dtype_has_whole_buffers() -> None:
     """100 and 8 numbers of two bytes, beside the shards."""
-    plan = plan_training([BLOCK, ROOT], world_size=1, mixed_precision=MixedPrecision(torch.half))
+    plan = plan_training([BLOCK, ROOT], world_size=1, mp_policy=MixedPrecisionPolicy(torch.half))
     assert plan.rank_bytes.whole_params_peak == (100 + 8) * 2
     assert plan.collectives == {}
 
 
-def test_gradients_are_kept_in_the_dtype_that_was_asked_for() -> None:
-    """Summed in one dtype; kept in it only on request."""
-    sums = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float64}
-    for keep, size in ((False, 4), (True, 8)):
-        precision = MixedPrecision(**sums, keep_low_precision_grads=keep)
-        plan = plan_training([BLOCK, ROOT], world_size=4, mixed_precision=precision)
-        assert plan.rank_bytes.grads == (28 + 4) * size
-        assert plan.collectives["reduce_scatter"].wire_bytes == 3 * (28 + 4) * 8
-        assert plan.rank_bytes.whole_grads_peak == 4 * (28 + 4) * 8
+def test_gradients_are_summed_in_the_reduce_dtype() -> None:
+    """They are kept in the parameters' dtype."""
+    precision = MixedPrecisionPolicy(torch.bfloat16, torch.float64)
+    plan = plan_training([BLOCK, ROOT], world_size=4, mp_policy=precision)
+    assert plan.rank_bytes.grads == (28 + 4) * 4
+    assert plan.collectives["reduce_scatter"].wire_bytes == 3 * (28 + 4) * 8
+    assert plan.rank_bytes.whole_grads_peak == 4 * (28 + 4) * 8
 
 
 def test_units_are_divided_as_by_nested_calls() -> None:
@@ -211,7 +209,7 @@ def test_very_large_model_is_planned_in_seconds() -> None:
 
 
 PLANNED = (
-    *("boundaries", "copies", "every_strategy", "mixed_precision"),
+    *("boundaries", "copies", "every_strategy", "mp_policy"),
     "state_elsewhere",
 )
 
@@ -234,16 +232,16 @@ def test_plan_is_what_is_counted(ranks: Callable[..., list[Any]], world: int, cl
 @pytest.mark.parametrize("world", [256, 1024, 16384])
 def test_plan_is_what_one_rank_of_thousands_does(world: int) -> None:
     """The program of the first rank, in torch's group in which nothing is sent."""
-    strategies = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD")
+    ways = ("replicated", "ZeRO-2", "ZeRO-3")
     found = subprocess.run(
-        [sys.executable, str(WORKERS / "one_of_many.py"), str(world), *strategies],
+        [sys.executable, str(WORKERS / "one_of_many.py"), str(world), *ways],
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert not found.returncode, found.stderr
-    for strategy, (counted, planned) in zip(strategies, json.loads(found.stdout), strict=True):
-        assert counted == planned, strategy
+    for way, (counted, planned) in zip(ways, json.loads(found.stdout), strict=True):
+        assert counted == planned, way
         assert counted["collectives"]["all_reduce"][0] >= 1
 
 
@@ -256,7 +254,7 @@ def test_microbatches_gather_again_and_are_summed_once() -> None:
     assert four.collectives["reduce_scatter"] == one.collectives["reduce_scatter"]
     assert one.rank_bytes.whole_grads_peak == 4 * (2 * 28 + 4) * 4
     assert four.rank_bytes.whole_grads_peak == 4 * (3 * 28 + 4) * 4
-    kept = plan_training([BLOCK, ROOT], world_size=4, strategy="SHARD_GRAD_OP", microbatches=4)
+    kept = plan_training([BLOCK, ROOT], world_size=4, reshard_after_forward=False, microbatches=4)
     assert kept.collectives["all_gather"].calls == 2
     with pytest.raises(flat_param.LayoutError) as raised:
         plan_training([ROOT], world_size=2, microbatches=0)
@@ -268,7 +266,7 @@ def test_microbatches_gather_again_and_are_summed_once() -> None:
 
 def test_what_is_between_copies_is_told_apart() -> None:
     """Sums of shards, and one agreement; the rest is inside a copy."""
-    plan = plan_training([BLOCK, ROOT], world_size=2, strategy="HYBRID_SHARD", replicas=4)
+    plan = plan_training([BLOCK, ROOT], world_size=2, replicas=4)
     sent = 2 * 3 * (52 + 4) * 4 // 4 + 2 * 3 * (2 + 8) // 4
     assert plan.between_copies == {"all_reduce": CommCount(3, sent)}
     assert plan_training([BLOCK, ROOT], world_size=2).between_copies == {}

@@ -14,14 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from flat_param import MixedPrecision, StateError, fully_shard
+from flat_param import StateError, fully_shard
 from flat_param._torch_compat import at_end_of_backward
 from flat_param.sharded import _schedule
 from flat_param.sharded._passes import BackwardPass
 from flat_param.sharded._schedule import Schedule
 
-PRECISE = MixedPrecision(param_dtype=torch.float64)
+PRECISE = MixedPrecisionPolicy(param_dtype=torch.float64)
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +37,8 @@ def _sharded(model: nn.Module, *inner: str) -> tuple[nn.Module, nn.Module]:
     """A model whose parts of these names are units, as it is one, and the plain one it computes."""
     plain = copy.deepcopy(model).double()
     for name in inner:
-        fully_shard(model.get_submodule(name), mixed_precision=PRECISE)
-    return fully_shard(model, mixed_precision=PRECISE), plain
+        fully_shard(model.get_submodule(name), mp_policy=PRECISE)
+    return fully_shard(model, mp_policy=PRECISE), plain
 
 
 def _train(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> dict[str, Tensor | None]:

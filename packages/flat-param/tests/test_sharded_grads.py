@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flat_param import MixedPrecision, ParameterError, fully_shard
+from flat_param import ParameterError, fully_shard
 from flat_param.comm._comm import CommLog, Communicator, Pending
+from flat_param.layout._options import Precision
 from flat_param.memory._views import memory_order
 from flat_param.sharded import _sharded_grads
 from flat_param.sharded._guards import by_comm
@@ -182,8 +183,8 @@ class Copied(Communicator):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_copies_are_averaged_too(parts_of_ranks: Make, dtype: torch.dtype) -> None:
     """Two copies of two shards: the mean of four, in float16 never beyond its range."""
-    low = MixedPrecision(param_dtype=dtype)
-    parts = parts_of_ranks(2, torch.zeros(8), mixed_precision=low)
+    low = Precision(param_dtype=dtype)
+    parts = parts_of_ranks(2, torch.zeros(8), precision=low)
     for part in parts:
         part.comms = replace(part.comms, replicate=Copied())
     all_grads = [ShardedGrads(part) for part in parts]
@@ -195,27 +196,22 @@ def test_copies_are_averaged_too(parts_of_ranks: Make, dtype: torch.dtype) -> No
 
 
 PRECISIONS = {
-    "own": (MixedPrecision(), torch.float32, torch.float32),
-    "low": (MixedPrecision(param_dtype=torch.bfloat16), torch.bfloat16, torch.float32),
+    "own": (Precision(), torch.float32, torch.float32),
+    "low": (Precision(param_dtype=torch.bfloat16), torch.bfloat16, torch.float32),
     "reduce": (
-        MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float64),
+        Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float64),
         torch.float64,
         torch.float32,
-    ),
-    "kept": (
-        MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True),
-        torch.bfloat16,
-        torch.bfloat16,
     ),
 }
 
 
 @pytest.mark.parametrize(("precision", "summed", "kept"), PRECISIONS.values(), ids=PRECISIONS)
 def test_sums_and_gradients_are_of_the_dtypes_asked_for(
-    parts_of_ranks: Make, precision: MixedPrecision, summed: torch.dtype, kept: torch.dtype
+    parts_of_ranks: Make, precision: Precision, summed: torch.dtype, kept: torch.dtype
 ) -> None:
     """In a second backward, which adds to the first one's, too."""
-    parts = parts_of_ranks(2, torch.zeros(8), mixed_precision=precision)
+    parts = parts_of_ranks(2, torch.zeros(8), precision=precision)
     all_grads = [ShardedGrads(part) for part in parts]
     for step in (1, 2):
         for grads in all_grads:

@@ -9,11 +9,12 @@ import re
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from flat_param import MixedPrecision, ShardedModule, StateError, fully_shard
+from flat_param import ShardedModule, StateError, fully_shard
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
-PRECISE = MixedPrecision(param_dtype=torch.float64)
+PRECISE = MixedPrecisionPolicy(param_dtype=torch.float64)
 
 
 def _x() -> Tensor:
@@ -93,7 +94,7 @@ def test_only_methods_of_the_class_are_registered(name: str) -> None:
 
 def test_registered_method_is_a_forward_of_this_module_alone() -> None:
     """Its arguments and its documentation pass; twice is once; an error leaves it usable."""
-    model, other = fully_shard(Coder(), mixed_precision=PRECISE), fully_shard(Coder())
+    model, other = fully_shard(Coder(), mp_policy=PRECISE), fully_shard(Coder())
     model.register_forward_method("encode")
     once = type(model).encode
     model.register_forward_method("encode")

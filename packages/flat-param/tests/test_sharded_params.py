@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flat_param import Blocks, MixedPrecision
+from flat_param import Blocks
+from flat_param.layout._options import Precision
 from flat_param.sharded._sharded_params import ShardedParams, as_bytes, placement_of
 
 Make = Callable[..., list[ShardedParams]]
 BOUNDARIES = ("element", "row", "tensor", Blocks(3), Blocks((2, 2)))
-LOW = MixedPrecision(param_dtype=torch.bfloat16)
+LOW = Precision(param_dtype=torch.bfloat16)
 
 
 def _gather(parts: list[ShardedParams]) -> None:
@@ -51,7 +52,7 @@ def test_any_dtype_is_gathered_and_only_floating_point_is_cast(
 ) -> None:
     """What mixed precision makes of it, and strides that are not those of rows."""
     tensors = ((10 * torch.randn(4, 3)).to(dtype).t(), torch.randn(5).to(dtype))
-    parts = parts_of_ranks(3, *tensors, trainable=False, mixed_precision=LOW)
+    parts = parts_of_ranks(3, *tensors, trainable=False, precision=LOW)
     _gather(parts)
     computed = torch.bfloat16 if dtype.is_floating_point else dtype
     for part in parts:
@@ -89,7 +90,7 @@ def test_parameters_keep_their_identity_and_view_the_shard(
 
 
 @pytest.mark.parametrize(
-    ("options", "aliased"), [({}, True), ({"mixed_precision": LOW}, False)], ids=["own", "low"]
+    ("options", "aliased"), [({}, True), ({"precision": LOW}, False)], ids=["own", "low"]
 )
 def test_whole_is_the_shard_where_one_rank_holds_all_of_it(
     parts_of_ranks: Make, options: dict[str, Any], aliased: bool
@@ -226,7 +227,7 @@ def test_placement_is_in_words_that_all_ranks_share(parts_of_ranks: Make) -> Non
 def test_trainable_segments_have_trainable_leaves(parts_of_ranks: Make) -> None:
     """And frozen ones frozen."""
     for trainable in (True, False):
-        (part,) = parts_of_ranks(1, torch.zeros(3), trainable=trainable, mixed_precision=LOW)
+        (part,) = parts_of_ranks(1, torch.zeros(3), trainable=trainable, precision=LOW)
         assert all(leaf.requires_grad == trainable for leaf in part.leaves)
 
 

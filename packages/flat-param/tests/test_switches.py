@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from flat_param import StateError, fully_shard
@@ -101,9 +102,10 @@ def test_freeing_after_forward_is_a_choice_or_a_number(value: Any, pair: nn.Modu
 def test_what_is_offloaded_is_page_locked_unless_it_is_said(pins: bool) -> None:
     """Shards and gradients, after a change of dtype too; training is the plain module's."""
     device = torch.accelerator.current_accelerator()
+    mesh = init_device_mesh(device.type, (1,))
     plain = nn.Linear(4, 3)
     policy = CPUOffloadPolicy(pin_memory=pins)
-    model = fully_shard(copy.deepcopy(plain), offload_policy=policy, device=device)
+    model = fully_shard(copy.deepcopy(plain), offload_policy=policy, mesh=mesh)
     for dtype in (torch.float32, torch.float64):
         for module, home in ((plain, torch.device("cpu")), (model, device)):
             module.to(dtype)

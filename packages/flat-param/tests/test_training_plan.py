@@ -6,14 +6,14 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
-from flat_param import CommCount, RankBytes, StateElsewhere, Strategy, TrainingPlan
+from flat_param import CommCount, RankBytes, StateElsewhere, TrainingPlan
 
 GIB = 2**30
 SIZES = RankBytes(
     params=GIB, grads=2 * GIB, optimizer=4 * GIB, whole_params_peak=8 * GIB, whole_grads_peak=GIB
 )
 PLAN = TrainingPlan(
-    strategy=Strategy.HYBRID_SHARD,
+    reshard_after_forward=True,
     world_size=4,
     replicas=2,
     numel=1_234_567,
@@ -41,7 +41,7 @@ def test_padding_is_a_part_of_all_elements(numel: int, padding: int, frac: float
 def test_text_is_a_table_of_kinds() -> None:
     """A head, a line per kind of memory and one of their total, a line per collective."""
     assert str(PLAN).splitlines() == [
-        "HYBRID_SHARD, 4 ranks x 2 copies, 1,234,567 parameters, padding 0.0011%",
+        "4 ranks x 2 copies, 1,234,567 parameters, padding 0.0011%",
         "  params                   1.0000 GiB",
         "  grads                    2.0000 GiB",
         "  optimizer                4.0000 GiB",

@@ -19,6 +19,7 @@ CLAIMS = (
     "parameter_added_after_a_step_is_refused",
     "parameter_added_after_sharding_is_refused",
     "saved_pretrained_folder_loads",
+    "second_backward_after_a_stopped_one",
     "transformers_keeps_ranks_in_step",
 )
 

@@ -51,10 +51,7 @@ CLAIMS = {
         "peak_of_whole_parameters_is_as_planned",
     ),
     "unit_dtypes": (
-        "buffers_are_cast_as_fsdp1s",
-        "cast_buffers_are_saved_and_loaded",
         "dtype_change_is_followed",
-        "low_precision_grads_are_kept_on_request",
         "mixed_precision_computes_low_and_keeps_high",
         "odd_parameters_survive",
         "reduce_dtype_and_inputs_are_as_asked",
@@ -81,6 +78,8 @@ CLAIMS = {
     "unit_fsdp2": (
         "accumulated_sums_are_divided_once",
         "factors_that_are_none_are_refused",
+        "list_is_gathered_once",
+        "lists_of_modules_are_units",
         "outputs_are_cast_as_fsdp2_casts_them",
         "outputs_are_cast_in_methods_and_after_hooks",
         "sums_are_divided_as_fsdp2_divides_them",
@@ -117,7 +116,6 @@ CLAIMS = {
         "lists_change_when_and_not_what_is_gathered",
         "lists_of_any_order_are_right",
         "lists_that_differ_between_ranks_are_an_error",
-        "next_unit_is_gathered_when_it_is_said",
         "units_listed_and_not_used_are_freed",
         "wrong_lists_are_refused_by_name",
     ),

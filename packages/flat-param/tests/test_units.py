@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 WORLDS = (1, 2, 3, 4)
-CASES = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "FULL_SHARD no prefetch")
-BOUNDARY_CASES = ("FULL_SHARD row", "FULL_SHARD tensor")
+CASES = ("replicated", "ZeRO-2", "ZeRO-3")
+BOUNDARY_CASES = ("ZeRO-3 row", "ZeRO-3 tensor")
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -39,8 +39,8 @@ def test_training_on_rows_or_tensors_follows_one_process(
 def test_training_hybrid_follows_one_process(ranks: Callable[..., list[Any]]) -> None:
     """Two copies of two shards train as one process does."""
     for result in ranks(4, "trajectories"):
-        assert result["HYBRID_SHARD"]["loss_error"] < 1e-6
-        assert result["HYBRID_SHARD"]["param_error"] < 1e-6
+        assert result["HSDP"]["loss_error"] < 1e-6
+        assert result["HSDP"]["param_error"] < 1e-6
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -80,7 +80,7 @@ def test_collectives_are_as_planned(ranks: Callable[..., list[Any]], world: int,
 
 def clip_calls(case: str) -> int:
     """Each step's clipping sums one float over ranks, unless every rank has it all."""
-    return 0 if case == "NO_SHARD" else 3
+    return 0 if case == "replicated" else 3
 
 
 def clip_bytes(world: int) -> int:

@@ -136,7 +136,7 @@ def test_report_that_is_none_fails_in_the_first_step_and_leaves_nothing():
     """The Trainer hears of it, and the class is as before."""
     original = nn.Module.__call__
     schedule = ReportSchedule(lambda: None, every_n_steps=1, on_report=print)
-    with pytest.raises(OptionError, match="must be a Report"):
+    with pytest.raises(OptionError, match="must make a Report"):
         tell(transformers_callback(schedule), "on_step_begin")
     assert nn.Module.__call__ is original
 

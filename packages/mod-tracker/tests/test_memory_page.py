@@ -129,10 +129,10 @@ def test_first_lines_say_what_there_is_most_of_and_what_grew():
     blocks = [held(7, "saved", "Net", "Net.0"), held(5, "saved", "Net", "Net.1")]
     page = page_of(*blocks, held(9, "inputs"), grown={("Net", "a.py:1"): 4, ("", "b.py:2"): 2})
     assert str(page).split("\n\n")[0].splitlines()[2:] == [
-        "most of it is saved: 12 B, 7 B of it inside Net.0",
+        "most of it is activations: 21 B, 12 B of it inside Net",
         "grew by 6 B in a step, 4 B of it at Net, a.py:1",
     ]
-    assert str(page_of(held(9, "inputs"))).splitlines()[2] == "most of it is inputs: 9 B"
+    assert str(page_of(held(9, "inputs"))).splitlines()[2] == "most of it is activations: 9 B"
 
 
 def test_tables_have_eight_rows_at_most():

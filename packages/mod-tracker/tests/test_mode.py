@@ -180,15 +180,24 @@ CASES = {
     _infer_wrapped: 64,
     _choose: 128,
     _choose_the_other: 256,
-    _choose_without_data: 256,
+    _choose_without_data: None,
     _scan_rows: _runs_of_scan() * 128,
     _loop: 3 * 128,
-    # torch 2.9 runs it where no mode is asked.
-    _attend_flexibly: None if torch.__version__ < (2, 10) else 2 * (2 * 2 * 16 * 8 * 16),
+    _attend_flexibly: 2 * (2 * 2 * 16 * 8 * 16),
     _call_custom: 128,
     _look_up_sparsely: 0,
     _multiply_sparse: None,
 }
+
+
+def test_branches_that_both_run_are_noted():
+    """Without data `torch.cond` runs both of its functions."""
+    with profile_flops() as report:
+        _choose_without_data()
+    assert list(report.unknown) == ["cond"]
+    with profile_flops() as report:
+        _choose()
+    assert not report.unknown
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.strip("_"))

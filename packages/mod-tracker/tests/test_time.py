@@ -14,7 +14,7 @@ from mod_tracker import OptionError, profile_time
 
 @pytest.mark.parametrize(
     ("there", "says"),
-    [(False, "there is no accelerator. Use clock='cpu'."), (True, "'meta'. Use clock='device'.")],
+    [(False, "'cpu'; there is no accelerator here"), (True, "'cpu', 'device' or 'meta'")],
 )
 def test_clock_of_a_device_that_is_not_there_is_refused(monkeypatch, there, says):
     """As text, before anything is measured."""
@@ -22,11 +22,7 @@ def test_clock_of_a_device_that_is_not_there_is_refused(monkeypatch, there, says
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta"))
     with pytest.raises(OptionError) as error, profile_time(clock="cuda"):
         pass
-    assert str(error.value).startswith(
-        "mod_tracker.profile_time: clock 'cuda' cannot be read, but it must be 'cpu', 'device', or "
-        "the type of this machine's accelerators, and there is "
-    )
-    assert str(error.value).endswith(says)
+    assert f"clock must be {says}; got 'cuda'" in str(error.value)
 
 
 def test_modules_in_other_threads_are_not_timed(mlp, x):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from mod_tracker import OptionError, profile_flops
+from mod_tracker import profile_flops
 
 transformers = pytest.importorskip("transformers")
 
@@ -249,15 +249,6 @@ def test_recomputation_of_a_masked_pair_is_left_out_of_both():
     for skip in (False, True):
         found = again.mfu(1e9, 1.0, skip_masked=skip)
         assert found == plain.mfu(1e9, 1.0, skip_masked=skip)
-
-
-@pytest.mark.parametrize(("peak", "seconds"), [(0, 1.0), (1e12, 0), (-1e12, 1.0)])
-def test_share_of_nothing_is_an_error(peak, seconds):
-    """As text."""
-    with profile_flops() as report:
-        nn.Linear(2, 2)(torch.ones(1, 2))
-    with pytest.raises(OptionError, match="both must be above zero"):
-        report.mfu(peak, seconds)
 
 
 def test_llama_without_data_names_its_largest_cause():

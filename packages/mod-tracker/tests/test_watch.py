@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from mod_tracker import OptionError, StateError, _torch_compat, profile_memory, trace, watch_memory
+from mod_tracker import StateError, _torch_compat, profile_memory, trace, watch_memory
 from mod_tracker._torch_compat import SAVED, top_saved_hooks
 
 shows_what_nodes_keep = pytest.mark.skipif(
@@ -101,7 +101,10 @@ def test_what_several_nodes_keep_is_saved_until_the_last_is_gone():
 
 def test_changes_in_place_after_saving_are_still_an_error():
     """Hooks for saved tensors would hide them; plain torch raises."""
-    x, said = torch.ones(3, requires_grad=True), r"saved for backward at version 0 is at 1"
+    x, said = (
+        torch.ones(3, requires_grad=True),
+        "at version 0 and changed in place",
+    )
     with pytest.raises(StateError, match=said), profile_memory():
         y = x.exp()
         y.add_(1)
@@ -140,15 +143,6 @@ def test_report_says_that_torch_func_allows_no_hooks(x):
     assert top_saved_hooks() is None
 
 
-def test_limit_must_be_positive():
-    """As text."""
-    with (
-        pytest.raises(OptionError, match="limit_bytes 0 is too small"),
-        watch_memory(limit_bytes=0),
-    ):
-        pass
-
-
 @pytest.mark.parametrize("measure", [watch_memory, profile_memory])
 def test_a_second_backward_goes_through_what_was_kept(measure):
     """To the last bit, through results that nodes keep of their own."""
@@ -160,17 +154,6 @@ def test_a_second_backward_goes_through_what_was_kept(measure):
             slope.square().sum().backward()
         found.append(x.grad)
     assert torch.equal(*found)
-
-
-@pytest.mark.parametrize("measure", [watch_memory, profile_memory])
-def test_an_optimizer_has_state(measure):
-    """Said at once, and not when memory has run out."""
-    with pytest.raises(OptionError) as error, measure(optimizer=torch.nn.ReLU()):
-        pass
-    assert str(error.value) == (
-        f"mod_tracker.{measure.__name__}: optimizer is a ReLU, but its `state` is read, by "
-        "parameter. Give the optimizer itself."
-    )
 
 
 class Cuda:
@@ -227,7 +210,7 @@ def test_an_error_of_a_listener_stays_away_from_torch(cuda, caplog):
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
         cuda.run_out()
     end()
-    assert "mod_tracker: memory ran out, and its page could not be written" in caplog.text
+    assert "the page on memory that ran out could not be written" in caplog.text
 
 
 def test_page_is_of_the_moment_before_the_error(cuda):

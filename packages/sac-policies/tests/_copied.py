@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
-from typing import Any
 
 from sac_policies import Trace, TracedOp, TracedPack
-from sac_policies.budget.offloading import Copies
+from sac_policies.budget._offloading import Copies
 
 
-def traced(sizes: list[int], costs: list[int], groups: list[int] | None = None) -> Trace:
+def traced(sizes: list[int], costs: list[int]) -> Trace:
     """Operators that make one value each, in nanoseconds."""
-    numbers = groups or list(range(len(sizes)))
-    rows = zip(sizes, costs, numbers, strict=True)
-    ops = (
-        TracedOp("aten.mm.default", n, size, cost, (), group)
-        for n, (size, cost, group) in enumerate(rows)
-    )
+    rows = zip(sizes, costs, strict=True)
+    ops = (TracedOp("aten.mm.default", n, size, cost, (), n) for n, (size, cost) in enumerate(rows))
     packs = (TracedPack("aten.mm.default", n, 0, size) for n, size in enumerate(sizes))
     return Trace("ns", tuple(ops), tuple(packs))
 
@@ -26,7 +21,7 @@ def random_region(seed: int, most: int = 8) -> tuple[Trace, int, int, int]:
     """A trace, a rate at which some copies can be hidden, regions in a row, bytes that may stay.
 
     A third is as blocks are, of cheap and dear values of two sizes, whose copies take longer than
-    they do; in a third calls are decided together.
+    they do.
     """
     r = random.Random(seed)
     n = r.randrange(1, most + 1)
@@ -36,11 +31,9 @@ def random_region(seed: int, most: int = 8) -> tuple[Trace, int, int, int]:
     else:
         sizes = [r.choice((1000, 2700)) for _ in range(n)]
         costs = [int(r.choice((50, 500)) * r.uniform(0.9, 1.1)) for _ in range(n)]
-    together = r.randrange(n) if n > 2 and seed % 3 == 1 else n
-    groups = [together if i > together and r.random() < 0.5 else i for i in range(n)]
     rate = max(1, int(sum(sizes) / sum(costs) * 1e9 * r.choice((0.1, 0.3, 1, 3))))
     room = r.choice((0, 0.2, 0.7)) * r.random()
-    return traced(sizes, costs, groups), rate, r.choice((1, 2, 32)), int(sum(sizes) * room)
+    return traced(sizes, costs), rate, r.choice((1, 2, 32)), int(sum(sizes) * room)
 
 
 def blocks(seed: int) -> Trace:
@@ -60,9 +53,9 @@ def spread(seed: int) -> Trace:
     return traced([size for size, _ in rows], [cost for _, cost in rows])
 
 
-def least_cost(trace: Trace, copies: Copies, capacity: int, backend: Any = "eager") -> int:
+def least_cost(trace: Trace, copies: Copies, capacity: int) -> int:
     """Of all ways to keep, offload and repeat: nanoseconds of all regions together."""
-    items = trace.items(backend)
+    items = trace.items()
     found = []
     for ways in itertools.product("kor", repeat=len(items)):
         of = {way: [i for i, w in zip(items, ways, strict=True) if w == way] for way in "kor"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from sac_policies.budget.offloading._copies import Copies, Stream
+from sac_policies.budget._offloading import Copies, Stream
 
 from ._copied import traced
 
@@ -72,11 +72,11 @@ def test_a_fork_of_a_stream_goes_its_own_way() -> None:
     region = copies([10, 10, 10], [1, 1, 20])
     stream = Stream(region, 10)
     stream.copy(0)
-    assert (stream.waited, stream.left, stream.behind(1)) == (0, 0, 9)
+    assert (stream.waited, stream.left) == (0, 0)
     fork = stream.fork()
     fork.copy(1)
     assert (fork.waited, fork.left) == (9, 0)
-    assert (stream.waited, stream.left, stream.behind(1)) == (0, 0, 9)
+    assert (stream.waited, stream.left) == (0, 0)
     stream.copy(2)
     assert stream.waited == 0
 
@@ -89,10 +89,8 @@ def test_no_more_is_hidden_than_the_bound_says() -> None:
         region = copies(
             [r.randrange(1, 40) for _ in range(n)], [r.choice((0, 2, 99)) for _ in range(n)]
         )
-        hidden = region.most_hidden(range(n))
-        assert list(hidden.values()) == sorted(hidden.values())
         for _ in range(20):
             away = sorted(r.sample(range(n), r.randrange(1, n + 1)))
             moved = sum(region.times[op] for op in away)
             waits = region.waits(away) - moved
-            assert waits >= moved - hidden[away[0]]
+            assert waits >= moved - region.most_hidden(range(n))

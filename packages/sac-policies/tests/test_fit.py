@@ -198,22 +198,24 @@ def test_two_steps_confirm_a_prediction(stack: Stack, share: float) -> None:
     found = fit(stack, torch.randn(1024, 32), share)
     assert found
     assert len(found.rounds) <= 3
-    assert found.predicted_bytes == pytest.approx(found.peak_bytes, rel=0.03)
+    assert found.predicted_bytes == pytest.approx(found.peak_bytes, rel=0.01)
 
 
-@pytest.mark.parametrize(("factor", "steps"), [(0.5, 4), (2.0, 2)])
-def test_predictions_that_are_off_are_not_believed(
-    stack: Stack, monkeypatch: pytest.MonkeyPatch, factor: float, steps: int
+@pytest.mark.parametrize(("factor", "fits"), [(0.97, True), (1.03, True), (0.1, False)])
+def test_predictions_that_are_off_are_corrected(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, factor: float, fits: bool
 ) -> None:
-    """What fits without them is found: within the budget, by more steps where it takes more."""
+    """A plan that takes more lowers the target; one that is over budget is never taken."""
     predicted = StepTrace.peak_bytes
     monkeypatch.setattr(
         StepTrace, "peak_bytes", lambda step, plan=None: int(factor * predicted(step, plan))
     )
     found = fit(stack, torch.randn(1024, 32), 0.8)
-    assert found
-    assert found.peak_bytes <= found.budget_bytes
-    assert len(found.rounds) >= steps
+    assert bool(found) is fits
+    if found:
+        assert found.peak_bytes <= found.budget_bytes
+    else:
+        assert found.smallest_bytes > found.budget_bytes
 
 
 class Graph(nn.Module):
@@ -236,7 +238,7 @@ def test_sparse_buffer_is_no_obstacle() -> None:
     found = fit(model, x, 1.0)
     assert found
     assert found.peak_bytes <= found.budget_bytes
-    assert found.predicted_bytes == pytest.approx(found.peak_bytes, rel=0.05)
+    assert found.predicted_bytes == pytest.approx(found.peak_bytes, rel=0.02)
     changed = fit_(model, x, 1.0)
     assert changed
     changed.undo()
@@ -266,12 +268,6 @@ def test_batch_is_a_tuple_or_a_dict(stack: Stack, batch: object) -> None:
     assert found.peak_bytes == found.budget_bytes
 
 
-def test_no_rounds_raise(stack: Stack) -> None:
-    """Nothing can be found without measuring."""
-    with pytest.raises(BudgetError, match="rounds 0 leaves nothing to try"):
-        fit(stack, BATCH, 1.0, rounds=0)
-
-
 def test_output_without_gradient_raises(stack: Stack) -> None:
     """Without a loss the output must have something to differentiate."""
 
@@ -283,9 +279,9 @@ def test_output_without_gradient_raises(stack: Stack) -> None:
         fit(Detached(), torch.ones(8, 32), 1.0)
 
 
-def test_one_round_is_enough_where_everything_fits(stack: Stack) -> None:
+def test_one_step_is_enough_where_everything_fits(stack: Stack) -> None:
     """The first plan keeps everything, and its peak is the budget."""
-    found = fit(stack, BATCH, 1.0, rounds=1)
+    found = fit(stack, BATCH, 1.0)
     assert found
     assert found.peak_bytes == found.budget_bytes
     assert found.policy.recompute_cost == 0

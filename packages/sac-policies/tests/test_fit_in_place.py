@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from sac_policies import BudgetError, Infeasible, InPlaceFit, fit_
 from sac_policies.budget import _fit_in_place
 from sac_policies.budget._measure import peak_growth
+from sac_policies.budget._step import Step
 from sac_policies.budget._times import Spent
 
 from ._blocks import Block, Stack, stack
@@ -173,7 +174,7 @@ def test_less_budget_keeps_less_in_the_first_blocks(monkeypatch: pytest.MonkeyPa
         assert [region.path for region in found.regions] == [f"blocks.{i}" for i in range(4)]
         assert done == sorted(done, reverse=True)
         assert len(found.rounds) == 5
-        assert found.predicted_bytes == pytest.approx(found.peak_bytes, rel=0.03)
+        assert found.predicted_bytes == pytest.approx(found.peak_bytes, rel=0.02)
         sums.append(sum(done))
         assert f"of {found.plain_bytes / 1024**2:.2f} MiB without checkpointing" in str(found)
         assert all(
@@ -313,7 +314,7 @@ def test_budget_of_kept_bytes_is_of_what_a_forward_leaves(share: float) -> None:
     assert found.of == "kept"
     assert found.budget_bytes == pytest.approx(share * found.plain_kept_bytes, abs=1)
     assert found.kept_bytes <= found.budget_bytes
-    assert found.predicted_bytes == pytest.approx(found.kept_bytes, rel=0.03)
+    assert found.predicted_bytes == pytest.approx(found.kept_bytes, rel=0.02)
     assert f"{found}".startswith("a forward leaves ")
 
     def forward(one: nn.Module) -> int:
@@ -339,3 +340,52 @@ def test_kept_bytes_that_cannot_be_had_are_told() -> None:
     again = fit_(model, BATCH, found.smallest_bytes, of="kept")
     assert isinstance(again, InPlaceFit)
     assert again.kept_bytes <= found.smallest_bytes < again.plain_kept_bytes / 2
+
+
+class Towers(nn.Module):
+    """Two stacks of which a step runs one, or both; x is (rows, 24)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(nn.ModuleList(Block() for _ in range(4)) for _ in range(2))
+        self.runs = [0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in self.runs:
+            for block in self.towers[number]:
+                x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("share", [0.75, 0.5])
+def test_blocks_that_did_not_run_keep_no_more(share: float) -> None:
+    """A step that runs the other tower stays within the budget; one that runs both is announced."""
+    torch.manual_seed(0)
+    model, x = Towers(), torch.randn(512, 24)
+    found = fit_(model, x, share)
+    assert found
+    assert [region.path for region in found.idle] == [f"towers.1.{n}" for n in range(4)]
+    assert "so a step that runs more blocks may take more: 4 x" in str(found)
+    model.runs = [1]
+    step = Step("here", model, x, None)
+    with step.leaving_the_model():
+        for _ in range(2):
+            step.run(model)
+        assert step.peak(model) <= found.budget_bytes
+    found.undo()
+    assert not own_forwards(model)
+
+
+@pytest.mark.parametrize("make", [lambda: stack(4), Towers])
+def test_smallest_number_can_be_reached(make: Callable[[], nn.Module]) -> None:
+    """Exactly, and nothing below it."""
+    torch.manual_seed(0)
+    model = make()
+    batch: Any = torch.randn(512, 24) if isinstance(model, Towers) else BATCH
+    none = fit_(model, batch, 1000)
+    assert isinstance(none, Infeasible)
+    found = fit_(model, batch, none.smallest_bytes)
+    assert found
+    assert found.peak_bytes <= none.smallest_bytes
+    found.undo()
+    assert not fit_(model, batch, none.smallest_bytes - 4096)

@@ -74,7 +74,7 @@ def test_compiled_blocks_run_again_as_they_were_compiled(how: str) -> None:
     assert isinstance(found, InPlaceFit)
     assert {each.level for each in found.regions} == {"keeps everything", "runs again"}
     assert found.peak_bytes <= found.budget_bytes
-    assert abs(found.predicted_bytes - found.peak_bytes) <= 0.03 * found.peak_bytes
+    assert abs(found.predicted_bytes - found.peak_bytes) <= 0.02 * found.peak_bytes
     before = backend.runs
     assert all(map(torch.equal, training(model), expected))
     again = sum(each.level == "runs again" for each in found.regions)

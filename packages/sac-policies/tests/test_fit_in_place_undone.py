@@ -112,7 +112,7 @@ def test_what_cannot_fit_leaves_the_model_and_says_what_would() -> None:
         found.how,
     )
     assert "Raise the budget, divide the batch" in str(found)
-    again = fit_(model, BATCH, found.smallest_bytes + 4096)
+    again = fit_(model, BATCH, found.smallest_bytes)
     assert isinstance(again, InPlaceFit)
 
 

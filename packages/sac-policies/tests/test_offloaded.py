@@ -9,38 +9,36 @@ import pytest
 from sac_policies.budget._measure import Interval, Moved
 from sac_policies.budget._offloaded import Offloaded
 
-OUT, BACK, HELD, OFFLOADS = 10, 8, 2, 1
+OUT, BACK, OFFLOADS = 10, 8, 1
 
 
 def step(choice, vain=0):
     """A step of regions of which some offload, as the rules say; others take nothing.
 
-    A region moves `OUT` bytes, of which it asks for `BACK`; the last `HELD` bytes stay until the
-    next begins. The first in backward asks in vain, too, for itself and for the next.
+    A region moves `OUT` bytes, of which it asks for `BACK`. The first in backward asks in vain for
+    more, for itself and for the next.
     """
     does = [number for number, level in enumerate(choice) if level == OFFLOADS]
-    found, held = [Interval(None, 0, 0)], 0
+    found = [Interval(None, 0, 0)]
     for number in range(len(choice)):
         offloads = number in does
-        grown, most = (HELD - held, OUT - held) if offloads else (0, 0)
-        held = HELD if offloads else held
-        moved = Moved(OUT * offloads, held=held)
+        moved = Moved(OUT * offloads)
         found += [
-            Interval((number, 0, False), grown, most, None, moved),
+            Interval((number, 0, False), 0, OUT * offloads, None, moved),
             Interval((number, 0, None), 0, 0),
         ]
     for number in reversed(range(len(choice))):
         if number not in does:
             found.append(Interval((number, 0, True), 0, 0))
             continue
-        # Its own are there, but where it is the first, of which the last are still held.
+        # Its own are there, but where it is the first.
         first, second = number in does[-1:], number in does[-2:-1]
         came = BACK * (number != does[0]) + BACK * first
         came += vain * len(does[-2:]) * first
         unread = vain * (first or second)
-        freed = BACK + HELD * first + unread
+        freed = BACK + unread
         moved = Moved(back=came, unread=unread)
-        found.append(Interval((number, 0, True), came - freed, came - HELD * first, None, moved))
+        found.append(Interval((number, 0, True), came - freed, came, None, moved))
     return found
 
 

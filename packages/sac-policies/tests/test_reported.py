@@ -150,7 +150,9 @@ def kept_bytes(forward: Callable[[], Any]) -> int:
     cpu = [ProfilerActivity.CPU]
     with profile(activities=cpu, profile_memory=True, acc_events=True) as found:
         out = forward()
-    size = sum(event.self_cpu_memory_usage for event in found.key_averages())
+    # The profiler's sums count a record once for each thread with an event at the time.
+    events = found.profiler.kineto_results.events()
+    size = sum(event.nbytes() for event in events if event.name() == "[memory]")
     del out
     return size
 

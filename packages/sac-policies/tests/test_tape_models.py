@@ -81,12 +81,15 @@ def _gradients(kind: str, run: Run) -> list[torch.Tensor | None]:
 
 def _kept(step: Callable[[], torch.Tensor]) -> int:
     """Count the bytes that a forward leaves allocated, with its output."""
+    # Not by the sums of the profiler's events: it gives a record to each event that runs at the
+    # time, so that a collective in another thread counts it again.
     for _ in range(2):
         step().sum().backward()
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         out = step()
-    size = sum(event.self_cpu_memory_usage for event in seen.key_averages())
+    events = seen.profiler.kineto_results.events()
+    size = sum(event.nbytes() for event in events if event.name() == "[memory]")
     del out
     return size
 
@@ -175,16 +178,13 @@ module = parallelize_module(Layer(), mesh, {"a": ColwiseParallel(), "b": Rowwise
 x = torch.randn(512, 64, requires_grad=True)
 
 def kept(step):
-    # Other threads may free in a measurement what was made before, or after it what is made in it.
-    return sorted(kept_once(step) for _ in range(7))[3]
-
-def kept_once(step):
     for _ in range(2):
         step().sum().backward()
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         out = step()
-    return sum(event.self_cpu_memory_usage for event in seen.key_averages())
+    events = seen.profiler.kineto_results.events()
+    return sum(event.nbytes() for event in events if event.name() == "[memory]")
 
 def gradients(out):
     wanted = [x, *module.parameters()]
@@ -207,12 +207,12 @@ found["reports"] = [
 
 
 def test_distributed_tensors_are_flattened(ranks):
-    """Gradients and reports under tensor parallelism; it keeps no more than plain autograd."""
+    """Gradients and reports under tensor parallelism; each rank keeps less than plain autograd."""
     for found in ranks:
         assert found["matmuls same"]
         assert found["nothing same"]
         assert len(set(found["reports"])) == 1
         assert found["reports"][0] > 0
-    # The profiler of one process at times counts all of its memory twice.
-    kept = {name: [found[name] for found in ranks] for name in ("matmuls", "plain")}
-    assert min(kept["matmuls"]) <= max(kept["plain"]), kept
+        assert found["nothing"] == 512 * 64 * 4  # the output
+        assert found["matmuls"] == found["nothing"] + found["reports"][0]
+        assert found["matmuls"] <= 0.75 * found["plain"]

@@ -9,7 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import flat_param
@@ -64,6 +66,11 @@ def _sharded(**options):
     return lambda block: flat_param.fully_shard(block, **options)
 
 
+def _offloaded(block):
+    mesh = init_device_mesh("simdev", (dist.get_world_size(),))
+    return flat_param.fully_shard(block.cpu(), mesh=mesh, offload_policy=CPUOffloadPolicy())
+
+
 # Each is applied to every block of the model.
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "offload": offload_,
@@ -77,9 +84,8 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
 # The same on each of two ranks, which are given the same batch: means are the plain gradients.
 SHARDED: dict[str, Callable[[nn.Module], nn.Module]] = {
     "sharded, prefetch": _sharded(),
-    "sharded, no prefetch": _sharded(forward_prefetch=False, backward_prefetch=False),
-    "sharded, kept after forward": _sharded(strategy="SHARD_GRAD_OP"),
-    "sharded, CPU memory": _sharded(offload_policy=CPUOffloadPolicy(), device="simdev:0"),
+    "sharded, kept after forward": _sharded(reshard_after_forward=False),
+    "sharded, CPU memory": _offloaded,
     "sharded + offload": lambda block: flat_param.fully_shard(offload_(block)),
 }
 COPIES_OUT = {
@@ -283,6 +289,7 @@ class Stopped(Exception):
 def _stopped(a, b, x, seed, two=False):
     """A backward that is ended in the middle, then another; nothing lets its threads go on."""
     kind, at = (Stopped, KeyboardInterrupt)[seed % 2], seed % 3
+    cleared = [x, *a.parameters(), *b.parameters()]  # as an optimizer has them
 
     def stop(grad):
         for handle in handles:
@@ -304,7 +311,7 @@ def _stopped(a, b, x, seed, two=False):
         loss.backward(retain_graph=True)
         raise Fault("nothing ended the backward")
     except kind:
-        for tensor in (x, *a.parameters(), *b.parameters()):
+        for tensor in cleared:
             tensor.grad = None
     loss.backward()
 

@@ -58,7 +58,7 @@ def test_a_step_fits_as_predicted(sim, device, budget):
     x = torch.randn(512, 32, device=device)
     found = fit_(model, x, budget)
     assert found
-    assert found.predicted_bytes == pytest.approx(found.peak_bytes, rel=0.03)
+    assert found.predicted_bytes == pytest.approx(found.peak_bytes, rel=0.02)
     assert found.peak_bytes <= found.budget_bytes
     assert all(map(torch.equal, gradients(model, x), gradients(twin, x)))
 
@@ -96,7 +96,7 @@ def test_a_region_may_offload(sim, device):
     "choice", [(4, 0, 0, 0), (0, 0, 0, 4), (0, 4, 1, 4), (4, 2, 3, 0), (4, 4, 2, 0), (4, 4, 4, 4)]
 )
 def test_regions_that_offload_fit_as_predicted(sim, device, choice, copy_us):
-    """Within a tenth, beside regions that do not, and however long copies take."""
+    """To the byte, beside regions that do not, and however long copies take."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(4)), nn.Linear(32, 4)).to(device)
     x = torch.randn(512, 32, device=device)
@@ -108,7 +108,7 @@ def test_regions_that_offload_fit_as_predicted(sim, device, choice, copy_us):
     measured = [plain, *(search._intervals(level) for level in range(1, search._levels))]
     steps, before = search._steps(measured, [[]] * search._levels)
     peak = search._measured(choice).peak
-    assert before + steps.growth(choice) == pytest.approx(peak, rel=0.1)
+    assert before + steps.growth(choice) == peak
     search.undo()
 
 
@@ -124,15 +124,15 @@ def test_what_is_measured_is_that_of_a_host_far_ahead(sim, device):
         step = Step("here", model, torch.randn(512, 32, device=device), None)
         search = _search(model, step)
         forward = forward_of(search._intervals(4))[1:]
-        found.append([(each.grown, each.most, each.moved.held) for each in forward])
+        found.append([(each.grown, each.most, each.moved) for each in forward])
         search.undo()
-    assert any(held for *_, held in found[0])
+    assert any(moved.out for *_, moved in found[0])
     assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("regions", [1, 12])
 def test_a_plan_may_offload(sim, device, regions):
-    """The device holds inputs, and the value whose copy began last; gradients are plain's."""
+    """The device holds inputs, and no offloaded value; gradients are plain's."""
     torch.manual_seed(0)
     blocks = [Block().to(device) for _ in range(regions)]
     x = torch.randn(512, 32, device=device, requires_grad=True)
@@ -165,7 +165,6 @@ def test_a_plan_may_offload(sim, device, regions):
         if policy is None:
             plain, expected = held, grad
         assert torch.equal(grad, expected)
-    last = 512 * 128 * x.element_size()
-    assert held - last < plain / 3
+    assert held < plain / 3
     with pytest.raises(BudgetError, match="device 'cpu' is not an accelerator"):
         measure_host_bandwidth("cpu")

@@ -31,7 +31,9 @@ REGRESSIONS = [
     ("offload/refused capture", 3000),
 ]
 SHARDED_REGRESSIONS = [
+    ("sharded, kept after forward/stopped backward", 3),
     ("sharded, prefetch/side stream", 1),
+    ("sharded, prefetch/stopped backward, inside another", 3),
 ]
 
 

@@ -17,8 +17,7 @@ from flat_param.sharded import _schedule
 
 OPTIONS = {
     "prefetch": {},
-    "no prefetch": {"forward_prefetch": False, "backward_prefetch": False},
-    "kept": {"strategy": "SHARD_GRAD_OP"},
+    "kept": {"reshard_after_forward": False},
 }
 SCALES = (0.5, -1.0)
 

@@ -22,13 +22,12 @@ OUTER_BYTES = 2 * UNIT_BYTES
 
 WAYS = {
     "prefetch": {},
-    "no prefetch": {"forward_prefetch": False, "backward_prefetch": False},
-    "keeps after forward": {"strategy": "SHARD_GRAD_OP"},
-    "not sharded": {"strategy": "NO_SHARD"},
-    "hybrid": {"strategy": "HYBRID_SHARD"},
+    "keeps after forward": {"reshard_after_forward": False},
+    "not sharded": {"shape": "replicated"},
+    "hybrid": {"shape": "hybrid"},
     "accumulates": {"micro_batches": 2},
     "accumulates, no sync": {"micro_batches": 2, "no_sync": True},
-    "offloads": {"offload_policy": CPUOffloadPolicy(), "device": "simdev:0"},
+    "offloads": {"offload_policy": CPUOffloadPolicy(), "shape": "sharded"},
     "jitter": {"jitter": True},
     "another stream": {"beside": True},
     "uneven": {"boundary": "tensor"},
@@ -82,11 +81,12 @@ def train_plain(size, micro_batches=1):
     return [param.detach() for param in plain.parameters()]
 
 
-def sharded(size, **options):
+def sharded(size, shape=None, **options):
     """The model on the first device, a unit for each block."""
-    if options.get("strategy") == "HYBRID_SHARD":
-        options["mesh"] = init_device_mesh("simdev", (max(size // 2, 1), 2))
-    built = model() if "device" in options else model().to("simdev:0")
+    shapes = {"replicated": (size, 1), "hybrid": (max(size // 2, 1), 2), "sharded": (size,)}
+    if shape is not None:
+        options["mesh"] = init_device_mesh("simdev", shapes[shape])
+    built = model() if "offload_policy" in options else model().to("simdev:0")
     for block in built.blocks:
         flat_param.fully_shard(block, **options)
     return flat_param.fully_shard(built, **options)

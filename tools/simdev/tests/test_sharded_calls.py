@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from simdev.ranks import on_ranks
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import flat_param
 from flat_param.comm._clip import norm_over
@@ -116,7 +117,7 @@ def beside(rank):
     It was kept by a backward before, is summed in a dtype and so in memory of its own, and is added
     to what is there.
     """
-    options = {"mixed_precision": flat_param.MixedPrecision(reduce_dtype=torch.float64)}
+    options = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)}
     trained = flat_param.fully_shard(Skips(**options), **options)
     given = torch.ones(1, WIDTH, device=DEVICE)
     main, other = torch.accelerator.current_stream(), torch.Stream(DEVICE)

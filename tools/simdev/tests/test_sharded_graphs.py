@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from simdev.ranks import on_ranks
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import flat_param
 
-WAYS = {"prefetch": {}, "keeps": {"strategy": "SHARD_GRAD_OP"}}
+WAYS = {"prefetch": {}, "keeps": {"reshard_after_forward": False}}
 SCALES = (0.5, -1.0)
 
 
@@ -24,7 +26,8 @@ def model(unused=False, where="simdev:0"):
 
 def sharded(unused=False, **options):
     """A unit for each block."""
-    built = model(unused, "cpu" if "device" in options else "simdev:0")
+    built = model(unused, "cpu" if "offload_policy" in options else "simdev:0")
+    options["mesh"] = init_device_mesh("simdev", (dist.get_world_size(),))
     for block in built:
         flat_param.fully_shard(block, **options)
     return built
@@ -86,7 +89,7 @@ def both(rank):
     """All that is asked of a group."""
     return (
         {way: step(rank, options) for way, options in WAYS.items()},
-        refused(rank, {"offload_policy": CPUOffloadPolicy(), "device": "simdev:0"}),
+        refused(rank, {"offload_policy": CPUOffloadPolicy()}),
         refused(rank, {"unused": True}),
     )
 

@@ -15,7 +15,7 @@ from torch.distributed import fsdp
 
 from torchparts_conformance import Implementation, NotProvided
 
-_OPTIONS = {"mixed_precision": "mixed_precision", "mesh": "device_mesh"}
+_OPTIONS = ("mp_policy", "mesh", "reshard_after_forward")
 _MISSING = (
     *("comm_counts", "register_forward_method", "reshard", "unshard"),
     *("set_modules_to_backward_prefetch", "set_modules_to_forward_prefetch"),
@@ -40,15 +40,35 @@ class _Sharded(fsdp.FullyShardedDataParallel):
             super().__setattr__(name, value)
 
 
+def _arguments(
+    mesh: Any = None,
+    mp_policy: fsdp.MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool = True,
+) -> dict[str, Any]:
+    """FSDP1's arguments for those of `fully_shard`."""
+    kinds = fsdp.ShardingStrategy
+    found: dict[str, Any] = {
+        "sharding_strategy": kinds.FULL_SHARD if reshard_after_forward else kinds.SHARD_GRAD_OP,
+        "device_mesh": mesh,
+    }
+    if getattr(mesh, "ndim", 1) == 2:
+        shards = mesh.size(1) > 1
+        found["sharding_strategy"] = kinds.HYBRID_SHARD if shards else kinds.NO_SHARD
+        found["device_mesh"] = mesh if shards else None
+    if mp_policy is not None:
+        found["mixed_precision"] = fsdp.MixedPrecision(
+            param_dtype=mp_policy.param_dtype, reduce_dtype=mp_policy.reduce_dtype
+        )
+    return found
+
+
 class _Part:
     """What `FullyShardedDataParallel` offers of the area; anything else is not provided."""
 
-    MixedPrecision = fsdp.MixedPrecision
-
     @staticmethod
-    def fully_shard(module: Any, *, strategy: str = "FULL_SHARD", **options: Any) -> Any:
+    def fully_shard(module: Any, **options: Any) -> Any:
         """Shard a module; if that is refused, it stays as it was."""
-        if unknown := sorted(options.keys() - _OPTIONS.keys()):
+        if unknown := sorted(options.keys() - set(_OPTIONS)):
             raise NotProvided(f"FullyShardedDataParallel has no {', '.join(unknown)}")
         inner, kind = copy.copy(module), type(module)
         vars(module).clear()
@@ -57,10 +77,9 @@ class _Part:
             fsdp.FullyShardedDataParallel.__init__(
                 module,
                 inner,
-                sharding_strategy=fsdp.ShardingStrategy[strategy],
                 device_id=torch.device("cpu"),
                 use_orig_params=True,
-                **{_OPTIONS[name]: value for name, value in options.items()},
+                **_arguments(**options),
             )
         except BaseException:
             module.__class__ = kind
@@ -81,5 +100,13 @@ def implementation() -> Implementation:
         distributions=("torch",),
         parts={"flat-param": _Part()},
         capabilities={"flat-param": frozenset({"distributed"})},
-        lacks={"flat-param": {"FP-004": "its flat parameters are judged as torch's module"}},
+        lacks={
+            "flat-param": {
+                "FP-004": "its flat parameters are judged as torch's module",
+                "FP-111": "it cuts parameters between elements only",
+                "FP-188": "a method of the module does not gather for itself",
+                "FP-189": "it has no switch for sums, but a block without them",
+                "FP-191": "it has no unshard and reshard of a unit",
+            }
+        },
     )

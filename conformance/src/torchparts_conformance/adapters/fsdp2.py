@@ -17,8 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from torchparts_conformance import Implementation, NotProvided
 
-_RESHARDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True}
-
 
 class _Words:
     """The words of sharded modules that cases use, said with those of `fully_shard`."""
@@ -64,24 +62,22 @@ def _named(mesh: DeviceMesh | None) -> DeviceMesh | None:
 class _Part:
     """What `fully_shard` offers of the area; anything else is not provided."""
 
-    MixedPrecision = fsdp.MixedPrecisionPolicy
-
     @staticmethod
     def fully_shard(
         module: nn.Module,
         *,
-        strategy: str = "FULL_SHARD",
-        mixed_precision: Any = None,
+        mp_policy: fsdp.MixedPrecisionPolicy | None = None,
         mesh: Any = None,
-        reshard_after_forward: bool | int | None = None,
+        reshard_after_forward: bool | int = True,
         **others: Any,
     ) -> nn.Module:
-        """Shard a module; the strategies are said by `reshard_after_forward`."""
-        if strategy not in _RESHARDS or others:
-            raise NotProvided(f"fully_shard has no {', '.join(others) or strategy}")
-        policy = {} if mixed_precision is None else {"mp_policy": mixed_precision}
-        frees = _RESHARDS[strategy] if reshard_after_forward is None else reshard_after_forward
-        fsdp.fully_shard(module, mesh=_named(mesh), reshard_after_forward=frees, **policy)
+        """Shard a module."""
+        if others:
+            raise NotProvided(f"fully_shard has no {', '.join(others)}")
+        policy: dict[str, Any] = {} if mp_policy is None else {"mp_policy": mp_policy}
+        fsdp.fully_shard(
+            module, mesh=_named(mesh), reshard_after_forward=reshard_after_forward, **policy
+        )
         kind = type(module)
         module.__class__ = type(kind.__name__, (_Words, kind), {})
         return module
@@ -98,4 +94,11 @@ def implementation() -> Implementation:
         distributions=("torch",),
         parts={"flat-param": _Part()},
         capabilities={"flat-param": frozenset({"distributed"})},
+        lacks={
+            "flat-param": {
+                "FP-004": "it has no flat parameters",
+                "FP-100": "it has no NO_SHARD",
+                "FP-111": "it cuts the first dimension of each parameter only",
+            }
+        },
     )

@@ -66,4 +66,5 @@ def implementation() -> Implementation:
             "flat-param": "torchparts_conformance.adapters.inside_torch:flat_param",
             "sac-policies": types.SimpleNamespace(checkpoint=_checkpoint, context_fn=_context_fn),
         },
+        capabilities={"ckpt-wrap": frozenset({"compile"})},
     )

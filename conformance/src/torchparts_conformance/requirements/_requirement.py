@@ -36,8 +36,6 @@ class Requirement:
         text: the whole requirement.
         source: name of the test of PyTorch that it comes from, or empty.
         rationale: why it exists, or empty if the source test says so.
-        torch_deviation: how torch's own implementation breaks it, or empty.
-        group: what it is about, in one word, or empty.
     """
 
     id: str
@@ -49,8 +47,6 @@ class Requirement:
     text: str
     source: str = ""
     rationale: str = ""
-    torch_deviation: str = ""
-    group: str = ""
 
     def is_for(self, device: str) -> bool:
         """Return whether it applies to a kind of device."""
@@ -66,9 +62,7 @@ def requirement(
     source: str = "",
     since: str = "",
     profile: str = "",
-    group: str = "",
     devices: tuple[str, ...] = ("cpu", ACCELERATOR),
-    torch_deviation: str = "",
 ) -> Callable[[_Case], _Case]:
     """Declare a requirement on its first case; `@requirement(id)` marks further cases of it.
 
@@ -82,9 +76,7 @@ def requirement(
         source: name of the test of PyTorch it comes from.
         since: version of the suite that introduced it.
         profile: `"core"`, `"robust"` or a capability.
-        group: what it is about, in one word.
         devices: kinds of devices it applies to.
-        torch_deviation: how torch's own implementation breaks it.
     Raises:
         ValueError: the id or one of the facts is missing or of another form.
     Example:
@@ -99,8 +91,7 @@ def requirement(
         def test_dropout_is_replayed(part, device): ...
     """
     facts = {"level": level, "text": text, "rationale": rationale, "source": source}
-    facts |= {"since": since, "profile": profile, "group": group}
-    facts |= {"torch_deviation": torch_deviation}
+    facts |= {"since": since, "profile": profile}
     if any(facts.values()):
         declared(id, devices=devices, **facts)
     else:
@@ -155,19 +146,15 @@ def _violation(facts: dict[str, Any]) -> str:
         return f"level is {texts['level']!r}; it must be {' or '.join(LEVELS)}."
     if not re.search(rf"\b{texts['level']}\b", texts["text"]):
         return f"the text must contain the word {texts['level']}, which is its level."
-    for word in ("profile", "group"):
-        if texts.get(word) and not _WORD.fullmatch(texts[word]):
-            return f"{word} is {texts[word]!r}; it must be a short lower-case word."
+    if not _WORD.fullmatch(texts["profile"]):
+        return f"profile is {texts['profile']!r}; it must be a short lower-case word."
     if not texts.get("source") and not texts.get("rationale"):
         return "it has neither source nor rationale. Say where it comes from."
-    unknown = [found[0] for found in _ISSUE.finditer(_reasons(texts)) if not _repository(found)]
+    issues = _ISSUE.finditer(texts.get("rationale", ""))
+    unknown = [issue[0] for issue in issues if not _repository(issue)]
     if unknown:
         return f"{unknown[0]!r} names no repository. Write owner/repo#7."
     return ""
-
-
-def _reasons(facts: dict[str, Any]) -> str:
-    return f"{facts.get('rationale', '')} {facts.get('torch_deviation', '')}"
 
 
 def _repository(issue: re.Match[str]) -> str:

@@ -9,12 +9,18 @@ from typing import Any
 
 from torch import nn
 
-from ckpt_wrap._errors import ModuleError, OptionError, PolicyError, about
+from ckpt_wrap._errors import (
+    ModuleError,
+    OptionError,
+    PolicyError,
+    about,
+    describe,
+    require_module,
+)
+from ckpt_wrap._in_place import behaviour, put_back, set_name
+from ckpt_wrap._plan import count_elements
 from ckpt_wrap._torch_compat import edges, is_torch_policy, run_torch_policy
-from ckpt_wrap._where import count_elements, describe
-from ckpt_wrap.checkpointing._options import require_module
-from ckpt_wrap.modules._in_place import behaviour, put_back, set_name
-from ckpt_wrap.modules._wrapper import ActivationWrapper, checkpoint_wrapper
+from ckpt_wrap._wrapper import ActivationWrapper, checkpoint_wrapper
 
 Targets = dict[nn.Module, dict[str, Any]]
 
@@ -55,7 +61,9 @@ def apply_activation_checkpointing(
     """
     require_module(model, "apply_activation_checkpointing")
     for option, value in (("checkpoint_wrapper_fn", checkpoint_wrapper_fn), ("check_fn", check_fn)):
-        if not callable(value):
+        # A module is callable, and a module class in the place of `check_fn` would be constructed.
+        is_class = option == "check_fn" and isinstance(value, type)
+        if not callable(value) or isinstance(value, nn.Module) or is_class:
             raise OptionError(
                 f"ckpt_wrap.apply_activation_checkpointing: option {option!r} is {value!r}, but "
                 "it must be a function of a module. Pass such a function."

@@ -1,4 +1,4 @@
-"""The errors this package raises.
+"""The errors this package raises, and how their messages name a module.
 
 A message begins with `ckpt_wrap.<function>: `, and says how to go on.
 """
@@ -6,11 +6,11 @@ A message begins with `ckpt_wrap.<function>: `, and says how to go on.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
+from torch import nn
 from torch.utils.checkpoint import CheckpointError
-
-from ckpt_wrap._where import Where
 
 
 class CkptWrapError(Exception):
@@ -49,15 +49,65 @@ def about(what: str) -> Iterator[None]:
         raise type(error)(f"{error} This was for {what}.") from error
 
 
-def is_in_place_error(error: RuntimeError) -> bool:
-    """Whether it is autograd's error about a saved tensor that was changed in place."""
-    return "inplace operation" in str(error) and not isinstance(error, RecomputeError)
+def owner(function: Callable[..., Any]) -> nn.Module | None:
+    """The module a function is, or is a method of."""
+    candidate = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    return candidate if isinstance(candidate, nn.Module) else None
 
 
-def changed_input_message(where: Where) -> str:
-    """Message about an input that was modified since forward."""
-    return (
-        f"ckpt_wrap.{where.made_by}: an input of module {where} has been modified by an inplace "
-        "operation since the forward, but recomputation needs it as it was. "
-        "Change a clone of it, or change it after backward."
-    )
+def describe(function: Callable[..., Any], name: str) -> str:
+    """The qualified name and the class of a function's module, or as much of it as is known.
+
+    Example:
+        >>> describe(nn.Linear(1, 1), "layers.0"), describe(nn.Linear(1, 1), "")
+        ("'layers.0' (Linear)", 'Linear')
+    """
+    module = owner(function)
+    named: Any = function if module is None else type(module)
+    kind = getattr(named, "__name__", repr(named))
+    return f"{name!r} ({kind})" if name else kind
+
+
+class Where:
+    """A call, for messages: its text is the module, as `describe` names it."""
+
+    __slots__ = ("_function", "_name", "made_by")
+
+    def __init__(self, function: Callable[..., Any], name: str, made_by: str) -> None:
+        self._function = function
+        self._name = name
+        self.made_by = made_by  # the function of this package that the user called
+
+    def __str__(self) -> str:
+        return describe(self._function, self._name)
+
+
+def require_module(value: object, function: str) -> None:
+    """Raise `ModuleError` unless `value` is an `nn.Module` that has been initialised."""
+    if not isinstance(value, nn.Module):
+        several = isinstance(value, (list, tuple, set, dict))
+        advice = "Call it for each module." if several else "Pass the module itself."
+        raise ModuleError(
+            f"ckpt_wrap.{function}: module is {value!r} of type {type(value).__name__}, but it "
+            f"must be an nn.Module. {advice}"
+        )
+    if not hasattr(value, "_modules"):
+        raise ModuleError(
+            f"ckpt_wrap.{function}: module of class {type(value).__name__} is not initialised, "
+            "but nn.Module.__init__ must have run. Call super().__init__() in its __init__."
+        )
+
+
+def require_forward(module: nn.Module, function: str, name: str = "") -> None:
+    """Raise `ModuleError` if `module` has no forward, as `nn.ModuleList` has none."""
+    if not has_forward(module):
+        raise ModuleError(
+            f"ckpt_wrap.{function}: module {describe(module, name)} has no forward, but only a "
+            "module that is called can be checkpointed or offloaded. Wrap its items instead, one "
+            "by one."
+        )
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module has a forward, in its class or itself; `nn.ModuleList` has none."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)

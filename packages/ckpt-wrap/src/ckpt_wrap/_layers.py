@@ -13,11 +13,9 @@ from collections import Counter
 
 from torch import nn
 
-from ckpt_wrap._errors import ModuleError, OptionError
-from ckpt_wrap._plan import Plan, make_step
-from ckpt_wrap._where import count_elements, has_forward
-from ckpt_wrap.checkpointing._options import require_module
-from ckpt_wrap.modules._switches import warn_of_own_switch
+from ckpt_wrap._errors import ModuleError, OptionError, has_forward, require_module
+from ckpt_wrap._in_place import warn_of_own_switch
+from ckpt_wrap._plan import Plan, count_elements, make_step
 
 Blocks = list[tuple[str, nn.Module]]
 _STAGES_GROW = 3.0  # the largest entry has so many times the parameters of the smallest

@@ -7,20 +7,25 @@ digest, and applied to any model with these names.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from ckpt_wrap._errors import OptionError, PolicyError, about
-from ckpt_wrap._where import count_elements, describe
-from ckpt_wrap.checkpointing._options import require_module
-from ckpt_wrap.modules._in_place import Action, become, planned, set_name
-from ckpt_wrap.modules._names import innermost
-from ckpt_wrap.modules._subclass import require_changeable, require_forward
-from ckpt_wrap.modules._wrapper import ActivationWrapper
+from ckpt_wrap._errors import (
+    OptionError,
+    PolicyError,
+    about,
+    describe,
+    require_forward,
+    require_module,
+)
+from ckpt_wrap._in_place import Action, become, planned, require_changeable, set_name
+from ckpt_wrap._wrapper import ActivationWrapper, innermost
 
 Rule = Callable[[str, nn.Module], bool | Mapping[str, Any] | None]
 
@@ -132,11 +137,7 @@ def make_plan(
             f"ckpt_wrap.make_plan: action is {action!r}, but it must be 'checkpoint' or "
             "'offload'. Pass one of them."
         )
-    if not callable(rule):
-        raise PolicyError(
-            f"ckpt_wrap.make_plan: rule is {rule!r}, but it must be a function of a name and a "
-            "module that returns a bool or options. Pass such a function."
-        )
+    _require_rule(rule, model)
     steps = []
     for name, module in below(model):
         chosen = rule(name, module)
@@ -157,12 +158,40 @@ def make_plan(
     return Plan(tuple(steps))
 
 
+def _require_rule(rule: object, model: nn.Module) -> None:
+    if isinstance(rule, type) and issubclass(rule, nn.Module):
+        advice = f"Pass lambda name, module: isinstance(module, {rule.__name__})."
+    elif not callable(rule) or not _takes(rule, "", model):
+        advice = "Pass such a function."
+    else:
+        return
+    raise PolicyError(
+        f"ckpt_wrap.make_plan: rule is {rule!r}, but it must be a function of a name and a "
+        f"module that returns a bool or options. {advice}"
+    )
+
+
+def _takes(function: Callable[..., Any], *args: object) -> bool:
+    try:
+        inspect.signature(function).bind(*args)
+    except TypeError:
+        return False
+    except ValueError:  # some built-in functions have no signature
+        return True
+    return True
+
+
 def make_step(name: str, module: nn.Module, action: Action, options: Mapping[str, Any]) -> Step:
     """A step, once its module and options are checked."""
     require_forward(module, "make_plan", name)
     step = Step(name, type(module).__name__, count_elements(module), action, dict(options))
     _change(step, module, check_only=True)
     return step
+
+
+def count_elements(module: nn.Module) -> int:
+    """Elements of a module's parameters; lazy ones have none yet."""
+    return sum(p.numel() for p in module.parameters() if not is_lazy(p))
 
 
 def below(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -19,6 +19,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -300,3 +301,9 @@ def is_parameter_view(tensor: torch.Tensor) -> bool:
     """Whether the tensor is a parameter or was made from one by taking views."""
     base = getattr(tensor, "_base", None)
     return isinstance(tensor, nn.Parameter) or isinstance(base, nn.Parameter)
+
+
+def is_parametrized_class(kind: Any) -> bool:
+    """Whether `torch.nn.utils.parametrize` made the class, for one module and its copies."""
+    getstate = vars(kind).get("__getstate__")
+    return getattr(getstate, "__module__", None) == parametrize.__name__

@@ -42,7 +42,6 @@ from .layout._boundary_rules import by_class, by_name
 from .layout._layout import FlatLayout, Segment, plan_layout, plan_segments
 from .layout._shard import ShardPart, ShardPlan, parts_between, plan_shard
 from .layout._spec import ParamSpec, collect_params
-from .layout._strategy import MixedPrecision, Strategy
 from .offload._optimizer import offload_optimizer
 from .sharded._by_hand import UnshardHandle
 from .sharded._sharded_module import ShardedModule
@@ -61,7 +60,6 @@ __all__ = [
     "FlatParams",
     "HandleShardingStrategy",
     "LayoutError",
-    "MixedPrecision",
     "ParamInfo",
     "ParamSpec",
     "ParameterError",
@@ -73,7 +71,6 @@ __all__ = [
     "SharedParamInfo",
     "StateElsewhere",
     "StateError",
-    "Strategy",
     "TrainingPlan",
     "UnitShape",
     "UnshardHandle",

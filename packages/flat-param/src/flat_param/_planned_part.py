@@ -10,6 +10,7 @@ import torch
 from .layout._boundary import Boundary, boundaries_of, check_boundary
 from .layout._boundary_rules import BoundaryRules, resolve
 from .layout._layout import Segment, plan_segments
+from .layout._options import Precision
 from .layout._shard import (
     boundary_in,
     check_ranks,
@@ -18,7 +19,6 @@ from .layout._shard import (
     parts_between,
 )
 from .layout._spec import ParamSpec
-from .layout._strategy import MixedPrecision
 
 
 @dataclass(frozen=True)
@@ -58,17 +58,17 @@ class Part:
         """Of the parameters."""
         return self.segment.layout.dtype
 
-    def gathered_bytes(self, precision: MixedPrecision) -> int:
+    def gathered_bytes(self, precision: Precision) -> int:
         """Of the whole buffer; none where the shard itself serves."""
         dtype = precision.compute_dtype(self.dtype)
         alias = self.ways == 1 and dtype == self.dtype
         return 0 if alias else self.whole_bytes(dtype)
 
-    def message_bytes(self, precision: MixedPrecision) -> int:
+    def message_bytes(self, precision: Precision) -> int:
         """Of what a rank gives to a gather."""
         return self.shard_bytes(precision.compute_dtype(self.dtype))
 
-    def whole_grad_bytes(self, precision: MixedPrecision) -> int:
+    def whole_grad_bytes(self, precision: Precision) -> int:
         """Of the whole gradients; none where they are frozen."""
         dtype = precision.reduction_dtype(self.dtype)
         return self.whole_bytes(dtype) if self.segment.trainable else 0

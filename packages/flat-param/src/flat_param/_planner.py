@@ -4,9 +4,9 @@ Legend: `shard` is one rank's part of a unit; `whole` is a unit's buffer of all 
 number of ranks that share one copy, R the number of copies.
 
 Rule 1: what a rank keeps all the time: shards, their gradients, the optimizer's state.
-Rule 2: what it holds for a while: with FULL_SHARD the whole parameters of the outermost unit and of
-        the two largest others (one computes, one is gathered ahead); with SHARD_GRAD_OP all;
-        and whole gradients of the outermost and the two largest (one fills, one is summed).
+Rule 2: what it holds for a while: the whole parameters of the outermost unit and of the two largest
+        others (one computes, one is gathered ahead), or all without `reshard_after_forward`; and
+        whole gradients of the outermost and the two largest (one fills, one is summed).
 Rule 3: a gather or a sum sends (W - 1) shards from each rank, a sum over copies
         2 * (R - 1) / R of a shard: what a bandwidth-optimal algorithm sends.
 Rule 4: of several microbatches, all but the last run inside `no_sync`: each gathers what the last
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -30,9 +31,12 @@ from .comm._comm import CommCount
 from .comm._trail import ORDER_BYTES
 from .layout._boundary import Boundary
 from .layout._boundary_rules import BoundaryRules
+from .layout._options import Precision, precision_of
 from .layout._spec import ParamSpec, collect_params
-from .layout._strategy import MixedPrecision, Strategy
 from .offload._tiers import aligned
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 def unit_shapes(
@@ -74,9 +78,9 @@ def plan_training(
     units: Sequence[UnitShape],
     *,
     world_size: int,
-    strategy: Strategy | str = Strategy.FULL_SHARD,
     replicas: int = 1,
-    mixed_precision: MixedPrecision | None = None,
+    reshard_after_forward: bool = True,
+    mp_policy: MixedPrecisionPolicy | None = None,
     boundary: Boundary | BoundaryRules = "element",
     state_tensors: int = 2,
     microbatches: int = 1,
@@ -90,10 +94,10 @@ def plan_training(
 
     Args:
         units: the outermost last, as `unit_shapes` gives them.
-        world_size: ranks that share one copy; with NO_SHARD, all ranks.
-        strategy: as in `fully_shard`.
-        replicas: copies, for HYBRID_SHARD.
-        mixed_precision: as in `fully_shard`.
+        world_size: ranks that share one copy; 1 where nothing is sharded.
+        replicas: copies.
+        reshard_after_forward: as in `fully_shard`, True or False.
+        mp_policy: as in `fully_shard`.
         boundary: as in `fully_shard`, except `by_class`.
         state_tensors: tensors of a parameter's size that the optimizer keeps; AdamW: 2.
         microbatches: forward and backward passes of a step, all but the last inside `no_sync`.
@@ -110,28 +114,26 @@ def plan_training(
         >>> plan.rank_bytes.params, plan.rank_bytes.optimizer
         (48, 96)
     """
-    chosen = Strategy(strategy)
     _check_count("world_size", world_size)
     _check_count("replicas", replicas)
-    alone = chosen is Strategy.NO_SHARD
-    ways, copies = (1, world_size) if alone else (world_size, replicas)
-    _check(units, rank, ways, microbatches, offload_bucket_numel)
-    precision = mixed_precision or MixedPrecision()
+    _check(units, rank, world_size, microbatches, offload_bucket_numel)
+    precision = precision_of(mp_policy, where="plan_training")
+    frees = bool(reshard_after_forward)
     known: dict[tuple[ParamSpec, ...], tuple[Part, ...]] = {}
     for unit in units:
         if unit.specs not in known:
-            known[unit.specs] = parts_of(unit.specs, ways, boundary, rank)
+            known[unit.specs] = parts_of(unit.specs, world_size, boundary, rank)
     parts = [known[unit.specs] for unit in units]
-    within, between = _collectives(parts, chosen, precision, copies, microbatches)
-    sizes = _rank_bytes(parts, chosen, precision, state_tensors, microbatches)
+    within, between = _collectives(parts, frees, precision, replicas, microbatches)
+    sizes = _rank_bytes(parts, frees, precision, state_tensors, microbatches)
     elsewhere = None
     if offload_bucket_numel is not None:
         elsewhere, near = _offloaded(parts, state_tensors, offload_bucket_numel)
         sizes = replace(sizes, optimizer=near)
     return TrainingPlan(
-        strategy=chosen,
-        world_size=ways,
-        replicas=copies,
+        reshard_after_forward=frees,
+        world_size=world_size,
+        replicas=replicas,
         numel=sum(spec.numel for unit in units for spec in unit.specs),
         padding_numel=sum(part.numel - part.segment.layout.used_numel for p in parts for part in p),
         rank_bytes=sizes,
@@ -176,8 +178,8 @@ def _check(
 
 def _rank_bytes(
     parts: Sequence[tuple[Part, ...]],
-    strategy: Strategy,
-    precision: MixedPrecision,
+    frees: bool,
+    precision: Precision,
     state_tensors: int,
     microbatches: int,
 ) -> RankBytes:
@@ -185,10 +187,9 @@ def _rank_bytes(
     trained = [part for part in every if part.segment.trainable]
     whole = [sum(part.gathered_bytes(precision) for part in unit) for unit in parts]
     grads = [sum(part.whole_grad_bytes(precision) for part in unit) for unit in parts]
-    frees = strategy.frees_after_forward
     return RankBytes(
         params=sum(part.shard_bytes(part.dtype) for part in every),
-        grads=sum(part.shard_bytes(precision.grad_dtype(part.dtype)) for part in trained),
+        grads=sum(part.shard_bytes(part.dtype) for part in trained),
         optimizer=state_tensors * sum(part.used_bytes for part in trained),
         whole_params_peak=_outermost_and_two(whole) if frees else sum(whole),
         whole_grads_peak=_outermost_and_two(grads) if microbatches == 1 else sum(grads),
@@ -216,8 +217,8 @@ def _outermost_and_two(sizes: Sequence[int]) -> int:
 
 def _collectives(
     parts: Sequence[tuple[Part, ...]],
-    strategy: Strategy,
-    precision: MixedPrecision,
+    frees: bool,
+    precision: Precision,
     copies: int,
     microbatches: int,
 ) -> tuple[Counts, Counts]:
@@ -226,8 +227,8 @@ def _collectives(
     sums: list[int] = []
     flags = 0
     for position, unit in enumerate(parts):
-        passes = microbatches if strategy.frees_after_forward else 1
-        again = strategy.frees_after_forward and position < len(parts) - 1
+        passes = microbatches if frees else 1
+        again = frees and position < len(parts) - 1
         for part in unit:
             gathers += [part.message_bytes(precision)] * (passes * (1 + again))
             if part.segment.trainable:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from .comm._comm import CommCount
 from .layout._spec import ParamSpec
-from .layout._strategy import Strategy
 
 Counts = dict[str, CommCount]
 """Calls and bytes sent, by kind of collective."""
@@ -69,7 +68,7 @@ class TrainingPlan:
     """What one rank needs for a training step.
 
     Args:
-        strategy: of all units.
+        reshard_after_forward: of all units.
         world_size: W.
         replicas: R.
         numel: parameters of the model.
@@ -80,7 +79,7 @@ class TrainingPlan:
         elsewhere: optimizer state that is not in `rank_bytes`; None if all of it is.
     """
 
-    strategy: Strategy
+    reshard_after_forward: bool
     world_size: int
     replicas: int
     numel: int
@@ -100,7 +99,7 @@ class TrainingPlan:
         sizes = self.rank_bytes
         rows = [(kind, getattr(sizes, kind)) for kind in sizes.__dataclass_fields__]
         head = (
-            f"{self.strategy.value}, {self.world_size} ranks x {self.replicas} copies, "
+            f"{self.world_size} ranks x {self.replicas} copies, "
             f"{self.numel:,} parameters, padding {self.padding_frac:.4%}"
         )
         lines = [f"  {kind:18s} {_gib(size)}" for kind, size in [*rows, ("total", sizes.total)]]

@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,30 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import flat_param
 
-STRATEGIES = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD")
+WAYS = ("replicated", "ZeRO-2", "ZeRO-3")
+
+
+@cache
+def _replicas() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(), 1))
+
+
+def options_of(way: str) -> dict[str, Any]:
+    """What `fully_shard` is given for a way to divide memory. Collective at the first call."""
+    if way == "replicated":
+        return {"mesh": _replicas()}
+    return {"reshard_after_forward": way != "ZeRO-2"}
+
+
+def planned_as(way: str, world: int) -> dict[str, Any]:
+    """The same for `plan_training`."""
+    if way == "replicated":
+        return {"world_size": 1, "replicas": world}
+    return {"world_size": world, "reshard_after_forward": way != "ZeRO-2"}
 
 
 class Block(nn.Module):

@@ -12,7 +12,7 @@ from _harness import main, run_checks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from flat_param import CommError, LayoutError, ParameterError, fully_shard
+from flat_param import CommError, LayoutError, ParameterError, StateError, fully_shard
 from flat_param.comm._comm import Communicator
 
 
@@ -105,18 +105,16 @@ def check_frozen_on_one_rank_is_named(rank: int, world: int) -> None:
     refused(lambda: fully_shard(module), "and (5,) of torch.float32, frozen on rank 1")
 
 
-def check_another_strategy_is_named(rank: int, world: int) -> None:
-    """Strategies with other process groups still meet."""
-    for other in ("NO_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"):
-        mesh = init_device_mesh("cpu", (1, world)) if other == "HYBRID_SHARD" else None
-        mine = {"strategy": other, "mesh": mesh} if rank else {}
-        text = f"strategy is FULL_SHARD on rank 0 and {other} on rank 1"
-        refused(lambda mine=mine: fully_shard(layers(), **mine), text)
+def check_another_mesh_is_named(rank: int, world: int) -> None:
+    """Ranks whose meshes differ meet before they shard."""
+    mesh = init_device_mesh("cpu", (world, 1))
+    text = f"copies x ranks is 1 x {world} on rank 0 and {world} x 1 on rank 1"
+    refused(lambda: fully_shard(layers(), mesh=mesh if rank else None), text)
 
 
 def check_another_setting_is_named(rank: int, world: int) -> None:
-    """Boundary and prefetch decide about ranges and order."""
-    for name, value in (("boundary", "row"), ("forward_prefetch", False)):
+    """Boundary and freeing decide about ranges and order."""
+    for name, value in (("boundary", "row"), ("reshard_after_forward", False)):
         mine = {name: value} if rank else {}
         refused(lambda mine=mine: fully_shard(layers(), **mine), f"{name} is ")
 
@@ -141,10 +139,8 @@ def check_mistake_of_one_rank_is_an_error_on_all(rank: int, world: int) -> None:
     refused(lambda: fully_shard(odd if rank else module), expected, kind)
     unchanged(module)
     fully_shard(module)
-    kind, expected = (CommError, text) if rank == 0 else (ValueError, "'SOME'")
-    refused(
-        lambda: fully_shard(layers(), strategy="SOME" if rank else "FULL_SHARD"), expected, kind
-    )
+    kind, expected = (CommError, text) if rank == 0 else (StateError, "'SOME'")
+    refused(lambda: fully_shard(layers(), mp_policy="SOME" if rank else None), expected, kind)
 
 
 def check_agreeing_ranks_are_not_counted(rank: int, world: int) -> None:

@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 import torch
-from _harness import batches, loss_of, main, plain, run_checks, sharded, share
+from _harness import batches, loss_of, main, options_of, plain, run_checks, sharded, share
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -44,8 +44,8 @@ def compare(model: nn.Module, rank: int, world: int) -> None:
 
 def check_compiling_a_sharded_module(rank: int, world: int) -> None:
     """`torch.compile(fully_shard(model))`: what is inside of units is compiled."""
-    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
-        compare(torch.compile(sharded(strategy=strategy), backend="aot_eager"), rank, world)
+    for way in ("ZeRO-3", "ZeRO-2"):
+        compare(torch.compile(sharded(**options_of(way)), backend="aot_eager"), rank, world)
 
 
 def check_blocks_of_a_kind_share_one_graph(rank: int, world: int) -> None:

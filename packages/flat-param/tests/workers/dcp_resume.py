@@ -39,7 +39,7 @@ def check_copies_of_shards(rank: int, world: int) -> None:
     """HSDP saves each element once, and loads."""
     if world != 4:
         return
-    options = {"strategy": "HYBRID_SHARD", "mesh": init_device_mesh("cpu", (2, 2))}
+    options = {"mesh": init_device_mesh("cpu", (2, 2))}
     model = sharded(9, **options)
     optimizer = optimizer_of(model)
     flat_param.load_sharded(model, f"{FOLDER[0]}/row", optimizer=optimizer)

@@ -101,7 +101,7 @@ def check_torchs_total_norm_is_of_all_ranks(rank: int, world: int) -> None:
 
 def check_units_in_another_order_are_named_on_every_rank(rank: int, world: int) -> None:
     """Blocks of one shape change places on one rank: an error before any gradient is there."""
-    model, (ids,) = sharded(forward_prefetch=False), batches(world, 1)
+    model, (ids,) = sharded(), batches(world, 1)
     loss_of(model, share(ids, rank)).backward()
     model.zero_grad()
     in_order = [model.blocks[index] for index in ((1, 0, 2) if rank else (0, 1, 2))]
@@ -116,8 +116,8 @@ def check_units_in_another_order_are_named_on_every_rank(rank: int, world: int) 
     with pytest.raises(flat_param.CommError) as caught:
         loss_of(model, share(ids, rank)).backward()
     assert str(caught.value).startswith(
-        "flat_param.fully_shard: rank 0 did all_gather of unit 'blocks.0' where rank 1 did "
-        "all_gather of unit 'blocks.1', but all ranks must run the same units in the same order."
+        "flat_param.fully_shard: rank 0 did all_gather of unit 'blocks.1' where rank 1 did "
+        "all_gather of unit 'blocks.0', but all ranks must run the same units in the same order."
     )
     assert all(param.grad is None for param in model.parameters())
     del model.forward

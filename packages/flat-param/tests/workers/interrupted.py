@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from _harness import Model, batches, loss_of, main, plain, share
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import flat_param
 
@@ -134,8 +135,8 @@ def build(phase: str) -> Model:
     """
     model = plain(depth=1)
     model.blocks[0].norm.requires_grad_(False)
-    precise = flat_param.MixedPrecision(param_dtype=torch.float64)
-    options = {"mixed_precision": precise} if phase == "by_hand" else {}
+    precise = MixedPrecisionPolicy(param_dtype=torch.float64)
+    options = {"mp_policy": precise} if phase == "by_hand" else {}
     flat_param.fully_shard(model.blocks[0], **options)
     return flat_param.fully_shard(model, **options)
 

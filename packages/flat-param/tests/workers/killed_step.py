@@ -7,14 +7,14 @@ import signal
 import time
 from typing import Any
 
-from _harness import batches, loss_of, main, sharded, share
+from _harness import batches, loss_of, main, options_of, sharded, share
 
 import flat_param
 
 
-def run(rank: int, world: int, victim: int, strategy: str) -> dict[str, Any]:
+def run(rank: int, world: int, victim: int, way: str) -> dict[str, Any]:
     """What a survivor sees, and after how long."""
-    model = sharded(strategy=strategy)
+    model = sharded(**options_of(way))
     (ids,) = batches(world, 1)
     loss_of(model, share(ids, rank)).backward()
     if rank == victim:

@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from _harness import main, whole_state
+from _harness import main, options_of, whole_state
 from torch import Tensor, nn
 
 from flat_param import fully_shard
@@ -66,7 +66,7 @@ def whole_grads(model: nn.Module) -> dict[str, Tensor]:
     return {name: state[name] for name in names}
 
 
-def run(rank: int, world: int, strategy: str) -> dict[str, Any]:
+def run(rank: int, world: int, way: str) -> dict[str, Any]:
     """How many layouts were tried, and what was wrong with which."""
     wrong, tried = [], 0
     for layout in layouts():
@@ -76,8 +76,8 @@ def run(rank: int, world: int, strategy: str) -> dict[str, Any]:
         model, parts = make(frozen, tied=tied)
         for part, is_unit in zip(parts, units, strict=True):
             if is_unit:
-                fully_shard(part, strategy=strategy)
-        fully_shard(model, strategy=strategy)
+                fully_shard(part, **options_of(way))
+        fully_shard(model, **options_of(way))
         tried += 1
         try:
             model(inputs[rank]).square().sum().backward()

@@ -53,7 +53,7 @@ def same(first: Any, second: Any) -> bool:
 
 def check_training_is_that_with_state_at_hand(rank: int, world: int) -> None:
     """For each optimizer, boundary and where the shards are; whole states are equal bit by bit."""
-    in_memory = {"strategy": "SHARD_GRAD_OP", "offload_policy": CPUOffloadPolicy()}
+    in_memory = {"reshard_after_forward": False, "offload_policy": CPUOffloadPolicy()}
     units = ({}, {"boundary": "tensor"}, in_memory)
     for kind, options in KINDS:
         for unit in units:

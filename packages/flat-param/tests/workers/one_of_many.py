@@ -1,6 +1,6 @@
 """The program of the first of thousands of ranks, beside its plan.
 
-Started as `python one_of_many.py <world> <strategy>...`. In torch's fake process group every
+Started as `python one_of_many.py <world> <way>...`. In torch's fake process group every
 collective is a call that gives something back at once; nothing is sent.
 """
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _harness import options_of, planned_as
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -31,14 +32,14 @@ def shown(collectives: dict[str, flat_param.CommCount], params: int, grads: int)
     return {"collectives": counts, "params": params, "grads": grads}
 
 
-def measured(world: str, strategy: str) -> list[dict[str, Any]]:
+def measured(world: str, way: str) -> list[dict[str, Any]]:
     """Two passes of one step, the first inside `no_sync`."""
     units = flat_param.unit_shapes(model(), units=nn.Linear)
-    plan = flat_param.plan_training(units, world_size=int(world), strategy=strategy, microbatches=2)
+    plan = flat_param.plan_training(units, **planned_as(way, int(world)), microbatches=2)
     layers = model()
     for layer in layers:
-        flat_param.fully_shard(layer, strategy=strategy)
-    sharded = flat_param.fully_shard(layers, strategy=strategy)
+        flat_param.fully_shard(layer, **options_of(way))
+    sharded = flat_param.fully_shard(layers, **options_of(way))
     sharded.comm_counts()
     with sharded.no_sync():
         sharded(torch.ones(2, 67)).sum().backward()
@@ -54,10 +55,10 @@ def measured(world: str, strategy: str) -> list[dict[str, Any]]:
     return [counted, planned]
 
 
-def main(world: str, *strategies: str) -> None:
-    """Every strategy in one group."""
+def main(world: str, *ways: str) -> None:
+    """Every way in one group."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=int(world))
-    print(json.dumps([measured(world, strategy) for strategy in strategies]))
+    print(json.dumps([measured(world, way) for way in ways]))
 
 
 if __name__ == "__main__":

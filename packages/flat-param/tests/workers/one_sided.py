@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import torch
-from _harness import batches, loss_of, main, sharded, share
+from _harness import batches, loss_of, main, options_of, sharded, share
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -21,10 +21,10 @@ def change(model: nn.Module, what: str) -> None:
         model.to(torch.float64)
 
 
-def run(rank: int, world: int, what: str, strategy: str) -> dict[str, Any]:
+def run(rank: int, world: int, what: str, way: str) -> dict[str, Any]:
     """What this rank sees, and after how long."""
-    mesh = init_device_mesh("cpu", (2, world // 2)) if strategy == "HYBRID_SHARD" else None
-    model = sharded(strategy=strategy, mesh=mesh)
+    mesh = init_device_mesh("cpu", (2, world // 2)) if way == "HSDP" else None
+    model = sharded(**options_of(way) | ({} if mesh is None else {"mesh": mesh}))
     (ids,) = batches(world, 1)
     loss_of(model, share(ids, rank)).backward()
     if rank == world - 1:

@@ -22,7 +22,7 @@ from flat_param._torch_compat import without_storage_warning
 FOLDER, ROWS = Path(), 1
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
-    {"strategy": "NO_SHARD"},
+    {"replicated": True},
     {"boundary": "row"},
     {"boundary": "tensor"},
 )
@@ -31,7 +31,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 def mesh_of(world: int, rows: int = 0) -> DeviceMesh:
     """Rows of ranks, each of which has the whole model."""
     rows = rows or ROWS
-    return init_device_mesh("cpu", (rows, world // rows), mesh_dim_names=("dp", "tp"))
+    return init_device_mesh("cpu", (rows, 1, world // rows), mesh_dim_names=("dp", "one", "tp"))
 
 
 def adamw(model: nn.Module, lr: float = 1e-2) -> torch.optim.AdamW:
@@ -109,7 +109,7 @@ def check_resumed_training_is_the_same(rank: int, world: int) -> None:
 
 
 def check_any_cut_loads_into_any_other(rank: int, world: int) -> None:
-    """Every strategy and boundary, another mesh, and no tensor parallel at all; and back."""
+    """Every way and boundary, another mesh, and no tensor parallel at all; and back."""
     for index, options in enumerate(OPTIONS):
         path, expected = saved(world, f"any-{index}", **options)
         for others in OPTIONS:
@@ -192,7 +192,7 @@ def check_error_on_one_rank_is_one_on_all(rank: int, world: int) -> None:
 
 def check_state_by_block_is_refused(rank: int, world: int) -> None:
     """Though one rank of each row has all that tensor parallel left of the parameter."""
-    model = sharded(mesh_of(world), strategy="NO_SHARD")
+    model = sharded(mesh_of(world), replicated=True)
     optimizer = adamw(model)
     train(model, optimizer, range(1))
     for values in optimizer.state.values():

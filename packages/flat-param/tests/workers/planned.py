@@ -9,22 +9,34 @@ from typing import Any
 
 import pytest
 import torch
-from _harness import Block, batches, loss_of, main, plain, run_checks, sharded, share
+from _harness import (
+    WAYS,
+    Block,
+    batches,
+    loss_of,
+    main,
+    options_of,
+    plain,
+    planned_as,
+    run_checks,
+    sharded,
+    share,
+)
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import flat_param
 from flat_param.offload._mover import Mover
 from flat_param.offload._tiers import FolderTier
 
-STRATEGIES = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD")
 F32 = torch.float32
-BF16 = flat_param.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
+BF16 = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
 
 
-def planned(world: int, **options: Any) -> flat_param.TrainingPlan:
+def planned(world_size: int, **options: Any) -> flat_param.TrainingPlan:
     """For the harness's model."""
     units = flat_param.unit_shapes(plain(), units=Block)
-    return flat_param.plan_training(units, world_size=world, **options)
+    return flat_param.plan_training(units, world_size=world_size, **options)
 
 
 def compare(model: Any, plan: flat_param.TrainingPlan, passes: int, rank: int, world: int) -> None:
@@ -48,17 +60,17 @@ def parts_of(model: Any) -> list[Any]:
 
 def check_every_strategy(rank: int, world: int) -> None:
     """One pass, and three of which two are inside `no_sync`."""
-    for strategy in STRATEGIES:
+    for way in WAYS:
         for passes in (1, 3):
-            model = sharded(strategy=strategy)
-            plan = planned(world, strategy=strategy, microbatches=passes)
+            model = sharded(**options_of(way))
+            plan = planned(**planned_as(way, world), microbatches=passes)
             compare(model, plan, passes, rank, world)
 
 
 def check_mixed_precision(rank: int, world: int) -> None:
     """Gathered in two bytes, summed in four."""
-    plan = planned(world, mixed_precision=BF16, microbatches=2)
-    compare(sharded(mixed_precision=BF16), plan, 2, rank, world)
+    plan = planned(world, mp_policy=BF16, microbatches=2)
+    compare(sharded(mp_policy=BF16), plan, 2, rank, world)
 
 
 def check_copies(rank: int, world: int) -> None:
@@ -66,9 +78,9 @@ def check_copies(rank: int, world: int) -> None:
     for copies in (copies for copies in (2, 4) if world // copies > 1):
         mesh = init_device_mesh("cpu", (copies, world // copies))
         for passes in (1, 2):
-            options = {"strategy": "HYBRID_SHARD", "replicas": copies, "microbatches": passes}
+            options = {"replicas": copies, "microbatches": passes}
             plan = planned(world // copies, **options)
-            model = sharded(strategy="HYBRID_SHARD", mesh=mesh)
+            model = sharded(mesh=mesh)
             compare(model, plan, passes, rank, world)
 
 
@@ -84,9 +96,9 @@ def check_boundaries(rank: int, world: int) -> None:
 
 def check_state_elsewhere(rank: int, world: int) -> None:
     """Bytes that are brought and put away by a step, and that files have; two buckets near."""
-    for options in ({}, {"strategy": "NO_SHARD"}, {"boundary": "tensor"}, {"boundary": "row"}):
+    for options in ({}, {"boundary": "tensor"}, {"boundary": "row"}):
         for numel in (40, 1 << 20):
-            mine = {**options, "rank": 0 if "strategy" in options else rank}
+            mine = {**options, "rank": rank}
             plan = planned(world, **mine, offload_bucket_numel=numel)
             kept, brought, put = offloaded_bytes(sharded(**options), numel)
             counted = flat_param.StateElsewhere(kept, sum(brought))

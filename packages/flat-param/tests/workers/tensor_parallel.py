@@ -22,8 +22,8 @@ from flat_param import fully_shard
 
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
-    {"strategy": "SHARD_GRAD_OP"},
-    {"strategy": "NO_SHARD"},
+    {"reshard_after_forward": False},
+    {"replicated": True},
     {"boundary": "row"},
     {"boundary": "tensor"},
 )
@@ -73,17 +73,18 @@ def parallel(mesh: DeviceMesh) -> Model:
     return model
 
 
-def sharded(mesh: DeviceMesh, **options: Any) -> Model:
-    """Cut over the second axis, units over the first."""
+def sharded(mesh: DeviceMesh, *, replicated: bool = False, **options: Any) -> Model:
+    """Cut over the last axis, units over the first, or replicated over it."""
     model = parallel(mesh["tp"])
+    options["mesh"] = mesh["dp", "one"] if replicated else mesh["dp"]
     for block in model.blocks:
-        fully_shard(block, mesh=mesh["dp"], **options)
-    return fully_shard(model, mesh=mesh["dp"], **options)
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
 
 
 def mesh_of(world: int) -> DeviceMesh:
     """Two rows of ranks."""
-    return init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
+    return init_device_mesh("cpu", (2, 1, world // 2), mesh_dim_names=("dp", "one", "tp"))
 
 
 def batch(step: int, share: int | None = None) -> Tensor:
@@ -105,7 +106,7 @@ def distance(state: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 def check_training_is_that_of_one_process(rank: int, world: int) -> None:
-    """States and norms of three steps, for every strategy and boundary."""
+    """States and norms of three steps, for every way and boundary."""
     mesh = mesh_of(world)
     for options in OPTIONS:
         reference, model = plain(), sharded(mesh, **options)

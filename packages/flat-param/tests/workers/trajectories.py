@@ -1,4 +1,4 @@
-"""Train with every strategy and boundary beside one process."""
+"""Train with every way and boundary beside one process."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from typing import Any
 
 import torch
 from _harness import (
+    WAYS,
     batches,
     distance,
     loss_of,
     main,
     mean_over_ranks,
+    options_of,
     plain,
+    planned_as,
     sharded,
     share,
     whole_state,
@@ -36,24 +39,26 @@ def train(model: nn.Module, inputs: list[torch.Tensor]) -> list[float]:
     return losses
 
 
-def measure(rank: int, world: int, options: dict[str, Any]) -> dict[str, Any]:
+def measure(rank: int, world: int, way: str, boundary: Any) -> dict[str, Any]:
     """How far a sharded run is from the plain one, and what it communicated."""
     inputs = batches(world)
     reference = plain()
     expected = train(reference, inputs)
-    model = sharded(**options)
+    options = options_of(way)
+    if way == "HSDP":
+        options = {"mesh": init_device_mesh("cpu", (2, 2))}
+    model = sharded(boundary=boundary, **options)
     got = mean_over_ranks(train(model, [share(ids, rank) for ids in inputs]))
     counts = {k: [c.calls, c.wire_bytes] for k, c in model.comm_counts().items()}
     units = flat_param.unit_shapes(plain(), units=type(reference.blocks[0]))
     planned = (
         flat_param.plan_training(
             units,
-            world_size=world,
-            strategy=options["strategy"],
-            boundary=options.get("boundary", "element"),
-            rank=0 if options["strategy"] == "NO_SHARD" else rank,
+            **planned_as(way, world),
+            boundary=boundary,
+            rank=0 if way == "replicated" else rank,
         )
-        if "mesh" not in options
+        if way in WAYS
         else None
     )
     parts = [part for unit in model._flat_param.schedule.units for part in unit.parts]
@@ -75,15 +80,8 @@ def three_steps(plan: flat_param.TrainingPlan) -> dict[str, list[int]]:
 
 
 def run(rank: int, world: int) -> dict[str, Any]:
-    """Every strategy; other boundaries where there are ranks to divide between."""
-    cases: dict[str, dict[str, Any]] = {
-        strategy: {"strategy": strategy} for strategy in ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD")
-    }
-    cases["FULL_SHARD no prefetch"] = {
-        "strategy": "FULL_SHARD",
-        "forward_prefetch": False,
-        "backward_prefetch": False,
-    }
+    """Every way; other boundaries where there are ranks to divide between."""
+    cases: dict[str, tuple[str, Any]] = {way: (way, "element") for way in WAYS}
     if world > 1:
         blocks = flat_param.Blocks(5), flat_param.Blocks((4, 4))
         mixed = (
@@ -91,11 +89,10 @@ def run(rank: int, world: int) -> dict[str, Any]:
             flat_param.by_name({"*bias": blocks[0]}, default="row", missing_ok=True),
         )
         for boundary in ("row", "tensor", *blocks, *mixed):
-            cases[f"FULL_SHARD {boundary}"] = {"strategy": "FULL_SHARD", "boundary": boundary}
+            cases[f"ZeRO-3 {boundary}"] = "ZeRO-3", boundary
     if world == 4:
-        mesh = init_device_mesh("cpu", (2, 2))
-        cases["HYBRID_SHARD"] = {"strategy": "HYBRID_SHARD", "mesh": mesh}
-    return {name: measure(rank, world, options) for name, options in cases.items()}
+        cases["HSDP"] = "HSDP", "element"
+    return {name: measure(rank, world, *case) for name, case in cases.items()}
 
 
 if __name__ == "__main__":

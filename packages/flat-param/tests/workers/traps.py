@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -71,6 +72,39 @@ class Scale(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.out(x) * self.norm.weight.mean()
         return y
+
+
+class Stopped(Exception):
+    """What ends a backward."""
+
+
+def check_second_backward_after_a_stopped_one(rank: int, world: int) -> None:
+    """Without gradients from before it is right; with some it is refused until they are cleared."""
+    model, x = sharded(), torch.ones(2, 6)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(x).sum().backward()
+    expected = [param.grad.clone() for param in model.parameters()]
+    for clears in (True, False):
+        hidden = model[0](x)
+
+        def stop(grad: Tensor) -> Tensor:
+            handle.remove()  # noqa: B023  # of this turn
+            raise Stopped
+
+        handle = hidden.register_hook(stop)
+        loss = model[1](hidden).sum()
+        with contextlib.suppress(Stopped):
+            loss.backward(retain_graph=True)
+        if clears:
+            optimizer.zero_grad()
+        else:
+            text = "weight' still has the gradient from before a backward that an exception stopped"
+            for _ in range(2):
+                raises(flat_param.StateError, text, lambda: loss.backward(retain_graph=True))  # noqa: B023
+            optimizer.zero_grad()
+        loss.backward()
+        found = [param.grad for param in model.parameters()]
+        assert all(map(torch.equal, found, expected))
 
 
 def check_mean_of_a_piece_is_refused(rank: int, world: int) -> None:

@@ -10,6 +10,7 @@ from _harness import (
     distance,
     loss_of,
     main,
+    options_of,
     plain,
     raises,
     run_checks,
@@ -19,11 +20,11 @@ from _harness import (
 )
 from _whole import plain_grads, whole_bytes, whole_grads
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.nn import functional
 
 import flat_param
-from flat_param import CommCount, MixedPrecision, fully_shard
+from flat_param import CommCount, fully_shard
 
 
 def _same_grads(model: nn.Module, ids: Tensor, rank: int, reference: nn.Module) -> int:
@@ -47,9 +48,9 @@ def check_units_are_gathered_once(rank: int, world: int) -> None:
     """Shown whole at once or when waited for; the step after it gathers what is left to gather."""
     (ids,) = batches(world, 1)
     reference = plain()
-    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
-        expected = _same_grads(sharded(strategy=strategy), ids, rank, reference)
-        model = sharded(strategy=strategy)
+    for way in ("ZeRO-3", "ZeRO-2"):
+        expected = _same_grads(sharded(**options_of(way)), ids, rank, reference)
+        model = sharded(**options_of(way))
         assert model.blocks[1].unshard() is None
         assert model.blocks[1].unshard() is None
         handle = model.unshard(async_op=True)
@@ -70,8 +71,8 @@ def check_freed_units_are_gathered_again(rank: int, world: int) -> None:
     """Between steps, and between forward and backward; freeing what is free does nothing."""
     (ids,) = batches(world, 1)
     reference = plain()
-    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
-        model = sharded(strategy=strategy)
+    for way in ("ZeRO-3", "ZeRO-2"):
+        model = sharded(**options_of(way))
         expected = _same_grads(model, ids, rank, reference)
         model.unshard(async_op=True)
         model.reshard()
@@ -90,8 +91,8 @@ def check_freed_units_are_gathered_again(rank: int, world: int) -> None:
 
 
 def check_freed_units_are_gathered_in_their_turn(rank: int, world: int) -> None:
-    """In backward ahead of their own, like those that a strategy frees."""
-    model = sharded(strategy="SHARD_GRAD_OP")
+    """In backward ahead of their own, like those that a way frees."""
+    model = sharded(reshard_after_forward=False)
     units = [block._flat_param for block in model.blocks]
     seen: list[list[bool]] = []
     for block in model.blocks:
@@ -110,7 +111,7 @@ def check_steps_where_a_rank_has_no_piece_are_seen(rank: int, world: int) -> Non
     for by_hand in (False, True):
         torch.manual_seed(0)
         model = fully_shard(
-            nn.Linear(4, 4, bias=False), strategy="SHARD_GRAD_OP", boundary="tensor"
+            nn.Linear(4, 4, bias=False), reshard_after_forward=False, boundary="tensor"
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         x = torch.ones(2, 4)
@@ -144,9 +145,9 @@ def check_assigned_values_stay(rank: int, world: int) -> None:
         whole_state,
         lambda model: model.to(torch.float32),
     )
-    low = MixedPrecision(param_dtype=torch.bfloat16)
+    low = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     offloaded = {"offload_policy": CPUOffloadPolicy()}
-    for options in ({}, {"mixed_precision": low}, {"strategy": "NO_SHARD"}, offloaded):
+    for options in ({}, {"mp_policy": low}, options_of("replicated"), offloaded):
         before = plain().state_dict()
         for after in afters:
             model, expected = sharded(**options), plain()
@@ -154,7 +155,7 @@ def check_assigned_values_stay(rank: int, world: int) -> None:
             _write_new(model.head)
             after(model)
             weight = before["head.weight"].clone()
-            is_low = "mixed_precision" in options
+            is_low = "mp_policy" in options
             rows = weight[1:3].bfloat16() if is_low else weight[1:3].clone()
             if is_low:  # all of it is written
                 weight = weight.bfloat16().float()
@@ -222,9 +223,9 @@ def check_use_beside_forward_has_its_gradients(rank: int, world: int) -> None:
         value = value.to(module.head.weight.dtype)
         return functional.linear(value, module.head.weight, module.head.bias).square().mean()
 
-    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+    for way in ("ZeRO-3", "ZeRO-2"):
         for order in ("freed", "kept", "around", "alone"):
-            model, reference = sharded(strategy=strategy), plain()
+            model, reference = sharded(**options_of(way)), plain()
             expected = beside(reference, x)
             model.unshard()
             loss = beside(model, share(x, rank))
@@ -248,7 +249,7 @@ def check_use_beside_forward_has_its_gradients(rank: int, world: int) -> None:
 
 def check_writes_that_a_backward_misses_are_an_error(rank: int, world: int) -> None:
     """As in one process: what backward needs was changed in place."""
-    model = sharded(strategy="SHARD_GRAD_OP")
+    model = sharded(reshard_after_forward=False)
     loss = loss_of(model, share(batches(world, 1)[0], rank))
     model.blocks[1].unshard()
     with torch.no_grad():

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from _harness import main, raises, run_checks
+from _harness import main, options_of, raises, run_checks, whole_state
 from _whole import whole_grads
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
 
-from flat_param import MixedPrecision, StateError, fully_shard
+from flat_param import StateError, fully_shard
 
 LOW = torch.bfloat16
 
@@ -130,7 +130,7 @@ def check_outputs_are_cast_as_fsdp2_casts_them(rank: int, world: int) -> None:
 def check_outputs_are_cast_in_methods_and_after_hooks(rank: int, world: int) -> None:
     """A registered method's outputs are; a forward hook sees what forward computed."""
     seen: list[torch.dtype] = []
-    layer = fully_shard(Layer(), mixed_precision=MixedPrecision(LOW, output_dtype=torch.float64))
+    layer = fully_shard(Layer(), mp_policy=MixedPrecisionPolicy(LOW, output_dtype=torch.float64))
     layer.register_forward_hook(lambda _, __, out: seen.append(out.hidden.dtype))
     layer.register_forward_method("encode")
     assert layer.encode(torch.ones(2, 4)).dtype == torch.float64
@@ -146,7 +146,7 @@ def check_sums_are_divided_as_fsdp2_divides_them(rank: int, world: int) -> None:
         options = {"param_dtype": LOW, "reduce_dtype": reduced}
         theirs, ours = models(
             [{"mp_policy": MixedPrecisionPolicy(**options)}] * 2,
-            [{"mixed_precision": MixedPrecision(**options)}] * 2,
+            [{"mp_policy": MixedPrecisionPolicy(**options)}] * 2,
             world,
         )
         # gloo knows sums alone; of one rank FSDP2 asks for none from 2.11 on
@@ -167,7 +167,7 @@ def check_sums_are_divided_as_fsdp2_divides_them(rank: int, world: int) -> None:
 def check_accumulated_sums_are_divided_once(rank: int, world: int) -> None:
     """After `no_sync`, in replicas of a mesh and without shards, by what was said last."""
     mesh = init_device_mesh("cpu", (world, 1))
-    for options in ({"mesh": mesh}, {"strategy": "NO_SHARD"}, {}):
+    for options in ({"mesh": mesh}, options_of("replicated"), {}):
         grads = []
         for factor in (None, 4.0):
             torch.manual_seed(0)
@@ -188,6 +188,69 @@ def check_factors_that_are_none_are_refused(rank: int, world: int) -> None:
         text = f"factor is {factor!r}, but sums of gradients are divided by it. Pass a finite"
         raises(StateError, text, partial(model.set_gradient_divide_factor, factor))
     assert model._flat_param.reduction.factor == 2
+
+
+class Decoder(nn.Module):
+    """Layers between an embedding and a head; `encode` leaves the head out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(11, 4), nn.LayerNorm(4), nn.Linear(4, 11)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def encode(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+    def forward(self, ids: Tensor, *, whole: bool = True) -> Tensor:
+        x = self.encode(ids)
+        y: Tensor = self.head(self.norm(x)) if whole else x
+        return y
+
+
+def _decoder(names: tuple[str, ...], **options: Any) -> Decoder:
+    model = built_decoder()
+    for layer in model.layers:
+        fully_shard(layer, **options)
+    fully_shard([getattr(model, name) for name in names], **options)
+    return fully_shard(model, **options)
+
+
+def built_decoder() -> Decoder:
+    """The model as one process has it."""
+    torch.manual_seed(2)
+    return Decoder()
+
+
+def check_lists_of_modules_are_units(rank: int, world: int) -> None:
+    """Bit-identical to plain training, also where a forward leaves some of them out."""
+    ids = torch.arange(8).view(2, 4)
+    groups = (("norm", "head"), ("embed", "head"), ("embed", "norm", "head"))
+    for options in ({}, {"reshard_after_forward": False}, options_of("replicated")):
+        for names in groups:
+            model, reference = _decoder(names, **options), built_decoder()
+            optimizers = [torch.optim.AdamW(each.parameters(), 0.1) for each in (model, reference)]
+            for whole in (True, False, True):
+                for net, optimizer in zip((model, reference), optimizers, strict=True):
+                    optimizer.zero_grad()
+                    net(ids, whole=whole).square().mean().backward()
+                    optimizer.step()
+                with torch.no_grad():
+                    assert torch.equal(model(ids), reference(ids))
+            found, expected = whole_state(model), reference.state_dict()
+            assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def check_list_is_gathered_once(rank: int, world: int) -> None:
+    """Its modules share a buffer, which stays whole from the first call to the last."""
+    model = _decoder(("embed", "head"))
+    model.comm_counts()
+    with torch.no_grad():
+        model(torch.arange(8).view(2, 4))
+    gathers = model.comm_counts().get("all_gather")
+    assert (gathers.calls if gathers else 0) == (0 if world == 1 else 4)
 
 
 def run(rank: int, world: int) -> dict[str, str]:

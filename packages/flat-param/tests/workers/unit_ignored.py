@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _harness import main, raises, run_checks, whole_state
+from _harness import main, options_of, raises, run_checks, whole_state
 from _whole import whole_bytes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
 
 import flat_param
-from flat_param import MixedPrecision, ParameterError, fully_shard
+from flat_param import ParameterError, fully_shard
 
 
 class Layer(nn.Module):
@@ -89,9 +90,9 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 def check_training_is_fsdp2s(rank: int, world: int) -> None:
     """Weights of three steps, ignored ones as each rank has trained them, by the optimizer too."""
-    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
+    for way in ("ZeRO-3", "ZeRO-2", "replicated"):
         theirs = with_ignored(fsdp2, mesh=init_device_mesh("cpu", (world,)))
-        ours = with_ignored(strategy=strategy)
+        ours = with_ignored(**options_of(way))
         mine = ignored_of(ours)
         pairs = [(model, optimizer_of(model)) for model in (theirs, ours)]
         for seed in range(3):
@@ -160,7 +161,7 @@ def check_nothing_is_done_to_them(rank: int, world: int) -> None:
             ignored_params=[layer.scale, layer.shift],
             sync_module_states=True,
             init_fn=lambda module: [nn.init.ones_(each) for each in module.parameters(False)],
-            mixed_precision=MixedPrecision(torch.float64),
+            mp_policy=MixedPrecisionPolicy(torch.float64),
         )
         assert layer.scale is kept
         assert kept.tolist() == [rank + 1.0] * 5

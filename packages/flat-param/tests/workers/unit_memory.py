@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 from _harness import (
-    STRATEGIES,
+    WAYS,
     Block,
     batches,
     loss_of,
     main,
+    options_of,
     plain,
+    planned_as,
     run_checks,
     sharded,
     share,
@@ -41,42 +43,42 @@ def note(seen: list[int], count: Callable[[nn.Module], int], model: nn.Module, *
 def check_memory_of_whole_parameters_is_given_back(rank: int, world: int) -> None:
     """Memory of whole parameters is given back."""
     (ids,) = batches(world, 1)
-    for strategy in STRATEGIES:
-        model = sharded(strategy=strategy)
+    for way in WAYS:
+        model = sharded(**options_of(way))
         assert whole_bytes(model) == 0
         with torch.no_grad():
             model(share(ids, rank))
-        assert whole_bytes(model) == 0, strategy
+        assert whole_bytes(model) == 0, way
         loss_of(model, share(ids, rank)).backward()
-        assert whole_bytes(model) == 0, strategy
+        assert whole_bytes(model) == 0, way
 
 
 def check_peak_of_whole_parameters_is_as_planned(rank: int, world: int) -> None:
     """Peak of whole parameters is as planned."""
     units = flat_param.unit_shapes(plain(), units=Block)
-    for strategy in STRATEGIES:
-        model, seen = sharded(strategy=strategy), [0]
+    for way in WAYS:
+        model, seen = sharded(**options_of(way)), [0]
         told = partial(note, seen, whole_bytes, model)
         for module in model.blocks.modules():
             module.register_forward_hook(told)
             module.register_full_backward_hook(told)
         for ids in batches(world, 2):
             loss_of(model, share(ids, rank)).backward()
-        plan = flat_param.plan_training(units, world_size=world, strategy=strategy)
-        assert max(seen) == plan.rank_bytes.whole_params_peak, (strategy, max(seen), str(plan))
+        plan = flat_param.plan_training(units, **planned_as(way, world))
+        assert max(seen) == plan.rank_bytes.whole_params_peak, (way, max(seen), str(plan))
 
 
 def check_peak_of_whole_gradients_is_as_planned(rank: int, world: int) -> None:
     """The outermost unit ends with a head and begins with an embedding: its sum is the last."""
     units = flat_param.unit_shapes(plain(), units=Block)
-    for strategy in STRATEGIES:
-        model, seen = sharded(strategy=strategy), [0]
+    for way in WAYS:
+        model, seen = sharded(**options_of(way)), [0]
         for module in model.blocks.modules():
             module.register_full_backward_hook(partial(note, seen, whole_grad_bytes, model))
         for ids in batches(world, 2):
             loss_of(model, share(ids, rank)).backward()
-        plan = flat_param.plan_training(units, world_size=world, strategy=strategy)
-        assert max(seen) == plan.rank_bytes.whole_grads_peak, (strategy, max(seen), str(plan))
+        plan = flat_param.plan_training(units, **planned_as(way, world))
+        assert max(seen) == plan.rank_bytes.whole_grads_peak, (way, max(seen), str(plan))
 
 
 def check_leaves_are_made_once(rank: int, world: int) -> None:
@@ -93,8 +95,8 @@ def check_module_is_freed_at_once(rank: int, world: int) -> None:
     gc.collect()
     gc.disable()
     try:
-        for strategy in STRATEGIES:
-            model = sharded(strategy=strategy)
+        for way in WAYS:
+            model = sharded(**options_of(way))
             with model.no_sync():
                 loss_of(model, share(batches(world)[0], rank)).backward()
             loss_of(model, share(batches(world)[1], rank)).backward()
@@ -103,7 +105,7 @@ def check_module_is_freed_at_once(rank: int, world: int) -> None:
             known = [*map(weakref.ref, units), *map(weakref.ref, model.parameters())]
             known += [weakref.ref(part.full) for unit in units for part in unit.parts]
             del model, units
-            assert [each() for each in known] == [None] * len(known), strategy
+            assert [each() for each in known] == [None] * len(known), way
     finally:
         gc.enable()
 

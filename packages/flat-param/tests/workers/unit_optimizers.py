@@ -10,6 +10,7 @@ from _harness import (
     distance,
     loss_of,
     main,
+    options_of,
     plain,
     raises,
     run_checks,
@@ -37,7 +38,7 @@ def check_clipping_knows_all_ranks(rank: int, world: int) -> None:
     """Clipping knows all ranks."""
     (ids,) = batches(world, 1)
     for norm_type in (1.0, 2.0, float("inf")):
-        reference, model, other = plain(), sharded(), sharded(strategy="NO_SHARD")
+        reference, model, other = plain(), sharded(), sharded(**options_of("replicated"))
         loss_of(reference, ids).backward()
         expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.1, norm_type)
         for module in (model, other):

@@ -86,10 +86,8 @@ def check_bad_calls_are_refused_before_anything_changes(rank: int, world: int) -
     raises(flat_param.StateError, "sharded already", lambda: fully_shard(model))
     raises(flat_param.StateError, "cannot be copied", lambda: copy.deepcopy(model))
     raises(flat_param.StateError, "cannot be pickled", lambda: pickle.dumps(model))
-    raises(flat_param.StateError, "HYBRID_SHARD", lambda: sharded(strategy="HYBRID_SHARD"))
-    mesh = dist.device_mesh.init_device_mesh("cpu", (1, world))
-    raises(flat_param.StateError, "2 axes", lambda: sharded(strategy="FULL_SHARD", mesh=mesh))
-    raises(ValueError, "SOME_SHARD", lambda: sharded(strategy="SOME_SHARD"))
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1, 1, world))
+    raises(flat_param.StateError, "mesh has 3 axes", lambda: sharded(mesh=mesh))
 
 
 def check_part_of_a_unit_is_refused_by_name(rank: int, world: int) -> None:

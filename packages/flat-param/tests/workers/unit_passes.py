@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from _harness import (
-    STRATEGIES,
+    WAYS,
     Block,
     batches,
     distance,
     loss_of,
     main,
+    options_of,
     plain,
     run_checks,
     sharded,
@@ -31,8 +32,8 @@ from flat_param import StateError, fully_shard
 
 def check_no_sync_accumulates_and_stays_silent(rank: int, world: int) -> None:
     """No sync accumulates and stays silent."""
-    for strategy in STRATEGIES:
-        reference, model = plain(), sharded(strategy=strategy)
+    for way in WAYS:
+        reference, model = plain(), sharded(**options_of(way))
         inputs = batches(world)
         for ids in inputs:
             loss_of(reference, ids).backward()
@@ -42,8 +43,8 @@ def check_no_sync_accumulates_and_stays_silent(rank: int, world: int) -> None:
             loss_of(model, share(inputs[1], rank)).backward()
             counts = model.comm_counts()
         assert all(param.grad is None for param in model.parameters())
-        expected = {"all_gather"} if strategy == "FULL_SHARD" else set()
-        assert set(counts) == expected, (strategy, counts)
+        expected = {"all_gather"} if way == "ZeRO-3" else set()
+        assert set(counts) == expected, (way, counts)
         loss_of(model, share(inputs[2], rank)).backward()
         assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
 
@@ -79,8 +80,8 @@ def check_two_forwards_one_backward(rank: int, world: int) -> None:
 
 def check_layer_unused_on_one_rank_gets_the_mean_with_zero(rank: int, world: int) -> None:
     """Layer unused on one rank gets the mean with zero."""
-    for strategy in STRATEGIES:
-        reference, model = plain(), sharded(strategy=strategy)
+    for way in WAYS:
+        reference, model = plain(), sharded(**options_of(way))
         (ids,) = batches(world, 1)
 
         def loss(module: Any, part: Tensor, *, skip: bool) -> Tensor:
@@ -94,7 +95,7 @@ def check_layer_unused_on_one_rank_gets_the_mean_with_zero(rank: int, world: int
         for other in range(world):
             (loss(reference, share(ids, other), skip=other == 1) / world).backward()
         model(share(ids, rank)).backward()
-        assert distance(whole_grads(model), plain_grads(reference)) < 1e-6, strategy
+        assert distance(whole_grads(model), plain_grads(reference)) < 1e-6, way
         assert model.blocks[1].up.weight.grad is not None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import torch
 from _harness import (
@@ -21,7 +20,7 @@ from _whole import whole_bytes, whole_grads
 from torch import Tensor, nn
 
 import flat_param
-from flat_param import CommCount, StateError, fully_shard
+from flat_param import CommCount, fully_shard
 
 
 def _step(model: nn.Module, ids: Tensor, rank: int) -> tuple[int, dict[str, Tensor]]:
@@ -60,82 +59,26 @@ def _seen(model: nn.Module, ids: Tensor, rank: int) -> tuple[list[list[int]], li
 def check_lists_change_when_and_not_what_is_gathered(rank: int, world: int) -> None:
     """From the first step on; as often as without; the default comes back with an empty list."""
     (ids,) = batches(world, 1)
-    for prefetches in (True, False):
-        model = sharded(forward_prefetch=prefetches, backward_prefetch=prefetches)
-        usual = _step(sharded(), ids, rank)
-        first, second, third = model.blocks
-        model.set_modules_to_forward_prefetch([first, second, third])
-        first.set_modules_to_forward_prefetch([third])
-        model.set_modules_to_backward_prefetch([third, first])
-        third.set_modules_to_backward_prefetch([first])
-        for _ in range(2):
-            gathers, grads = _step(model, ids, rank)
-            assert gathers == usual[0]
-            assert _same(grads, usual[1])
-        forward, backward = _seen(model, ids, rank)
-        assert forward == [[0, 1, 2], [1, 2], [2]]
-        assert backward == [[0, 2], [0, 1], [0]]
-        model.set_modules_to_forward_prefetch([])
-        first.set_modules_to_forward_prefetch([])
-        model.set_modules_to_backward_prefetch([])
-        third.set_modules_to_backward_prefetch([])
-        forward, backward = _seen(model, ids, rank)
-        ahead = ([[0, 1], [1, 2], [2]], [[1, 2], [0, 1], [0]])
-        assert (forward, backward) == (ahead if prefetches else ([[0], [1], [2]], [[2], [1], [0]]))
-
-
-def _events(model: nn.Module, ids: Tensor, rank: int) -> list[str]:
-    """What is gathered and freed in backward, in order."""
-    found: list[str] = []
-    loss = loss_of(model, share(ids, rank))
-    for index, block in enumerate(model.blocks):
-        unit = block._flat_param
-
-        def gather(unit: Any = unit, index: int = index, real: Any = unit.start_gather) -> None:
-            found.extend([f"gather {index}"] * (not unit.is_gathered))
-            real()
-
-        def free(unit: Any = unit, index: int = index, real: Any = unit.reshard) -> None:
-            found.extend([f"free {index}"] * unit.is_gathered)
-            real()
-
-        unit.start_gather, unit.reshard = gather, free
-    loss.backward()
-    for block in model.blocks:
-        del block._flat_param.start_gather, block._flat_param.reshard
-    return found
-
-
-def check_next_unit_is_gathered_when_it_is_said(rank: int, world: int) -> None:
-    """While one computes, once it is freed, or in its turn; gradients are the same."""
-    (ids,) = batches(world, 1)
+    model = sharded()
     usual = _step(sharded(), ids, rank)
-    orders = {}
-    for choice in (True, "BACKWARD_PRE", "BACKWARD_POST", False):
-        model = sharded(backward_prefetch=choice)
+    first, second, third = model.blocks
+    model.set_modules_to_forward_prefetch([first, second, third])
+    first.set_modules_to_forward_prefetch([third])
+    model.set_modules_to_backward_prefetch([third, first])
+    third.set_modules_to_backward_prefetch([first])
+    for _ in range(2):
         gathers, grads = _step(model, ids, rank)
         assert gathers == usual[0]
         assert _same(grads, usual[1])
-        orders[choice] = _events(model, ids, rank)
-    before = ["gather 2", "gather 1", "free 2", "gather 0", "free 1", "free 0"]
-    after = ["gather 2", "free 2", "gather 1", "free 1", "gather 0", "free 0"]
-    assert orders == {True: before, "BACKWARD_PRE": before, "BACKWARD_POST": after, False: after}
-    model, waits = sharded(backward_prefetch="BACKWARD_POST"), []
-    loss = loss_of(model, share(ids, rank))
-    gather = model.blocks[1]._flat_param.start_gather
-    model.blocks[1]._flat_param.start_gather = lambda: (gather(), waits.append(_begun(model)))
-    loss.backward()
-    assert waits[0] is False  # not in its turn: its own backward has not begun
-    raises(
-        StateError,
-        "flat_param.fully_shard: backward_prefetch is 'POST', but the next unit is gathered",
-        lambda: fully_shard(nn.Linear(2, 2), backward_prefetch="POST"),
-    )
-
-
-def _begun(model: nn.Module) -> bool:
-    schedule = model._flat_param.schedule
-    return schedule.backward.units[model.blocks[1]._flat_param].begun
+    forward, backward = _seen(model, ids, rank)
+    assert forward == [[0, 1, 2], [1, 2], [2]]
+    assert backward == [[0, 2], [0, 1], [0]]
+    model.set_modules_to_forward_prefetch([])
+    first.set_modules_to_forward_prefetch([])
+    model.set_modules_to_backward_prefetch([])
+    third.set_modules_to_backward_prefetch([])
+    forward, backward = _seen(model, ids, rank)
+    assert (forward, backward) == ([[0, 1], [1, 2], [2]], [[1, 2], [0, 1], [0]])
 
 
 class _Routes(nn.Module):

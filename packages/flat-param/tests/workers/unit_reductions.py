@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _harness import main, raises, run_checks, whole_state
+from _harness import main, options_of, raises, run_checks, whole_state
 from _whole import whole_bytes, whole_grads
 from torch import Tensor, nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
@@ -73,10 +73,12 @@ def by_us(shape: tuple[int, ...] | None = None, **options: Any) -> Model:
     model = built()
     if shape is not None:
         options |= {"mesh": mesh_of(shape)}
-        options |= {"strategy": "HYBRID_SHARD"} if len(shape) == 2 else {}
     for module in (model.first, model.second, model):
         fully_shard(module, **options)
     return model
+
+
+STRATEGIES = {"replicated": "NO_SHARD", "ZeRO-2": "SHARD_GRAD_OP", "ZeRO-3": "FULL_SHARD"}
 
 
 def by_fsdp1(strategy: str) -> nn.Module:
@@ -176,7 +178,7 @@ def check_copies_of_one_unit_are_left_apart(rank: int, world: int) -> None:
 
 def check_no_shard_is_copies_alone(rank: int, world: int) -> None:
     """And other strategies have none, so nothing is left apart there."""
-    models = [by_us(strategy="NO_SHARD") for _ in range(2)]
+    models = [by_us(**options_of("replicated")) for _ in range(2)]
     for seed in (1, 2):
         models[0].set_requires_all_reduce(seed == 2)
         models[1].set_requires_gradient_sync(seed == 2)
@@ -246,15 +248,15 @@ def check_torchs_comm_hooks_reduce_as_with_fsdp1(rank: int, world: int) -> None:
     group = dist.new_group(list(range(world)))
     low = default_hooks.LowPrecisionState(group)
     cases: list[tuple[str, Any, Callable[..., None]]] = [
-        ("NO_SHARD", default_hooks.DefaultState(group), default_hooks.allreduce_hook),
-        ("FULL_SHARD", default_hooks.DefaultState(group), default_hooks.reduce_scatter_hook),
-        ("SHARD_GRAD_OP", default_hooks.DefaultState(group), default_hooks.reduce_scatter_hook),
-        ("FULL_SHARD", low, low_precision),
-        ("NO_SHARD", low, low_precision),
+        ("replicated", default_hooks.DefaultState(group), default_hooks.allreduce_hook),
+        ("ZeRO-3", default_hooks.DefaultState(group), default_hooks.reduce_scatter_hook),
+        ("ZeRO-2", default_hooks.DefaultState(group), default_hooks.reduce_scatter_hook),
+        ("ZeRO-3", low, low_precision),
+        ("replicated", low, low_precision),
     ]
-    for strategy, state, hook in cases:
-        theirs = by_fsdp1(strategy)
-        ours = by_us(strategy=strategy)
+    for way, state, hook in cases:
+        theirs = by_fsdp1(STRATEGIES[way])
+        ours = by_us(**options_of(way))
         for model in (theirs, ours):
             model.register_comm_hook(state, hook)
             with model.no_sync():
@@ -264,7 +266,7 @@ def check_torchs_comm_hooks_reduce_as_with_fsdp1(rank: int, world: int) -> None:
         with FullyShardedDataParallel.summon_full_params(theirs, with_grads=True):
             for name, param in theirs.named_parameters():
                 grad = found[name.replace("_fsdp_wrapped_module.", "")]
-                assert (torch.equal if world < 3 else close)(param.grad, grad), (strategy, name)
+                assert (torch.equal if world < 3 else close)(param.grad, grad), (way, name)
 
 
 def low_precision(state: Any, grad: Tensor, out: Tensor | None = None) -> None:
@@ -354,7 +356,7 @@ def check_values_of_a_step_are_never_stale(rank: int, world: int) -> None:
     step(inner, rank, 1)
     units = [inner._flat_param, inner.first._flat_param, inner.second._flat_param]
     assert [unit.is_unsharded for unit in units] == [True, False, False]
-    silent = by_us(strategy="SHARD_GRAD_OP")
+    silent = by_us(reshard_after_forward=False)
     silent.set_reshard_after_backward(True)
     with silent.no_sync():
         step(silent, rank, 1)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _harness import main, run_checks, whole_state
+from _harness import main, options_of, run_checks, whole_state
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -66,13 +66,13 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 def check_overflow_on_one_rank_is_one_on_all(rank: int, world: int) -> None:
     """The scale and the weights are one process's, however optimizers find out about overflow."""
-    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
+    for way in ("ZeRO-3", "ZeRO-2", "replicated"):
         for boundary in ("element", "tensor"):
             for fused in (False, True):
                 for unscales in (False, True):
                     plain, model = (
                         Scales(),
-                        fully_shard(Scales(), strategy=strategy, boundary=boundary),
+                        fully_shard(Scales(), **options_of(way), boundary=boundary),
                     )
                     options = {"fused": fused, "unscales": unscales}
                     expected = train(plain, new_scaler(), **options)
@@ -114,7 +114,7 @@ def check_training_is_fsdp2s_and_fsdp1s(rank: int, world: int) -> None:
 def check_every_rank_that_shares_a_step_is_asked(rank: int, world: int) -> None:
     """An infinity in what one rank has of an ignored parameter, of a copy, and of a part."""
     mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("copies", "parts"))
-    for options in ({}, {"strategy": "NO_SHARD"}, {"strategy": "HYBRID_SHARD", "mesh": mesh}):
+    for options in ({}, options_of("replicated"), {"mesh": mesh}):
         plain = Scales()
         model = fully_shard(plain, ignored_params={plain.bias}, **options)
         before = weights(model)

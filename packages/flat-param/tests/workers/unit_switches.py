@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 import torch
-from _harness import batches, distance, loss_of, main, plain, raises, run_checks, sharded, share
+from _harness import (
+    batches,
+    distance,
+    loss_of,
+    main,
+    options_of,
+    plain,
+    raises,
+    run_checks,
+    sharded,
+    share,
+)
 from _whole import plain_grads, whole_bytes, whole_grads
 from torch import Tensor, nn
 
@@ -55,9 +66,9 @@ def _coders(**options: object) -> tuple[Coder, Coder]:
 
 def check_methods_run_with_whole_parameters(rank: int, world: int) -> None:
     """One by one, around a call of the module, after one that failed; then the module again."""
-    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+    for way in ("ZeRO-3", "ZeRO-2"):
         for methods in (("encode", "decode"), ("twice",), ("failing",), ("encode", "forward")):
-            reference, model = _coders(strategy=strategy)
+            reference, model = _coders(**options_of(way))
             for name in methods[:1] if methods[-1] == "forward" else methods:
                 model.register_forward_method(name)
                 model.register_forward_method(name)
@@ -101,7 +112,7 @@ def check_one_module_of_a_class_is_not_another(rank: int, world: int) -> None:
 
 def check_sums_are_switched_off_and_on(rank: int, world: int) -> None:
     """As inside of `no_sync`, until it is said again; for the whole tree alone."""
-    reference, model = plain(), sharded(strategy="SHARD_GRAD_OP")
+    reference, model = plain(), sharded(reshard_after_forward=False)
     inputs = batches(world)
     for ids in inputs:
         loss_of(reference, ids).backward()
@@ -125,23 +136,23 @@ def check_sums_are_switched_off_and_on(rank: int, world: int) -> None:
 
 
 def check_freeing_is_switched_off_and_on(rank: int, world: int) -> None:
-    """Gathers of a step are those of the other strategy; gradients are the plain ones."""
+    """Gathers of a step are those of the other way; gradients are the plain ones."""
     (ids,) = batches(world, 1)
     steps = {}
-    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
-        model = sharded(strategy=strategy)
-        steps[strategy] = _gathers(model, ids, rank)
-    for strategy, other in (("FULL_SHARD", "SHARD_GRAD_OP"), ("SHARD_GRAD_OP", "FULL_SHARD")):
-        model = sharded(strategy=strategy)
-        model.set_reshard_after_forward(strategy != "FULL_SHARD")
+    for way in ("ZeRO-3", "ZeRO-2"):
+        model = sharded(**options_of(way))
+        steps[way] = _gathers(model, ids, rank)
+    for way, other in (("ZeRO-3", "ZeRO-2"), ("ZeRO-2", "ZeRO-3")):
+        model = sharded(**options_of(way))
+        model.set_reshard_after_forward(way != "ZeRO-3")
         assert _gathers(model, ids, rank) == steps[other]
-        model.set_reshard_after_forward(strategy == "FULL_SHARD")
-        assert _gathers(model, ids, rank) == steps[strategy]
+        model.set_reshard_after_forward(way == "ZeRO-3")
+        assert _gathers(model, ids, rank) == steps[way]
     model = sharded()
     model.set_reshard_after_forward(False, recurse=False)
-    assert _gathers(model, ids, rank) == steps["FULL_SHARD"]
+    assert _gathers(model, ids, rank) == steps["ZeRO-3"]
     model.blocks[1].set_reshard_after_forward(reshard_after_forward=False)
-    assert _gathers(model, ids, rank) == steps["FULL_SHARD"] - 1
+    assert _gathers(model, ids, rank) == steps["ZeRO-3"] - 1
 
 
 def _gathers(model: nn.Module, ids: Tensor, rank: int) -> int:

@@ -5,7 +5,17 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from _harness import batches, loss_of, main, plain, raises, run_checks, share, whole_state
+from _harness import (
+    batches,
+    loss_of,
+    main,
+    options_of,
+    plain,
+    raises,
+    run_checks,
+    share,
+    whole_state,
+)
 from _whole import whole_grads
 from torch import nn
 
@@ -49,10 +59,10 @@ def check_weights_tied_to_a_unit_beside_are_refused_by_name(rank: int, world: in
         model[1].weight = model[0].weight
         return model
 
-    for strategy in ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD"):
+    for way in ("replicated", "ZeRO-2", "ZeRO-3"):
         model, expected = siblings(), siblings()
-        fully_shard(model[0], strategy=strategy)
-        shape, shard = model[1].weight.shape, partial(fully_shard, strategy=strategy)
+        fully_shard(model[0], **options_of(way))
+        shape, shard = model[1].weight.shape, partial(fully_shard, **options_of(way))
         tied = "parameter 'weight' is tied to 'weight' in a unit beside this module"
         for move in (shard, flat_param.flatten):
             raises(flat_param.ParameterError, tied, partial(move, model[1]))
@@ -61,7 +71,7 @@ def check_weights_tied_to_a_unit_beside_are_refused_by_name(rank: int, world: in
         assert model[1].weight is model[0].weight
         assert model[1].weight.shape == shape
         common = siblings()
-        fully_shard(common, strategy=strategy)
+        fully_shard(common, **options_of(way))
         for each in (common, expected):
             optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
             each(torch.eye(4)).square().sum().backward()

@@ -7,11 +7,12 @@ import tempfile
 import torch
 import torch.distributed as dist
 from _harness import (
-    STRATEGIES,
+    WAYS,
     batches,
     distance,
     loss_of,
     main,
+    options_of,
     plain,
     raises,
     run_checks,
@@ -103,8 +104,8 @@ def check_loaded_values_replace_what_was_reassigned(rank: int, world: int) -> No
 def check_whole_weights_are_never_older_than_the_last_step(rank: int, world: int) -> None:
     """Whole weights are never older than the last step."""
     (ids,) = batches(world, 1)
-    for strategy in STRATEGIES:
-        model, reference = sharded(strategy=strategy), plain()
+    for way in WAYS:
+        model, reference = sharded(**options_of(way)), plain()
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, reference)]
         loss_of(model, share(ids, rank)).backward()
         loss_of(reference, ids).backward()
@@ -113,7 +114,7 @@ def check_whole_weights_are_never_older_than_the_last_step(rank: int, world: int
             optimizer.step()
         with torch.no_grad():
             got, expected = model(ids), reference(ids)
-        assert torch.allclose(got, expected, atol=1e-5), strategy
+        assert torch.allclose(got, expected, atol=1e-5), way
 
 
 def check_plain_state_loads_and_mismatches_are_named(rank: int, world: int) -> None:

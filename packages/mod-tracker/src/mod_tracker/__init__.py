@@ -1,9 +1,8 @@
-"""Which module is running, in forward, recompute and backward - at about a microsecond a call.
+"""Which module is running, in forward, recompute and backward, at about a microsecond a call.
 
-What: `ModTracker`, a drop-in for the one in torch, answers live; `profile_flops`, `profile_time`,
-`profile_memory` and `trace` turn the answers into reports, and a `ReportSchedule` runs one every n
-steps of a loop, your own or someone else's. What not: no sampling of Python code, no kernel-level
-timeline (`torch.profiler` has those), no change to any result.
+`ModTracker` is a drop-in for torch's. `profile_flops`, `profile_time`, `profile_memory` and `trace`
+are reports per module, and a `ReportSchedule` runs one every n steps of a training loop. Results
+do not change. For a timeline of kernels use `torch.profiler`.
 
     with ModTracker() as tracker:
         loss = model(batch).sum()      # inside: tracker.stack, tracker.phase, ...
@@ -18,8 +17,8 @@ from ._errors import (
     StateError,
     UnknownNameError,
 )
-from ._module_call import ModuleCall
-from ._subscription import Subscription
+from ._listeners import Subscription
+from ._record import ModuleCall
 from ._tracker import ModTracker
 from .integrations._callbacks import lightning_callback, transformers_callback
 from .integrations._schedule import ReportSchedule

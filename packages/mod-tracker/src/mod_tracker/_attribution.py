@@ -1,24 +1,24 @@
-"""Where a thread is now - the call that runs, and the phase it runs in.
+"""The running call and the phase of each thread.
 
 Note [Where are we]
 Let `task` be the id of the backward that runs in the thread, and `state.task` the one that ran when
 the innermost running module was entered.
 Rule 1: task == state.task, no backward: forward, or outside if no module runs.
 Rule 2: task == state.task, a backward: a module was entered inside it, so this is a recompute.
-Rule 3: task != state.task: autograd runs a node. The record says which call created the node.
+Rule 3: task != state.task: autograd runs a node. The record has the call that created the node.
 Rule 4: a gradient accumulation node has no number. It belongs to the module that registers the
         parameter, on the first path on which that module, or else the nearest one above, ran.
-Rule 5: numbers mean something only within the thread that created the node. A backward that runs
-        in another thread is looked up in the state of the thread whose root outputs it started
-        from. Outputs made while modules ran in one thread only say nothing; then it is this thread
-        itself or, where that made no nodes or not yet as many, another that made some.
-Rule 6: a thread of torch's own that runs a backward makes nodes, too, if that backward is to be
-        gone back through, and uses numbers that another has used. While such a backward runs,
-        `_makers` writes down on the nodes which thread made them.
-Rule 7: a backward that keeps no graph makes none either, and runs nodes without gradients. Where
-        they are on in it, code of the forward runs again: a recompute outside of the modules that
-        it calls. It is of the call around those, once one of them has run for the same node, and
-        else of the call whose node asked for it.
+Rule 5: numbers mean something only within the thread that created the node. A backward in another
+        thread is looked up in the state of the thread whose root outputs it started from. If
+        modules ran in one thread only, their outputs carry no mark. Then this thread's state is
+        used or, if it made no nodes or fewer than the number, that of another thread.
+Rule 6: a backward thread of torch also makes nodes during a backward that creates a graph, and
+        reuses numbers of other threads. During such a backward `_makers` notes on each node which
+        thread made it.
+Rule 7: a backward that keeps no graph runs nodes without gradients. If gradients are enabled
+        there, forward code runs again: a recompute outside of the modules that it calls. It
+        belongs to the call around those modules once one of them has run for the same node, and
+        until then to the call whose node asked for it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from torch import is_grad_enabled, nn
 from ._listeners import INTERNAL, NOTHING, Listeners, PathListeners
 from ._makers import Makers
 from ._names import Names, keys_below, module_at
-from ._record import Call, Path, outside, recompute_base
-from ._thread_state import ThreadState
+from ._record import Call, Path, ThreadState, outside, recompute_base
 from ._torch_compat import (
     NO_TASK,
     UNNUMBERED,
@@ -56,13 +55,13 @@ KEPT_STATES = 64
 """States kept after their thread may have ended, so that its graphs can still be looked up."""
 
 KEPT_TASKS = 64
-"""Backwards whose starting thread state is remembered; more never run at once."""
+"""Backwards whose starting thread state is kept; more never run at once."""
 
 NOWHERE = outside()
 
 
 class PathGuard(weakref.ref[nn.Module]):
-    """Takes the path of a module that is gone out of those beside it; see `Path.guard`."""
+    """Removes the path of a dead module from its siblings; see `Path.guard`."""
 
     __slots__ = ("key", "siblings")
     key: int
@@ -83,18 +82,16 @@ class Attribution:
         self.local = threading.local()
         self.states: deque[ThreadState] = deque(maxlen=KEPT_STATES)
         self.threaded = False
-        self.tag: str | None = None
         self._task_states: dict[int, ThreadState] = {}
         self._makers: Makers | None = None
 
     def open_state(self) -> ThreadState:
-        """Make the thread state of a thread that is seen for the first time."""
+        """Create the state of a thread that is seen for the first time."""
         task = graph_task()
         if task != NO_TASK and self.states:
             self.claim(task, self._state_of(None, task))
         state = ThreadState(limit=self.limit, inner=task != NO_TASK)
         if self.states:
-            # Before the thread state is known: interrupted here, it is opened again.
             self.threaded = True
             self.update_listeners()
         self.states.append(state)
@@ -102,7 +99,7 @@ class Attribution:
         return state
 
     def state(self) -> ThreadState | None:
-        """Return the thread state of this thread, or None if no module ran in it."""
+        """Return the state of this thread, or None if no module ran in it."""
         return getattr(self.local, "state", None)
 
     def locate(self) -> tuple[Call, str]:
@@ -122,7 +119,7 @@ class Attribution:
         return state.call, OUTSIDE if state.call[2] is None else FORWARD
 
     def attribute_op(self) -> tuple[Call, str]:
-        """`locate`, said at every operation, so that what a backward creates is attributed."""
+        """`locate` for an operator; also attributes nodes that a backward creates."""
         call, phase = self.locate()
         state = self.state()
         if phase is BACKWARD and (state is None or state.inner) and is_grad_enabled():
@@ -135,7 +132,7 @@ class Attribution:
         return call, phase
 
     def tell_switch(self) -> None:
-        """Tell who wants to know it that another call runs now."""
+        """Notify listeners that another call runs now."""
         if self.listeners.switched:
             call, phase = self.locate()
             for notify in self.listeners.switched:
@@ -154,13 +151,15 @@ class Attribution:
         self._makers.follow(node, maker)
         if state is None:
             state = self.open_state()
-            # The node of the operator that is seen now, the first of its kind, is there already.
+            # The first operator that is seen has made its node already.
             state.number = state.seen = 0
         return state
 
-    def resting_place(self) -> tuple[Call, str]:
-        """Return call and phase of this thread with no backward running."""
+    def resting_place(self, task: int) -> tuple[Call, str]:
+        """Return call and phase of the thread that called a backward, after that backward."""
         state = self.state()
+        if state is None or state.inner:
+            state = self._state_of(None, task)
         if state is None or state.call[2] is None:
             return NOWHERE, OUTSIDE
         return state.call, FORWARD
@@ -170,21 +169,23 @@ class Attribution:
         at_backward_end(state.resume)
         state.asked = number_asking()
         call = self._run_by(state, task)
-        # There are several outsides, and the paths of this thread are below its own.
+        # Each thread has a root path of its own.
         return recompute_base(state.base if call[2] is None else call, id(module))
 
     def add_path(self, state: ThreadState, outer: Call, module: nn.Module) -> Path:
-        """Make the path of a module that is called from here for the first time."""
+        """Create the path of a module that is called from `outer` for the first time."""
         parent, key = outer[0], id(module)
         target = unwrap(module)
         guard = PathGuard(module, _drop)
         guard.siblings, guard.key = parent.children, key
-        path = Path(guard if target is module else weakref.ref(target), parent=parent)
+        alive = guard if target is module else weakref.ref(target)
         if self._is_internal(target, parent):
+            path = Path(alive, parent=parent)
             path.listeners = INTERNAL
         else:
-            path.name = self.names.of(target) or self.names.adopt(target, around=parent.modules())
-            path.called_as = self._called_as(parent, target, path.name)
+            name = self.names.of(target) or self.names.adopt(target, around=parent.modules())
+            called_as = self._called_as(parent, target, name)
+            path = Path(alive, parent=parent, name=name, called_as=called_as)
             path.listeners = self._listeners_of(path)
             state.paths.setdefault(id(target), path)
         if graph_task() != NO_TASK:
@@ -194,37 +195,26 @@ class Attribution:
         return path
 
     def update_listeners(self) -> None:
-        """Ask the listeners again about every path."""
+        """Decide again, for every path, which listeners it has."""
         for state in list(self.states):
             for path in state.walk():
                 if path.parent is not None and path.listeners is not INTERNAL:
                     path.listeners = self._listeners_of(path)
 
     def claim(self, task: int, state: ThreadState | None) -> None:
-        """Say that backward `task` runs through nodes created in `state`. See Rule 5."""
+        """Note that backward `task` runs nodes created in `state`. See Rule 5."""
         if state is None or task in self._task_states:
             return
         while len(self._task_states) >= KEPT_TASKS:
             self._task_states.pop(next(iter(self._task_states)), None)
         self._task_states[task] = state
 
-    def tag_nodes(self) -> None:
-        """Have `tag_node` write on nodes from now on."""
-        self.tag = f"mod_tracker.call.{id(self)}"
-
-    def tag_node(self, node: Any) -> None:
-        """Write on a node that a backward creates whose node created it."""
-        if self.tag is not None and graph_task() != NO_TASK:
-            node.metadata[self.tag] = self.locate()[0]
-
     def _run_by(self, state: ThreadState | None, task: int) -> Call:
         node = current_node()
         return NOWHERE if node is None else self.maker_of(state, task, node, number_of(node))
 
     def maker_of(self, state: ThreadState | None, task: int, node: Any, number: int) -> Call:
-        """Return the call that made a node, which has this number, in which backward `task` is."""
-        if self.tag is not None and self.tag in node.metadata:
-            return node.metadata[self.tag]
+        """Return the call that made a node with this number; `task` is the backward that runs."""
         if self._makers is not None and number < UNNUMBERED:
             maker = self._makers.of(node)
             if maker is not None:
@@ -264,13 +254,13 @@ class Attribution:
         if own and not next_number() <= number < UNNUMBERED:
             return state
         if own and len(others) == 1:
-            # Numbers that this thread has not reached were given by the only other one, and so
-            # were the smaller ones to come, which both threads have used.
+            # Only the other thread has reached this number. So the rest of this backward, with
+            # smaller numbers that both threads have used, is of that thread, too.
             self.claim(task, others[0])
         return others[-1] if others else state
 
     def _listeners_of(self, path: Path) -> PathListeners | None:
-        # Where there are threads, outputs are marked; see Rule 5.
+        # With several threads, outputs are marked; see Rule 5.
         return self.listeners.of(path) or (NOTHING if self.threaded else None)
 
     def _is_internal(self, module: nn.Module, parent: Path) -> bool:
@@ -286,11 +276,11 @@ class Attribution:
         holder = parent.module()
         if holder is None:
             return name
-        # Most are called by who registers them, and named after it: nothing to look for then.
+        # Most modules are called by the module that registers them and gives them their name.
         key = name[len(parent.name) + 1 :]
         if not (name.startswith(parent.name) and children_of(holder).get(key) is module):
             found = parent.keys.get(id(module), "")
-            if not found or module_at(holder, found) is not module:  # or it was changed since
+            if not found or module_at(holder, found) is not module:
                 parent.keys = keys_below(holder)
                 found = parent.keys.get(id(module), "")
             key = found
@@ -298,5 +288,5 @@ class Attribution:
 
 
 def _drop(guard: PathGuard) -> None:
-    # Before anything else can have the address, so what is there is the path of what is gone.
+    # Runs before the address can be reused, so the entry is the dead module's.
     guard.siblings.pop(guard.key, None)

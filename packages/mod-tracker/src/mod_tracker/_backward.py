@@ -1,20 +1,19 @@
 """Backward events, through hooks on the gradient edges at module boundaries.
 
 Note [Backward events]
-A module is entered in backward when the gradient of one of its outputs is there, and left when
+A module is entered in backward when the gradient of one of its outputs is available, and left when
 those of all its inputs are, or else at the end of that backward.
 Rule 1: only a module that was entered is left, and both happen once in a backward.
 Rule 2: at one edge, modules are entered first, in the order in which their calls ended; then
         modules are left, in the order in which their calls began. This is torch's order.
 Rule 3: at the end of a backward, modules are left in the reverse order in which their calls began.
-Rule 4: hooks sit on nodes, not on tensors: they go with the graph, and torch.autograd.grad for a
-        leaf tensor, which does not run that leaf's node, works as ever.
-Rule 5: one hook per edge, whatever number of modules meet there. Where nobody asks when a module
-        is entered and left, it tells changes of the running call and no more: one node has run and
-        another one is next, whichever modules end and begin there.
-Rule 6: a leaf that a module returns, such as its parameter, was not made by it: the module has no
-        backward through it, and is not entered. Nothing would end with the graph of that call.
-Rule 7: a backward that fails leaves no module, and is forgotten when the engine drops its end.
+Rule 4: hooks sit on nodes, not on tensors: they are freed with the graph, and torch.autograd.grad
+        for a leaf tensor, which does not run that leaf's node, works as without hooks.
+Rule 5: one hook per edge, for all modules that meet there. If no listener has pre_backward or
+        post_backward, the hook only reports changes of the running call.
+Rule 6: a leaf that a module returns, such as its parameter, was not computed by the module: it has
+        no backward through that leaf, and is not entered.
+Rule 7: a backward that fails leaves no module, and is dropped when the engine drops its callback.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ from torch import is_grad_enabled
 from ._attribution import BACKWARD, Attribution
 from ._edges import edges_of
 from ._listeners import NOTHING, PathListeners
-from ._record import Call, Path
-from ._thread_state import ThreadState
+from ._record import Call, Path, ThreadState
 from ._torch_compat import (
     NO_TASK,
     UNNUMBERED,
@@ -44,10 +42,10 @@ from ._torch_compat import (
 )
 
 KEPT_PASSES = 64
-"""Backwards followed at once; an older one is one that failed."""
+"""Backwards followed at once; older ones have failed."""
 
 PRUNE_EVERY = 32
-"""A node that outlives graphs, as a parameter's does, is rid of dead calls this often."""
+"""Inputs added to a hook between two removals of dead calls: a parameter's node outlives graphs."""
 
 _next_serial = count().__next__
 
@@ -58,8 +56,7 @@ class CallBackward:
     """The backward of one call. Alive as long as a node that made an output.
 
     Attributes:
-        call: the call.
-        inputs: how many gradient edges its inputs have.
+        inputs: number of gradient edges of the call's inputs.
         serial: position of the call's beginning among all calls.
     """
 
@@ -70,13 +67,13 @@ class CallBackward:
 
 
 class BackwardPass:
-    """How far one backward has come.
+    """Progress of one backward.
 
     Attributes:
-        thread: where it runs.
-        entered: for each call that was entered, whether it was left, too.
+        thread: the thread in which it runs.
+        entered: for each call that was entered, whether it was left.
         arrived: gradients of a call's inputs so far, by position.
-        end: the callback with which torch ends it; None where torch has none.
+        end: callback that torch calls when the backward ends; None if torch has no such callback.
     """
 
     __slots__ = ("arrived", "end", "entered", "thread")
@@ -89,12 +86,12 @@ class BackwardPass:
 
 
 class EdgeHook(list[Crossing]):
-    """The hook of an edge, and what stands on it: outputs and inputs of modules.
+    """The hook of an edge, and a list of the calls whose outputs and inputs meet there.
 
-    A call is there for an output: its backward begins here. For an input there is a weak reference
-    to a call, since the node may outlive the graph of that call, with the position of the edge
-    among the inputs. Calls are in the order in which they ended, references in the order in which
-    they began: the orders of Rule 2.
+    An output is a `CallBackward`: its backward begins here. An input is a weak reference to one,
+    since the node may outlive the graph of that call, with the position of the edge among the
+    inputs. Outputs are in the order in which their calls ended, inputs in the order in which their
+    calls began, as Rule 2 needs them.
     """
 
     __slots__ = ("backward",)
@@ -104,15 +101,15 @@ class EdgeHook(list[Crossing]):
         self.backward = backward
 
     def __call__(self, grad: Any) -> None:
-        """Tell what is entered and left when the gradient of the edge is there."""
         attribution, task = self.backward.attribution, graph_task()
         state = attribution.state() or attribution.open_state()
         backward_pass = self.backward.passes.get(task) or self.backward.begin(task)
         shown = state.shown
-        try:
-            self._cross(state, backward_pass, grad)
-        finally:
-            state.shown = shown
+        if self:
+            try:
+                self._cross(state, backward_pass, grad)
+            finally:
+                state.shown = shown
         if attribution.listeners.switched:
             node = current_node()
             number = number_of(node)
@@ -136,7 +133,7 @@ class EdgeHook(list[Crossing]):
                 continue
             alive, at = entry
             call_backward = alive()
-            # A gradient is kept where it is one of several, or the module was entered.
+            # A gradient is kept if it is one of several, or if the module was entered.
             if call_backward is None or entered.get(call_backward, call_backward.inputs == 1):
                 continue
             arrived = backward_pass.arrived.setdefault(call_backward, {})
@@ -145,7 +142,6 @@ class EdgeHook(list[Crossing]):
                 self.backward.leave(state, backward_pass, call_backward)
 
     def add_input(self, call_backward: CallBackward, at: int) -> None:
-        """Have a call left here, and now and then let go of those whose graphs are gone."""
         if self and len(self) % PRUNE_EVERY == 0:
             self[:] = [entry for entry in self if not isinstance(entry, tuple) or entry[0]()]
         self.append((ref(call_backward), at))
@@ -155,7 +151,6 @@ class Backward:
     """Attaches edge hooks in forward, and turns their firing into events in backward.
 
     Attributes:
-        attribution: whose thread states and listeners these are.
         passes: the backwards that run, by id.
     """
 
@@ -167,7 +162,7 @@ class Backward:
     def open(
         self, state: ThreadState, listeners: PathListeners, args: tuple, kwargs: dict[str, Any]
     ) -> CallBackward | None:
-        """Watch the inputs of the call that begins, before they can be changed in place."""
+        """Hook the inputs of the call that begins, before they can be changed in place."""
         told = listeners.pre_backward or listeners.post_backward
         if not (told or listeners.switched) or not is_grad_enabled():
             return None
@@ -175,7 +170,7 @@ class Backward:
         if not told:
             self._watch(state, values)
             return None
-        # That a module is left, the edges of its inputs tell: nobody may want to know.
+        # Edges of inputs are needed for post_backward only.
         edges = edges_of(values, state.leaves) if listeners.post_backward else ()
         call_backward = CallBackward(state.call, len(edges))
         for at, (node, output) in enumerate(edges):
@@ -183,9 +178,9 @@ class Backward:
         return call_backward
 
     def close(self, state: ThreadState, call_backward: CallBackward | None, output: Any) -> None:
-        """Watch the outputs of a call that is about to be left."""
+        """Hook the outputs of a call that is about to be left."""
         attribution, call = self.attribution, state.call
-        # A plain tuple is opened here: searching containers costs several times as much.
+        # A plain tuple is unpacked here, since searching containers costs several times as much.
         outputs = output if type(output) is tuple else (output,)
         if call_backward is not None:
             for node, position in edges_of(outputs, None):  # see Rule 6
@@ -193,7 +188,7 @@ class Backward:
         elif attribution.listeners.switched and is_grad_enabled():
             self._watch(state, outputs)
         if attribution.threaded and (call[2] is state.base or graph_task() != NO_TASK):
-            # A backward through it can be looked up in this state, whatever thread runs it.
+            # A backward through this output is looked up in this state, in any thread.
             for node, _ in edges_of((output,), {}):
                 node.register_prehook(lambda grads: attribution.claim(graph_task(), state))
 
@@ -202,12 +197,11 @@ class Backward:
             self._edge_hook(node, position, state)
 
     def begin(self, task: int) -> BackwardPass:
-        """Follow a backward that is seen for the first time."""
         while len(self.passes) >= KEPT_PASSES:
             self.passes.pop(next(iter(self.passes)), None)
         backward_pass = self.passes[task] = BackwardPass()
         end = partial(self._finish, task)
-        # The engine holds this callback, and drops it silently if the backward fails (Rule 7).
+        # If the backward fails, the engine drops this callback without a call (Rule 7).
         failed = partial(_forget_one_failed, ref(self), task)
         backward_pass.end = ref(end, failed) if at_backward_end(end) else None
         return backward_pass
@@ -215,7 +209,6 @@ class Backward:
     def leave(
         self, state: ThreadState, backward_pass: BackwardPass, call_backward: CallBackward
     ) -> None:
-        """Tell that a module is left, with the gradients that have arrived."""
         backward_pass.entered[call_backward] = True
         arrived = backward_pass.arrived.pop(call_backward, {})
         grads = tuple(map(arrived.get, range(call_backward.inputs)))
@@ -225,7 +218,6 @@ class Backward:
             notify(path.module(), grads)
 
     def _edge_hook(self, node: Any, output: int, state: ThreadState) -> EdgeHook:
-        """Return the edge hook at an output of a node, made if there is none."""
         key = self._key if output == 0 else f"{self._key}.{output}"
         edge_hook: EdgeHook | None = node.metadata.get(key)
         if edge_hook is None:
@@ -246,25 +238,22 @@ class Backward:
                 self.leave(state, backward_pass, call_backward)
         finally:
             state.shown = shown
-        self._rest(backward_pass.thread)
+        self.rest(backward_pass, task)
 
-    def _rest(self, thread: int) -> None:
-        """Tell where the running thread rests after a backward, unless it is inside another."""
-        if not any(other.thread == thread for other in self.passes.values()):
+    def rest(self, ended: BackwardPass, task: int) -> None:
+        """Report the call that the caller of a backward goes on with, unless that is a backward."""
+        if not any(other.thread == ended.thread for other in self.passes.values()):
             for notify in self.attribution.listeners.switched:
-                notify(*self.attribution.resting_place())
+                notify(*self.attribution.resting_place(task))
 
 
 def _forget_one_failed(backward: ref[Backward], task: int, _: object) -> None:
-    found, here = backward(), threading.get_ident()
+    # Called in the thread that drops the backward last: its caller's or a device's. A device's
+    # thread may be late: the caller may have gone on.
+    found = backward()
     dropped = None if found is None else found.passes.pop(task, None)
-    if found is None or dropped is None:
-        return
-    # What a device's thread has run is dropped by whoever called backward, and goes on from here;
-    # if that thread drops what another one ran, it does not know where the caller is by then.
-    state = found.attribution.state()
-    if dropped.thread == here or (state is not None and not state.inner):
-        found._rest(here)
+    if found is not None and dropped is not None:
+        found.rest(dropped, task)
 
 
 def _listeners_of(path: Path) -> PathListeners:

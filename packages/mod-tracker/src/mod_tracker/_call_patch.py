@@ -1,23 +1,27 @@
-"""The only place that patches `nn.Module.__call__`, and what a call goes through then.
+"""The patch of `nn.Module.__call__`, and the path of one module call.
+
+A module call passes `tracked` below: it finds the thread's state and the call's path, makes the
+call the running one, calls the module, and restores the caller. `call_with_events` adds the events
+if the path has listeners.
 
 Note [Owning the patch]
-Rule 1: every time a tracker is entered it puts a new layer around whatever is there. A layer is
-        never used again: while it is somewhere in the chain, putting it on top would close a ring.
-Rule 2: a tracker that leaves makes its layer inactive: it then passes calls on and nothing else.
-        Inactive layers on top, or between layers of ours, are taken out, so trackers may leave in
-        any order and the last one brings back exactly the object that was there.
-Rule 3: a layer below a foreign patch stays, inactive, for that patch may call it. If that patch
-        goes by putting our layer back on top, the next call through the layer takes it off.
-Rule 4: a layer that a foreign patch replaced, instead of wrapping it, is never put back.
-Rule 5: while torch.compile traces, a layer is one branch that Dynamo folds away, so compiled code
-        contains nothing of it and has no guard on it.
-Rule 6: a foreign patch may carry the attributes of the layer it wraps, as `functools.wraps` has
-        it. A function is our layer only if the layer says so, too.
+- Each time a tracker is entered it puts a new layer around the current `nn.Module.__call__`. A
+  layer is never reused: put on top while it is still in the chain, it would close a cycle.
+- A tracker that is left makes its layer inactive: an inactive layer only passes calls on. Inactive
+  layers on top, or between our layers, are removed. So trackers may be left in any order, and the
+  last one restores the original object.
+- A layer below a foreign patch stays, inactive, since that patch may call it. If the foreign patch
+  is removed by restoring our layer, the next call removes that layer.
+- A layer that a foreign patch replaced, instead of wrapping it, is never restored.
+- While torch.compile traces, a layer is one branch that Dynamo folds away: compiled code contains
+  nothing of it and has no guard on it.
+- A foreign patch may carry the attributes of the layer it wraps, as `functools.wraps` copies them.
+  So the layer also refers to its own function.
 
 Note [Calls with events]
-Whatever the module or a listener raises goes to the caller of the module, and leaves the thread's
-state clean; which listeners may raise, `_subscription` says. Listeners told of the entry are told
-of the exit, with output None if the call failed.
+An exception of the module or of a listener reaches the caller of the module and leaves the
+thread's state clean. Listeners that were called on entry are called on exit, with output None if
+the call failed.
 """
 
 from __future__ import annotations
@@ -25,17 +29,16 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
+from ._attribution import FORWARD, RECOMPUTE
 from ._backward import Backward
 from ._listeners import INTERNAL, Callback, PathListeners
-from ._record import Path
-from ._thread_state import ThreadState
-from ._torch_compat import graph_task
+from ._record import ThreadState
+from ._torch_compat import NO_TASK, graph_task, next_number
 
 Proceed = Callable[..., Any]
 
@@ -47,8 +50,8 @@ class Layer:
 
     Attributes:
         active: whether its tracker is entered.
-        below: what calls are passed on to.
-        function: refers to the function, weakly: it holds the layer.
+        below: the callable that calls are passed on to.
+        function: weak reference to the layer's function, which holds the layer.
     """
 
     __slots__ = ("active", "below", "function")
@@ -67,7 +70,6 @@ class CallPatch:
         self._layer: Layer | None = None
 
     def install(self) -> None:
-        """Put a layer on top."""
         with _lock:
             take_out_inactive()
             self._layer = layer = Layer(nn.Module.__call__)
@@ -77,7 +79,6 @@ class CallPatch:
             nn.Module.__call__ = function  # type: ignore[method-assign]
 
     def remove(self) -> None:
-        """Make the layer inactive, and take it out if it can be."""
         with _lock:
             if self._layer is not None:
                 self._layer.active = False
@@ -86,7 +87,7 @@ class CallPatch:
 
 
 def take_out_inactive() -> None:
-    """Take inactive layers off the top of `nn.Module.__call__`, and from between active ones."""
+    """Remove inactive layers on top of `nn.Module.__call__` and between active ones."""
     with _lock:
         layer = layer_of(nn.Module.__call__)
         while layer is not None and not layer.active:
@@ -101,16 +102,16 @@ def take_out_inactive() -> None:
 
 
 def layer_of(function: Proceed) -> Layer | None:
-    """Return the layer whose function this is; None if it is not one of ours. See Rule 6."""
+    """Return the layer whose function this is; None if it is not one of ours."""
     layer: Layer | None = getattr(function, "mod_tracker_layer", None)
     return layer if layer is not None and layer.function() is function else None
 
 
 def tracked(layer: Layer, backward: Backward) -> Proceed:
-    """Return a function to be called like `layer.below` that keeps the thread states up to date."""
+    """Return the function of a layer: `layer.below`, and the thread's state kept up to date."""
     attribution = backward.attribution
     local, open_state = attribution.local, attribution.open_state
-    is_compiling = torch.compiler.is_compiling
+    is_compiling = torch.compiler.is_dynamo_compiling
 
     def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
@@ -127,18 +128,24 @@ def tracked(layer: Layer, backward: Backward) -> Proceed:
         path = outer[0].children.get(id(module)) or attribution.add_path(state, outer, module)
         if path.listeners is INTERNAL:
             return layer.below(module, *args, **kwargs)
-        inner = None
+        number = next_number()
+        if number != state.number:
+            state.flush(number, before)
+        # A recompute has the index of the call that it repeats.
+        index = path.last[1] + 1 if task == NO_TASK else path.last[1]
+        inner = path.last = state.call = (path, index, outer)
+        state.task = task
         try:
-            inner = state.push(path, outer, task)
             if path.listeners is None:
                 return layer.below(module, *args, **kwargs)
-            run = MethodType(layer.below, module)
-            return call_with_events(backward, state, path, run, args, kwargs)
+            return call_with_events(backward, state, layer.below, module, args, kwargs)
         finally:
-            # First, so that an interrupt in what follows leaves the thread state clean.
             state.call, state.task = before, before_task
-            if inner is not None:
-                state.pop(inner, outer)
+            number = next_number()
+            if number != state.number:
+                state.flush(number, inner)
+            if outer is not before:
+                state.borrow(outer, number)
             if path.listeners is not None:
                 attribution.tell_switch()
 
@@ -148,17 +155,19 @@ def tracked(layer: Layer, backward: Backward) -> Proceed:
 def call_with_events(
     backward: Backward,
     state: ThreadState,
-    path: Path,
-    run: Callable[..., Any],
+    below: Proceed,
+    module: nn.Module,
     args: tuple,
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call the module, by `run`, between its events. See Note [Calls with events].
+    """Call the module between its events. See Note [Calls with events].
 
     The thread state is in the call already.
     """
+    path = state.call[0]
     listeners: PathListeners = path.listeners
-    backward.attribution.tell_switch()
+    for notify in backward.attribution.listeners.switched:
+        notify(state.call, FORWARD if state.task == NO_TASK else RECOMPUTE)
     outermost, seen = not state.leaves, path.module()
     told: list[Callback] = []
     output = None
@@ -169,7 +178,7 @@ def call_with_events(
                 entered(seen, args, kwargs)
             if left is not None:
                 told.append(left)
-        output = run(*args, **kwargs)
+        output = below(module, *args, **kwargs)
     finally:
         try:
             for notify in told:

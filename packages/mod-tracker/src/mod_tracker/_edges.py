@@ -1,8 +1,8 @@
 """The tensors in a value, and the gradient edges of those that require a gradient.
 
-Nothing here runs code of the values: a listener must not see an error that a model would not. So
-containers are read by the methods of the built-in types, whatever a subclass overrides, and tensor
-subclasses without their `__torch_function__`.
+No code of the values runs here, since it could raise an error that the model alone would not. So
+containers are read by the methods of the built-in types, and tensor subclasses without their
+`__torch_function__`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ._torch_compat import without_torch_function
 Edge = tuple[Any, int]  # autograd node, and which of its outputs
 
 PLAIN = frozenset({type(None), bool, int, float, str})
-"""Types of values that hold no tensor, by far the most frequent next to tensors."""
+"""The most frequent types of values that hold no tensor."""
 
 CONTAINERS: dict[type, Callable[[Any], Iterable[Any]]] = {
     tuple: tuple.__iter__,
@@ -31,7 +31,7 @@ CONTAINERS: dict[type, Callable[[Any], Iterable[Any]]] = {
 """Containers that are searched, and how to read them."""
 
 MAX_NESTING = 8
-"""Containers inside containers that are searched for tensors."""
+"""Levels of nested containers that are searched for tensors."""
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -72,26 +72,26 @@ def edges_of(values: Iterable[Any], leaves: dict[int, Edge] | None) -> Sequence[
     Args:
         values: tensors, or containers of them, or anything else.
         leaves: edges of leaf tensors found before, by `id` of the tensor. A leaf's edge is twenty
-            times as expensive as another's, and every module on the way in sees the same leaf.
-            The entries keep the tensors alive. None to leave leaf tensors out.
+            times as expensive as another edge, and nested modules get the same leaf. The entries
+            keep the tensors alive. None to leave leaf tensors out.
     """
     edges: dict[Edge, None] = {}
-
-    def add(tensor: Tensor) -> None:
-        node = tensor.grad_fn
-        if node is not None:
-            edges[node, tensor.output_nr] = None
-        elif leaves is not None and tensor.requires_grad:
-            if id(tensor) not in leaves:
-                found = get_gradient_edge(tensor)
-                leaves[id(tensor)] = (found.node, found.output_nr)
-            edges[leaves[id(tensor)]] = None
-
     for value in values:
         if type(value) is Tensor:
-            add(value)
+            _add_edge(value, edges, leaves)
         elif type(value) not in PLAIN:
             with without_torch_function():
                 for tensor in tensors_in(value):
-                    add(tensor)
+                    _add_edge(tensor, edges, leaves)
     return list(edges)
+
+
+def _add_edge(tensor: Tensor, edges: dict[Edge, None], leaves: dict[int, Edge] | None) -> None:
+    node = tensor.grad_fn
+    if node is not None:
+        edges[node, tensor.output_nr] = None
+    elif leaves is not None and tensor.requires_grad:
+        if id(tensor) not in leaves:
+            found = get_gradient_edge(tensor)
+            leaves[id(tensor)] = (found.node, found.output_nr)
+        edges[leaves[id(tensor)]] = None

@@ -1,22 +1,22 @@
-"""The errors this package raises; catch `ModTrackerError` for all of them."""
+"""The errors of this package. `ModTrackerError` is the base of all of them."""
 
 from __future__ import annotations
 
 
 class ModTrackerError(Exception):
-    """Base of every error that mod_tracker raises itself."""
+    """Base of all errors of mod_tracker."""
 
 
 class HookSlotError(ModTrackerError, AssertionError, ValueError):
-    """A user hook of this kind is already registered; the drop-in interface has one of each."""
+    """A user hook of this kind is registered already; the drop-in interface has one of each."""
 
 
 class OptionError(ModTrackerError, ValueError):
-    """An argument has a value that the function does not accept."""
+    """An argument is not accepted."""
 
 
 class StateError(ModTrackerError, RuntimeError):
-    """The object is in a state in which this cannot be done."""
+    """The operation is not possible in this state."""
 
 
 class MissingExtraError(ModTrackerError, RuntimeError):
@@ -26,5 +26,26 @@ class MissingExtraError(ModTrackerError, RuntimeError):
 class UnknownNameError(ModTrackerError, KeyError):
     """No module has this name; the message names similar ones."""
 
-    def __str__(self) -> str:  # `KeyError` would write the message in quotes
+    def __str__(self) -> str:  # `KeyError` would put the message in quotes
         return str(self.args[0]) if self.args else ""
+
+
+def check_int(function: str, name: str, value: object, least: int, *, or_none: str = "") -> None:
+    """Raise an `OptionError` unless a value is an int of at least `least`, or None if allowed."""
+    if or_none and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        none = f", or None for {or_none}" if or_none else ""
+        raise OptionError(
+            f"mod_tracker.{function}: {name} must be an int of at least {least}{none}; "
+            f"got {value!r}."
+        )
+
+
+def check_callable(function: str, name: str, value: object, what: str) -> None:
+    """Raise an `OptionError` unless a value can be called."""
+    if not callable(value):
+        raise OptionError(
+            f"mod_tracker.{function}: {name} must be {what}; got {value!r}. Pass the function "
+            "itself, without calling it."
+        )

@@ -1,17 +1,27 @@
-"""Who listens to which events of which modules.
+"""Listeners of module calls, and the paths they listen to.
 
-Whether a listener is interested in a path is decided once, when the path is made or a listener
-comes or goes, and kept on the path as `PathListeners`. A path nobody listens to has none, and a
-call on it does no work for events at all.
+Which listeners a path has is decided once, when the path is created or a listener is added or
+removed, and kept on the path as `PathListeners`. Calls on a path without listeners do no work for
+events.
+
+Note [Listeners that fail]
+Rule 1: an `Exception` of a listener does not reach the model. It is logged, the subscription ends,
+        and `Subscription.error` keeps it.
+Rule 2: other exceptions, such as a KeyboardInterrupt, reach the caller of the model.
+Rule 3: exceptions of hooks of `register_user_hooks` reach the caller, as in torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from ._record import Path
+
+_log = logging.getLogger("mod_tracker")
 
 Callback = Callable[..., object]
 
@@ -28,39 +38,13 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 @dataclass(frozen=True)
-class Filter:
-    """Which modules a listener wants to hear of.
+class Listener:
+    """Callbacks, and the modules whose calls they get: the options of `ModTracker.subscribe`.
 
-    Attributes:
-        include: patterns of which one must match the name; () for every name.
-        exclude: patterns of which none may match the name.
-        max_depth: largest number of modules on the path; None for any.
-        types: classes of which the module must be an instance; () for any.
-    """
-
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    max_depth: int | None = None
-    types: tuple[type, ...] = ()
-
-    def accepts(self, path: Path) -> bool:
-        """Whether calls on this path pass."""
-        if self.max_depth is not None and path.depth > self.max_depth:
-            return False
-        if self.types and not isinstance(path.module(), self.types):
-            return False
-        if self.include and not matches(path.name, self.include):
-            return False
-        return not matches(path.name, self.exclude)
-
-
-@dataclass(frozen=True)
-class Callbacks:
-    """What to call, each with the module, or None if it is gone, and then:
-
-    pre_forward `(args, kwargs)`, post_forward `(args, kwargs, output)`, pre_backward and
-    post_backward `(grads,)`. Which call it is, the attribution says meanwhile. `switched` gets
-    `(call, phase)` whenever another call runs.
+    Each callback gets the module, or None if it is gone, and: pre_forward `(args, kwargs)`,
+    post_forward `(args, kwargs, output)`, pre_backward and post_backward `(grads,)`.
+    `Attribution.locate` returns the call meanwhile. `switched` gets `(call, phase)` whenever
+    another call runs.
     """
 
     pre_forward: Callback | None = None
@@ -68,15 +52,28 @@ class Callbacks:
     pre_backward: Callback | None = None
     post_backward: Callback | None = None
     switched: Callback | None = None
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    max_depth: int | None = None
+    types: tuple[type, ...] = ()
+
+    def accepts(self, path: Path) -> bool:
+        if self.max_depth is not None and len(path.stack) > self.max_depth:
+            return False
+        if self.types and not isinstance(path.module(), self.types):
+            return False
+        if self.include and not matches(path.name, self.include):
+            return False
+        return not (self.exclude and matches(path.name, self.exclude))
 
 
 @dataclass(frozen=True)
 class PathListeners:
-    """The callbacks interested in one path, in order of registration.
+    """The callbacks of one path, in order of registration.
 
     Attributes:
-        forward: pairs of `pre_forward` and `post_forward`: who is told of the entry, or comes
-            after one who is, is told of the exit.
+        forward: pairs of `pre_forward` and `post_forward`. If a `pre_forward` raises, the
+            `post_forward` of the pairs before it are called.
     """
 
     forward: tuple[tuple[Callback | None, Callback | None], ...] = ()
@@ -88,47 +85,86 @@ class PathListeners:
 NOTHING = PathListeners()
 
 INTERNAL = PathListeners()
-"""Of graphs that torch.compile calls: such a call is not a module call."""
+"""Marks graphs that torch.compile calls: such a call is not a module call."""
 
 
 class Listeners:
-    """Registered callbacks with their filters.
-
-    Attributes:
-        switched: the callbacks that hear of every change of the running call.
-    """
+    """All registered listeners."""
 
     def __init__(self) -> None:
-        self._entries: tuple[tuple[Callbacks, Filter], ...] = ()
+        self._listeners: tuple[Listener, ...] = ()
+        self._all: PathListeners | None = None
         self.switched: tuple[Callback, ...] = ()
 
-    def add(self, callbacks: Callbacks, only: Filter) -> Callable[[], None]:
-        """Register callbacks; the returned function takes them out again."""
-        entry = (callbacks, only)
-        self._set((*self._entries, entry))
-        return lambda: self._set(kept for kept in self._entries if kept is not entry)
+    def add(self, listener: Listener) -> Callable[[], None]:
+        """Register a listener; the returned function removes it."""
+        self._set((*self._listeners, listener))
+        return lambda: self._set(kept for kept in self._listeners if kept is not listener)
 
     def of(self, path: Path) -> PathListeners | None:
-        """Return what a path has to tell, or None if nobody wants to know."""
-        interested = [callbacks for callbacks, only in self._entries if only.accepts(path)]
+        """Return the listeners of a path, or None if it has none."""
+        interested = [listener for listener in self._listeners if listener.accepts(path)]
+        if len(interested) == len(self._listeners):
+            return self._all
         return collect(interested) if interested else None
 
-    def _set(self, entries: Iterable[tuple[Callbacks, Filter]]) -> None:
-        self._entries = tuple(entries)
-        self.switched = collect([callbacks for callbacks, _ in self._entries]).switched
+    def _set(self, listeners: Iterable[Listener]) -> None:
+        self._listeners = tuple(listeners)
+        everything = collect(self._listeners)
+        self._all, self.switched = everything if self._listeners else None, everything.switched
 
 
-def collect(interested: list[Callbacks]) -> PathListeners:
-    """Turn callbacks into one."""
-
+def collect(interested: Sequence[Listener]) -> PathListeners:
     def those(kind: str) -> tuple[Callback, ...]:
-        found = (getattr(callbacks, kind) for callbacks in interested)
+        found = (getattr(listener, kind) for listener in interested)
         return tuple(callback for callback in found if callback is not None)
 
-    pairs = ((callbacks.pre_forward, callbacks.post_forward) for callbacks in interested)
+    pairs = ((listener.pre_forward, listener.post_forward) for listener in interested)
     return PathListeners(
         forward=tuple(pair for pair in pairs if pair != (None, None)),
         pre_backward=those("pre_backward"),
         post_backward=those("post_backward"),
         switched=those("switched"),
     )
+
+
+class Subscription:
+    """A registered listener. Ends with `remove()`, or with the `with` block it is used in.
+
+    Attributes:
+        error: what the listener raised, without its traceback, which would keep tensors alive; the
+            log has that. None if it did not fail. A listener that fails is not called again.
+    """
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self._remove: Callable[[], None] | None = None
+
+    def remove(self) -> None:
+        """Stop listening. A second call does nothing."""
+        if self._remove is not None:
+            self._remove()
+            self._remove = None
+
+    def _guard(self, listener: Callable[..., object]) -> Callable[..., None]:
+        """Wrap a listener so that its errors do not reach the model. See Rules 1 and 2."""
+
+        def call(*args: Any) -> None:
+            if self.error is None:
+                try:
+                    listener(*args)
+                except Exception as error:
+                    self._fail(error)
+
+        return call
+
+    def _fail(self, error: Exception) -> None:
+        _log.error("a listener failed and is not called again", exc_info=error)
+        self.error = error.with_traceback(None)
+        self.remove()
+
+    def __enter__(self) -> Subscription:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.remove()

@@ -1,14 +1,14 @@
-"""Which thread made an autograd node, written on the nodes where their numbers do not say it.
+"""Which thread made an autograd node, noted on nodes whose numbers do not say it.
 
 Note [Makers]
-Every device has a backward thread of its own, with a counter of its own. A node that such a thread
-makes in a backward that is gone back through has a number that a node of the forward has, too.
-Rule 1: what can be reached from a node that the forward made was made in the forward, and no later.
-        It is marked when the first operator of such a backward is seen, all at once.
-Rule 2: whenever a marked node is about to run, what its gradients come from, and is not marked, was
-        made by this thread since.
-Rule 3: nodes of leaves outlive graphs, have no number, and are not marked. What is made for a leaf
-        is seen by a hook on the tensor, which goes when the backward ends.
+Each device has a backward thread with a counter of its own. During a backward that creates a graph,
+such a thread gives its nodes numbers that nodes of the forward have, too.
+Rule 1: nodes that can be reached from a node of the forward were made in the forward. They are all
+        marked when the first operator of such a backward is seen.
+Rule 2: before a marked node runs, the unmarked nodes that made its gradients are marked: they were
+        made by this thread.
+Rule 3: nodes of leaves outlive graphs, have no number, and are not marked. A hook on the leaf
+        tensor sees the gradients that arrive there; it is removed when the backward ends.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from ._thread_state import ThreadState
+from ._record import ThreadState
 from ._torch_compat import LEAF_NODE, at_backward_end, graph_task
 
 KEPT_BACKWARDS = 8
-"""Backwards whose hooks on leaves are kept; more that are gone back through never run at once."""
+"""Backwards whose hooks on leaves are kept; more never run at once."""
 
 
 class Makers:
@@ -37,12 +37,12 @@ class Makers:
         self._hooked: dict[int, list[Any]] = {}
 
     def of(self, node: Any) -> ThreadState | None:
-        """Return the state of the thread that made a node, or None if it is not marked."""
+        """Return the state of the thread that made a node; None if the node is not marked."""
         found: ThreadState | None = node.metadata.get(self._key)
         return found
 
     def follow(self, node: Any, maker: ThreadState) -> None:
-        """Say who made a node, and what can be reached from it, and watch what they will make."""
+        """Mark a node and the nodes below it with their maker, and mark what they will make."""
         task = graph_task()
         if self._key in node.metadata and task in self._hooked:
             return

@@ -1,9 +1,9 @@
-"""One name per module, given once and never changed, keyed by identity.
+"""One name per module, given once and never changed.
 
 A name is a root label, a dot, and the module's state_dict prefix below that root:
 "Encoder.layers.0". The label is the class name of the root; a second root of the same class
-gets "Encoder#2". Objects that torch.compile puts around a module have no part in names.
-Identity means `id` guarded by a weak reference: a module may define `__eq__` and have no hash.
+gets "Encoder#2". Wrappers of torch.compile are left out of names. Modules are told apart by `id`
+and a weak reference, since a module may define `__eq__` and have no hash.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ._torch_compat import children_of, parameters_of, unwrap
 def walk(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield (state_dict prefix, module) for a module and all below it, each module once.
 
-    Parents come before their children, and children in the order in which they are registered. No
-    method of a module is called, so nothing that a module overrides can raise here.
+    Parents come before their children, and children in order of registration. No method of a module
+    is called, since a module may override it.
     """
     seen: set[int] = set()
     waiting = [(prefix, module)]
@@ -67,12 +67,12 @@ def module_at(holder: nn.Module, key: str) -> nn.Module | None:
 
 
 def registers(module: nn.Module, parameter: torch.Tensor) -> bool:
-    """Whether the module itself, not one below it, registers the parameter."""
+    """Whether the module itself registers the parameter."""
     return any(held is parameter for held in parameters_of(module).values())
 
 
 class _Held(weakref.ref[nn.Module]):
-    """A module with its name. One object for each, where a callback of its own would make four."""
+    """Weak reference to a module, with its name."""
 
     __slots__ = ("identity", "name")
     identity: int
@@ -98,12 +98,10 @@ class Names:
         self._owners = WeakTensorKeyDictionary()
 
     def of(self, module: nn.Module) -> str | None:
-        """Return the module's name, or None if it was never seen."""
         held = self._names.get(id(unwrap(module)))
         return None if held is None else held.name
 
     def module(self, name: str) -> nn.Module | None:
-        """Return the living module with this name, or None."""
         held = self._modules.get(name)
         return None if held is None else held()
 
@@ -113,12 +111,12 @@ class Names:
         return {label: module for label, module in pairs if module is not None}
 
     def adopt(self, module: nn.Module, *, around: Iterable[nn.Module] = ()) -> str:
-        """Name a module, and what is below it, on first sight; later calls return that name.
+        """Name a module and the modules below it, unless they have names; return its name.
 
         Args:
             module: the module that is called.
-            around: modules whose call is around this one, innermost first. The first that
-                contains the module lends its name as prefix; without one it is a root.
+            around: modules whose calls are around this one, innermost first. The name begins with
+                that of the first one that contains the module; without one it is a root.
         """
         known = self.of(module)
         if known is not None:
@@ -132,15 +130,13 @@ class Names:
                 key = keys_below(holder).get(id(module))
                 if key is not None:
                     return self._name_tree(module, f"{self.adopt(holder)}.{key}")
-            # Labels are counted, not looked up: one is not given again when its module is gone, or
-            # a report would add two models up in one row.
+            # A label is not reused when its module is gone: a report would have both in one row.
             kind = type(module).__name__
             number = self._labels[kind] = self._labels.get(kind, 0) + 1
             label = kind if number == 1 else f"{kind}#{number}"
             return self._name_tree(module, label)
 
     def _name_tree(self, module: nn.Module, name: str) -> str:
-        # An interrupt may leave a part without a name, which gets the same when it is called.
         for key, found in walk(module, name):
             if id(found) not in self._names:
                 held = _Held(found, self._forget)
@@ -149,7 +145,7 @@ class Names:
         return name
 
     def _forget(self, gone: _Held) -> None:
-        # The name goes with the module: a later object at the same address is not that module.
+        # A later object at the same address is another module.
         if self._modules.get(gone.name) is gone:
             del self._modules[gone.name]
         if self._names.get(gone.identity) is gone:

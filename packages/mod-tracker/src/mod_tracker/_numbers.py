@@ -1,4 +1,4 @@
-"""Numbers with their units, in three digits."""
+"""Numbers with units, in three digits."""
 
 from __future__ import annotations
 

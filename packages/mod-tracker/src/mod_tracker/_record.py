@@ -1,23 +1,29 @@
-"""Which module call created which autograd node, as intervals of node numbers.
+"""Paths, module calls, and each thread's record of which call created which autograd node.
 
 Autograd numbers the nodes of a thread in the order in which they are created. A call creates the
-nodes whose numbers lie between the counter at its entry and the counter at its exit, less those of
-the calls inside it. So whenever another call begins to run, the interval that ends there is
-written down with the call that ran in it.
+nodes whose numbers lie between the counter at its entry and the counter at its exit, without those
+of the calls inside it. So whenever another call begins to run, the interval that ends there is
+recorded with the call that ran in it.
 
 Rule 1: intervals follow each other without gaps, so a lookup is one bisection of their starts.
-Rule 2: an empty interval is not written. Without gradients the counter stands still, so nothing
+Rule 2: an empty interval is not recorded. Without gradients the counter does not move, so nothing
         is kept.
-Rule 3: a record holds at most `limit` intervals. The older half goes when it is full; nodes that
-        old belong to no call any more.
-Rule 4: nothing here refers to a tensor, and to a module only weakly.
+Rule 3: a record holds at most `limit` intervals. When it is full, the older half is dropped; nodes
+        that old belong to no call.
+Rule 4: nothing here refers to a tensor, and modules are referred to weakly.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Optional
+
+from torch import nn
+
+from ._edges import Edge
+from ._torch_compat import NO_TASK, new_carrier, next_number, number_asking
 
 DEFAULT_LIMIT = 1 << 17
 """Intervals kept per thread; about 20 MB when full of distinct calls."""
@@ -28,28 +34,25 @@ Call = tuple["Path", int, Optional["Call"]]
 
 
 class Path:
-    """One way modules are nested: a module, and the path it was called from.
-
-    Paths are shared by all calls that are nested alike, so a call costs one dictionary lookup.
+    """A module, and the path it was called from; shared by all calls that are nested alike.
 
     Attributes:
         module: returns the module, or None once it is gone.
         parent: the path around this one; None for the outside of all modules.
         name: canonical name of the module, "" for the outside.
-        called_as: name built from the way the module was reached this time.
-        depth: number of modules on the path.
+        called_as: name built from the names by which this path was reached.
+        stack: canonical names from the root to this module; () for the outside.
         children: paths below, by `id` of the module.
-        keys: where modules are registered below this one, if that was asked.
+        keys: state_dict prefixes of the modules below this one, by `id`, once needed.
         last: the latest call on this path.
-        listeners: who has to be told about calls on this path; None if nobody listens.
-        guard: weak reference that takes the path out of `parent.children` when the called object
-            dies; without it a new object with the same `id` would be taken for the old one.
+        listeners: listeners of calls on this path; None if there are none.
+        guard: weak reference that removes the path from `parent.children` when the called object
+            dies; otherwise a new object with the same `id` would be taken for the old one.
     """
 
     __slots__ = (
         "called_as",
         "children",
-        "depth",
         "guard",
         "keys",
         "last",
@@ -57,6 +60,7 @@ class Path:
         "module",
         "name",
         "parent",
+        "stack",
     )
 
     def __init__(
@@ -71,7 +75,7 @@ class Path:
         self.parent = parent
         self.name = name
         self.called_as = called_as
-        self.depth: int = 0 if parent is None else parent.depth + 1
+        self.stack: tuple[str, ...] = () if parent is None else (*parent.stack, name)
         self.children: dict[int, Path] = {}
         self.keys: dict[int, str] = {}
         self.last: Call = (self, -1, None)
@@ -79,25 +83,21 @@ class Path:
         self.guard: Any = None
 
     def chain(self) -> Iterator[Path]:
-        """This path and those around it, innermost first, without the outside."""
+        """Yield this path and those around it, innermost first, without the outside."""
         path = self
         while path.parent is not None:
             yield path
             path = path.parent
 
     def modules(self) -> Iterator[Any]:
-        """The living modules of this path, innermost first."""
+        """Yield the living modules of this path, innermost first."""
         for path in self.chain():
             module = path.module()
             if module is not None:
                 yield module
 
-    def names(self) -> tuple[str, ...]:
-        """Canonical names from the root to this module; () for the outside."""
-        return tuple(path.name for path in self.chain())[::-1]
-
     def walk(self) -> Iterator[Path]:
-        """This path and all below it."""
+        """Yield this path and all below it."""
         yield self
         for child in list(self.children.values()):
             yield from child.walk()
@@ -116,10 +116,11 @@ def root_of(call: Call) -> Call:
 
 
 def recompute_base(call: Call, key: int) -> Call:
-    """Return the call around a module that runs again because `call`'s node asked for it.
+    """Return the call around a module that is recomputed for a node of `call`.
 
-    A checkpointed region is recomputed either by a node of its own (then the module was called
-    by some call around that node) or by one node for the whole region (then by that node's call).
+    The node may belong to the recomputed region (non-reentrant checkpoint): then a call around
+    the node has called this module. Or it is the region's own node (reentrant): then it is `call`.
+
     Args:
         call: owner of the node that runs.
         key: `id` of the module that is entered.
@@ -155,7 +156,7 @@ class Record:
         self.calls: list[Call] = [outside()]
 
     def close(self, start: int, end: int, call: Call) -> None:
-        """Write down that nodes from `start` up to, not including, `end` are `call`'s."""
+        """Record that nodes from `start` up to, not including, `end` are `call`'s."""
         if start >= end:
             return
         if len(self.starts) > self.limit:
@@ -164,13 +165,159 @@ class Record:
         self.calls.append(call)
 
     def drop_older_half(self) -> None:
-        """Forget the older half of the intervals. See Rule 3."""
         half = 1 + len(self.starts) // 2
         del self.starts[1:half], self.calls[1:half]
 
     def find(self, number: int) -> Call:
-        """Return the call that created node `number`; the outside if that is not known."""
         return self.calls[bisect_right(self.starts, number) - 1]
 
     def __len__(self) -> int:
         return len(self.starts) - 1
+
+
+NO_INTERVAL = -1
+"""A `ThreadState.number` no counter equals, so that the next transition closes the interval."""
+
+
+class ThreadState:
+    """The running call of a thread. Autograd's counter is one per thread, and so is this.
+
+    Attributes:
+        base: represents code outside every module.
+        call: innermost running call; `base` when none runs.
+        task: id of the backward in which that call was entered, `NO_TASK` in a plain forward.
+            If another backward runs now, the thread is in backward proper.
+        shown: call to report instead, while a backward hook of that call runs.
+        asked: number of the node for which a module was last recomputed.
+        number: start of the open interval; `NO_INTERVAL` if it is not the running call's.
+        owner: call that the open interval belongs to; None if it is the running call's.
+        inner: whether the thread is a backward thread of torch.
+        seen: counter when `explain` was last called.
+        leaves: gradient edges of leaf inputs, by `id`, while the modules run that were given
+            them: nothing else holds the node of a leaf before it is used.
+        record: the closed intervals.
+        paths: first path of each module, by `id`.
+        carrier: puts hooks on autograd nodes; see `hook_gradient`.
+    """
+
+    __slots__ = (
+        "_start",
+        "asked",
+        "base",
+        "call",
+        "carrier",
+        "inner",
+        "leaves",
+        "number",
+        "owner",
+        "paths",
+        "record",
+        "seen",
+        "shown",
+        "task",
+    )
+
+    def __init__(self, *, limit: int, inner: bool = False) -> None:
+        self.inner = inner
+        self.record = Record(limit=limit)
+        self.base = self.call = outside()
+        self.task = NO_TASK
+        self.asked = NO_INTERVAL
+        self.shown: Call | None = None
+        self.number = self._start = self.seen = next_number()
+        self.owner: Call | None = None
+        self.leaves: dict[int, Edge] = {}
+        self.paths: dict[int, Path] = {}
+        self.carrier = new_carrier()
+
+    def flush(self, number: int, ran: Call) -> None:
+        """Close the open interval, in which `ran` ran; the next one begins at `number`."""
+        owner = self.owner
+        if owner is None:
+            self.record.close(self.number, number, ran)
+        else:
+            self.record.close(self._start, number, owner)
+            self.owner = None
+        self.number = number
+
+    def resume(self) -> None:
+        """Attribute the nodes created from now on to the running call, after a recompute."""
+        self.flush(next_number(), self.call)
+
+    def find(self, number: int) -> Call:
+        owner = self.owner
+        if number >= (self.number if owner is None else self._start):
+            return self.call if owner is None else owner
+        return self.record.find(number)
+
+    def explain(self, call: Call) -> None:
+        """Attribute the nodes created since the last such call to `call`.
+
+        The reports do this at every operator. So nodes that a backward creates, for a second
+        backward, are attributed to the module whose node ran.
+        """
+        if call is not (self.owner or self.call):
+            since = max(self.seen, self._start if self.owner is not None else self.number)
+            self.flush(since, self.call)
+            if call is not self.call:
+                self.borrow(call, since)
+        self.seen = next_number()
+
+    def recomputed(self) -> Call | None:
+        """Return the call whose code is recomputed for the running node; None if not known.
+
+        It is known once a module that this code calls has run.
+        """
+        return self.owner if self.owner is not None and self.asked == number_asking() else None
+
+    def walk(self) -> Iterator[Path]:
+        return self.base[0].walk()
+
+    def borrow(self, owner: Call, start: int) -> None:
+        """Attribute the nodes from `start` on to `owner`, until another call runs."""
+        self.owner, self._start, self.number = owner, start, NO_INTERVAL
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """One call of a module.
+
+    Attributes:
+        name: canonical name: root label, dot, state_dict prefix.
+        called_as: likewise, by the path of this call; differs for shared modules.
+        stack: canonical names from the root to this module.
+        call_index: number of earlier calls of this path in this thread.
+        iteration: number of earlier calls of the root in this thread.
+    """
+
+    name: str
+    called_as: str
+    stack: tuple[str, ...]
+    call_index: int
+    iteration: int
+    _module: Callable[[], nn.Module | None] = field(repr=False, compare=False)
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module, or None if it no longer exists."""
+        return self._module()
+
+    @property
+    def depth(self) -> int:
+        """Number of modules in `stack`."""
+        return len(self.stack)
+
+
+def describe(call: Call) -> ModuleCall | None:
+    """Return the public description of a call; None for the outside of all modules."""
+    path, index, outer = call
+    if outer is None:
+        return None
+    return ModuleCall(
+        name=path.name,
+        called_as=path.called_as,
+        stack=path.stack,
+        call_index=index,
+        iteration=root_of(call)[1],
+        _module=path.module,
+    )

@@ -1,12 +1,11 @@
-"""Every private torch name that this package needs, each with a check and a fallback.
+"""All private names of torch that this package uses, each with a check and a fallback.
 
-Nothing else in the package reads one. Where torch lacks a name, or what it names does something
-else, what it is for is left out.
+If torch lacks a name, or the name does something else, the feature that needs it is left out.
 
-Backward attribution needs four facts that torch has no public function for: the number the next
-autograd node will get, the number of a node, the node that runs now, and whether a backward runs.
-`probe` tries them once at import on a two-node graph. If any is missing or answers something else,
-`EXACT_BACKWARD` is False: forward tracking stays complete, and a backward is simply not seen.
+Backward attribution needs four facts that torch has no public function for: the number of the next
+autograd node, the number of a node, the running node, and whether a backward runs. `probe` tries
+them once at import on a two-node graph. If any is missing or wrong, `EXACT_BACKWARD` is False:
+forward tracking is complete, and backward is not attributed.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -25,10 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def look_up(dotted: str) -> Any:
-    """What torch has under a dotted name, or None."""
+    """Return the object with a dotted name below `torch`, or None."""
     found: Any = torch
     for part in dotted.split("."):
-        if found is None:  # which has names of its own
+        if found is None:
             return None
         found = getattr(found, part, None)
     return found
@@ -38,18 +37,18 @@ def look_up(dotted: str) -> Any:
 
 
 NO_TASK = -1
-"""What `graph_task` answers when no backward runs in this thread."""
+"""Result of `graph_task` if no backward runs in this thread."""
 
 Found = TypeVar("Found")
 
 UNNUMBERED = 2**63
-"""Gradient accumulation nodes carry the largest number there is; every other node is below this."""
+"""Gradient accumulation nodes have at least this number; all others have smaller numbers."""
 
 
 def in_fresh_thread(function: Callable[[], Found]) -> Found:
-    """Return what a function gives where no mode of torch is on and no backward runs.
+    """Call a function in a new thread, where no mode of torch is on and no backward runs.
 
-    Where no thread can be started it is called in this one.
+    If no thread can be started it is called in this one.
     """
     found: list[Found] = []
     thread = threading.Thread(target=lambda: found.append(function()), name="mod_tracker probe")
@@ -66,7 +65,7 @@ def probe(
     graph_task: Callable[[], int] | None,
     current_node: Callable[[], Any] | None,
 ) -> bool:
-    """Whether the three functions tell the truth about a two-node graph.
+    """Whether the three functions are right about a two-node graph.
 
     Args:
         next_number: number that the next autograd node of this thread will get.
@@ -103,70 +102,39 @@ current_node: Callable[[], Any] = _current_node if EXACT_BACKWARD else lambda: N
 
 
 LEAF_NODE: Any = look_up("_C._functions.AccumulateGrad")
-"""Type of the nodes that keep hooks of this kind on their tensor, and do not look at their own."""
-
-
-def carries(carrier: torch.Tensor, leaf_node: Any, function_mode: Any) -> bool:
-    """Whether a node takes over the hooks that a foreign tensor carries, and keeps them.
-
-    Args:
-        carrier: a tensor that requires no gradient.
-        leaf_node: type of the nodes of leaf tensors.
-        function_mode: says whether a `TorchFunctionMode` is on; None if nothing does.
-    """
-    if function_mode is None:
-        return False
-    seen: list[Any] = []
-    try:
-        with torch.enable_grad():
-            leaf = torch.ones(1, device="cpu", requires_grad=True)
-            first, second = leaf * 2, leaf * 3
-        node: Any = first.grad_fn
-        hooks: Any = {0: lambda grad: seen.append((grad.item(), current_node()))}
-        carrier._backward_hooks = hooks
-        if carrier._backward_hooks is not hooks:
-            return False  # a node that is given nothing would crash
-        node._register_hook_dict(carrier)
-        carrier._backward_hooks = {}
-        (first * 7 + second).backward()
-    except (AttributeError, TypeError, RuntimeError):
-        return False
-    known = type(node.next_functions[0][0]) is leaf_node
-    return known and [(grad, at is node) for grad, at in seen] == [(7.0, True)]
+"""Type of the nodes of leaf tensors, which ignore hooks on the node itself."""
 
 
 _EMPTY: torch.Tensor = in_fresh_thread(lambda: torch.empty(0, device="cpu"))
 
 _function_mode = look_up("_C._is_torch_function_mode_enabled")
+_carry = look_up("_C._FunctionBase._register_hook_dict")
 
-CARRIES: bool = in_fresh_thread(
-    lambda: carries(torch.empty((), device="cpu"), LEAF_NODE, _function_mode)
-)
-"""Whether `hook_gradient` may take the short way."""
+CARRIES: bool = EXACT_BACKWARD and None not in (_function_mode, _carry, LEAF_NODE)
+"""Whether a node can take its hooks from another tensor; a tenth of the time of `register_hook`."""
 
 in_function_mode: Callable[[], bool] = _function_mode if CARRIES else (lambda: True)
-"""Whether a `TorchFunctionMode` is on, which would be asked to put hooks on a tensor."""
+"""Whether a `TorchFunctionMode` is on, which would intercept hooks that are put on a tensor."""
 
 
 def new_carrier() -> torch.Tensor:
-    """Return what carries hooks to nodes in one thread; no mode sees it being made."""
+    """Return the tensor that carries hooks to nodes in one thread; invisible to modes."""
     return nn.Parameter(_EMPTY, requires_grad=False)
 
 
 def hook_gradient(
     node: Any, output: int, carrier: torch.Tensor, hook: Callable[[Any], None]
 ) -> None:
-    """Have `hook` called with the gradient of one output of a node, before the node runs.
+    """Call `hook` with the gradient of one output of a node, before the node runs.
 
-    What `Tensor.register_hook` does, short of the dictionary and the handle that make it ten times
-    as expensive. `torch.autograd.grad` for that output calls the hook, too.
+    Like `Tensor.register_hook`, without the dictionary and the handle that make it ten times as
+    expensive. `torch.autograd.grad` for that output calls the hook, too.
 
     Args:
         node: an autograd node.
         output: which of its outputs.
-        carrier: of this thread, from `new_carrier`. It is the first output of no node, so only
-            hooks for first outputs can be carried.
-        hook: its result must be None.
+        carrier: of this thread, from `new_carrier`; used for first outputs.
+        hook: must return None.
     """
     if output == 0 and not in_function_mode() and type(node) is not LEAF_NODE:
         carrier._backward_hooks = {0: hook}
@@ -176,7 +144,7 @@ def hook_gradient(
 
 
 def number_asking() -> int:
-    """Number of the node that runs now in this thread; `UNNUMBERED` if none does."""
+    """Return the number of the node that runs in this thread; `UNNUMBERED` if none does."""
     node = current_node()
     return UNNUMBERED if node is None else number_of(node)
 
@@ -184,20 +152,20 @@ def number_asking() -> int:
 keeps_graph: Callable[[], bool] = look_up("_C._autograd._get_current_graph_task_keep_graph") or (
     lambda: True
 )
-"""Whether the backward that runs keeps its graph, as one that makes a graph does."""
+"""Whether the running backward keeps its graph, as one that creates a graph does."""
 
 
 def number_of(node: Any) -> int:
-    """Autograd's number of a node: creation order within the thread that created it."""
+    """Return autograd's number of a node: creation order within the thread that created it."""
     number: int = node._sequence_nr()
     return number
 
 
 def at_backward_end(callback: Callable[[], None]) -> bool:
-    """Run `callback` when the backward that runs now ends without an error.
+    """Call `callback` when the running backward ends without an error.
 
     Returns:
-        False where torch offers no such queue; the callback is then never called.
+        False if torch has no such queue: the callback is then never called.
     """
     queue = getattr(look_up("autograd.Variable._execution_engine"), "queue_callback", None)
     if queue is None or graph_task() == NO_TASK:
@@ -206,19 +174,7 @@ def at_backward_end(callback: Callable[[], None]) -> bool:
     return True
 
 
-def node_creation_hook(
-    callback: Callable[[Any], None],
-) -> AbstractContextManager[Any] | None:
-    """Context in which torch >= 2.14 tells `callback` each autograd node made in this thread.
-
-    Returns:
-        None where torch has no such hook.
-    """
-    hook = getattr(torch.autograd.graph, "node_creation_hook", None)
-    return None if hook is None else cast("AbstractContextManager[Any]", hook(callback))
-
-
-# What nodes keep for backward.
+# Tensors that nodes save for backward.
 
 
 _CHECKPOINTS: tuple[type, ...] = tuple(
@@ -229,20 +185,20 @@ _CHECKPOINTS: tuple[type, ...] = tuple(
     )
     if (kind := look_up(dotted)) is not None
 )
-"""Functions whose nodes keep the inputs of a region that runs again."""
+"""Functions whose nodes save the inputs of a checkpointed region."""
 
 
 SAVED: Any = look_up("_C._autograd.SavedTensor")
-"""Type of what keeps a tensor for backward, in a node or, by torch's checkpoint, outside of one."""
+"""Type that holds a tensor for backward, in a node or in torch's checkpoint."""
 
 
 class SavedValue(NamedTuple):
-    """What a node, or torch's checkpoint, keeps of one tensor.
+    """A tensor that a node, or torch's checkpoint, saved.
 
     Attributes:
-        data: the tensor, or what the hooks that were on have made of it.
-        hook: the one that makes the tensor again; None if there were no hooks.
-        of_checkpoint: whether the node is one by which torch's checkpoint keeps inputs.
+        data: the tensor, or the result of the pack hook.
+        hook: the unpack hook; None if there were no hooks.
+        of_checkpoint: whether torch's checkpoint saves its inputs by this node.
     """
 
     data: Any
@@ -251,9 +207,9 @@ class SavedValue(NamedTuple):
 
 
 def saved_values(tensors: Iterable[torch.Tensor]) -> Iterator[SavedValue]:
-    """Return what is kept by all nodes that the gradients of these tensors go through.
+    """Yield the values saved by all nodes in the graphs of these tensors.
 
-    Nothing where torch does not show what a node keeps. What a backward has used is kept no more.
+    Nothing if torch does not show them (2.9), and not those that a backward has freed.
     """
     waiting = [_node_of(tensor) for tensor in tensors]
     seen: set[Any] = set()
@@ -271,7 +227,7 @@ def saved_values(tensors: Iterable[torch.Tensor]) -> Iterator[SavedValue]:
 
 
 def value_in(saved: Any, *, of_checkpoint: bool) -> Iterator[SavedValue]:
-    """Return what is in an instance of `SAVED`; nothing where torch does not show it."""
+    """Yield the value in an instance of `SAVED`; nothing if torch does not show it."""
     data = getattr(saved, "data", None)
     if data is not None:
         yield SavedValue(data, getattr(saved, "unpack_hook", None), of_checkpoint)
@@ -280,7 +236,7 @@ def value_in(saved: Any, *, of_checkpoint: bool) -> Iterator[SavedValue]:
 def _node_of(tensor: torch.Tensor) -> Any:
     try:
         return tensor.grad_fn
-    except Exception:  # of a class of anybody's
+    except Exception:  # any tensor subclass may come here
         return None
 
 
@@ -292,7 +248,7 @@ def _fields(kind: Any) -> tuple[str, ...]:
 def _saved_in(node: Any, name: str) -> Iterable[Any]:
     try:
         found = getattr(node, name)
-    except RuntimeError:  # a backward has used it
+    except RuntimeError:  # a backward has freed it
         return ()
     return found if isinstance(found, (list, tuple)) else (found,)
 
@@ -301,7 +257,7 @@ def _saved_in(node: Any, name: str) -> Iterable[Any]:
 
 
 def children_of(module: nn.Module) -> Mapping[str, nn.Module | None]:
-    """Return direct children by attribute name, shared ones under every name they have.
+    """Return direct children by attribute name, shared ones under each of their names.
 
     `named_children` leaves out repeats, and a module may override it.
     """
@@ -325,12 +281,12 @@ def _listed(listing: Callable[..., Any], **options: Any) -> dict[str, Any]:
     try:
         return dict(listing(**options))
     except AttributeError:
-        # `nn.Module.__init__` has not run; calling the module will say so.
+        # `nn.Module.__init__` has not run; the call of the module raises an error that says so.
         return {}
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Return the user's module: itself, or the one inside what torch.compile returned."""
+    """Return the user's module: the one inside a wrapper of torch.compile, or itself."""
     if type(module).__name__ != "OptimizedModule":
         return module
     inner = children_of(module).get("_orig_mod")
@@ -338,30 +294,30 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether calls of the module, or of what `torch.compile` returned for it, run compiled."""
+    """Whether calls of a module, or of a wrapper of torch.compile, run compiled."""
     in_place = module.__dict__.get("_compiled_call_impl")
     return in_place is not None or unwrap(module) is not module
 
 
 def is_compiled_graph(module: nn.Module) -> bool:
-    """Whether the module is a graph that torch.compile made, not one the user wrote or traced."""
+    """Whether torch.compile made this module; the user's own traced graphs do not count."""
     if not isinstance(module, torch.fx.GraphModule):
         return False
     if "dynamo_compile_id" in getattr(module, "meta", ()) or hasattr(
         module, "compile_subgraph_reason"
     ):
         return True
-    # AOTAutograd's graphs take their inputs in a list that they empty.
+    # AOTAutograd's graphs take their inputs in a list and clear it.
     return type(getattr(module.graph, "_codegen", None)).__name__ == "_BoxedCodeGen"
 
 
 # The dispatcher, modes, and hooks for saved tensors.
 
 
-def without_torch_function() -> AbstractContextManager[Any]:
-    """Context in which a tensor subclass is treated as a tensor."""
-    disable = look_up("_C.DisableTorchFunctionSubclass")
-    return nullcontext() if disable is None else disable()
+without_torch_function: Callable[[], AbstractContextManager[Any]] = (
+    look_up("_C.DisableTorchFunctionSubclass") or nullcontext
+)
+"""Context in which a tensor subclass is treated as a tensor."""
 
 
 _COMPOSITE: Any = look_up("_C.DispatchKey.CompositeImplicitAutograd")
@@ -370,10 +326,10 @@ _OWN_KERNELS = ("CPU", "CUDA", "CompositeExplicitAutograd")
 
 
 def is_composite(operator: Any) -> bool:
-    """Whether an operator is carried out by its parts, as in inference mode it must be.
+    """Whether torch runs an operator by decomposition, as it may in inference mode.
 
-    Some have parts and a kernel of their own, as `aten.silu_backward` has. torch runs the kernel,
-    and its result differs from that of the parts in the last bits.
+    Some operators have a decomposition and a kernel, such as `aten.silu_backward`. torch runs the
+    kernel, and the results differ in the last bits.
     """
     can = getattr(operator, "_can_decompose", None)
     try:
@@ -381,7 +337,7 @@ def is_composite(operator: Any) -> bool:
             return False
         return not any(_has_kernel(operator.name(), key) for key in _OWN_KERNELS)
     except (AttributeError, RuntimeError, TypeError):
-        # Of an operator that torch's C++ dispatcher does not know, as `aten.sym_size` is.
+        # The C++ dispatcher does not know operators such as `aten.sym_size`.
         return False
 
 
@@ -390,11 +346,11 @@ _VIEWS: Any = look_up("_C.DispatchKey.ADInplaceOrView")
 
 
 def views_are_noted(operator: Any) -> AbstractContextManager[Any]:
-    """Context in which an operator that a mode runs has views inside as without the mode.
+    """Context in which an operator under a mode treats views as without the mode.
 
-    In inference mode a view of a parameter needs a gradient as the parameter does, and by that a
-    product in several dimensions is carried out as one or as many. Below a mode nobody notes what
-    is a view, so the other kernel would run, whose last bits may differ.
+    In inference mode `matmul` chooses its kernel by whether a view of a parameter requires a
+    gradient. Below a mode views are not tracked, so another kernel would run, whose last bits may
+    differ.
     """
     if not torch.is_inference_mode_enabled() or not is_composite(operator):
         return nullcontext()
@@ -405,7 +361,7 @@ def views_are_noted(operator: Any) -> AbstractContextManager[Any]:
 
 
 def run_parts(operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Carry out an operator by its parts: those of its C++ kernel, which torch would run."""
+    """Run an operator by the decomposition of its C++ kernel, as torch would."""
     run = getattr(operator, "_op_dk", None)
     if run is None or _COMPOSITE is None or not _has_kernel(operator.name(), _COMPOSITE):
         return operator.decompose(*args, **kwargs)
@@ -416,7 +372,7 @@ _HigherOrderOperator: Any = look_up("_ops.HigherOrderOperator")
 
 
 def is_higher_order(operator: Any) -> bool:
-    """Whether an operator is one that takes functions, as `torch.cond` does."""
+    """Whether an operator takes functions, as `torch.cond` does."""
     return _HigherOrderOperator is not None and isinstance(operator, _HigherOrderOperator)
 
 
@@ -431,26 +387,26 @@ _INTERNAL_TENSORS: tuple[type, ...] = tuple(
 
 
 def has_own_operators(kind: type) -> bool:
-    """Whether a tensor class carries out operators itself, and is none of torch's stand-ins."""
+    """Whether a tensor class has a `__torch_dispatch__`, and is not a fake tensor or the like."""
     own = getattr(kind, "__torch_dispatch__", None)
     return own is not torch.Tensor.__torch_dispatch__ and not issubclass(kind, _INTERNAL_TENSORS)
 
 
 def is_stand_in(kind: type) -> bool:
-    """Whether a tensor class is one that torch itself puts in the place of tensors with data."""
+    """Whether a tensor class is torch's own for tensors without data, such as a fake tensor."""
     return issubclass(kind, _INTERNAL_TENSORS)
 
 
 def mode_depth() -> int:
-    """Return how many dispatch modes are on in this thread; -1 where torch does not say."""
+    """Return the number of dispatch modes in this thread; -1 if torch does not say."""
     depth = look_up("_C._len_torch_dispatch_stack")
     return -1 if depth is None else int(depth())
 
 
 def leave_mode(mode: TorchDispatchMode) -> None:
-    """Leave a dispatch mode, if it is on; those that were entered after it stay on.
+    """Leave a dispatch mode, if it is on; modes that were entered after it stay on.
 
-    Left by itself, a mode takes off whichever is on top.
+    Its own `__exit__` would leave the topmost mode instead.
     """
     if mode_depth() < 0:
         mode.__exit__(None, None, None)
@@ -467,32 +423,32 @@ def leave_mode(mode: TorchDispatchMode) -> None:
 
 
 def _down_to(mode: TorchDispatchMode) -> list[TorchDispatchMode]:
-    """Modes from the topmost to this one; none if it is not on."""
+    """Return the modes from the topmost to this one; none if it is not on."""
     at = look_up("_C._get_dispatch_stack_at")
     found: list[TorchDispatchMode] = []
     for place in reversed(range(mode_depth())):
         each = at(place)
         if each is mode:
             return [*found, mode]
-        if getattr(each, "_mode_key", None) is None:  # torch's own have a place of their own
+        if getattr(each, "_mode_key", None) is None:  # torch's own modes are kept elsewhere
             found.append(each)
     return []
 
 
 SAYS_HOOKS: bool = look_up("_C._autograd._top_saved_tensors_default_hooks") is not None
-"""Whether torch says which hooks for saved tensors are on."""
+"""Whether torch can return the current hooks for saved tensors."""
 
 
 def top_saved_hooks() -> tuple[Any, Any] | None:
-    """Return the innermost hooks for saved tensors of this thread; None if none are known."""
+    """Return the innermost hooks for saved tensors of this thread, or None."""
     top = look_up("_C._autograd._top_saved_tensors_default_hooks")
     return None if top is None else top(True)
 
 
 def leave_saved_hooks(own: saved_tensors_hooks) -> None:
-    """Leave hooks for saved tensors, if they are on; those that were entered after them stay on.
+    """Leave hooks for saved tensors, if they are on; hooks that were entered later stay on.
 
-    Left by themselves, hooks take off whichever are on top.
+    Their own `__exit__` would leave the topmost hooks instead.
     """
     taken: list[saved_tensors_hooks] = []
     try:
@@ -515,15 +471,14 @@ _keys_after: Any = look_up("_C._dispatch_keyset_full_after")
 def run_inside(
     mode: TorchDispatchMode, operator: Any, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[Any] | None:
-    """Run an operator so that a mode sees what its kernel has torch carry out.
+    """Run an operator so that a mode sees the operators that its kernel calls.
 
-    A mode is off while an operator that it was asked about runs. So it is put on again, and the
-    operator's kernel is called past it.
+    A mode is off while it handles an operator. So it is entered again, and the kernel is called
+    past the mode.
 
     Returns:
-        The result, in a tuple; None if this cannot be done, and nothing has run: for tensors of a
-        class, without tensors, with a number in the place of a tensor, and where a mode makes
-        stand-ins.
+        The result, in a tuple; None if this is not possible and nothing has run: for tensor
+        subclasses, without tensors, with a number in place of a tensor, and for fake tensors.
     """
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
     if (
@@ -551,33 +506,33 @@ def _has_wrapped_number(operator: Any, args: tuple) -> bool:
 
 
 def makes_stand_ins() -> bool:
-    """Whether a mode of torch's own is on, such as `FakeTensorMode`."""
+    """Whether one of torch's own modes is on, such as `FakeTensorMode`."""
     at = look_up("_C._get_dispatch_stack_at")
     modes = [None if at is None else at(place) for place in range(mode_depth())]
     return at is None or any(getattr(mode, "_mode_key", None) is not None for mode in modes)
 
 
-# Memory that runs out.
+# Out of memory.
 
 
 _log = logging.getLogger("mod_tracker")
 
 Listener = Callable[[int, int, int], None]
-"""Called with the device's index, the bytes that were asked for, and the bytes that are free."""
+"""Called with the device's index, the bytes requested, and the bytes that are free."""
 
 _listeners: list[Listener] = []
 _attached: set[int] = set()
 
 
 def on_out_of_memory(listener: Listener) -> Callable[[], None]:
-    """Tell `listener` of allocations on CUDA that fail, until what is returned is called.
+    """Call `listener` when an allocation on CUDA fails; the returned function ends this.
 
-    Where torch has no such observer nothing happens. What the listener raises is logged: torch
-    would raise it in place of its own error.
+    Without torch's observer nothing happens. Exceptions of the listener are logged, since torch
+    would raise them in place of its own error.
     """
     _listeners.append(listener)
     attach = look_up("_C._cuda_attach_out_of_memory_observer")
-    when_ready = look_up("cuda._lazy_call")  # before CUDA is used there is nothing to attach to
+    when_ready = look_up("cuda._lazy_call")  # the observer needs an initialized CUDA
     if attach is not None and when_ready is not None and id(attach) not in _attached:
         _attached.add(id(attach))
         when_ready(lambda: attach(_tell))
@@ -594,4 +549,4 @@ def _tell(device: int, asked: int, total: int, free: int) -> None:
         try:
             listener(device, asked, free)
         except Exception:
-            _log.exception("mod_tracker: memory ran out, and its page could not be written")
+            _log.exception("mod_tracker: the page on memory that ran out could not be written")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from typing import Any, Literal
 
 from torch import nn
@@ -12,12 +11,10 @@ from torch import nn
 from ._attribution import Attribution
 from ._backward import Backward
 from ._call_patch import CallPatch
-from ._errors import HookSlotError, OptionError
-from ._listeners import Callbacks, Filter, matches
-from ._module_call import ModuleCall, describe
-from ._record import DEFAULT_LIMIT
-from ._subscription import Subscription
-from ._torch_compat import NO_TASK, graph_task, node_creation_hook
+from ._errors import HookSlotError, OptionError, check_callable, check_int
+from ._listeners import Listener, Subscription, matches
+from ._record import DEFAULT_LIMIT, ModuleCall, describe
+from ._torch_compat import NO_TASK, graph_task
 
 GLOBAL = "Global"
 
@@ -27,19 +24,17 @@ Phase = Literal["forward", "recompute", "backward", "outside"]
 
 
 class ModTracker:
-    """Knows which module is running, in forward, in recompute and in backward.
+    """Tracks which module is running, in forward, in recompute and in backward.
 
-    A drop-in for `torch.distributed._tools.mod_tracker.ModTracker`, with more questions to ask.
-    Within the `with` block every module call is followed; backward can be asked about as long as
-    the tracker lives. A tracker may be entered several times, and trackers may be nested and left
-    in any order. Modules that already run when the first tracker is entered are not seen.
+    A drop-in for `torch.distributed._tools.mod_tracker.ModTracker`, with more to ask. Every module
+    call in the `with` block is tracked; backward is attributed as long as the tracker lives. A
+    tracker may be entered several times, and trackers may be nested and left in any order. Modules
+    that already run when the first tracker is entered are not seen.
 
     Args:
-        roots: models to name before they are called. Without them a model is named when it is
-            first called, and a part of it that is called earlier keeps a name of its own.
-        history: number of module calls that can still be found in backward, per thread.
-        higher_order: with torch >= 2.14, ask autograd to report each node that a backward makes,
-            so that a second backward is attributed even if the first was not observed.
+        roots: models to name before they are called. Otherwise a model is named when it is first
+            called, and a part that is called earlier is named as a model itself.
+        history: module calls per thread that backward can be attributed to; older ones are dropped.
 
     Raises:
         OptionError: `history` is not positive, or a root is not a module.
@@ -56,69 +51,39 @@ class ModTracker:
         Sequential.1
     """
 
-    def __init__(
-        self,
-        *roots: nn.Module,
-        history: int = DEFAULT_LIMIT // 2,
-        higher_order: bool = False,
-    ) -> None:
-        if history < 1:
-            raise OptionError(
-                f"mod_tracker.ModTracker: history {history} is too small, but at least one module "
-                "call must be kept. Leave it out for the default."
-            )
-        self._options = {"history": history, "higher_order": higher_order}
+    def __init__(self, *roots: nn.Module, history: int = DEFAULT_LIMIT // 2) -> None:
+        check_int("ModTracker", "history", history, 1)
+        self._history = history
         self._attribution = Attribution(limit=2 * history + 1)
         self._backward = Backward(self._attribution)
         self._call_patch = CallPatch(self._backward)
         self._lock = threading.Lock()
         self._entered = 0
-        self._created: AbstractContextManager | None = None
         self._user_hooks: dict[str, Subscription] = {}
         for root in roots:
             if not isinstance(root, nn.Module):
                 raise OptionError(
-                    f"mod_tracker.ModTracker: the root {root!r} is of type {type(root).__name__}, "
-                    "but only modules are named. Give the model, and options by keyword."
+                    f"mod_tracker: only modules are passed by position; got {type(root).__name__}. "
+                    "Pass the model first, and options by keyword, such as optimizer=."
                 )
             self._attribution.names.adopt(root)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # What was seen belongs to the modules and graphs of this process; a copy starts afresh.
-        return _fresh, (type(self), self._options)
+        # A copy starts empty: names and records refer to modules and graphs of this process.
+        return _fresh, (type(self), self._history)
 
     def __enter__(self) -> ModTracker:
         with self._lock:
             if self._entered == 0:
-                try:
-                    self._call_patch.install()
-                    self._open_higher_order()
-                except BaseException:
-                    self._stop()
-                    raise
+                self._call_patch.install()
             self._entered += 1
         return self
 
     def __exit__(self, *exc: object) -> None:
         with self._lock:
-            if self._entered > 1:
-                self._entered -= 1
-            elif self._entered == 1:
-                try:
-                    self._stop()
-                except BaseException:
-                    # An interrupt; what it kept from being done is done now.
-                    self._stop()
-                    raise
-                finally:
-                    self._entered = 0
-
-    def _stop(self) -> None:
-        # May be called again: what is undone already is left alone.
-        created, self._created = self._created, None
-        if created is not None:
-            created.__exit__(None, None, None)
-        self._call_patch.remove()
+            if self._entered == 1:
+                self._call_patch.remove()
+            self._entered = max(0, self._entered - 1)
 
     # The drop-in interface.
 
@@ -148,16 +113,16 @@ class ModTracker:
         Args:
             pre_fw_hook: called with `(module, args)` before the forward.
             post_fw_hook: called with `(module, args, output)` after it; output None if it failed.
-            pre_bw_hook: called with `(module, grads)` when the first gradient of an output is
-                there. The module is None if it no longer exists.
-            post_bw_hook: called with `(module, grads)` when the gradients of the inputs are
-                there, or at the end of the backward.
+            pre_bw_hook: called with `(module, grads)` when the first gradient of an output
+                arrives. The module is None if it no longer exists.
+            post_bw_hook: called with `(module, grads)` when the gradients of the inputs have
+                arrived, or at the end of the backward.
 
         Raises:
-            HookSlotError: a hook of a kind that is taken; no hook is registered then.
+            HookSlotError: there is a hook of that kind already; no hook is registered then.
 
-        What a hook raises reaches the caller of the module or the backward, as with torch's
-        tracker; the tracker is left clean.
+        An exception of a hook reaches the caller of the module or the backward, as with torch's
+        tracker.
         """
         hooks = {
             "pre_fw_hook": pre_fw_hook,
@@ -174,13 +139,13 @@ class ModTracker:
                     "registering a new one"
                 )
         if given:
-            callbacks = Callbacks(
+            listener = Listener(
                 pre_forward=_without_keywords(pre_fw_hook),
                 post_forward=_without_keywords(post_fw_hook),
                 pre_backward=pre_bw_hook,
                 post_backward=post_bw_hook,
             )
-            self._user_hooks |= dict.fromkeys(given, self._listen(callbacks))
+            self._user_hooks |= dict.fromkeys(given, self._listen(listener))
 
     def clear_user_hooks(self) -> None:
         """Remove the hooks of `register_user_hooks`."""
@@ -188,12 +153,12 @@ class ModTracker:
             registered.remove()
         self._user_hooks = {}
 
-    # Questions about now.
+    # What runs now.
 
     @property
     def stack(self) -> tuple[str, ...]:
         """Names of the modules that are running, the root first; () outside all modules."""
-        return self._attribution.locate()[0][0].names()
+        return self._attribution.locate()[0][0].stack
 
     @property
     def current(self) -> str | None:
@@ -213,30 +178,30 @@ class ModTracker:
 
     @property
     def called_as(self) -> str | None:
-        """Name of the innermost module by the way it was reached, or None."""
+        """Name of the innermost module by the path of this call, or None."""
         return self._attribution.locate()[0][0].called_as or None
 
     @property
     def call_index(self) -> int | None:
-        """How often the current path had been called before in this thread, or None."""
+        """Number of earlier calls of the current path in this thread, or None."""
         call = self.call
         return None if call is None else call.call_index
 
     @property
     def iteration(self) -> int | None:
-        """How often the current root had been called before in this thread, or None."""
+        """Number of earlier calls of the current root in this thread, or None."""
         call = self.call
         return None if call is None else call.iteration
 
     def in_module(self, *patterns: str) -> bool:
-        """Whether a module runs whose name, or state_dict prefix, matches one of the patterns.
+        """Whether a running module's name, or state_dict prefix, matches one of the patterns.
 
         Args:
             patterns: shell patterns such as "layers.*" or "Encoder.layers.?".
         """
         return any(matches(name, patterns) for name in self.stack)
 
-    # Questions about names.
+    # Names.
 
     def module(self, name: str) -> nn.Module | None:
         """Return the module with this name, or None if there is none or it no longer exists."""
@@ -263,8 +228,8 @@ class ModTracker:
     ) -> Subscription:
         """Listen to module calls; any number of subscriptions may exist.
 
-        Listening changes nothing: a callback that raises an `Exception` is not called again, the
-        error is logged and kept in `Subscription.error`, and the model goes on.
+        An `Exception` of a callback does not reach the model: it is logged and kept in
+        `Subscription.error`, and the callback is not called again.
 
         Args:
             pre_forward: called with `(call, args, kwargs)`; `call` is a `ModuleCall`.
@@ -272,88 +237,59 @@ class ModTracker:
             pre_backward: called with `(call, grads)`.
             post_backward: called with `(call, grads)`.
             include: only modules whose name or state_dict prefix matches one of these patterns.
-            exclude: but not those that match one of these.
+            exclude: without modules that match one of these.
             max_depth: only modules with at most this many modules on the path, itself included.
             types: only instances of these classes.
+
+        Raises:
+            OptionError: a callback, a pattern, a class or `max_depth` is something else.
         """
-        subscription = Subscription()
+        check_int("subscribe", "max_depth", max_depth, 1, or_none="any depth")
+        subscription, locate = Subscription(), self._attribution.locate
 
-        def notified(callback: Hook | None) -> Hook | None:
-            return None if callback is None else subscription.guard(self._described(callback))
+        def notified(name: str, callback: Hook | None) -> Hook | None:
+            if callback is None:
+                return None
+            check_callable("subscribe", name, callback, "a function")
+            return subscription._guard(lambda _, *rest: callback(describe(locate()[0]), *rest))
 
-        callbacks = Callbacks(
-            pre_forward=notified(pre_forward),
-            post_forward=notified(post_forward),
-            pre_backward=notified(pre_backward),
-            post_backward=notified(post_backward),
-        )
-        only = Filter(
-            include=_tuple(include),
-            exclude=_tuple(exclude),
+        listener = Listener(
+            pre_forward=notified("pre_forward", pre_forward),
+            post_forward=notified("post_forward", post_forward),
+            pre_backward=notified("pre_backward", pre_backward),
+            post_backward=notified("post_backward", post_backward),
+            include=_tuple("include", include, str),
+            exclude=_tuple("exclude", exclude, str),
             max_depth=max_depth,
-            types=_tuple(types),
+            types=_tuple("types", types, type),
         )
-        return self._listen(callbacks, only, subscription)
+        return self._listen(listener, subscription)
 
     def on_switch(self, callback: Callable[[ModuleCall | None, str], object]) -> Subscription:
         """Listen to every change of the running call, in forward and in backward.
 
-        In backward a change is seen at the nodes that made a module's input or output. A callback
-        that raises is treated as by `subscribe`.
+        In backward a change is seen at the nodes that made a module's input or output. Errors of
+        the callback are handled as by `subscribe`.
 
         Args:
             callback: called with `(call, phase)`; `call` is None outside of all modules.
         """
+        check_callable("on_switch", "callback", callback, "a function")
         subscription = Subscription()
-        notified = subscription.guard(lambda call, phase: callback(describe(call), phase))
-        return self._listen(Callbacks(switched=notified), subscription=subscription)
+        notified = subscription._guard(lambda call, phase: callback(describe(call), phase))
+        return self._listen(Listener(switched=notified), subscription)
 
-    def _listen(
-        self,
-        callbacks: Callbacks,
-        only: Filter | None = None,
-        subscription: Subscription | None = None,
-    ) -> Subscription:
-        attribution = self._attribution
-        take_out = attribution.listeners.add(callbacks, only or Filter())
+    def _listen(self, listener: Listener, subscription: Subscription | None = None) -> Subscription:
+        attribution, subscription = self._attribution, subscription or Subscription()
+        take_out = attribution.listeners.add(listener)
 
         def remove() -> None:
             take_out()
             attribution.update_listeners()
 
-        try:
-            attribution.update_listeners()
-        except BaseException:
-            remove()
-            raise
-        return (subscription or Subscription()).starts(remove)
-
-    def _described(self, callback: Hook) -> Hook:
-        locate = self._attribution.locate
-        return lambda module, *rest: callback(describe(locate()[0]), *rest)
-
-    def _open_higher_order(self) -> None:
-        if self._options["higher_order"]:
-            created = node_creation_hook(self._attribution.tag_node)
-            if created is not None:
-                self._attribution.tag_nodes()
-                created.__enter__()
-                self._created = created
-
-
-@contextmanager
-def tracking(*roots: nn.Module) -> Iterator[ModTracker]:
-    """Enter a tracker that nobody else has, and leave it whatever happens.
-
-    An interrupt in the first instruction of `__exit__` keeps it from doing anything, and who has
-    the tracker can only call it again; so that is done here. Once too often changes nothing.
-    """
-    tracker = ModTracker(*roots)
-    try:
-        with tracker:
-            yield tracker
-    finally:
-        tracker.__exit__()
+        subscription._remove = remove
+        attribution.update_listeners()
+        return subscription
 
 
 def _without_keywords(hook: Hook | None) -> Hook | None:
@@ -365,9 +301,13 @@ def _without_keywords(hook: Hook | None) -> Hook | None:
     )
 
 
-def _fresh(kind: type[ModTracker], options: dict[str, Any]) -> ModTracker:
-    return kind(**options)
+def _fresh(kind: type[ModTracker], history: int) -> ModTracker:
+    return kind(history=history)
 
 
-def _tuple(value: Any) -> tuple:
-    return value if isinstance(value, tuple) else (value,)
+def _tuple(name: str, value: Any, kind: type) -> tuple:
+    found = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    if not all(isinstance(each, kind) for each in found):
+        what = "patterns such as 'layers.*'" if kind is str else "classes such as nn.Linear"
+        raise OptionError(f"mod_tracker.subscribe: {name} must be {what}; got {value!r}.")
+    return found

@@ -19,12 +19,11 @@ from .compiled._tags import tags
 from .eager import _run as tape
 from .eager import _second_forward as second_forward
 from .eager._parted import parted
-from .policies._decisions import to_torch
-from .policies._functions import FunctionPolicy, PolicyLike, as_policy
+from .policies._functions import PolicyLike, as_policy
 from .policies._handles import behind
 from .policies._policies import Policy
-from .policies._rules import RECOMPUTE_ALL, Always, OpRule
-from .policies._views import Operator, OpView
+from .policies._rules import RECOMPUTE_ALL
+from .policies._selective import is_selective, selective
 
 T = TypeVar("T")
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -38,7 +37,8 @@ def checkpoint(
     Has the call shape of torch's checkpoint, whose options it takes; non-reentrant. Eager code
     runs once: backward calls single operators again, and never Python of `function`. What cannot
     be called again with the same result is kept: random numbers, results of in-place and unknown
-    operators, integers. Compiled code is recomputed by the compiler.
+    operators, integers. Compiled code is recomputed by the compiler; a compiled module inside an
+    eager region runs again as a whole, as in torch's checkpoint.
 
     Args:
         function: a module or any callable of tensors.
@@ -129,7 +129,7 @@ def modes_of(handle: str) -> Contexts:
     policy = behind(handle)
     if is_traced():
         return tags(policy)
-    found: Contexts = create_selective_checkpoint_contexts(_asked(policy))
+    found: Contexts = create_selective_checkpoint_contexts(selective(policy))
     return found
 
 
@@ -143,17 +143,6 @@ def _for_compiler(policy: PolicyLike) -> Callable[[], Any]:
     if isinstance(policy, Policy):
         return functools.partial(modes_of, policy.handle)
     return functools.partial(modes, policy)
-
-
-def _asked(policy: Policy) -> Callable[..., Any]:
-    """Return the policy as a function for torch's selective checkpointing."""
-    if isinstance(policy, FunctionPolicy):
-        return policy.function
-
-    def ask(ctx: Any, op: Operator, *args: Any, **kwargs: Any) -> Any:
-        return to_torch(policy.decide(OpView(op, 0, None, args, kwargs)))
-
-    return ask
 
 
 def context_fn(policy: PolicyLike) -> Callable[[], Contexts]:
@@ -181,7 +170,7 @@ def context_fn(policy: PolicyLike) -> Callable[[], Contexts]:
     if torch.compiler.is_compiling():
         return _for_compiler(policy)
     checked = as_policy(policy)
-    if checked.offloads or not _is_of_operators(checked):
+    if not is_selective(checked):
         raise PolicyError(
             f"sac_policies.context_fn: policy {shown(checked)} reads more than the operator, or "
             "offloads, but torch's selective checkpointing only keeps operators. Pass "
@@ -191,13 +180,6 @@ def context_fn(policy: PolicyLike) -> Callable[[], Contexts]:
     made = functools.partial(modes_of, checked.handle)
     made.holds = checked  # type: ignore[attr-defined]  # handles keep nothing alive
     return made
-
-
-def _is_of_operators(policy: Policy) -> bool:
-    if policy.parts:
-        kinds = (policy.reads_modules, policy.reads_names)
-        return not any(kinds) and all(map(_is_of_operators, policy.parts))
-    return isinstance(policy, (OpRule, Always, FunctionPolicy))
 
 
 # Checks

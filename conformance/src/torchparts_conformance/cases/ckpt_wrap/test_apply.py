@@ -34,8 +34,6 @@ FORMS = (
     ),
     since="0.1.0",
     profile="robust",
-    group="applying",
-    torch_deviation="torch 2.13: only the first place, or two wrappers, by form of the policy",
 )
 def test_a_shared_module_gets_one_wrapper_everywhere(part, device):
     """Twice in one parent, once in another."""
@@ -54,8 +52,6 @@ def test_a_shared_module_gets_one_wrapper_everywhere(part, device):
     rationale="reproduced on torch 2.13: wraps the inner module again",
     since="0.1.0",
     profile="robust",
-    group="applying",
-    torch_deviation="torch 2.13: wraps the inner module again",
 )
 def test_applying_twice_wraps_once(part, device):
     """The inner module is the layer itself."""

@@ -120,7 +120,6 @@ def test_state_dict_of_plain_loads_into_wrapped(part, device):
     source="test_checkpoint_wrapper_kwarg_support",
     since="0.1.0",
     profile="core",
-    group="together",
 )
 def test_keywords_act_like_positionals(part, device):
     """Same results, same requires_grad, for both implementations and offload."""
@@ -147,7 +146,6 @@ def test_keywords_act_like_positionals(part, device):
     source="test_checkpoint_wrapper_kwarg_support",
     since="0.1.0",
     profile="core",
-    group="reentrant",
 )
 def test_keyword_only_module_under_reentrant(part, device):
     """Both results arrive."""
@@ -220,7 +218,6 @@ def test_checkpoint_fn_is_called_with_its_options(part, device):
     source="test_checkpoint_wrapper_parity",
     since="0.1.0",
     profile="core",
-    group="recomputing",
 )
 def test_no_more_is_kept_than_by_a_direct_checkpoint(part, device):
     """Bytes that saved-tensor hooks see, per implementation; parameters are there anyway."""
@@ -299,7 +296,6 @@ def test_parameter_names_are_state_dict_keys(part, device):
     source="test_checkpoint_wrapper_cpu_offload",
     since="0.1.0",
     profile="core",
-    group="offloading",
 )
 def test_offload_gives_plain_gradients_and_frees_the_device(part, device):
     """On an accelerator, memory after forward is that of input and result."""
@@ -329,7 +325,6 @@ def test_offload_gives_plain_gradients_and_frees_the_device(part, device):
     source="test_checkpoint_wrapper_kwarg_support",
     since="0.1.0",
     profile="core",
-    group="together",
 )
 def test_wrapper_classes_and_the_name_of_the_inner_module(part, device):
     """The module is held as it is."""
@@ -354,7 +349,6 @@ def test_wrapper_classes_and_the_name_of_the_inner_module(part, device):
     rationale="documented behaviour of the function the source's tests import",
     since="0.1.0",
     profile="core",
-    group="applying",
 )
 def test_apply_with_check_fn(part, device):
     """Every linear layer is wrapped, the root is not, and the model trains."""
@@ -385,7 +379,6 @@ def test_apply_never_wraps_the_root(part, device):
     rationale="documented behaviour of the function the source's tests import",
     since="0.1.0",
     profile="core",
-    group="applying",
 )
 def test_apply_with_module_wrap_policy(part, device):
     """The classes of the policy decide."""
@@ -403,7 +396,6 @@ def test_apply_with_module_wrap_policy(part, device):
     rationale="documented behaviour of CustomPolicy",
     since="0.1.0",
     profile="core",
-    group="applying",
 )
 def test_apply_with_custom_policy_options(part, device):
     """A dict means options for that module, True means none."""
@@ -431,7 +423,6 @@ def test_apply_with_custom_policy_options(part, device):
     rationale="the source's error contract",
     since="0.1.0",
     profile="core",
-    group="applying",
 )
 def test_apply_with_something_else(part, device):
     """The sentence is fixed."""
@@ -446,7 +437,6 @@ def test_apply_with_something_else(part, device):
     rationale="documented contract of preserve_rng_state",
     since="0.1.0",
     profile="core",
-    group="recomputing",
 )
 def test_dropout_is_replayed(part, device):
     """Gradients equal the plain module's, under both implementations."""
@@ -466,7 +456,6 @@ def test_dropout_is_replayed(part, device):
     rationale="the purpose of checkpointing",
     since="0.1.0",
     profile="core",
-    group="recomputing",
 )
 def test_forward_runs_once_more_in_backward(part, device):
     """One run in forward, two after backward."""

@@ -55,7 +55,6 @@ def models(part, device):
     ),
     since="0.1.0",
     profile="robust",
-    torch_deviation="torch 2.13: named_parameters() of the parent carries the wrapper's prefix",
 )
 def test_parameter_and_buffer_names(part, device):
     """In the plain model's order."""
@@ -72,7 +71,6 @@ def test_parameter_and_buffer_names(part, device):
     rationale="reproduced on torch 2.13: named_modules() carries the wrapper's prefix",
     since="0.1.0",
     profile="robust",
-    torch_deviation="torch 2.13: named_modules() carries the wrapper's prefix",
 )
 def test_module_names(part, device):
     """No name has the wrapper's part."""
@@ -92,7 +90,6 @@ def test_module_names(part, device):
     ),
     since="0.1.0",
     profile="robust",
-    torch_deviation="torch 2.13: the prefix is added a second time",
 )
 def test_named_parameters_load(part, device):
     """What `named_parameters` gives, `load_state_dict` takes."""
@@ -139,7 +136,6 @@ class CopiesItself(nn.Module):
     rationale="reproduced on torch 2.13: the copy is one of the wrapped module",
     since="0.1.0",
     profile="robust",
-    torch_deviation="torch 2.13: the copy is one of the wrapped module",
 )
 def test_deepcopy_around_a_module_that_copies_itself(part, device):
     """A wrapper around a module of the same class."""

@@ -70,8 +70,6 @@ def leaf(device, *shape):
     rationale="reproduced on torch 2.13: keyword and nested inputs give wrong gradients silently",
     since="0.1.0",
     profile="robust",
-    group="recomputing",
-    torch_deviation="torch 2.13: keyword and nested inputs give wrong gradients silently",
 )
 def test_an_input_changed_in_place_raises(part, device):
     """Wherever it stands, under both implementations."""
@@ -100,8 +98,6 @@ def test_an_input_changed_in_place_raises(part, device):
     rationale="reproduced on torch 2.13: only positional ones",
     since="0.1.0",
     profile="robust",
-    group="recomputing",
-    torch_deviation="torch 2.13: only positional ones",
 )
 def test_outer_hooks_see_every_input(part, device):
     """Positional, keyword and nested tensors are packed."""
@@ -128,7 +124,6 @@ def test_outer_hooks_see_every_input(part, device):
     ),
     since="0.1.0",
     profile="robust",
-    group="recomputing",
 )
 def test_dropout_is_replayed_for_keyword_tensors(part, device):
     """No tensor stands in a positional place."""
@@ -156,8 +151,6 @@ def test_dropout_is_replayed_for_keyword_tensors(part, device):
     ),
     since="0.1.0",
     profile="robust",
-    group="together",
-    torch_deviation="torch 2.13: checkpoint around offload does not recompute",
 )
 def test_checkpoint_and_offload_compose_both_ways(part, device):
     """Two runs and the plain gradients."""
@@ -188,8 +181,6 @@ def test_checkpoint_and_offload_compose_both_ways(part, device):
     rationale="reproduced on torch 2.13: they advance twice (pytorch#96136)",
     since="0.1.0",
     profile="robust",
-    group="recomputing",
-    torch_deviation="torch 2.13: they advance twice (pytorch#96136)",
 )
 def test_batch_norm_advances_once(part, device):
     """Statistics equal the plain module's after two steps."""
@@ -211,8 +202,6 @@ def test_batch_norm_advances_once(part, device):
     rationale="reproduced on torch 2.13: requires_grad is False; pytorch#124725",
     since="0.1.0",
     profile="robust",
-    group="reentrant",
-    torch_deviation="torch 2.13: requires_grad is False",
 )
 def test_a_dict_result_carries_gradients_under_reentrant(part, device):
     """Parameters and input get the plain gradients."""
@@ -236,8 +225,6 @@ def test_a_dict_result_carries_gradients_under_reentrant(part, device):
     rationale="reproduced on torch 2.13: the output requires no grad; pytorch#7617",
     since="0.1.0",
     profile="robust",
-    group="reentrant",
-    torch_deviation="torch 2.13: the output requires no grad",
 )
 def test_parameters_get_gradients_without_an_input_that_requires_any(part, device):
     """The first layer of a network under REENTRANT."""
@@ -258,8 +245,6 @@ def test_parameters_get_gradients_without_an_input_that_requires_any(part, devic
     rationale="reproduced on torch 2.13: they get none",
     since="0.1.0",
     profile="robust",
-    group="reentrant",
-    torch_deviation="torch 2.13: they get none",
 )
 def test_nested_inputs_get_gradients_under_reentrant(part, device):
     """A tensor in a list argument."""
@@ -282,8 +267,6 @@ def test_nested_inputs_get_gradients_under_reentrant(part, device):
     rationale="reproduced on torch 2.13: RuntimeError: saved tensor hooks are not supported",
     since="0.1.0",
     profile="robust",
-    group="recomputing",
-    torch_deviation="torch 2.13: RuntimeError: saved tensor hooks are not supported",
 )
 def test_func_grad(part, device):
     """The gradient torch.func takes is autograd's."""
@@ -303,9 +286,7 @@ def test_func_grad(part, device):
     ),
     since="0.1.0",
     profile="robust",
-    group="offloading",
     devices=("cpu",),
-    torch_deviation="torch 2.13: copies it, to pinned memory where there is some",
 )
 def test_offload_copies_nothing_on_the_cpu(part, device):
     """Forward and backward of a small network, with the copying methods of tensors counted."""

@@ -107,10 +107,6 @@ def _step(model, *args):
     ),
     since="0.1.0",
     profile="robust",
-    group="recomputing",
-    torch_deviation=(
-        "torch 2.13: recomputation registers the hook again, and a gradient is scaled twice"
-    ),
 )
 def test_hooks_of_a_forward_act_once(part, device):
     """On an input that is no leaf, and on a parameter."""
@@ -140,10 +136,6 @@ def test_hooks_of_a_forward_act_once(part, device):
     ),
     since="0.1.0",
     profile="robust",
-    group="recomputing",
-    torch_deviation=(
-        "torch 2.13: recomputation appends to the cache again and reads what both runs put there"
-    ),
 )
 def test_a_cache_grows_once_a_step(part, device):
     """Three layers share it; the second step goes on from the first."""
@@ -193,10 +185,6 @@ def test_what_comes_into_a_cache_before_backward_is_not_read(part, device):
     ),
     since="0.1.0",
     profile="robust",
-    group="recomputing",
-    torch_deviation=(
-        "torch 2.13: recomputation reads the changed tensor, and gradients are silently wrong"
-    ),
 )
 def test_a_tensor_changed_in_place_is_never_silently_wrong(part, device):
     """Right, or refused before a gradient is given."""
@@ -229,10 +217,6 @@ def test_a_tensor_changed_in_place_is_never_silently_wrong(part, device):
     ),
     since="0.1.0",
     profile="robust",
-    group="recomputing",
-    torch_deviation=(
-        "torch 2.13: recomputation uses the module's own weights, and gradients are silently wrong"
-    ),
 )
 def test_weights_of_a_functional_call_are_recomputed_with(part, device):
     """Backward runs when the module has its own weights again."""
@@ -283,11 +267,6 @@ class Centred(nn.Module):
     ),
     since="0.1.0",
     profile="robust",
-    group="recomputing",
-    torch_deviation=(
-        "torch 2.13: recomputation reads the buffer as forward left it, gradients are silently "
-        "wrong, and it advances twice"
-    ),
 )
 def test_a_buffer_that_forward_writes_is_read_as_it_was(part, device):
     """Gradients and the buffer equal the plain module's after each of three steps."""
@@ -331,10 +310,6 @@ class Doubled(nn.Module):
     ),
     since="0.1.0",
     profile="robust",
-    group="recomputing",
-    torch_deviation=(
-        "torch 2.13: recomputation runs with the new weights, and gradients are silently wrong"
-    ),
 )
 def test_a_parameter_changed_in_place_since_forward_is_an_error(part, device):
     """Its name is in the error."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from torchparts_conformance import requirement
 from torchparts_conformance.cases.flat_param._sharded import (
@@ -137,8 +138,10 @@ def _two_forwards(part: Any, rank: int, world_size: int) -> list[float]:
         losses = [loss_of(module, share(batch(world_size, step))) for step in range(2)]
         sum(losses).backward()
 
-    strategies = ("FULL_SHARD", "SHARD_GRAD_OP")
-    return [pair_distance(part, rank, world_size, backward, strategy=name) for name in strategies]
+    return [
+        pair_distance(part, rank, world_size, backward, reshard_after_forward=frees)
+        for frees in (True, False)
+    ]
 
 
 @requirement(
@@ -192,8 +195,8 @@ def test_unit_called_by_itself_before_the_whole(part, ranks):
 
 
 def _low_precision(part: Any, rank: int, world_size: int) -> list[Any]:
-    policy = part.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model, reference = sharded(part, mixed_precision=policy), plain()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model, reference = sharded(part, mp_policy=policy), plain()
     output = model(mine(batch(world_size), rank))
     output.float().square().mean().backward()
     loss_of(reference, batch(world_size)).backward()

@@ -67,7 +67,7 @@ def _far_ahead(part, rank, world_size, kind, way):
     where, options = place(kind, rank)
     micro_batches = 2 if way == "microbatches" else 1
     if way == "kept":
-        options["strategy"] = "SHARD_GRAD_OP"
+        options["reshard_after_forward"] = False
     with no_races(kind):
         model = _sharded(part, where, **options)
         data = _batches(rank, STEPS * micro_batches).to(where)

@@ -29,17 +29,18 @@ def _error(part: Any, rank: int, world_size: int, options: dict[str, Any]) -> fl
     return distance(whole_state(model), whole_state(reference))
 
 
-def _every_strategy(part: Any, rank: int, world_size: int) -> list[float]:
-    strategies = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD")
-    return [_error(part, rank, world_size, {"strategy": name}) for name in strategies]
+def _every_way(part: Any, rank: int, world_size: int) -> list[float]:
+    mesh = init_device_mesh("cpu", (world_size, 1))
+    ways: list[dict[str, Any]] = [{}, {"reshard_after_forward": False}, {"mesh": mesh}]
+    return [_error(part, rank, world_size, options) for options in ways]
 
 
 @requirement(
     "FP-100",
     level="MUST",
     text=(
-        "Training with NO_SHARD, SHARD_GRAD_OP and FULL_SHARD MUST give the losses and "
-        "parameters of one process, for sizes that no number of ranks divides."
+        "Training MUST give the losses and parameters of one process, for sizes that no number "
+        "of ranks divides: parameters freed after forward, kept until backward, or replicated."
     ),
     rationale=(
         "ZeRO (arXiv 1910.02054) divides memory, not mathematics; FlatParamHandle pads with 42,"
@@ -49,21 +50,21 @@ def _every_strategy(part: Any, rank: int, world_size: int) -> list[float]:
     profile="distributed",
     devices=("cpu",),
 )
-def test_every_strategy_follows_one_process(part, ranks):
+def test_every_way_follows_one_process(part, ranks):
     """Parameters after three steps equal those of one process."""
-    for errors in ranks(2, _every_strategy):
+    for errors in ranks(2, _every_way):
         assert max(errors) < 1e-6, errors
 
 
 def _hybrid(part: Any, rank: int, world_size: int) -> float:
     mesh = init_device_mesh("cpu", (2, 2))
-    return _error(part, rank, world_size, {"strategy": "HYBRID_SHARD", "mesh": mesh})
+    return _error(part, rank, world_size, {"mesh": mesh})
 
 
 @requirement(
     "FP-101",
     level="MUST",
-    text="HYBRID_SHARD over a 2 x 2 mesh MUST give the losses and parameters of one process.",
+    text="Training over a 2 x 2 mesh MUST give the losses and parameters of one process.",
     rationale=(
         "FSDP1 and FSDP2 both offer it; a sum over one axis only goes unnoticed in the loss of "
         "one step"
@@ -79,7 +80,7 @@ def test_hybrid_follows_one_process(part, ranks):
 
 
 def _used_by_first_only(part: Any, rank: int, world_size: int) -> list[Any]:
-    model, reference = sharded(part, strategy="SHARD_GRAD_OP"), plain()
+    model, reference = sharded(part, reshard_after_forward=False), plain()
     inputs = batch(world_size)
 
     def forward(net: Any, x: Any, *, extra: bool) -> Any:

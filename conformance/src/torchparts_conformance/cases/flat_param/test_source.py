@@ -105,7 +105,6 @@ def _wrap_empty(part: Any, rank: int, world_size: int) -> dict[str, Any]:
     source="test_empty_module",
     since="0.1.0",
     profile="core",
-    group="sharding",
 )
 def test_a_module_without_parameters_is_wrapped(part, device, ranks):
     """It has no flat parameter and computes what it did."""
@@ -229,7 +228,6 @@ def _check_metadata(handle, start, end, names, shapes, offsets):
     source="test_flat_param_shard_metadata_aligned_full_precision",
     since="0.1.0",
     profile="core",
-    group="sharding",
 )
 def test_metadata_with_alignment_in_full_precision(part, device):
     """21 + (3) + 35 + (1) + 25 = 85 elements; 16 bytes are four of float32."""
@@ -249,7 +247,6 @@ def test_metadata_with_alignment_in_full_precision(part, device):
     source="test_flat_param_shard_metadata_aligned_mixed_precision",
     since="0.1.0",
     profile="core",
-    group="sharding",
 )
 def test_metadata_with_alignment_in_mixed_precision(part, device):
     """10 + (6) + 25 + (7) + 15 = 63 elements; 16 bytes are eight of float16."""
@@ -269,7 +266,6 @@ def test_metadata_with_alignment_in_mixed_precision(part, device):
     rationale="torch's own later test test_flat_param_shard_metadata_unaligned",
     since="0.1.0",
     profile="core",
-    group="sharding",
 )
 def test_metadata_without_alignment(part, device):
     """Ranges may start anywhere and reach beyond the end."""
@@ -306,7 +302,6 @@ def test_gradients_reach_the_flat_parameter(part, device):
     rationale="one all-gather restores the flat parameter only then",
     since="0.1.0",
     profile="core",
-    group="sharding",
 )
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_shards_make_the_whole(part, device, world_size):
@@ -351,7 +346,6 @@ def _cycle(part: Any, rank: int, world_size: int) -> list[bool]:
     rationale="the cycle that every user of a handle runs, without the wrapper around it",
     since="0.1.0",
     profile="core",
-    group="sharding",
 )
 def test_two_ranks_gather_and_let_go(part, device, ranks):
     """Whole, the flat parameter is all parameters; sharded again, each rank has its own part."""

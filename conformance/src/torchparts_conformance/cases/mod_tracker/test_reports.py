@@ -25,7 +25,6 @@ from torchparts_conformance.cases.mod_tracker._models import Checkpointed, leaf,
     rationale="a report that does not add up is wrong somewhere",
     since="0.1.0",
     profile="reports",
-    group="splitting",
 )
 def test_flops_add_up(part, device):
     """Rows, total and torch's counter agree."""
@@ -49,7 +48,6 @@ def test_flops_add_up(part, device):
     rationale="a report that does not add up is wrong somewhere",
     since="0.1.0",
     profile="reports",
-    group="splitting",
 )
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_flops_are_split_by_phase(part, device, use_reentrant):
@@ -74,7 +72,6 @@ def test_flops_are_split_by_phase(part, device, use_reentrant):
     ),
     since="0.1.0",
     profile="reports",
-    group="splitting",
 )
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_flops_between_modules_of_a_checkpoint(part, device, use_reentrant):
@@ -115,7 +112,6 @@ def _gradients(measure, kind, device):
     rationale="reproduced: counting took the backward of SiLU apart",
     since="0.1.0",
     profile="reports",
-    group="counting",
 )
 @pytest.mark.parametrize("kind", [nn.SiLU, nn.Mish])
 def test_counting_changes_no_bit(part, device, kind):
@@ -137,7 +133,6 @@ def test_counting_changes_no_bit(part, device, kind):
     ),
     since="0.1.0",
     profile="reports",
-    group="counting",
 )
 def test_flops_of_products_of_groups(part, device):
     """Two experts with eight rows in all: forward and both gradients; before torch 2.10 as rows."""
@@ -166,7 +161,6 @@ def test_flops_of_products_of_groups(part, device):
     ),
     since="0.1.0",
     profile="reports",
-    group="splitting",
 )
 @pytest.mark.parametrize("heads", [4, 2], ids=["own keys", "shared keys"])
 def test_flops_of_attention(part, device, heads):

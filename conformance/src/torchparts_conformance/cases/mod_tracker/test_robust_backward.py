@@ -84,7 +84,6 @@ def test_reentrant_backward_is_attributed(part, device):
     rationale="reproduced on torch 2.13: leaves without entries",
     since="0.1.0",
     profile="robust",
-    group="telling",
 )
 def test_reentrant_events_are_paired(part, device):
     """What is left was entered before."""
@@ -146,7 +145,6 @@ def test_exception_in_backward(part, device):
     rationale="pytorch#131753",
     since="0.1.0",
     profile="robust",
-    group="telling",
 )
 def test_grad_of_a_leaf_input(part, device):
     """torch.autograd.grad for the input gives what it gives without a tracker."""
@@ -166,7 +164,6 @@ def test_grad_of_a_leaf_input(part, device):
     rationale="reproduced on torch 2.13: modules without grad inputs are left only the first time",
     since="0.1.0",
     profile="robust",
-    group="telling",
 )
 def test_second_backward(part, device):
     """The same events again."""
@@ -192,7 +189,6 @@ def test_second_backward(part, device):
     rationale="reproduced on torch 2.13: entered without being left",
     since="0.1.0",
     profile="robust",
-    group="telling",
 )
 def test_gradient_of_one_parameter(part, device):
     """Entered means left."""
@@ -210,7 +206,6 @@ def test_gradient_of_one_parameter(part, device):
     rationale="reproduced on torch 2.13: 1,000 forwards of 10 layers fire 11,000 bogus events",
     since="0.1.0",
     profile="robust",
-    group="telling",
 )
 def test_inference_leaves_no_events(part, device):
     """A hundred forwards without gradients add nothing to the next backward."""
@@ -233,7 +228,6 @@ def test_inference_leaves_no_events(part, device):
     rationale="reproduced on torch 2.13: 2,000 hooks on an input used in 1,000 forwards",
     since="0.1.0",
     profile="robust",
-    group="telling",
 )
 def test_no_hook_stays_on_tensors(part, device):
     """The input carries no hook after the graphs are gone."""
@@ -272,7 +266,6 @@ def test_backward_after_the_block(part, device):
     rationale="a tracker is an observer",
     since="0.1.0",
     profile="robust",
-    group="telling",
 )
 def test_gradients_are_bitwise_equal(part, device):
     """With four hooks or without a tracker: the same bits."""

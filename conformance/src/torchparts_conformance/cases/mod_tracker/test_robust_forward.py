@@ -29,7 +29,6 @@ from torchparts_conformance.cases.mod_tracker._models import (
     rationale="reproduced on torch 2.13: both are named by their class",
     since="0.1.0",
     profile="robust",
-    group="telling",
 )
 def test_roots_of_one_class(part, device):
     """Two roots, two names."""
@@ -64,7 +63,6 @@ class Fails(nn.Module):
     rationale="reproduced on torch 2.13: hooks of the failed forward fire as extra leaves",
     since="0.1.0",
     profile="robust",
-    group="telling",
 )
 def test_exception_in_forward(part, device):
     """After a failed forward, one more step has each event once."""
@@ -177,7 +175,6 @@ def test_identity_of_modules(part, device):
     rationale="reproduced on torch 2.13: no events at all",
     since="0.1.0",
     profile="robust",
-    group="telling",
 )
 def test_compiled_model(part, device):
     """One module, named as the user knows it."""
@@ -200,7 +197,6 @@ def test_compiled_model(part, device):
     rationale="memory and cost models run there",
     since="0.1.0",
     profile="robust",
-    group="telling",
 )
 def test_fake_tensors(part, device):
     """The same events with and without data."""

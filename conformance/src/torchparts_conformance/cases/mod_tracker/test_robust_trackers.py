@@ -33,7 +33,6 @@ def _restore(call):
     rationale="reproduced on torch 2.13: hooks fire twice and one pair leaks",
     since="0.1.0",
     profile="robust",
-    group="telling",
 )
 def test_tracker_entered_twice(part, device):
     """Each hook once, and nothing is left."""
@@ -60,7 +59,6 @@ def test_tracker_entered_twice(part, device):
     rationale="tools are combined",
     since="0.1.0",
     profile="robust",
-    group="telling",
 )
 def test_overlapping_trackers(part, device):
     """The first may leave first."""

@@ -102,7 +102,6 @@ class Unboxing(nn.Module):
     rationale="reproduced on torch 2.13: it is left but never entered",
     since="0.1.0",
     profile="robust",
-    group="telling",
 )
 def test_dataclass_output(part, device):
     """Entered once, left once."""
@@ -123,7 +122,6 @@ def test_dataclass_output(part, device):
     rationale="reproduced on torch 2.13: left before it is entered, then active to the end",
     since="0.1.0",
     profile="robust",
-    group="telling",
 )
 def test_module_that_returns_its_input(part, device):
     """Entered, left, and gone when the layer before it runs."""

@@ -153,7 +153,6 @@ ORDER = [
     source="test_user_hooks",
     since="0.1.0",
     profile="core",
-    group="telling",
 )
 def test_order_of_user_hooks(part, device):
     """Eight events in torch's order."""
@@ -174,7 +173,6 @@ def test_order_of_user_hooks(part, device):
     source="test_user_hooks",
     since="0.1.0",
     profile="core",
-    group="telling",
 )
 def test_state_while_user_hooks_run(part, device):
     """Each hook finds its module among the parents, and the right direction."""
@@ -197,7 +195,6 @@ def test_state_while_user_hooks_run(part, device):
     source="test_user_hooks",
     since="0.1.0",
     profile="core",
-    group="telling",
 )
 def test_taken_hook_is_refused(part, device):
     """One hook of a kind."""
@@ -214,7 +211,6 @@ def test_taken_hook_is_refused(part, device):
     source="test_user_hooks",
     since="0.1.0",
     profile="core",
-    group="telling",
 )
 def test_deleted_module(part, device):
     """Backward hooks get None for a module that is gone."""
@@ -272,7 +268,6 @@ def _checkpointed_events(part, device):
     source="test_ac",
     since="0.1.0",
     profile="core",
-    group="telling",
 )
 def test_hooks_in_recompute(part, device):
     """The checkpointed layer's forward hooks fire again between its backward hooks."""
@@ -298,7 +293,6 @@ def test_hooks_in_recompute(part, device):
     rationale="test_ac lists the events up to there; torch 2.13 emits the two closing ones",
     since="0.1.0",
     profile="core",
-    group="telling",
 )
 def test_closing_events(part, device):
     """What gets no gradient at its inputs is left at the end, inside out."""
@@ -316,7 +310,6 @@ def test_closing_events(part, device):
     source="test_user_hooks",
     since="0.1.0",
     profile="core",
-    group="telling",
 )
 def test_known_names(part, device):
     """A name for what ran, None for what did not."""

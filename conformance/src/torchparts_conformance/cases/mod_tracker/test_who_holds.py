@@ -26,7 +26,6 @@ def _changes_what_was_saved(measure, device):
     rationale="hooks for saved tensors turn torch's own check off",
     since="0.1.0",
     profile="reports",
-    group="watching",
 )
 def test_measured_change_after_saving_is_an_error(part, device):
     """As without anybody measuring."""

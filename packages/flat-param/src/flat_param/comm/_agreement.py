@@ -132,8 +132,8 @@ def difference(first: Description, other: Description, *, ranks: tuple[int, int]
     """The first thing in which two ranks differ, or nothing.
 
     Example:
-        >>> difference((("strategy", "A"),), (("strategy", "B"),), ranks=(0, 1))
-        'strategy is A on rank 0 and B on rank 1'
+        >>> difference((("boundary", "row"),), (("boundary", "tensor"),), ranks=(0, 1))
+        'boundary is row on rank 0 and tensor on rank 1'
     """
     here, there = dict(first), dict(other)
     for name in [*here, *there]:

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._errors import StateError
-from ..layout._strategy import Strategy
 from ._comm import CommLog, Communicator
 from ._trail import next_number
 
@@ -77,13 +76,13 @@ class CommGroups:
 _twins: WeakKeyDictionary[dist.ProcessGroup, ReferenceType[dist.ProcessGroup]] = WeakKeyDictionary()
 
 
-def make_comm_groups(strategy: Strategy, mesh: DeviceMesh | None, *, log: CommLog) -> CommGroups:
+def make_comm_groups(mesh: DeviceMesh | None, *, log: CommLog) -> CommGroups:
     """Choose the process groups of a unit. Collective: every rank of the world calls it.
 
     Raises:
-        StateError: there is no process group, or the mesh does not fit the strategy.
+        StateError: there is no process group, or the mesh has more than two axes.
     """
-    shard, replicate = _groups(strategy, mesh)
+    shard, replicate = _groups(mesh)
     groups = (shard, shard and _twin(shard), replicate and _twin(replicate))
     to_gather, to_reduce, to_replicate = (
         Communicator(g, log=log, number=next_number(g)) for g in groups
@@ -92,7 +91,7 @@ def make_comm_groups(strategy: Strategy, mesh: DeviceMesh | None, *, log: CommLo
 
 
 def meeting_comms(mesh: DeviceMesh | None) -> tuple[Communicator, ...]:
-    """Communicators that lead to all ranks that shard together, whatever strategy each was given.
+    """Communicators that lead to all ranks that shard together.
 
     Not a collective; what travels there is not counted.
 
@@ -114,76 +113,52 @@ def _meeting_groups(mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
     return [mesh.get_group(axis) for axis in reversed(range(mesh.ndim))]
 
 
-def strategy_for(strategy: Strategy | str | None, mesh: DeviceMesh | None) -> Strategy:
-    """The same; left out, what a mesh says: with two axes it is HSDP.
-
-    Raises:
-        LayoutError: it is no strategy.
-    """
-    if strategy is not None:
-        return Strategy(strategy)
-    has_copies = mesh is not None and mesh.ndim == 2
-    return Strategy.HYBRID_SHARD if has_copies else Strategy.FULL_SHARD
-
-
-def group_sizes(strategy: Strategy, mesh: DeviceMesh | None) -> tuple[int, int]:
+def group_sizes(mesh: DeviceMesh | None) -> tuple[int, int]:
     """Copies of the parameters, and ranks that divide each. Not a collective.
 
     Raises:
         StateError: as `make_comm_groups`.
     """
-    shard, replicate = _groups(strategy, mesh)
+    shard, replicate = _groups(mesh)
     replicas = 1 if replicate is None else dist.get_world_size(replicate)
     return replicas, 1 if shard is None else dist.get_world_size(shard)
 
 
-def ranks_together(strategy: Strategy, mesh: DeviceMesh | None) -> tuple[int, ...]:
+def ranks_together(mesh: DeviceMesh | None) -> tuple[int, ...]:
     """Ranks of the world that hold a part or a copy of what this one holds. Not a collective.
 
     Raises:
         StateError: as `make_comm_groups`.
     """
-    groups = _groups(strategy, mesh)
+    groups = _groups(mesh)
     found = {rank for each in groups if each for rank in dist.get_process_group_ranks(each)}
     return tuple(sorted(found))
 
 
 def _groups(
-    strategy: Strategy, mesh: DeviceMesh | None
+    mesh: DeviceMesh | None,
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    if strategy is Strategy.HYBRID_SHARD:
-        return _mesh_groups(mesh)
-    group = _one_group(mesh)
-    return (None, group) if strategy is Strategy.NO_SHARD else (group, None)
-
-
-def _mesh_groups(mesh: DeviceMesh | None) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    if mesh is None or mesh.ndim != 2:
+    """Ranks that divide parameters, and those that hold the same part."""
+    if mesh is None or mesh.ndim == 1:
+        return _one_group(mesh), None
+    if mesh.ndim != 2:
         raise StateError(
-            f"flat_param.fully_shard: mesh is {mesh}, but HYBRID_SHARD needs a mesh with the axes "
-            "(replicate, shard). Pass init_device_mesh(device, (replicas, ranks_per_replica))."
+            f"flat_param.fully_shard: mesh has {mesh.ndim} axes, but parameters are sharded over "
+            "one axis, or replicated over the first of two and sharded over the second. Pass "
+            "part of it, such as mesh['shard']."
         )
-    return mesh.get_group(1), mesh.get_group(0)
+    return None if mesh.size(1) == 1 else mesh.get_group(1), mesh.get_group(0)
 
 
 def _one_group(mesh: DeviceMesh | None) -> dist.ProcessGroup:
     if mesh is not None:
-        return _axis_group(mesh)
+        return mesh.get_group()
     if not dist.is_available() or not dist.is_initialized():
         raise StateError(
             "flat_param.fully_shard: there is no process group, but parameters are sharded over "
             "one. Call torch.distributed.init_process_group, or use flat_param.flatten."
         )
     return cast(dist.ProcessGroup, dist.group.WORLD)
-
-
-def _axis_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    if mesh.ndim != 1:
-        raise StateError(
-            f"flat_param.fully_shard: mesh has {mesh.ndim} axes, but only HYBRID_SHARD uses two. "
-            "Pass one axis, such as mesh['shard']."
-        )
-    return mesh.get_group()
 
 
 _parts: WeakKeyDictionary[dist.ProcessGroup, dict[int, ReferenceType[dist.ProcessGroup]]]

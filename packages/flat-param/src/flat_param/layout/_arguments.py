@@ -6,70 +6,51 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from .._errors import ParameterError, StateError
 from ._spec import ParamSpec
-from ._strategy import MixedPrecision
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
-def check_module(module: object) -> None:
-    """Refuse what is never called, so that its parameters would never be whole.
+def modules_of(modules: object) -> tuple[nn.Module, ...]:
+    """The modules that become one unit; refuses those that are never called.
 
     Raises:
-        StateError: it is no module, or a container without a `forward` of its own.
+        StateError: neither a module nor a list of modules, a container without a `forward`, an
+            empty list, or modules of a list that are inside one another.
     """
+    found = tuple(modules) if isinstance(modules, (list, tuple)) else (modules,)
+    for module in found:
+        _check_module(module)
+    if not found:
+        raise StateError(
+            "flat_param.fully_shard: the list of modules is empty, but a unit has at least one. "
+            "Pass a module, or a list of modules."
+        )
+    for module in found:
+        inside = [one for other in found if other is not module for one in other.modules()]
+        if any(one is module for one in inside) or sum(one is module for one in found) > 1:
+            raise StateError(
+                f"flat_param.fully_shard: a {type(module).__name__} of the list is inside another "
+                "module of the list, but they become one unit together. Pass the outer one alone."
+            )
+    return found
+
+
+def _check_module(module: object) -> None:
     if not isinstance(module, nn.Module):
         what = module.__name__ if isinstance(module, type) else f"a {type(module).__name__}"
         raise StateError(
-            f"flat_param.fully_shard: module is {what}, but it must be one module. "
-            "Pass an instance; shard each of several, and then the module around them."
+            f"flat_param.fully_shard: module is {what}, but it must be a module or a list of "
+            "modules. Pass an instance."
         )
     if isinstance(module, _CONTAINERS) and type(module).forward is nn.Module.forward:
         raise StateError(
             f"flat_param.fully_shard: {type(module).__name__} has no forward, but parameters are "
             "whole while a unit is called. Shard the modules in it, and then the one around it."
         )
-
-
-def check_precision(precision: object, policy: object = None) -> MixedPrecision:
-    """The same, what FSDP2's policy says, or no precision of its own.
-
-    Raises:
-        StateError: it is anything else, or both are given.
-    """
-    if policy is not None:
-        if precision is not None:
-            raise StateError(
-                "flat_param.fully_shard: both mp_policy and mixed_precision are given, but a unit "
-                "computes in one dtype. Leave one out."
-            )
-        return _precision_of(policy)
-    if precision is None:
-        return MixedPrecision()
-    if not isinstance(precision, MixedPrecision):
-        raise StateError(
-            f"flat_param.fully_shard: mixed_precision is {precision!r}, but it has a dtype for "
-            "each purpose. Pass flat_param.MixedPrecision(param_dtype=..., reduce_dtype=...)."
-        )
-    return precision
-
-
-def _precision_of(policy: object) -> MixedPrecision:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    if not isinstance(policy, MixedPrecisionPolicy):
-        raise StateError(
-            f"flat_param.fully_shard: mp_policy is {policy!r}, but it has a dtype for each "
-            "purpose. Pass torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=...)."
-        )
-    return MixedPrecision(
-        policy.param_dtype,
-        policy.reduce_dtype,
-        cast_forward_inputs=policy.cast_forward_inputs,
-        output_dtype=policy.output_dtype,
-    )
 
 
 def check_offload(policy: object) -> tuple[bool, bool]:
@@ -118,8 +99,10 @@ def check_no_grads(named: Iterable[tuple[str, nn.Parameter]]) -> None:
             )
 
 
-def one_device(specs: tuple[ParamSpec, ...], params: tuple[nn.Parameter, ...]) -> torch.device:
-    """Where a unit computes.
+def one_device(
+    specs: tuple[ParamSpec, ...], params: tuple[nn.Parameter, ...], mesh: DeviceMesh | None
+) -> torch.device:
+    """Where a unit computes: where its parameters are, or on the mesh's device if they are not yet.
 
     Raises:
         ParameterError: its parameters are on two devices.
@@ -130,6 +113,10 @@ def one_device(specs: tuple[ParamSpec, ...], params: tuple[nn.Parameter, ...]) -
             raise ParameterError(
                 f"flat_param.fully_shard: parameter '{spec.name}' is on {home} and "
                 f"'{specs[0].name}' on {homes[0]}, but a unit computes on one device. "
-                "Pass device=, or move the module first."
+                "Move the module first."
             )
-    return homes[0] if homes else torch.device("cpu")
+    home = homes[0] if homes else torch.device("cpu")
+    if home.type != "cpu" or mesh is None or mesh.device_type == "cpu":
+        return home
+    index = torch.get_device_module(mesh.device_type).current_device()
+    return torch.device(mesh.device_type, index)

@@ -89,11 +89,13 @@ def units_below(module: nn.Module) -> Iterator[Unit]:
     Raises:
         StateError: one of them was left half sharded.
     """
+    found: set[Unit] = set()
     for child in module.modules():
         if isinstance(child, HalfShardedModule):
             child.refuse()
         unit = getattr(child, "_flat_param", None)
-        if isinstance(unit, Unit):
+        if isinstance(unit, Unit) and unit not in found:
+            found.add(unit)
             yield unit
 
 

@@ -267,4 +267,6 @@ _loaded_states = LoadedStates("_flat_param_mark", _not_of_piece, "_flat_param_wh
 
 
 def _way_out(whole_model: bool) -> str:
-    return "Use NO_SHARD." if whole_model else "Shard with boundary='tensor'."
+    if whole_model:
+        return "Pass a mesh whose second axis has one rank, which shards nothing."
+    return "Shard with boundary='tensor'."

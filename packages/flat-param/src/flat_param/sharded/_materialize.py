@@ -1,8 +1,8 @@
-"""Gives meta parameters memory and values, ranks the same values, and buffers another dtype."""
+"""Gives meta parameters memory and values, ranks the same values, and buffers their device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..memory._ignored import set_aside
 def materialize(
     module: nn.Module,
     *,
-    device: torch.device | str | None,
+    device: torch.device,
     init_fn: Callable[[nn.Module], None] | None,
     ignored: Iterable[nn.Parameter] = (),
 ) -> None:
@@ -54,12 +54,12 @@ def _fill(
     names: Sequence[str],
     fresh: Sequence[nn.Module],
     *,
-    device: torch.device | str | None,
+    device: torch.device,
     init_fn: Callable[[nn.Module], None] | None,
 ) -> None:
     ties = _ties(module, names)
     for child in fresh:
-        child.to_empty(device=device or "cpu", recurse=False)
+        child.to_empty(device=device, recurse=False)
     for name, first in ties.items():
         _, owner, key = place_of(module, name)
         owner._parameters[key] = module.get_parameter(first)
@@ -118,45 +118,13 @@ def _init_of(
 
 
 @torch.no_grad()
-def cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast floating-point buffers of a unit's module, but for those of units inside.
-
-    State dicts have them in their own dtype, as FSDP1's; what is loaded is cast.
-    """
-    for owner in _of_one_unit(module):
-        own = {
-            key: buffer.dtype
-            for key, buffer in owner._buffers.items()
-            if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype
-        }
-        for key in own:
-            buffer = owner._buffers[key]
-            assert buffer is not None
-            local_of(buffer).data = local_of(buffer).to(dtype)
-        if own:
-            owner.register_state_dict_post_hook(partial(_in_own_dtype, own, dtype))
-
-
-def _in_own_dtype(
-    own: Mapping[str, torch.dtype],
-    dtype: torch.dtype,
-    owner: nn.Module,
-    state: dict[str, Any],
-    prefix: str,
-    *_: object,
-) -> None:
-    for key, before in own.items():
-        value = state.get(prefix + key)
-        if isinstance(value, Tensor) and value.dtype == dtype:
-            state[prefix + key] = value.to(before)
-
-
-def _of_one_unit(module: nn.Module) -> Iterator[nn.Module]:
-    """A module and those below it, without units and what is below them."""
-    yield module
-    for child in module.children():
-        if not hasattr(child, "_flat_param"):
-            yield from _of_one_unit(child)
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Move buffers to where the module computes."""
+    moved: dict[int, Tensor] = {}
+    for owner in module.modules() if device.type != "cpu" else ():
+        for key, buffer in owner._buffers.items():
+            if buffer is not None and buffer.device.type == "cpu":
+                owner._buffers[key] = moved.setdefault(id(buffer), buffer.to(device))
 
 
 @torch.no_grad()

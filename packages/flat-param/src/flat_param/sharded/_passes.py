@@ -41,12 +41,23 @@ class ForwardPass(Generic[U]):
         order: units in the order in which they began.
         ahead: units gathered ahead of their turn.
         chain: units that backward may come back to, in order; value: whether it was freed.
+        incomplete: units of several modules that wait for the others, and which were called.
     """
 
     running: list[U] = field(default_factory=list)
     order: list[U] = field(default_factory=list)
     ahead: list[U] = field(default_factory=list)
     chain: dict[U, bool] = field(default_factory=dict)
+    incomplete: dict[U, set[int]] = field(default_factory=dict)
+
+    def waits(self, unit: U, module: object, count: int) -> bool:
+        """Whether some of the `count` modules of a unit have not been called, after this one."""
+        called = self.incomplete.setdefault(unit, set())
+        called.add(id(module))
+        if len(called) < count:
+            return True
+        del self.incomplete[unit]
+        return False
 
 
 @dataclass
@@ -120,6 +131,20 @@ def outdated() -> StateError:
     return StateError(
         "flat_param.fully_shard: this backward belongs to a forward before .to() or an interrupted "
         "step, but full parameters have had other memory since then. Run the forward again."
+    )
+
+
+def has_old_grad(unit: str, name: str) -> StateError:
+    """Of a second backward after one that was stopped.
+
+    Args:
+        unit: name of the unit; empty for the outermost.
+        name: of the parameter in it.
+    """
+    return StateError(
+        f"flat_param.fully_shard: parameter '{f'{unit}.{name}' if unit else name}' still has the "
+        "gradient from before a backward that an exception stopped. Call zero_grad() of the "
+        "optimizer before this second backward, or run the forward again."
     )
 
 

@@ -28,10 +28,9 @@ import torch
 from .._torch_compat import at_end_of_backward
 from ..comm._comm import CommLog
 from ._order import publish
-from ._passes import BackwardPass, ForwardPass, UnitBackward, inner_first
+from ._passes import BackwardPass, ForwardPass, UnitBackward, has_old_grad, inner_first
 from ._prefetch import PrefetchLists
 from ._unit import Unit
-from ._unit_schedule import UnitSchedule
 
 _Callback = weakref.ref[Callable[[], None]]
 
@@ -58,8 +57,9 @@ class Schedule:
         self._chain: dict[Unit, bool] = {}  # of the forwards since the last backward
         self._chain_is_spent = False
         self._accumulated: dict[Unit, None] = {}
+        self._was_stopped = False
 
-    def merge(self, other: UnitSchedule[Unit]) -> None:
+    def merge(self, other: Schedule) -> None:
         """Take over the units of a nested tree."""
         if other is not self:
             for unit in other.units:
@@ -103,13 +103,14 @@ class Schedule:
         if self.forward is None:
             self._clear_chain()
             self.forward = ForwardPass()
-        unit.around.update(self.forward.running)
+        unit.around.update(self.forward.running, self.forward.incomplete)
         unit.around.discard(unit)  # one that calls itself
         self.forward.running.append(unit)
         self.forward.order.append(unit)
         unit.reshard_if_stale()
 
     def _clear_chain(self) -> None:
+        self._was_stopped = False
         if self._chain_is_spent:
             self._chain, self._chain_is_spent = {}, False
             for unit in self.units:
@@ -122,7 +123,7 @@ class Schedule:
     def prefetch_forward(self, unit: Unit) -> None:
         """Begin to gather the units that come next. Collective."""
         forward = self.forward
-        if forward is None or not (unit.options.forward_prefetch or self.lists.forward.get(unit)):
+        if forward is None:
             return
         begun, last = forward.order, self._last_order
         for following in self.lists.in_forward(unit, begun=begun, last_order=last):
@@ -132,13 +133,14 @@ class Schedule:
                 forward.ahead.append(following)
                 following.start_gather()
 
-    def leave(self, unit: Unit, *, returns: bool, keeps: bool) -> None:
+    def leave(self, unit: Unit, *, returns: bool, keeps: bool, module: object = None) -> None:
         """A unit's forward is over.
 
         Args:
             unit: which one.
             returns: whether backward may come back to it.
             keeps: whether its parameters stay whole until then.
+            module: that was called; a unit of several stays whole until all of them were.
         """
         forward = self.forward
         if self.backward is not None or forward is None:
@@ -149,8 +151,11 @@ class Schedule:
             forward.chain[unit] = not keeps
         if unit in forward.running:
             return  # a method of its module runs around this call, and needs them whole
-        if keeps:
+        waits = unit.module_count > 1 and forward.waits(unit, module, unit.module_count)
+        if keeps or waits:
             unit.sites.swap_out()
+            if unit in forward.chain:
+                forward.chain[unit] = False
         elif returns:
             unit.reshard_until_backward()
             forward.chain[unit] = True
@@ -188,6 +193,12 @@ class Schedule:
         for unit in {*self._last_order, *forward.ahead} - set(forward.order):
             if not unit.is_by_hand:
                 unit.reshard()  # gathered ahead, and not used this time
+        for unit in forward.incomplete:
+            if unit in forward.chain:
+                unit.reshard_until_backward()
+                forward.chain[unit] = True
+            else:
+                unit.reshard()
         self._last_order = forward.order
         self._chain = self._both_chains(forward)
         self.forward = None
@@ -207,6 +218,9 @@ class Schedule:
             if not current.was_dropped:
                 return current
             self.abandon()
+            self._was_stopped = True
+        if self._was_stopped:
+            self._refuse_old_grads()
         callback = partial(self._end_backward)
         at_end_of_backward(callback)
         chain = self._both_chains(self.forward)
@@ -231,6 +245,18 @@ class Schedule:
         self.backward = current
         return current
 
+    def _refuse_old_grads(self) -> None:
+        """Refuse to add to gradients in a second backward of a forward, after a stopped one.
+
+        Until the engine of a device has dropped the stopped one, the module shows its leaves: a
+        loop over its parameters that clears gradients does not clear the optimizer's.
+        """
+        for unit in self.units:
+            for part in unit.parts:
+                for param, piece in zip(part.params, part.param_pieces, strict=True):
+                    if param.grad is not None:
+                        raise has_old_grad(unit.name, piece.name)
+
     def standing(self, unit: Unit) -> UnitBackward:
         """Where a unit stands in the pass that runs."""
         current = self.begin_backward()
@@ -250,12 +276,7 @@ class Schedule:
             for _ in range(queue.index(unit) + 1):
                 queue.pop(0).start_gather()
             unit.unshard()
-        if unit.options.prefetches_in_backward or self.lists.backward.get(unit):
-            self._gather_next(self.lists.in_backward(unit, queue))
-
-    def _gather_next(self, count: int) -> None:
-        queue = self.begin_backward().to_gather
-        for _ in range(min(count, len(queue))):
+        for _ in range(min(self.lists.in_backward(unit, queue), len(queue))):
             queue.pop(0).start_gather()
 
     def on_grads(self, unit: Unit) -> None:
@@ -290,8 +311,6 @@ class Schedule:
         else:
             unit.end_show()
             unit.sites.swap_out()
-        if unit.options.prefetches_after_backward:
-            self._gather_next(1)
 
     def _end_backward(self) -> None:
         current = self.backward
@@ -341,6 +360,7 @@ class Schedule:
             unit.forget()
         self._accumulated = {}
         self._chain = dict.fromkeys(self._chain, True)
+        self._last_order = []  # ranks that disagreed about it would prefetch other units again
         self.backward = None
 
 

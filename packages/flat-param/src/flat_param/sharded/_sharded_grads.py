@@ -90,7 +90,7 @@ class ShardedGrads:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype in which ranks are summed."""
-        return self.owner.options.mixed_precision.reduction_dtype(self.owner.shard.dtype)
+        return self.owner.options.precision.reduction_dtype(self.owner.shard.dtype)
 
     def take(self, index: int) -> None:
         """Move one leaf's gradient into the flat one, adding to what is there."""
@@ -175,15 +175,15 @@ class ShardedGrads:
         return torch.empty(grad.numel(), dtype=self.dtype, device=self.owner.device)
 
     def _need_grad(self) -> Tensor:
-        shard = self.owner.shard
-        dtype = self.owner.options.mixed_precision.grad_dtype(shard.dtype)
-        if self._grad is None or self._grad.dtype != dtype or self._grad.device != shard.device:
+        shard, grad = self.owner.shard, self._grad
+        if grad is None or grad.dtype != shard.dtype or grad.device != shard.device:
             pinned = self.owner.pins(shard.device)
-            self._grad = zeros(shard.numel(), dtype=dtype, device=shard.device, pinned=pinned)
-            self._pieces = tuple(piece.view(self._grad) for piece in self.owner.pieces)
+            grad = zeros(shard.numel(), dtype=shard.dtype, device=shard.device, pinned=pinned)
+            self._pieces = tuple(piece.view(grad) for piece in self.owner.pieces)
             for piece, spread in zip(self._pieces, self.spreads, strict=True):
                 mark_grad(piece, spread)
-        return self._grad
+            self._grad = grad
+        return grad
 
     def _is_clear(self) -> bool:
         return self._kept is None and all(param.grad is None for param in self.owner.params)

@@ -41,7 +41,7 @@ class ShardedModule(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module with whole parameters. Collective."""
-        return run_unit(self._flat_param, super().__call__, args, kwargs)
+        return run_unit(self, super().__call__, args, kwargs)
 
     def register_forward_method(self, name: str) -> None:
         """Make a method run like a call of the module, with full parameters. Collective.
@@ -111,9 +111,8 @@ class ShardedModule(nn.Module):
     ) -> None:
         """Set whether full parameters are freed between forward and backward.
 
-        True is what FULL_SHARD does, False what SHARD_GRAD_OP does; the outermost unit's stay in
-        any case, as its backward begins at once. Every rank must set the same. A forward without
-        gradients always frees them.
+        True is ZeRO-3, False is ZeRO-2; the outermost unit's stay in any case, as its backward
+        begins at once. Every rank must set the same. A forward without gradients always frees them.
 
         With a number n, every n neighbouring ranks keep a full copy between them, a part each, so
         backward gathers within one machine. It is a collective then, but not otherwise.
@@ -132,7 +131,7 @@ class ShardedModule(nn.Module):
     ) -> None:
         """Set whether full parameters are freed after backward. Not a collective.
 
-        By default they are, except those that SHARD_GRAD_OP keeps inside `no_sync`, and all after a
+        By default they are, except those that stay after forward, inside `no_sync`, and all after a
         backward with `create_graph=True`, until the one through its graph is over. If they stay,
         the next forward gathers nothing, unless a parameter has changed. Ranks must set the same.
 
@@ -143,7 +142,7 @@ class ShardedModule(nn.Module):
         _switches.free_after_backward(self._units(recurse), reshard_after_backward)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Set whether backward passes sum gradients over the replicas of HYBRID_SHARD and NO_SHARD.
+        """Set whether backward passes sum gradients over the first axis of a mesh with two.
 
         Not a collective. If False, gradients are summed over the ranks that share the parameters,
         this rank's part is kept, and no `.grad` is set. The first backward that sums over replicas
@@ -196,8 +195,8 @@ class ShardedModule(nn.Module):
         Args:
             state: its first argument.
             hook: called as `hook(state, full, part)`: this rank's gradients, `(ranks * shard,)`, of
-                the reduce dtype, and where its part of the result goes, `(shard,)`; with NO_SHARD
-                as `hook(state, full)`, to be changed in place. None gives the default back.
+                the reduce dtype, and where its part of the result goes, `(shard,)`; where a rank
+                has all, as `hook(state, full)`, to be changed in place. None restores the default.
 
         Raises:
             StateError: it is not a function.
@@ -242,8 +241,8 @@ class ShardedModule(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients on each rank; the first backward after it sums them all.
 
-        The strategies that keep parameters whole (NO_SHARD, SHARD_GRAD_OP) then communicate
-        nothing; FULL_SHARD still gathers parameters, as it promises not to keep them.
+        Nothing is communicated then where `reshard_after_forward` is False; otherwise parameters
+        are gathered as always.
         """
         schedule = self._flat_param.schedule
         before, schedule.sync = schedule.sync, False

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from ..comm._comm import Communicator, Pending
 from ..comm._groups import CommGroups
 from ..layout._layout import Segment
+from ..layout._options import UnitOptions
 from ..layout._param_shard import keeps_dims, make_param_shards, stays_whole
 from ..layout._shard import plan_shard
-from ..layout._strategy import UnitOptions
 from ..memory._buffer import zeros
 from ..memory._dtensors import DTensorPlace, as_plain, local_of, place_of_dtensor
+from ..memory._host_copies import HostCopy
 from ..memory._views import memory_order, param_view, param_views
 from ._guards import mark_param
 from ._param_piece import ParamPiece, PieceSegment
@@ -107,7 +108,7 @@ class ShardedParams:
         return (self.comms.reduce, self.comms.replicate, *beside)
 
     def _make_full(self) -> None:
-        dtype = self.options.mixed_precision.compute_dtype(self.shard.dtype)
+        dtype = self.options.precision.compute_dtype(self.shard.dtype)
         alone = self.comms.gather.world_size == 1
         if alone and dtype == self.shard.dtype and self.shard.device == self.device:
             self.full = self.shard
@@ -161,6 +162,8 @@ class ShardedParams:
     def gather_into(self, full: Tensor) -> Pending:
         """Begin to fill `full` (world*shard,), of any dtype. Collective."""
         comm, plan = self.comms.gather, self.plan
+        if comm.world_size == 1 and full.dtype == self.shard.dtype and self.pins(self.shard.device):
+            return Pending(comm, "all_gather").then(HostCopy(full, self.shard).wait)
         part = self.shard.to(device=full.device, dtype=full.dtype)
         if plan.even:
             return comm.all_gather(as_bytes(full), as_bytes(part))

@@ -17,7 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from .._torch_compat import will_run
 from ..comm._capturing import is_capturing, refuse_capture
 from ..comm._comm import Communicator, Pending
 from ..comm._groups import CommGroups
-from ..layout._strategy import UnitOptions
+from ..layout._options import UnitOptions
 from ..memory._input_hooks import InputHooks, hook_nodes
 from ..memory._owners import Owner
 from ..memory._tensors import cast_floats, tensors_in
@@ -39,7 +39,9 @@ from ._param_sites import ParamSite, ParamSites
 from ._passes import UnitBackward, outdated, too_late
 from ._sharded_grads import Reduction, ShardedGrads
 from ._sharded_params import ShardedParams, placement_of
-from ._unit_schedule import UnitSchedule
+
+if TYPE_CHECKING:
+    from ._schedule import Schedule
 
 
 class Unit:
@@ -58,7 +60,7 @@ class Unit:
         frees_after_backward: whether they are after it; None: as `Schedule.release` says.
         reduction: how its gradients are summed.
         regroup: the smaller group that has the unit whole from forward to backward, if any.
-        module: a weak reference to its module.
+        modules: gives its modules, as long as they are there; it holds none.
         looked_at: how many registrations there were when strays were last looked for; _strays.py.
         is_by_hand: whether its user has had it gathered, and no forward or backward has begun yet.
     """
@@ -70,26 +72,24 @@ class Unit:
         *,
         comms: CommGroups,
         options: UnitOptions,
-        schedule: UnitSchedule[Unit],
+        schedule: Schedule,
         ignored: Sequence[nn.Parameter] = (),
-        module: nn.Module | None = None,
+        modules: Sequence[nn.Module] = (),
     ) -> None:
         self.name = ""
-        self.module: Callable[[], nn.Module | None] = (
-            (lambda: None) if module is None else weakref.ref(module)
-        )
+        self._modules = tuple(map(weakref.ref, modules))
         self.looked_at = -1
         self.owners: tuple[Owner, ...] = ()
         self.parts = tuple(parts)
         self.ignored = tuple(ignored)
-        self.ignored_places = frozenset(_places(module, ignored))
+        self.ignored_places = frozenset(_places(modules, ignored))
         self.sites = ParamSites(sites)
         self.comms = comms
         self.options = options
         self.join(schedule)
         self.grads: tuple[ShardedGrads, ...] = ()
         self.around: set[Unit] = set()
-        self.frees_after_forward = options.strategy.frees_after_forward
+        self.frees_after_forward = True
         self.frees_after_backward: bool | None = None
         self.reduction = Reduction()
         self.regroup: Communicator | None = None
@@ -107,7 +107,7 @@ class Unit:
         self._use_leaves()
 
     @property
-    def schedule(self) -> UnitSchedule[Unit]:
+    def schedule(self) -> Schedule:
         """Of its tree. It has all units, so it is kept by their modules and not by them.
 
         Raises:
@@ -121,12 +121,20 @@ class Unit:
             )
         return schedule
 
-    def join(self, schedule: UnitSchedule[Unit]) -> None:
-        """Be in the tree of a schedule, which the unit's module keeps."""
+    def join(self, schedule: Schedule) -> None:
+        """Be in the tree of a schedule, which the unit's modules keep."""
         self._schedule = weakref.ref(schedule)
-        module = self.module()
-        if module is not None:
+        for module in self.modules():
             object.__setattr__(module, "_flat_param_schedule", schedule)
+
+    def modules(self) -> list[nn.Module]:
+        """Its modules, but those that are deleted."""
+        return [module for each in self._modules if (module := each()) is not None]
+
+    @property
+    def module_count(self) -> int:
+        """How many modules are this unit; more than one where a list was sharded."""
+        return len(self._modules)
 
     def _use_leaves(self) -> None:
         """Take up the leaves of all parts, as they are now."""
@@ -291,14 +299,15 @@ class Unit:
         self.schedule.prefetch_forward(self)
         if torch.is_grad_enabled() and self.schedule.backward is None:
             self._inputs.add((args, kwargs, self.ignored))
-        dtype = self.options.input_dtype
+        dtype = self.options.precision.input_dtype
         return cast_floats(args, dtype), cast_floats(kwargs, dtype)
 
-    def _end_forward(self, output: Any) -> Any:
-        """Hook the outputs, free the whole parameters if the strategy says so, and cast outputs."""
+    def _end_forward(self, module: nn.Module, output: Any) -> Any:
+        """Hook the outputs, free the whole parameters if nothing keeps them, and cast outputs."""
         returns = torch.is_grad_enabled() and self._may_be_needed(output)
-        self.schedule.leave(self, returns=returns, keeps=returns and self._keeps(output))
-        return cast_floats(output, self.options.mixed_precision.output_dtype)
+        keeps = returns and self._keeps(output)
+        self.schedule.leave(self, returns=returns, keeps=keeps, module=module)
+        return cast_floats(output, self.options.precision.output_dtype)
 
     def _may_be_needed(self, output: Any) -> bool:
         """Hook the outputs; False where none of them leads back into the unit (Rule 2)."""
@@ -394,9 +403,11 @@ def _uncompiled_ends() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return torch.compiler.disable(Unit._begin_forward), torch.compiler.disable(Unit._end_forward)
 
 
-def _places(module: nn.Module | None, params: Sequence[nn.Parameter]) -> Iterator[tuple[int, str]]:
+def _places(
+    modules: Sequence[nn.Module], params: Sequence[nn.Parameter]
+) -> Iterator[tuple[int, str]]:
     known = {id(param) for param in params}
-    for child in () if module is None or not known else module.modules():
+    for child in (one for module in modules for one in module.modules() if known):
         for key, param in child._parameters.items():
             if id(param) in known:
                 yield id(child._parameters), key

@@ -27,16 +27,17 @@ _classes: WeakValueDictionary[tuple[object, ...], type] = WeakValueDictionary()
 
 
 def run_unit(
-    unit: Unit, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call `run` as a forward of the unit. Collective."""
+    """Call `run` as a forward of the module's unit. Collective."""
+    unit = module._flat_param
     depth = unit.schedule.depth
     named = None
     try:
         if unit.looked_at != registrations():
             torch.compiler.disable(_look_for_strays)(unit)
         args, kwargs = unit.begin_forward(unit, args, kwargs)
-        output = unit.end_forward(unit, run(*args, **kwargs))
+        output = unit.end_forward(unit, module, run(*args, **kwargs))
     except BaseException as error:
         named = piece_error(error, unit.schedule.units)
         unit.schedule.stop(depth)
@@ -50,8 +51,8 @@ def run_unit(
 
 def _look_for_strays(unit: Unit) -> None:
     """Before a forward of an outermost unit, the first after a registration."""
-    module, now = unit.module(), registrations()
-    if module is not None and not unit.schedule.depth:
+    now = registrations()
+    for module in unit.modules() if not unit.schedule.depth else ():
         check_strays("fully_shard", module, unit.schedule.units)
     unit.looked_at = now
 
@@ -102,7 +103,7 @@ def _as_unit_call(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return run_unit(self._flat_param, functools.partial(method, self), args, kwargs)
+        return run_unit(self, functools.partial(method, self), args, kwargs)
 
     pass_over_frames(run)
     return run

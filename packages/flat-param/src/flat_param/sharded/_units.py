@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,22 +19,20 @@ from ..comm._groups import (
     make_comm_groups,
     meeting_comms,
     ranks_together,
-    strategy_for,
 )
 from ..layout._arguments import (
-    check_module,
     check_no_grads,
     check_offload,
     check_placement,
-    check_precision,
+    modules_of,
     one_device,
 )
 from ..layout._boundary import Boundary
 from ..layout._boundary_rules import BoundaryRules, resolve
 from ..layout._layout import Segment, plan_segments
+from ..layout._options import UnitOptions, precision_of
 from ..layout._shard import plan_shard
 from ..layout._spec import ParamSpec, collect_params, place_of
-from ..layout._strategy import MixedPrecision, Strategy, UnitOptions
 from ..memory._dtensors import check_places, local_of, place_of_dtensor
 from ..memory._ignored import find_ignored, own_ignored
 from ..memory._overlap import check_apart
@@ -50,7 +48,7 @@ from ..memory._owners import (
 from ._by_hand import units_at_rest
 from ._guards import install_guards, mark_replaced
 from ._half_sharded import half_sharded
-from ._materialize import broadcast_module, cast_buffers, check_init, materialize
+from ._materialize import broadcast_module, check_init, materialize, move_buffers
 from ._param_sites import ParamSite
 from ._schedule import Schedule
 from ._sharded_module import ShardedModule
@@ -64,25 +62,20 @@ from ._unit_call import sharded_class
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-M = TypeVar("M", bound=nn.Module)
+M = TypeVar("M", bound=nn.Module | list[Any])
 
 
 def fully_shard(
     module: M,
     *,
-    strategy: Strategy | str | None = None,
     mesh: DeviceMesh | None = None,
-    mixed_precision: MixedPrecision | None = None,
+    reshard_after_forward: bool | int = True,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
     boundary: Boundary | BoundaryRules = "element",
-    forward_prefetch: bool = True,
-    backward_prefetch: bool | str = True,
-    reshard_after_forward: bool | int | None = None,
-    device: torch.device | str | None = None,
     init_fn: Callable[[nn.Module], None] | None = None,
     sync_module_states: bool = False,
-    ignored_params: Iterable[nn.Parameter] | None = None,
     shard_placement_fn: None = None,
 ) -> M:
     """Shard a module's parameters over ranks, in place, and return the module.
@@ -94,30 +87,30 @@ def fully_shard(
     Collective: every rank of the world must call it.
 
     Args:
-        module: any kind that is called; its parameters are on one device, or on meta.
-        strategy: what is divided between ranks, see `Strategy`; default: HYBRID_SHARD over a mesh
-            with two axes, FULL_SHARD otherwise.
-        mesh: ranks to shard over; for HYBRID_SHARD the axes (replicate, shard); default: all.
-        mixed_precision: dtypes of computing and of summing gradients.
-        mp_policy: the same as FSDP2 is told it.
+        module: any kind that is called, or a list of modules that become one unit; its parameters
+            are on one device, or on meta.
+        mesh: ranks to shard over. With two axes (replicate, shard) it is HSDP: parameters are
+            replicated over the first and sharded over the second, which may have one rank. Meta
+            and CPU parameters are moved to its device. Default: all ranks, and the parameters'
+            device.
+        reshard_after_forward: True frees whole parameters between forward and backward (ZeRO-3),
+            False keeps them (ZeRO-2), a number of ranks keeps them among as many; see
+            `ShardedModule.set_reshard_after_forward`.
+        mp_policy: torch's `MixedPrecisionPolicy`.
         offload_policy: torch's `CPUOffloadPolicy` keeps shards, gradients and optimizer state in
             CPU memory, page-locked unless it says otherwise.
+        ignored_params: parameters that stay as they are: full, separate on each rank, with
+            gradients that are not reduced. Those of units inside are left alone, too.
         boundary: "element", or "row", "tensor" or `Blocks` for optimizers that need those whole; or
             `by_name` or `by_class`, for each parameter.
-        forward_prefetch: gather the next unit while this one computes, in forward.
-        backward_prefetch: the same in backward; "BACKWARD_POST": once this one is freed.
-        reshard_after_forward: as in `ShardedModule.set_reshard_after_forward`; default: as the
-            strategy says.
-        device: where to compute; default: where the parameters are, or the CPU for meta.
         init_fn: called on each module whose meta parameters have been allocated; default:
             its own `reset_parameters`.
         sync_module_states: start from the first rank's parameters and buffers.
-        ignored_params: parameters that stay as they are: full, separate on each rank, with
-            gradients that are not reduced. Those of units inside are left alone, too.
         shard_placement_fn: refused: shards are ranges of a flat buffer and cut no dimension.
 
     Returns:
-        The module, of a subclass of its class that has the methods of `ShardedModule`.
+        The module or the list. Each module is of a subclass of its class that has the methods of
+        `ShardedModule`.
 
     Raises:
         ParameterError: a weight is tied to one in another unit, is flattened or has a gradient
@@ -130,54 +123,52 @@ def fully_shard(
     """
 
     def plan() -> _UnitPlan:
-        check_module(module)
+        modules = modules_of(module)
         check_placement(shard_placement_fn)
-        precision = check_precision(mixed_precision, mp_policy)
-        offloads, pins = check_offload(offload_policy)
-        choices = (offloads, forward_prefetch, backward_prefetch, pins)
         # The boundary waits until it is known for what parameters.
-        options = UnitOptions(strategy_for(strategy, mesh), precision, "element", *choices)
-        copies = group_sizes(options.strategy, mesh)
-        if reshard_after_forward is not None:
-            check_group_size(reshard_after_forward, copies[1])
+        options = UnitOptions(precision_of(mp_policy), "element", *check_offload(offload_policy))
+        copies = group_sizes(mesh)
+        check_group_size(reshard_after_forward, copies[1])
         settings = {
             "reshard_after_forward": reshard_after_forward,
             "sync_module_states": sync_module_states,
         }
-        planned = _plan_unit(module, options, boundary, device, copies, settings, ignored_params)
-        check_init(module, init_fn=init_fn, ignored=planned.ignored)
-        ranks = ranks_together(options.strategy, mesh)
-        named = [(spec.name, module.get_parameter(spec.name)) for spec in planned.specs]
-        check_places(named, ranks, me=dist.get_rank())
+        planned = _plan_unit(modules, options, boundary, mesh, copies, settings, ignored_params)
+        root = planned.root
+        check_init(root, init_fn=init_fn, ignored=planned.ignored)
+        named = [(spec.name, root.get_parameter(spec.name)) for spec in planned.specs]
+        check_places(named, ranks_together(mesh), me=dist.get_rank())
         return planned
 
     planned = agree(meeting_comms(mesh), plan)
-    materialize(module, device=device, init_fn=init_fn, ignored=planned.ignored)
-    params = {spec.name: _as_planned(module, spec) for spec in planned.specs}
+    modules, root = planned.modules, planned.root
+    materialize(root, device=planned.device, init_fn=init_fn, ignored=planned.ignored)
+    params = {spec.name: _as_planned(root, spec) for spec in planned.specs}
     schedule = Schedule()
-    comms = make_comm_groups(planned.options.strategy, mesh, log=schedule.log)
+    comms = make_comm_groups(mesh, log=schedule.log)
+    move_buffers(root, planned.device)
     if sync_module_states:
         values = [local_of(param) for param in params.values()]
-        broadcast_module(module, values, comms.reduce, comms.replicate)
-    cls, before = type(module), _memory_of(module, params)
-    module.__class__ = half_sharded(cls)
+        broadcast_module(root, values, comms.reduce, comms.replicate)
+    classes, before = [type(each) for each in modules], _memory_of(root, params)
+    for each, cls in zip(modules, classes, strict=True):
+        each.__class__ = half_sharded(cls)
     try:
-        unit = _make_unit(module, planned, params, comms, schedule)
-        if reshard_after_forward is not None:
-            free_after_forward([unit], reshard_after_forward)
-        _join(module, unit, planned.inner, cls.__name__)
+        unit = _make_unit(planned, params, comms, schedule)
+        free_after_forward([unit], reshard_after_forward)
+        _join(modules, unit, planned.inner, " and ".join(cls.__name__ for cls in classes))
         install_guards()
         watch_registrations()
-        install_module_hooks(module, unit)
-        object.__setattr__(module, "_flat_param", unit)
-        module.__class__ = sharded_class(ShardedModule, cls, {})
-        if planned.options.mixed_precision.buffer_dtype is not None:
-            cast_buffers(module, planned.options.mixed_precision.buffer_dtype)
+        install_module_hooks(root, unit)
+        for each, cls in zip(modules, classes, strict=True):
+            object.__setattr__(each, "_flat_param", unit)
+            each.__class__ = sharded_class(ShardedModule, cls, {})
     except BaseException:
-        if _memory_of(module, params) == before:
-            for name in ("_flat_param", "_flat_param_schedule"):
-                module.__dict__.pop(name, None)
-            module.__class__ = cls
+        if _memory_of(root, params) == before:
+            for each, cls in zip(modules, classes, strict=True):
+                for name in ("_flat_param", "_flat_param_schedule"):
+                    each.__dict__.pop(name, None)
+                each.__class__ = cls
         raise
     return module
 
@@ -186,16 +177,21 @@ def _memory_of(module: nn.Module, names: Iterable[str]) -> list[int]:
     return [local_of(module.get_parameter(name)).data_ptr() for name in names]
 
 
-def _join(module: nn.Module, unit: Unit, inner: Sequence[Unit], name: str) -> None:
+def _join(modules: Sequence[nn.Module], unit: Unit, inner: Sequence[Unit], name: str) -> None:
     """Make one tree of a unit and those inside it, and name them all."""
     schedule = unit.schedule
     for nested in inner:
         schedule.merge(nested.schedule)
     schedule.units.append(unit)
     unit.rename("", f"the outermost unit ({name})")
-    for path, child in module.named_modules():
-        if path and isinstance(child, ShardedModule):
-            child._flat_param.rename(path, f"unit '{path}'")
+    paths: dict[Unit, list[str]] = {}
+    for module in modules:
+        for path, child in module.named_modules():
+            if path and isinstance(child, ShardedModule):
+                paths.setdefault(child._flat_param, []).append(path)
+    for each, found in paths.items():
+        path = ", ".join(found)
+        each.rename(path, f"unit '{path}'")
     schedule.log.reset()
 
 
@@ -204,6 +200,8 @@ class _UnitPlan:
     """What a call of `fully_shard` will do, known before anything is changed.
 
     Attributes:
+        modules: that become one unit.
+        root: the module, or what has all of them as children.
         options: of the unit.
         device: where it computes.
         specs: its parameters; those of nested units are theirs.
@@ -213,6 +211,8 @@ class _UnitPlan:
         description: what every rank must have alike.
     """
 
+    modules: tuple[nn.Module, ...]
+    root: nn.Module
     options: UnitOptions
     device: torch.device
     specs: tuple[ParamSpec, ...]
@@ -223,20 +223,22 @@ class _UnitPlan:
 
 
 def _plan_unit(
-    module: nn.Module,
+    modules: tuple[nn.Module, ...],
     options: UnitOptions,
     boundary: Boundary | BoundaryRules,
-    device: torch.device | str | None,
+    mesh: DeviceMesh | None,
     copies: tuple[int, int],
     others: Mapping[str, object],
     ignored_params: Iterable[nn.Parameter] | None,
 ) -> _UnitPlan:
     """Check everything that can be wrong with a module, and describe it for other ranks."""
-    if isinstance(module, ShardedModule):
-        raise StateError(
-            f"flat_param.fully_shard: {type(module).__name__} is sharded already, but a module is "
-            "one unit. Shard its parts first and then the module around them."
-        )
+    for each in modules:
+        if isinstance(each, ShardedModule):
+            raise StateError(
+                f"flat_param.fully_shard: {type(each).__name__} is sharded already, but a module "
+                "is one unit. Shard its parts first and then the module around them."
+            )
+    module = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     inner = tuple(units_at_rest(module))
     taken = [param for unit in inner for part in unit.parts for param in part.params]
     beside = [param for unit in inner for param in unit.ignored]
@@ -251,14 +253,13 @@ def _plan_unit(
     check_owners("fully_shard", module, named, (UNIT, FLATTENED, IGNORED))
     check_unowned("fully_shard", named, FLATTENED)
     check_apart("fully_shard", module, params)
-    place = one_device(specs, params) if device is None else torch.device(device)
+    place = one_device(specs, params, mesh)
     options = replace(options, boundary=resolve(boundary, specs, module))
     segments = tuple(plan_segments(specs)) if specs else ()
     for segment in segments:
         plan_shard(segment.layout, world_size=copies[1], boundary=options.boundary)
     settings: dict[str, object] = {
         **{field.name: getattr(options, field.name) for field in fields(options)},
-        "strategy": options.strategy.value,
         **others,
         "copies x ranks": f"{copies[0]} x {copies[1]}",
         "nested units": len(inner),
@@ -266,7 +267,7 @@ def _plan_unit(
     places = {name: str(place_of_dtensor(param)) for name, param in named}
     settings["DTensors"] = {name: where for name, where in places.items() if where != "None"}
     description = describe(specs, settings)
-    return _UnitPlan(options, place, specs, segments, inner, ignored, description)
+    return _UnitPlan(modules, module, options, place, specs, segments, inner, ignored, description)
 
 
 def _local_spec(spec: ParamSpec, param: nn.Parameter) -> ParamSpec:
@@ -297,29 +298,31 @@ def check_ties(module: nn.Module, ignored: Iterable[nn.Parameter] = ()) -> None:
     Raises:
         ParameterError: names both places.
     """
-    owner: dict[int, str] = {}
-    prefixes, beside = _unit_prefixes(module), {id(param) for param in ignored}
+    owner: dict[int, tuple[int, str]] = {}
+    units, beside = _units_by_prefix(module), {id(param) for param in ignored}
     for name, param in module.named_parameters(remove_duplicate=False):
         if id(param) in beside:
             continue
-        prefix = max((p for p in prefixes if name.startswith(p)), key=len, default="")
-        first = owner.setdefault(id(param), f"{prefix}\0{name}")
-        if first.split("\0")[0] != prefix:
+        prefix = max((p for p in units if name.startswith(p)), key=len, default="")
+        unit = units.get(prefix, 0)
+        first, there = owner.setdefault(id(param), (unit, name))
+        if first != unit:
             raise ParameterError(
-                f"flat_param.fully_shard: parameter '{name}' is tied to "
-                f"'{first.split(chr(0))[1]}' in another unit, but tied parameters must share a "
-                "unit. Shard their common parent only."
+                f"flat_param.fully_shard: parameter '{name}' is tied to '{there}' in another unit, "
+                "but tied parameters must share a unit. Shard their common parent only."
             )
 
 
-def _unit_prefixes(module: nn.Module) -> list[str]:
-    return [
-        f"{name}." for name, child in module.named_modules() if isinstance(child, ShardedModule)
-    ]
+def _units_by_prefix(module: nn.Module) -> dict[str, int]:
+    """The `id` of each nested unit, by the prefix of names in it."""
+    return {
+        f"{name}.": id(child._flat_param)
+        for name, child in module.named_modules()
+        if isinstance(child, ShardedModule)
+    }
 
 
 def _make_unit(
-    module: nn.Module,
     planned: _UnitPlan,
     params: dict[str, nn.Parameter],
     comms: CommGroups,
@@ -335,7 +338,7 @@ def _make_unit(
         )
         for segment in planned.segments
     ]
-    sites = [site for part in parts for site in _param_sites(module, part)]
+    sites = [site for part in parts for site in _param_sites(planned.root, part)]
     unit = Unit(
         parts,
         sites,
@@ -343,7 +346,7 @@ def _make_unit(
         options=planned.options,
         schedule=schedule,
         ignored=planned.ignored,
-        module=module,
+        modules=planned.modules,
     )
     now = {
         spec.name: param
@@ -355,7 +358,8 @@ def _make_unit(
         unit.sites.swap_out()
     for name in replaced:
         mark_replaced(params[name], name=name)
-    unit.owners = Owner(UNIT, module, now.items()), own_ignored(module, planned.ignored)
+    root = planned.root
+    unit.owners = Owner(UNIT, root, now.items()), own_ignored(root, planned.ignored)
     return unit
 
 

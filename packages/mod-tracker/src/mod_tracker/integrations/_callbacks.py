@@ -1,92 +1,16 @@
-"""Callbacks for the Trainers of transformers and Lightning, each made when its library is there.
+"""Callbacks that run a `ReportSchedule` in the Trainers of transformers and Lightning.
 
-Note [Classes made late]
-A trainer asks whether a callback is one of its own class, which cannot be a base of a class here
-without a requirement. So the events are a class of ours, and the class that is handed out has
-both as bases.
+Each library is imported when its callback is made: a callback must be of the library's class.
 """
 
 from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any
 
 from .._errors import MissingExtraError, OptionError
 from ._schedule import ReportSchedule
-
-
-class Callback:
-    """Steps of a schedule.
-
-    Attributes:
-        function: name of the function that makes it.
-        modules: where the library's class for callbacks may be; one is enough.
-        base: the name of that class.
-    """
-
-    function: ClassVar[str]
-    modules: ClassVar[tuple[str, ...]]
-    base: ClassVar[str]
-
-    def __init__(self, schedule: ReportSchedule) -> None:
-        super().__init__()
-        self.schedule = schedule
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return make, (type(self).__bases__[0], self.schedule)
-
-
-def make(events: type[Callback], schedule: ReportSchedule) -> Any:
-    """Return a callback that is of the library's class, too. See Note [Classes made late].
-
-    Raises:
-        OptionError: the argument is not a schedule.
-        MissingExtraError: the library is not installed.
-    """
-    if not isinstance(schedule, ReportSchedule):
-        raise OptionError(
-            f"mod_tracker.{events.function}: a {type(schedule).__name__} is given, but it must be "
-            "a ReportSchedule. Give ReportSchedule(profile_time, every_n_steps=100, on_report=...)."
-        )
-    kind = type(events.__name__, (events, _base(events)), {"__doc__": events.__doc__})
-    return kind(schedule)
-
-
-def _base(events: type[Callback]) -> type:
-    # A module that is imported already comes first: it is the one whose trainer is used.
-    for module in sorted(events.modules, key=lambda module: module not in sys.modules):
-        try:
-            return getattr(import_module(module), events.base)
-        except ModuleNotFoundError as error:
-            if error.name not in (module, module.partition(".")[0]):
-                raise
-            missing = error
-    library = events.modules[0].partition(".")[0]
-    raise MissingExtraError(
-        f"mod_tracker.{events.function}: {library} is not installed, but its {events.base} is the "
-        f"class of this callback. Install it: python -m pip install {library}."
-    ) from missing
-
-
-class TransformersCallback(Callback):
-    """Steps by the events of `transformers.TrainerCallback`; see `transformers_callback`."""
-
-    function = "transformers_callback"
-    modules = ("transformers",)
-    base = "TrainerCallback"
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Begin a step, before the first of its batches."""
-        self.schedule.begin_step(state.global_step)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """End it, after the optimizer."""
-        self.schedule.end_step()
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Leave a step that was given up."""
-        self.schedule.close()
 
 
 def transformers_callback(schedule: ReportSchedule) -> Any:
@@ -103,38 +27,29 @@ def transformers_callback(schedule: ReportSchedule) -> Any:
         OptionError: the argument is not a schedule.
         MissingExtraError: transformers is not installed.
     """
-    return make(TransformersCallback, schedule)
+    _check("transformers_callback", schedule)
+    base: Any = _class("transformers_callback", "TrainerCallback", "transformers")
 
+    class TransformersCallback(base):
+        """Steps of a schedule, by the events of `transformers.TrainerCallback`."""
 
-class LightningCallback(Callback):
-    """Steps by the events of `lightning.pytorch.Callback`; see `lightning_callback`."""
+        def __init__(self) -> None:
+            super().__init__()
+            self.schedule = schedule
 
-    function = "lightning_callback"
-    modules = ("lightning.pytorch", "pytorch_lightning")
-    base = "Callback"
+        def __reduce__(self) -> tuple[Any, ...]:
+            return transformers_callback, (schedule,)
 
-    def __init__(self, schedule: ReportSchedule) -> None:
-        super().__init__(schedule)
-        self._running: int | None = None
+        def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            schedule.begin_step(state.global_step)
 
-    def on_train_batch_start(self, trainer: Any, *others: Any) -> None:
-        """Begin a step, unless this batch is of the one that runs."""
-        if self._running is None:
-            self._running = trainer.global_step
-            self.schedule.begin_step(trainer.global_step)
+        def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            schedule.end_step()
 
-    def on_train_batch_end(self, trainer: Any, *others: Any) -> None:
-        """End it, if an optimizer has made its step."""
-        if self._running is not None and trainer.global_step != self._running:
-            self._running = None
-            self.schedule.end_step()
+        def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            schedule.close()
 
-    def _leave(self, *others: Any) -> None:
-        self._running = None
-        self.schedule.close()
-
-    # What cuts a step off: validation between two of its batches, the end of an epoch, an error.
-    on_train_start = on_validation_start = on_train_epoch_end = on_exception = _leave
+    return TransformersCallback()
 
 
 def lightning_callback(schedule: ReportSchedule) -> Any:
@@ -149,4 +64,60 @@ def lightning_callback(schedule: ReportSchedule) -> Any:
         OptionError: the argument is not a schedule.
         MissingExtraError: neither lightning nor pytorch_lightning is installed.
     """
-    return make(LightningCallback, schedule)
+    _check("lightning_callback", schedule)
+    base: Any = _class("lightning_callback", "Callback", "lightning.pytorch", "pytorch_lightning")
+
+    class LightningCallback(base):
+        """Steps of a schedule, by the events of `lightning.pytorch.Callback`."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.schedule = schedule
+            self._running: int | None = None
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return lightning_callback, (schedule,)
+
+        def on_train_batch_start(self, trainer: Any, *others: Any) -> None:
+            if self._running is None:
+                self._running = trainer.global_step
+                schedule.begin_step(trainer.global_step)
+
+        def on_train_batch_end(self, trainer: Any, *others: Any) -> None:
+            if self._running is not None and trainer.global_step != self._running:
+                self._running = None
+                schedule.end_step()
+
+        def _leave(self, *others: Any) -> None:
+            self._running = None
+            schedule.close()
+
+        # These end a step early: validation between its batches, the end of an epoch, an error.
+        on_train_start = on_validation_start = on_train_epoch_end = on_exception = _leave
+
+    return LightningCallback()
+
+
+def _check(function: str, schedule: object) -> None:
+    if not isinstance(schedule, ReportSchedule):
+        raise OptionError(
+            f"mod_tracker.{function}: pass a ReportSchedule; got {type(schedule).__name__}. Make "
+            "one by ReportSchedule(profile_time, every_n_steps=100, on_report=...)."
+        )
+
+
+def _class(function: str, name: str, *modules: str) -> Any:
+    """Return a library's class for callbacks, from the first of its modules that is installed."""
+    # A module that is imported already comes first: it is the one whose trainer is used.
+    for module in sorted(modules, key=lambda module: module not in sys.modules):
+        try:
+            return getattr(import_module(module), name)
+        except ModuleNotFoundError as error:
+            if error.name not in (module, module.partition(".")[0]):
+                raise
+            missing = error
+    library = modules[0].partition(".")[0]
+    raise MissingExtraError(
+        f"mod_tracker.{function}: {library} is not installed. Install it: python -m pip install "
+        f"{library}."
+    ) from missing

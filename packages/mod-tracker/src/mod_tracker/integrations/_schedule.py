@@ -1,4 +1,4 @@
-"""One report every n steps, in a loop that somebody else wrote."""
+"""One report every n steps of a training loop."""
 
 from __future__ import annotations
 
@@ -6,39 +6,36 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from .._errors import OptionError
+from .._errors import OptionError, check_callable, check_int
 from ..reports._report import Report
 
-_GIVE = (
-    "Give profile_flops, profile_time, profile_memory or trace, or a function that calls one: "
-    "functools.partial(profile_memory, model)."
+_PASS = (
+    "Pass profile_flops, profile_time, profile_memory or trace, or a function that calls one, such "
+    "as functools.partial(profile_memory, model)."
 )
 
 
 class ReportSchedule:
-    """Runs a report in one step of every n; in the others nothing is installed, so nothing costs
-    anything.
+    """Runs a report in one step of every n. In other steps nothing is installed.
 
-    The loop says where its steps begin and end: with `step()` around each or, if that is not
-    possible, with `begin_step()` and `end_step()`. Both may be used in a callback of another
-    library; for transformers and Lightning there are `transformers_callback` and
+    Put `step()` around each step or, if that is not possible, call `begin_step()` and `end_step()`.
+    For the trainers of transformers and Lightning there are `transformers_callback` and
     `lightning_callback`.
 
-    A step that fails has no report, and leaves nothing behind where `step()` is around it. One
-    that was begun by `begin_step()` and never ended is left by the next one, by `close()`, or at
-    the end of `with schedule:`, which is made to go around the loop.
+    A step that raises has no report. `step()` then removes everything that was installed. A step
+    that was begun by `begin_step()` and never ended is abandoned by the next one, by `close()`, or
+    at the end of `with schedule:` around the loop.
 
     Args:
-        report: makes a report's context: `profile_time`, or a function without arguments that
-            calls a report with options. It is called in each step that is measured.
-        every_n_steps: measure one step of this many, the first of them.
+        report: `profile_time`, for example, or a function without arguments that calls a report
+            with options. It is called in each measured step.
+        every_n_steps: measure the first of this many steps.
         on_report: called with the report and the step's number, after the step.
-        skip_first: how many steps are left out before that; the first ones of a run allocate what
-            later ones use.
+        skip_first: number of steps to skip before that, such as those that fill caches.
 
     Raises:
         OptionError: a number is not an int or too small, `on_report` cannot be called, or
-            `report` does not make a report (which is known only in the first measured step).
+            `report` does not make a report, which is known in the first measured step.
 
     Example:
         >>> import torch
@@ -62,19 +59,16 @@ class ReportSchedule:
         on_report: Callable[[Any, int], object],
         skip_first: int = 0,
     ) -> None:
-        _check_number("every_n_steps", every_n_steps, 1)
-        _check_number("skip_first", skip_first, 0)
-        # What a report's function returns can be called, too, as a decorator.
+        check_int("ReportSchedule", "every_n_steps", every_n_steps, 1)
+        check_int("ReportSchedule", "skip_first", skip_first, 0)
+        # The result of calling a report can be called, too, as a decorator.
         if not callable(report) or isinstance(report, AbstractContextManager):
             raise OptionError(
-                f"mod_tracker.ReportSchedule: report is a {type(report).__name__}, but it is "
-                f"called again in each step that is measured. {_GIVE}"
+                f"mod_tracker.ReportSchedule: report must be a function, called in each measured "
+                f"step; got {type(report).__name__}. {_PASS}"
             )
-        if not callable(on_report):
-            raise OptionError(
-                f"mod_tracker.ReportSchedule: on_report is a {type(on_report).__name__}, but it "
-                "is called with each report and its step. Give a function of these two."
-            )
+        what = "a function of a report and its step"
+        check_callable("ReportSchedule", "on_report", on_report, what)
         self._report, self._on_report = report, on_report
         self._every, self._skip = every_n_steps, skip_first
         self._told = 0
@@ -84,9 +78,8 @@ class ReportSchedule:
         """Return a context for the next step.
 
         Args:
-            number: passed to `on_report`; by default the number of steps before. It does not
-                influence which steps are measured: that depends on how many steps this schedule has
-                seen.
+            number: passed to `on_report`; by default the number of steps before. Which steps are
+                measured depends on the number of calls, not on this.
         """
         before = self._told
         self._told += 1
@@ -95,7 +88,7 @@ class ReportSchedule:
         return self._measured(before if number is None else number)
 
     def begin_step(self, number: int | None = None) -> None:
-        """Begin a step; one that has not ended is abandoned, without a report."""
+        """Begin a step; a step that has not ended is abandoned without a report."""
         self.close()
         self._open = self.step(number)
         self._open.__enter__()
@@ -109,9 +102,9 @@ class ReportSchedule:
             self.close()
 
     def close(self) -> None:
-        """Abandon a step that has begun and not ended, without a report."""
+        """Abandon a step that has not ended, without a report."""
         if self._open is not None:
-            # Once it has ended, this changes nothing.
+            # No effect after it has ended.
             self._open.__exit__(GeneratorExit, GeneratorExit(), None)
             self._open = None
 
@@ -130,20 +123,12 @@ class ReportSchedule:
             if not isinstance(report, Report):
                 raise _no_report(report)
             yield
-        if report._ran:  # there is no report of nothing
+        if report._ran:
             self._on_report(report, number)
-
-
-def _check_number(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise OptionError(
-            f"mod_tracker.ReportSchedule: {name} {value!r} is not a number of steps, but it must "
-            f"be an int of at least {least}. Give {max(least, 100)} for example."
-        )
 
 
 def _no_report(value: object) -> OptionError:
     return OptionError(
-        f"mod_tracker.ReportSchedule: the report is a {type(value).__name__}, but it must be a "
-        f"Report. {_GIVE} watch_memory is made to be left on around the loop."
+        f"mod_tracker.ReportSchedule: report must make a Report; it made "
+        f"{type(value).__name__}. {_PASS} Put watch_memory around the loop instead."
     )

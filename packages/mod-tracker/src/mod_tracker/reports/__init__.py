@@ -1,5 +1,5 @@
 """Reports per module: floating-point operations, time, memory, a trace.
 
-Each subscribes to the tracker, or puts a mode of its own around the code, and adds amounts up by
-module and phase. Uses the tracker's files; none of them knows of a report.
+Each subscribes to the tracker, or puts a dispatch mode around the code, and adds amounts up by
+module and phase. The tracker's files do not import any of these.
 """

@@ -1,16 +1,16 @@
-"""Which module allocated and freed which bytes, through a dispatch mode.
+"""Allocated and freed bytes by module, through a dispatch mode.
 
 Note [Storages]
-A tensor's bytes are its storage's, and views share one. A storage counts when an operator returns
-it that did not get it as an argument, and is freed when its last tensor is gone, which a weak
-reference tells. What existed before the measurement is not counted.
-A storage that is resized, as FSDP2 does to keep an empty one where a whole parameter was, is freed
-and made again with its new size. No operator says so, so the method itself is followed.
+A tensor's bytes are those of its storage, which views share. A storage is counted when an operator
+returns it that did not get it as an argument, and freed when its last tensor is gone, which a weak
+reference reports. Storages from before the measurement are not counted.
+A storage that is resized, as FSDP2 does to free a parameter and allocate it again, is counted as
+freed and allocated. No operator does this, so `UntypedStorage.resize_` is patched.
 
 Note [What was alive at the peak]
-Only at the end is it known which moment was the peak. So each storage knows the number of its
-allocation, and one that goes is kept in mind if it was alive at the highest peak so far. A higher
-peak makes all of these forgotten.
+Which moment was the peak is known only at the end. So each storage has the number of its
+allocation, and a freed storage is remembered if it was alive at the highest peak so far. A higher
+peak clears that list.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ from ._mode import MeasuringMode, has_own_way, measuring
 from ._phase_totals import PhaseTotals
 
 Stored = tuple[torch.Tensor, torch.UntypedStorage]
-"""A tensor, and the storage whose bytes it occupies."""
+"""A tensor and its storage."""
 
 
 class Made(NamedTuple):
-    """Where a storage was made, and for what tensor: call, phase, file and line, shape, dtype."""
+    """Where a storage was allocated, and the tensor for which it was."""
 
     call: Call
     phase: str
@@ -66,14 +66,14 @@ class Made(NamedTuple):
 
 
 class Allocation(weakref.ref[torch.UntypedStorage]):
-    """A storage that an operator made, or that was given to one.
+    """Weak reference to a storage that an operator returned.
 
     Attributes:
-        key: its `id`.
-        size: its bytes; 0 for one that was there before.
-        number: of the allocation; see Note [What was alive at the peak].
-        cause: one of `CAUSES`, where it is known for sure; else "".
-        made: where it was made, if that is followed.
+        key: `id` of the storage.
+        size: its bytes; 0 if it existed before.
+        number: number of the allocation; see Note [What was alive at the peak].
+        cause: one of `CAUSES` if it is known; else "".
+        made: where it was allocated, if lines are followed.
     """
 
     __slots__ = ("cause", "key", "made", "number", "size")
@@ -94,14 +94,14 @@ class AllocationMode(MeasuringMode):
         allocated: bytes by module and phase.
         freed: bytes by the module and phase in which they were freed.
         saw_any: whether any operator ran.
-        optimizers: those that made a step.
+        optimizers: the optimizers that made a step.
         went_back: whether a backward ran since this was set to False.
         known: the storages that are alive, by `id`.
 
     Args:
-        attribution: where a thread is.
-        changed: called with `live` whenever it is another.
-        lines: whether to note where each storage is made.
+        attribution: of the tracker.
+        changed: called with `live` whenever it changes.
+        lines: whether to record where each storage is allocated.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class AllocationMode(MeasuringMode):
         found.number = self._number = self._number + 1
         if size:
             self.live += size
-            self.allocated.add(call[0], phase, size)
+            self.allocated.add(call[0].stack, phase, size)
         return found
 
     def _tell(self, call: Call, phase: str) -> None:
@@ -206,12 +206,12 @@ class AllocationMode(MeasuringMode):
                 self._gone_since_peak.append(gone)
             self.live -= gone.size
             call, phase = self.attribution.locate()
-            self.freed.add(call[0], phase, gone.size)
+            self.freed.add(call[0].stack, phase, gone.size)
             if self._changed is not None:
                 self._changed(self.live)
 
     def resized(self, storage: torch.UntypedStorage, before: int, after: int) -> None:
-        """Note that a storage that had so many bytes has others now."""
+        """Handle a storage that was resized from `before` to `after` bytes."""
         known = self.known.get(id(storage))
         size = 0 if known is None else known.size
         if known is not None:
@@ -222,7 +222,7 @@ class AllocationMode(MeasuringMode):
         self._tell(call, phase)
 
     def mark(self, tensors: Iterable[torch.Tensor | None], cause: str) -> dict[int, int]:
-        """Note what tensors are; return bytes by storage of those that were there before."""
+        """Set the cause of tensors; return the bytes by storage of those from before."""
         before = {}
         stored = storages_of(tensor for tensor in tensors if tensor is not None)
         for key, size in ((id(storage), storage.nbytes()) for _, storage in stored):
@@ -234,7 +234,7 @@ class AllocationMode(MeasuringMode):
         return before
 
     def at_peak(self) -> Counter[str]:
-        """Return bytes that were alive at the peak, by cause."""
+        """Return the bytes that were alive at the peak, by cause."""
         alive = [found for found in self.known.values() if found.number <= self._peak_number]
         causes: Counter[str] = Counter()
         for found in [*alive, *self._gone_since_peak]:
@@ -242,11 +242,10 @@ class AllocationMode(MeasuringMode):
         return causes
 
     def cause_of(self, found: Allocation) -> str:
-        """Return which of `CAUSES` a storage is of."""
         return found.cause or (LOGITS if self.logits.has(found.number) else ACTIVATIONS)
 
     def by_line(self) -> Counter[tuple[str, str]]:
-        """Return the bytes alive by module and line, where lines are followed."""
+        """Return the bytes alive by module and line, if lines are followed."""
         alive: Counter[tuple[str, str]] = Counter()
         for found in list(self.known.values()):
             if found.made is not None:
@@ -255,7 +254,7 @@ class AllocationMode(MeasuringMode):
 
     @contextmanager
     def following_optimizers(self) -> Iterator[None]:
-        """Have every optimizer's steps tell what gradients and optimizer state are."""
+        """Set the causes of gradients and optimizer state at every optimizer's steps."""
 
         def before(optimizer: torch.optim.Optimizer, *step: Any) -> None:
             if not any(optimizer is known for known in self.optimizers):
@@ -298,7 +297,7 @@ def _resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
 def measuring_storages(
     mode: AllocationMode, hooks: saved_tensors_hooks | None = None
 ) -> Iterator[None]:
-    """Measure inside of this, resized storages among them. See Note [Storages]."""
+    """Enter the mode and the hooks, and observe resized storages. See Note [Storages]."""
     kind: Any = torch.UntypedStorage
     try:
         with _lock:
@@ -325,17 +324,17 @@ _PARTS = {
     torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
-"""Methods that return what a sparse tensor is made of, by its layout."""
+"""Methods that return the parts of a sparse tensor, by layout."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> list[Stored]:
-    """Return tensors with the storage whose bytes each occupies.
+    """Return the tensors with their storages.
 
-    A tensor that is made of others has theirs: a `DTensor` that of this rank's part, a quantized
-    one those of its numbers and scales, a sparse one those of its indices and values. Those of
-    which it is not known what they are made of are left out.
+    A tensor that consists of others has their storages: a `DTensor` that of this rank's part, a
+    quantized one those of its numbers and scales, a sparse one those of its indices and values.
+    Tensors with unknown parts are left out.
     """
     found: list[Stored] = []
     for tensor in tensors:
@@ -345,13 +344,13 @@ def storages_of(tensors: Iterable[torch.Tensor]) -> list[Stored]:
                 found.append((tensor, tensor.untyped_storage()))
             else:
                 found += storages_of(parts)
-        except Exception:  # of a class of anybody's
+        except Exception:  # any tensor subclass may come here
             found += _asked_as_tensor(tensor)
     return found
 
 
 def _flattened(tensor: torch.Tensor) -> list[torch.Tensor] | None:
-    """Return what a wrapper subclass holds, as it says itself; None for other tensors."""
+    """Return the inner tensors of a wrapper subclass; None for other tensors."""
     flatten = getattr(type(tensor), "__tensor_flatten__", None)
     if flatten is None or getattr(type(tensor), "__tensor_unflatten__", None) is None:
         return None
@@ -362,8 +361,8 @@ def _flattened(tensor: torch.Tensor) -> list[torch.Tensor] | None:
 
 
 def _asked_as_tensor(tensor: torch.Tensor) -> list[Stored]:
-    """Do the same for a tensor whose class refused, or that has no storage of its own."""
-    # Every tensor that Python holds may come here, one that has lost what it was, too.
+    """Return the storages of a tensor whose class raised, or that has none of its own."""
+    # Any tensor that Python holds may come here, also one in an invalid state.
     try:
         with without_torch_function():
             whole = tensor.detach()
@@ -396,20 +395,20 @@ def registered(
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return a tensor's shape; () for a nested one of torch's older kind, which has none."""
+    """Return a tensor's shape; () for a strided nested tensor, which has none."""
     try:
         return tuple(tensor.shape)
     except RuntimeError:
         return ()
 
 
-# With the separator: torchvision begins as torch does.
+# With the separator, or torchvision would match torch.
 _OWN = f"{FilePath(__file__).parent.parent}{os.sep}"
 _SKIPPED = (f"{FilePath(torch.__file__).parent}{os.sep}", _OWN, "<")
 
 
 def line_here() -> str:
-    """Return file and line of the innermost code that is neither torch's nor this package's."""
+    """Return file and line of the innermost frame outside of torch and this package."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_SKIPPED):
         frame = frame.f_back
@@ -419,13 +418,9 @@ def line_here() -> str:
 
 
 def check_optimizer(optimizer: Any, function: str) -> None:
-    """See that an optimizer has state, before a page is written that needs it.
-
-    Raises:
-        OptionError: it has none.
-    """
+    """Raise an `OptionError` unless an optimizer has state."""
     if optimizer is not None and not isinstance(getattr(optimizer, "state", None), Mapping):
         raise OptionError(
-            f"mod_tracker.{function}: optimizer is a {type(optimizer).__name__}, but its `state` "
-            "is read, by parameter. Give the optimizer itself."
+            f"mod_tracker.{function}: optimizer must be a torch optimizer, whose state is read; "
+            f"got {type(optimizer).__name__}."
         )

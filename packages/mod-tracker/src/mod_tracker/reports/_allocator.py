@@ -1,10 +1,9 @@
-"""The caching allocator of CUDA: what it reserves, and who keeps it from using that again.
+"""The caching allocator of CUDA: reserved memory, and the modules that keep it fragmented.
 
 Note [Fragmentation]
-The allocator asks the device for segments and hands out blocks of them. A segment in which one
-block is in use stays with the process. Its other blocks are free, but only for tensors that fit
-into them. So memory may run out although much of it is free; the tensors in such segments are whom
-to move or to let go of.
+The allocator gets segments from the device and divides them into blocks. A segment with one block
+in use stays reserved; its free blocks serve only tensors that fit into them. So memory can run out
+although much of it is free. The tensors in such segments are the ones to move or free.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from .._numbers import bytes_shown
 from ._holders import Held
 
 SHOWN = 8
-"""Segments of a page."""
+"""Segments that a page shows."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A segment of which a part is in use.
+    """A segment that is partly in use.
 
     Attributes:
-        reserved: its bytes.
-        free: those of its bytes that are free.
-        largest: the largest free block.
-        holders: bytes in use by module; "" is what no module made, or nobody saw.
+        reserved: bytes of the segment.
+        free: bytes of its free blocks.
+        largest: bytes of its largest free block.
+        holders: bytes in use by module; "" for those of no module, or of an unknown one.
     """
 
     reserved: int
@@ -47,12 +46,11 @@ class Allocator:
 
     Attributes:
         device: such as "cuda:0".
-        reserved: bytes that it has from the device.
-        in_use: bytes that tensors have from it.
-        cached: bytes of segments that are free as a whole. It gives them back when memory is
-            short, or by `torch.cuda.empty_cache()`.
-        segments: those of which a part is in use and a part is free, the one with the most free
-            bytes first.
+        reserved: bytes of all segments.
+        in_use: bytes of all blocks in use.
+        cached: bytes of segments without a block in use. The allocator returns them to the device
+            when memory is short, or by `torch.cuda.empty_cache()`.
+        segments: segments that are partly in use, the one with the most free bytes first.
     """
 
     device: str
@@ -63,13 +61,13 @@ class Allocator:
 
     @property
     def fragmented(self) -> int:
-        """Free bytes in segments that are in use: only tensors that fit between can have them."""
+        """Free bytes in segments that are partly in use."""
         return sum(segment.free for segment in self.segments)
 
     def by_module(self) -> dict[str, int]:
-        """Return free bytes of the segments in which each module holds something, most first.
+        """Return, for each module, the free bytes of the segments in which it holds a block.
 
-        Several modules may hold the same segment: the sum may be more than `fragmented`.
+        Several modules may hold the same segment, so the sum may be more than `fragmented`.
         """
         found: Counter[str] = Counter()
         for segment in self.segments:
@@ -77,7 +75,7 @@ class Allocator:
         return dict(found.most_common())
 
     def lines(self) -> list[str]:
-        """Return what a page says."""
+        """Return the lines of a page."""
         lines = [
             "",
             f"allocator of {self.device}: {bytes_shown(self.reserved)} reserved, "
@@ -106,7 +104,7 @@ def allocators(held: Iterable[Held]) -> tuple[Allocator, ...]:
 def read_snapshot(
     snapshot: Sequence[Mapping[str, Any]], held: Iterable[Held]
 ) -> tuple[Allocator, ...]:
-    """Read what `torch.cuda.memory_snapshot()` returns, together with who holds what."""
+    """Combine the result of `torch.cuda.memory_snapshot()` with the holders of storages."""
     by_device: dict[str, list[Mapping[str, Any]]] = {}
     for segment in snapshot:
         by_device.setdefault(f"cuda:{segment['device']}", []).append(segment)
@@ -136,7 +134,7 @@ def _allocator(
 
 
 def _blocks(segment: Mapping[str, Any]) -> tuple[list[tuple[int, int]], list[int]]:
-    """Return address and size of the blocks in use, and the sizes of those that are free."""
+    """Return address and size of the blocks in use, and the sizes of the free blocks."""
     used, free = [], []
     address = segment["address"]
     for block in segment["blocks"]:

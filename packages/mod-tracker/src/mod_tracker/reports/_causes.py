@@ -1,10 +1,10 @@
-"""Five causes of memory: what a large model's memory is spent on.
+"""The five causes of memory.
 
 Note [Logits and loss]
-The last layer with a weight matrix makes the logits. What it allocates, and what comes after it,
-is "logits and loss", until the backward has reached another module with parameters. Which layer is
-the last one is known only when the forward is over: until then the latest one may be. So the
-allocations are numbered, and the numbers between which they are "logits and loss" are written down.
+The last layer with a weight matrix computes the logits. Its allocations, and those after it, are
+"logits and loss" until the backward reaches another module with parameters. Which layer is the last
+one is known only after the forward. So allocations are numbered, and the ranges of numbers that are
+"logits and loss" are recorded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CAUSES = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS)
 
 
 class LogitsAndLoss:
-    """Finds the allocations of the last layer and of the loss. See Note [Logits and loss]."""
+    """Ranges of allocations that are logits or loss. See Note [Logits and loss]."""
 
     def __init__(self) -> None:
         self._weights: dict[Path, int] = {}
@@ -32,7 +32,7 @@ class LogitsAndLoss:
         self._start = -1
 
     def allocates(self, number: int, call: Call, phase: str) -> None:
-        """Note that a call makes allocation `number`."""
+        """Handle allocation `number` of a call."""
         if call is self._call or call[2] is None:
             return
         dimensions = self._weights.get(call[0])
@@ -54,7 +54,6 @@ class LogitsAndLoss:
         self._call, self._root, self._start = None, None, -1
 
     def has(self, number: int) -> bool:
-        """Whether allocation `number` is of the last layer or the loss."""
         if 0 <= self._start <= number:
             return True
         at = bisect_right(self._spans, (number, number)) - 1

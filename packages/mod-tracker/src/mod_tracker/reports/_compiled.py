@@ -1,4 +1,4 @@
-"""Modules that ran compiled: a report sees each as one module, and says so."""
+"""Notes of a report about modules that ran compiled, each of which is one row."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from .._record import Path
 from .._torch_compat import is_compiled
 
 SHOWN = 3
-"""Names that are written out."""
+"""Names that a note shows."""
 
 WHOLE = "time inside is charged to it"
 
 
 def ran_compiled(path: Path) -> bool:
-    """Whether calls on this path run compiled code; those inside it may not, after a break."""
+    """Whether calls on this path run compiled code."""
     called = None if path.guard is None else path.guard()
     return called is not None and is_compiled(called)
 
 
 def nothing_called_note(rows: Mapping[str, object]) -> tuple[str, ...]:
-    """Return what a report of times has to say where no module was called."""
+    """Return a note if no module was called."""
     if any(rows):
         return ()
     return ("no module was called in the `with` block: all of it is outside",)
@@ -39,7 +39,7 @@ def compiled_modules(attribution: Attribution) -> list[str]:
 
 
 def compiled_note(attribution: Attribution, what: str) -> tuple[str, ...]:
-    """Return what a report has to say of them: `what` is missing, or is of the whole module."""
+    """Return a note that names the compiled modules; `what` says what is missing for them."""
     names = compiled_modules(attribution)
     if not names:
         return ()

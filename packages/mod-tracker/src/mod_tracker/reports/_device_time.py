@@ -1,12 +1,12 @@
-"""Clocks of accelerators, one line of readings for each device that modules run on.
+"""Clocks of accelerators: one list of readings for each device that modules run on.
 
 Note [Clocks of devices]
-Rule 1: a device is used from the first module on that has a parameter or a buffer there; a reading
-        is an event on its current stream, and the host never waits for it before the end. Modules
-        may move, so they are looked at again each time an outermost one is called. While a graph is
-        captured its device's clock is not read: nothing runs, and such an event has no time.
-Rule 2: a change of module in a thread of the user's is one on all devices that are used. In a
-        thread of torch's own, which runs the backward of one device, it is one on that device.
+Rule 1: a device is measured from the first module on that has a parameter or a buffer there. A
+        reading is an event on its current stream; the host waits for it at the end only. Modules
+        may move, so devices are looked up again when an outermost module is called. During graph
+        capture the clock is not read: nothing runs, and the event would have no time.
+Rule 2: a change of module in a user's thread is a reading on all devices. In a backward thread of
+        torch, which belongs to one device, it is a reading on that device.
 """
 
 from __future__ import annotations
@@ -28,20 +28,15 @@ Reading = tuple[Any, Call, str]
 
 
 def totals_of(readings: list[Reading], nanoseconds: Callable[[Any, Any], int]) -> PhaseTotals:
-    """Charge the time between two readings to the call that ran."""
+    """Add up the time between readings by the call that ran."""
     totals = PhaseTotals()
     for (begin, call, phase), (end, _, _) in pairwise(readings):
-        totals.add(call[0], phase, nanoseconds(begin, end))
+        totals.add(call[0].stack, phase, nanoseconds(begin, end))
     return totals
 
 
 class DeviceTimelines:
-    """Readings of every device of one kind that is used.
-
-    Args:
-        attribution: where a thread is.
-        kind: type of the devices, such as "cuda".
-    """
+    """Readings of all devices of one type, such as "cuda"."""
 
     def __init__(self, attribution: Attribution, kind: str) -> None:
         self._attribution, self._kind = attribution, kind
@@ -55,29 +50,29 @@ class DeviceTimelines:
         )
 
     def use(self, index: int) -> None:
-        """Read the clock of a device, too, from here on."""
         if index not in self._readings:
             self._readings[index] = []
             self._read(index, *self._now)
 
     def use_those_of(self, module: nn.Module) -> None:
-        """Use the devices on which a module itself has parameters or buffers."""
         for tensor in (*parameters_of(module).values(), *buffers_of(module).values()):
             if tensor is not None and tensor.device.type == self._kind:
                 self.use(tensor.device.index or 0)
 
     def switch(self, call: Call, phase: str) -> None:
-        """Note that `call` runs from here on, in this thread's part of the devices."""
+        """Take readings: `call` runs from now on. See Rule 2."""
         path = call[0]
-        if path.depth == 1 and phase is FORWARD and call is not self._outermost:
+        if len(path.stack) == 1 and phase is FORWARD and call is not self._outermost:
             self._outermost = call
             self._seen.clear()
         if path not in self._seen:
             self._seen.add(path)
-            self._find_devices(path)
+            module = path.module()
+            if module is not None:
+                self.use_those_of(module)
         if threading.get_ident() == self._thread:
             self._now = call, phase
-            for index in list(self._readings):  # another thread may use one more meanwhile
+            for index in list(self._readings):  # another thread may add one meanwhile
                 self._read(index, call, phase)
             return
         state = self._attribution.state()
@@ -104,11 +99,6 @@ class DeviceTimelines:
         event = torch.Event(device, enable_timing=True)
         event.record(torch.accelerator.current_stream(device))
         self._readings[index].append((event, call, phase))
-
-    def _find_devices(self, path: Path) -> None:
-        module = path.module()
-        if module is not None:
-            self.use_those_of(module)
 
 
 def accelerator_kind() -> str | None:

@@ -1,8 +1,7 @@
-"""A flame chart by module as one HTML page: a single file that loads nothing from elsewhere.
+"""A flame chart by module as one self-contained HTML page.
 
-A frame is a module where it was called. It lies below the module that called it, and is as wide as
-its amount, that of the modules inside it included. What it does itself is the part of it below
-which there is nothing. Plain numbers come in; this file knows no report and no torch.
+A frame is a module where it was called, below the module that called it. It is as wide as its
+amount, with the modules inside it. The part with nothing below it is the module's own amount.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ COLOURS = {
     "backward": "#5fc9a6",
     "outside": "#b9bec5",
 }
-"""Of phases, told apart by those who do not see red and green alike."""
+"""Colours of phases that colour-blind readers can tell apart."""
 
 LEAST = 2000
 """Frames narrower than this part of the whole are not drawn."""
@@ -66,19 +65,14 @@ chart?.addEventListener('click', event => {
 
 
 class Frame:
-    """A module where it was called.
-
-    Attributes:
-        amounts: by phase, of the module and those inside it.
-        inside: the frames below, by name.
-    """
+    """A module where it was called, with its amounts by phase and the frames below it by name."""
 
     def __init__(self) -> None:
         self.amounts: Amounts = {}
         self.inside: dict[str, Frame] = {}
 
     def add(self, stack: Stack, amounts: Mapping[str, int]) -> None:
-        """Add amounts to the frame and to those of the stack below it."""
+        """Add amounts to this frame and to the frames of the stack below it."""
         for phase, amount in amounts.items():
             self.amounts[phase] = self.amounts.get(phase, 0) + amount
         if stack:
@@ -98,13 +92,13 @@ class Frame:
 def flame_page(
     title: str, stacks: Mapping[Stack, Amounts], show: Callable[[int], str], *, table: str = ""
 ) -> str:
-    """Write the page.
+    """Return the page.
 
     Args:
-        title: what the amounts are.
+        title: title of the page.
         stacks: amounts by stack and phase.
-        show: writes an amount with its unit.
-        table: what is written below the chart.
+        show: formats an amount with its unit.
+        table: text below the chart.
     """
     whole = Frame()
     for stack, amounts in stacks.items():

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -16,36 +17,37 @@ from .._record import Path
 from .._torch_compat import (
     is_composite,
     is_higher_order,
+    makes_stand_ins,
     run_inside,
     run_parts,
     views_are_noted,
 )
-from .._tracker import tracking
+from .._tracker import ModTracker
 from ._compiled import compiled_modules, compiled_note, compiled_paths, ran_compiled
-from ._formulas import OWN, Count, Formula, of_shapes, of_torch
+from ._formulas import FLEX, OWN, Count, Formula, of_shapes, of_torch
 from ._free_operators import is_free
 from ._mode import MeasuringMode, has_own_way, is_sharded, measuring
 from ._phase_totals import PhaseTotals
 from ._report import PhaseRow, Report, phase_rows
 
 SHOWN = 8
-"""Operators that a note names."""
+"""Operators that a note shows."""
 
 
 class FlopReport(Report[PhaseRow]):
     """Floating-point operations per module; a multiplication and an addition are two.
 
-    Products are counted: of matrices, of convolutions, of attention. Attention counts every pair
-    of a query and a key, also those that a mask hides.
+    Matrix products, convolutions and attention are counted. Attention counts every pair of a query
+    and a key, also those that a mask hides.
 
     Attributes:
         by_operator: floating-point operations of each operator that has a formula.
-        uncounted: how often each operator without a formula ran.
-        unknown: those of `uncounted` that may multiply; all others are known not to. `notes` name
-            them. Give them a formula, by the option `formulas`.
-        compiled: modules that ran compiled. What runs in compiled code is not counted.
-        model_flops: those that the model needs: without what a checkpoint runs again, and without
-            the product that the backward of fused attention repeats.
+        uncounted: number of calls of each operator without a formula.
+        unknown: the operators of `uncounted` that may multiply; `notes` name them. Give them a
+            formula by the option `formulas`.
+        compiled: modules that ran compiled. FLOPs of compiled code are not counted.
+        model_flops: without recomputation by checkpoints, and without the product that the
+            backward of fused attention repeats.
     """
 
     unit = "FLOP"
@@ -62,45 +64,44 @@ class FlopReport(Report[PhaseRow]):
         self._masked = self._model_masked = 0
 
     def mfu(self, peak_flops: float, seconds: float, *, skip_masked: bool = False) -> float:
-        """Return the model FLOPs utilization: the share of the peak that the model's own work is.
+        """Return the model FLOPs utilization: the model's FLOPs as a share of the device's peak.
 
-        What is computed twice, because of checkpointing, counts once: MFU is the speed of training
-        (PaLM, arXiv:2204.02311, appendix B). Like there, attention counts in full under a causal
-        mask.
+        Recomputation does not count (PaLM, arXiv:2204.02311, appendix B). As there, attention
+        counts in full under a causal mask.
 
         Args:
-            peak_flops: of the device, per second, in the type that is used: 989e12 for bfloat16 on
-                an H100. In a process group a report counts what this rank does, so it is the peak
-                of one device.
-            seconds: how long the measured block takes without a report around it.
+            peak_flops: FLOPs per second of the device in the type that is used: 989e12 for bfloat16
+                on an H100. In a process group a report counts the work of this rank, so this is
+                the peak of one device.
+            seconds: time of the measured block without a report.
             skip_masked: leave out pairs of queries and keys that `is_causal=True`, or a window, of
                 an attention kernel hides.
 
         Raises:
-            OptionError: `peak_flops` or `seconds` is not above zero.
-            StateError: modules ran compiled, so that their FLOPs are missing.
+            OptionError: `peak_flops` or `seconds` is not a number above zero.
+            StateError: modules ran compiled, and their FLOPs are missing.
         """
         work = self.model_flops - (self._model_masked if skip_masked else 0)
         return self._share("mfu", work, peak_flops, seconds)
 
     def hfu(self, peak_flops: float, seconds: float, *, skip_masked: bool = False) -> float:
-        """Return the hardware FLOPs utilization: like `mfu`, with what is computed again."""
+        """Return the hardware FLOPs utilization: like `mfu`, with recomputation."""
         work = self.total - (self._masked if skip_masked else 0)
         return self._share("hfu", work, peak_flops, seconds)
 
     def _share(self, name: str, work: int, peak_flops: float, seconds: float) -> float:
         self._complete()
-        if not (peak_flops > 0 and seconds > 0):
-            raise OptionError(
-                f"mod_tracker.{name}: peak_flops is {peak_flops} and seconds is {seconds}, but "
-                "both must be above zero. Give the device's FLOPs per second, 989e12 for example, "
-                "and the time of the block."
-            )
+        for what, value in (("peak_flops", peak_flops), ("seconds", seconds)):
+            if not isinstance(value, Real) or not value > 0:
+                raise OptionError(
+                    f"mod_tracker.{name}: {what} must be a number above zero; got {value!r}. Pass "
+                    "the device's FLOPs per second, such as 989e12, and the seconds of a step."
+                )
         if self.compiled:
             raise StateError(
-                f"mod_tracker.{name}: {', '.join(self.compiled[:3])} ran compiled, and FLOPs in "
-                "compiled code are not counted. Count the FLOPs of a step before compiling, or "
-                "under torch.compiler.set_stance('force_eager'): they are the same."
+                f"mod_tracker.{name}: FLOPs of compiled code are not counted, and "
+                f"{', '.join(self.compiled[:3])} ran compiled. Count a step before compiling, or "
+                "under torch.compiler.set_stance('force_eager')."
             )
         return work / (peak_flops * seconds)
 
@@ -117,15 +118,14 @@ class FlopReport(Report[PhaseRow]):
 
 FREE, UNKNOWN = "free", "unknown"
 COMPOSITE = "composite"  # its parts are counted
-BRANCHES = "branches"  # torch.cond: one of its functions is counted
-INSIDE = "inside"  # a higher-order operator: what its functions do is counted
+INSIDE = "inside"  # a higher-order operator: its functions are counted
 
 Rule = Count | str
-"""How an operator is counted: its formula, or what is to be done with one that has none."""
+"""How an operator is counted: a formula, or one of the names above."""
 
 
 class Counts:
-    """What was counted, by path, phase and operator."""
+    """FLOPs by path, phase and operator."""
 
     def __init__(self) -> None:
         self.amounts: defaultdict[tuple[Path, str, Any], list[int]] = defaultdict(
@@ -134,15 +134,8 @@ class Counts:
         self.uncounted: Counter[Any] = Counter()
         self.unknown: Counter[Any] = Counter()
 
-    def add(self, other: Counts) -> None:
-        """Add what was counted apart."""
-        for place, amounts in other.amounts.items():
-            self.add_at(place, amounts)
-        self.uncounted.update(other.uncounted)
-        self.unknown.update(other.unknown)
-
-    def add_at(self, place: tuple[Path, str, Any], amounts: Any) -> None:
-        """Add numbers that are in the order of an `Amount`."""
+    def add(self, place: tuple[Path, str, Any], amounts: Any) -> None:
+        """Add the numbers of an `Amount`."""
         sums = self.amounts[place]
         for at, amount in enumerate(amounts):
             sums[at] += amount
@@ -157,9 +150,8 @@ class FlopMode(MeasuringMode):
     """Counts every operator.
 
     Attributes:
-        counts: what was counted so far.
-        errors: what a formula last raised, by operator. Its calls are among the uncounted: who
-            measures a model does not stop it.
+        errors: the last exception of a formula, by operator. Calls of the operator are uncounted
+            then; the model goes on.
     """
 
     def __init__(self, attribution: Attribution, formulas: Mapping[Any, Count]) -> None:
@@ -176,8 +168,8 @@ class FlopMode(MeasuringMode):
         rule = self._rules.get(func)
         if rule is None:
             rule = self._rules[func] = self._rule_of(func)
-        # A subclass is counted as a whole where there is a formula, and else by what it does. A
-        # rank of a sharded tensor does a part of the whole.
+        # A subclass is counted as a whole if there is a formula, and otherwise by its inner
+        # operators. A rank of a sharded tensor computes a part of the whole.
         if types and has_own_way(types) and (isinstance(rule, str) or _not_whole(types, args)):
             return self.pass_on(func, types, args, kwargs)
         if types and self.is_tried_out(types):
@@ -195,7 +187,7 @@ class FlopMode(MeasuringMode):
             self.errors[func] = error
             self.counts.uncounted[func] += 1
         else:
-            self.counts.add_at((call[0], phase, func), amount)
+            self.counts.add((call[0], phase, func), amount)
         return output
 
     def _rule_of(self, func: Any) -> Rule:
@@ -204,7 +196,7 @@ class FlopMode(MeasuringMode):
         if formula is not None:
             return formula
         if is_higher_order(func):
-            return BRANCHES if func is torch.ops.higher_order.cond else INSIDE
+            return FLEX.get(str(func), INSIDE)
         if is_composite(func):
             return COMPOSITE
         return FREE if is_free(func) else UNKNOWN
@@ -216,41 +208,17 @@ class FlopMode(MeasuringMode):
             with self, views_are_noted(func):
                 return run_parts(func, args, kwargs)
         self.counts.uncounted[func] += 1
-        if rule is BRANCHES:
-            return self._branches(func, args, kwargs)
         if rule is INSIDE:
+            if func is torch.ops.higher_order.cond and makes_stand_ins():
+                self.counts.unknown[func] += 1  # without data both branches run
             return self.call_inside(func, args, kwargs)
-        # A kernel that has torch carry out products shows them. What shows none may multiply.
+        # If the kernel calls operators with products, they are counted. Otherwise it may multiply.
         products = sum(map(len, self.counts.amounts.values())), self.counts.total
         ran = run_inside(self, func, args, kwargs)
         output = func(*args, **kwargs) if ran is None else ran[0]
         if products == (sum(map(len, self.counts.amounts.values())), self.counts.total):
             self.counts.unknown[func] += 1
         return output
-
-    def _branches(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Count the branch of `torch.cond` that runs; without data both do: the larger one."""
-        outer, counted = self.counts, []
-
-        def counted_apart(branch: Callable[..., Any]) -> Callable[..., Any]:
-            def run(*operands: Any) -> Any:
-                self.counts = Counts()
-                counted.append(self.counts)
-                try:
-                    return branch(*operands)
-                finally:
-                    self.counts = outer
-
-            return run
-
-        predicate, first, second, *operands = args
-        try:
-            return self.call_inside(
-                func, (predicate, counted_apart(first), counted_apart(second), *operands), kwargs
-            )
-        finally:
-            if counted:
-                outer.add(max(counted, key=lambda counts: counts.total))
 
 
 def _is_ragged(args: tuple) -> bool:
@@ -267,14 +235,13 @@ def _check(key: Any, formula: Any) -> None:
         name = getattr(key, "__name__", "")
         known = isinstance(name, str) and hasattr(torch.ops.aten, name)
         raise OptionError(
-            f"mod_tracker.profile_flops: the key {key!r} of `formulas` is not an operator, and "
-            "only operators are seen. Use "
+            f"mod_tracker.profile_flops: a key of formulas must be an operator; got {key!r}. Use "
             f"torch.ops.{f'aten.{name}' if known else 'LIBRARY.NAME'}."
         )
     if not callable(formula):
         raise OptionError(
-            f"mod_tracker.profile_flops: the formula of {key} is {formula!r}, but it must be a "
-            "function of shapes that returns a number. For a constant use lambda *args, **more: n."
+            f"mod_tracker.profile_flops: the formula of {key} must be a function of shapes that "
+            f"returns a number; got {formula!r}. For a constant use lambda *args, **more: n."
         )
 
 
@@ -286,15 +253,14 @@ def profile_flops(
 
     Args:
         roots: models to name before they are called; see `ModTracker`.
-        formulas: formulas for operators of your own, or instead of those that are known. The key
-            is an operator such as `torch.ops.mylib.attention`; the value is called with the
-            operator's arguments, shapes in place of tensors, and with `out_shape`, and returns a
-            number. Formulas registered with `torch.utils.flop_counter.register_flop_formula` are
-            known. What one raises does not reach the model: the operator is uncounted then, and
-            `FlopReport.notes` say why.
+        formulas: formulas for your own operators, or to replace known ones. A key is an operator
+            such as `torch.ops.mylib.attention`. The formula is called with the operator's
+            arguments, with shapes in place of tensors, and with `out_shape`, and returns a number.
+            If it raises, the operator is uncounted, and `FlopReport.notes` say why. Formulas
+            registered with `torch.utils.flop_counter.register_flop_formula` are used, too.
 
     Raises:
-        OptionError: a key of `formulas` is no operator, or its formula no function.
+        OptionError: `formulas` is no dict, a key no operator, or its formula no function.
 
     Example:
         >>> import torch
@@ -305,14 +271,23 @@ def profile_flops(
         >>> report["1"].forward, report.total == report.sum("self_total")
         (32, True)
     """
-    from torch.utils.flop_counter import flop_registry  # brings Triton, where that is installed
+    from torch.utils.flop_counter import flop_registry  # imports Triton if it is installed
 
     report = FlopReport()
+    if formulas is not None and not isinstance(formulas, Mapping):
+        raise OptionError(
+            f"mod_tracker.profile_flops: formulas must be a dict from operators to functions; got "
+            f"{type(formulas).__name__}."
+        )
     for key, formula in (formulas or {}).items():
         _check(key, formula)
-    torchs = {operator: of_torch(formula) for operator, formula in flop_registry.items()}
+    torchs = {
+        operator: of_torch(formula)
+        for operator, formula in flop_registry.items()
+        if str(operator) not in FLEX
+    }
     users = {operator: of_shapes(formula) for operator, formula in (formulas or {}).items()}
-    with tracking(*roots) as tracker:
+    with ModTracker(*roots) as tracker:
         mode = FlopMode(tracker._attribution, {**torchs, **OWN, **users})
         with measuring(mode):
             yield report
@@ -325,14 +300,14 @@ def _fill(report: FlopReport, mode: FlopMode, attribution: Attribution) -> None:
     for (path, phase, func), (total, again, masked, masked_again) in counts.amounts.items():
         if ran_compiled(path):
             continue
-        totals.add(path, phase, total)
+        totals.add(path.stack, phase, total)
         by_operator[str(func)] += total
         report._masked += masked
         if phase != RECOMPUTE:
             report.model_flops += total - again
             report._model_masked += masked - masked_again
     for path in compiled_paths(attribution):  # a row without FLOPs
-        totals.add(path, FORWARD, 0)
+        totals.add(path.stack, FORWARD, 0)
     report.by_operator = dict(by_operator)
     report.uncounted = {str(func): times for func, times in counts.uncounted.most_common()}
     report.unknown = {str(func): times for func, times in counts.unknown.most_common()}
@@ -344,7 +319,7 @@ def _fill(report: FlopReport, mode: FlopMode, attribution: Attribution) -> None:
         for func, error in mode.errors.items()
     )
     anything = bool(counts.amounts or counts.uncounted)
-    report._fill(phase_rows(totals), totals.total, {"total": totals.by_stack()}, ran=anything)
+    report._fill(phase_rows(totals), totals.total, {"total": totals.stacks}, ran=anything)
 
 
 def _unknown_note(unknown: Mapping[str, int]) -> tuple[str, ...]:

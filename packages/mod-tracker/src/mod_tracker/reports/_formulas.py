@@ -1,8 +1,8 @@
-"""How many floating-point operations an operator carries out, by its arguments and its result.
+"""Formulas: the floating-point operations of an operator, by its arguments and its result.
 
-A multiplication and an addition are two operations; only products are counted: of matrices, of
-convolutions, of attention. torch has formulas in `torch.utils.flop_counter.flop_registry`. Those
-that differ from a calculation by hand, or are missing, are here; `test_formulas` compares all.
+A multiplication and an addition are two operations. Matrix products, convolutions and attention are
+counted. torch has formulas in `torch.utils.flop_counter.flop_registry`. Those that differ from a
+calculation by hand, or are missing, are here; `test_formulas` compares all.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any, NamedTuple
 import torch
 
 Formula = Callable[..., int]
-"""A user's formula: gets shapes in place of tensors, and `out_shape`; returns a number."""
+"""A user's formula, called with shapes in place of tensors, and with `out_shape`."""
 
 
 class Amount(NamedTuple):
     """Floating-point operations of one call of an operator.
 
     Attributes:
-        total: all of them.
-        again: those of `total` that repeat what the forward computed. The backward of fused
-            attention multiplies queries and keys once more, because nobody kept the scores.
-        masked: those of `total` that a causal mask or a window makes needless, as far as the
-            operator's arguments say so. Masks that are tensors say nothing.
-        masked_again: those that are in both.
+        total: all operations.
+        again: part of `total` that repeats the forward. The backward of fused attention multiplies
+            queries and keys once more, since the scores were not saved.
+        masked: part of `total` that a causal mask or a window hides, by the operator's arguments.
+            Masks that are tensors hide nothing.
+        masked_again: part of `total` that is in both.
     """
 
     total: int
@@ -43,7 +43,7 @@ _Given = dict[str, Any]  # arguments by the names in the operator's schema, defa
 
 
 def of_shapes(formula: Formula) -> Count:
-    """Return what counts by a user's formula, in which shapes stand for tensors."""
+    """Adapt a user's formula."""
 
     def count(operator: Any, args: tuple, kwargs: Mapping[str, Any], out: Any) -> Amount:
         named = {name: _shape(value) for name, value in kwargs.items()}
@@ -53,7 +53,7 @@ def of_shapes(formula: Formula) -> Count:
 
 
 def of_torch(formula: Callable[..., int]) -> Count:
-    """Return what counts by a formula of `torch.utils.flop_counter.flop_registry`."""
+    """Adapt a formula of `torch.utils.flop_counter.flop_registry`."""
 
     def count(operator: Any, args: tuple, kwargs: Mapping[str, Any], out: Any) -> Amount:
         return Amount(int(formula(*args, **kwargs, out_val=out)))
@@ -72,6 +72,8 @@ def _by_name(formula: Callable[[_Given, Any], int | Amount]) -> Count:
 
 @cache
 def _arguments(operator: Any) -> tuple[tuple[str, ...], _Given]:
+    if not hasattr(operator, "_schema"):  # flex attention, which takes functions
+        return ("query", "key", "value"), {}
     arguments = operator._schema.arguments
     defaults = {each.name: each.default_value for each in arguments if each.has_default_value()}
     return tuple(each.name for each in arguments), defaults
@@ -100,7 +102,7 @@ def _product(first: str, second: str) -> Count:
 
 
 def _layer(given: _Given, out: Any) -> int:
-    """A linear layer, whose weight may be packed: the result tells how many columns it has."""
+    """A linear layer; its weight may be packed, so the result gives the number of columns."""
     x = next(given[name] for name in ("input", "self", "inp") if name in given)
     return 2 * x.numel() * out.shape[-1]
 
@@ -118,14 +120,14 @@ def _list_of_products(given: _Given, out: Any) -> int:
 def _groups(given: _Given, out: Any) -> int:
     """Products of groups, as in a mixture of experts.
 
-    Two matrices of three dimensions are multiplied in pairs. Otherwise groups divide a dimension
-    of a matrix of two, and are taken to fill it: how large they are is not known from shapes.
+    Two tensors of three dimensions are multiplied in pairs. Otherwise groups divide a dimension of
+    a matrix; they are assumed to fill it, since shapes do not give their sizes.
     """
     a, b = given["self"].shape, given["mat2"].shape
     return 2 * math.prod(a[1:] if len(a) > len(b) else a) * b[-1]
 
 
-# Convolutions. A weight is (channels, those of a group, *places).
+# Convolutions. A weight has the shape (channels, channels of a group, *places).
 
 
 def _convolution(given: _Given, out: Any) -> int:
@@ -144,17 +146,17 @@ def _convolved(x: Any, weight: Any, places: Any) -> int:
 
 
 def _convolution_backward(given: _Given, out: Any) -> int:
-    """As many as forward for each gradient that is asked for."""
+    """As many as in forward for each of the requested gradients."""
     x = given["input"] if "input" in given else given["self"]
     places = x if given.get("transposed") else given["grad_output"]
     return _convolved(x, given["weight"], places) * sum(given["output_mask"][:2])
 
 
-# Attention. Heads of queries may share one of keys, so only the queries' number counts.
+# Attention. Several heads of queries may share a head of keys; heads of queries are counted.
 
 
 class _Sizes(NamedTuple):
-    """Of attention: how many heads in all, queries, keys, and channels of both and of values."""
+    """Sizes of attention: heads of all batches, queries, keys, channels of keys and of values."""
 
     heads: int
     queries: int
@@ -185,7 +187,7 @@ def _tokens_first(given: _Given) -> Iterator[_Sizes]:
 
 
 def _lengths(starts: torch.Tensor, longest: int) -> list[int]:
-    """Without data the lengths are unknown: each is taken to be as long as the longest."""
+    """Without data the lengths are unknown; each is assumed to be the longest."""
     if starts.is_meta or type(starts) not in (torch.Tensor, torch.nn.Parameter):
         return [longest] * (len(starts) - 1)
     found: list[int] = starts.diff().tolist()
@@ -193,9 +195,9 @@ def _lengths(starts: torch.Tensor, longest: int) -> list[int]:
 
 
 def visible_pairs(queries: int, keys: int, shift: int, left: int | None, right: int | None) -> int:
-    """Return how many pairs of a query and a key a window leaves.
+    """Return the number of pairs of a query and a key in a window.
 
-    Query i sees the keys from i + shift - left to i + shift + right; None is without limit.
+    Query i sees the keys from i + shift - left to i + shift + right; None means no limit.
 
     Example:
         >>> visible_pairs(4, 4, 0, None, 0), visible_pairs(4, 4, 0, 1, 0)
@@ -207,7 +209,7 @@ def visible_pairs(queries: int, keys: int, shift: int, left: int | None, right: 
 
 
 def _clipped_sum(count: int, first: int, top: int) -> int:
-    """Sum of `first`, `first + 1` and so on, `count` numbers, each brought between 0 and `top`."""
+    """Sum of the `count` numbers from `first` on, each clipped to 0 and `top`."""
     low = min(max(-first, 0), count)
     high = min(max(top - first, low), count)
     rising = (high - low) * (2 * first + low + high - 1) // 2
@@ -215,7 +217,7 @@ def _clipped_sum(count: int, first: int, top: int) -> int:
 
 
 def _seen(given: _Given, sizes: _Sizes) -> int:
-    """Pairs that the arguments leave; torch aligns masks differently in its two kinds of kernel."""
+    """Pairs in the mask; torch's two kinds of kernel align causal masks differently."""
     queries, keys = sizes.queries, sizes.keys
     left, right = given.get("window_size_left"), given.get("window_size_right")
     left, right = (None if size is None or size < 0 else size for size in (left, right))
@@ -233,7 +235,7 @@ _Layout = Callable[[_Given], Iterator[_Sizes]]
 
 
 def _attention(layout: _Layout) -> Count:
-    """One product of queries and keys, and one of the scores and values."""
+    """A product of queries and keys, and one of scores and values."""
 
     def count(given: _Given, out: Any) -> Amount:
         total = masked = 0
@@ -248,7 +250,7 @@ def _attention(layout: _Layout) -> Count:
 
 
 def _attention_backward(layout: _Layout) -> Count:
-    """Queries and keys once more, and two products for either product of the forward."""
+    """Queries and keys again, and two products for each product of the forward."""
 
     def count(given: _Given, out: Any) -> Amount:
         total = again = masked = masked_again = 0
@@ -281,7 +283,7 @@ def _encoder_layer(given: _Given, out: Any) -> int:
     return 2 * tokens * sum(given[name].numel() for name in weights) + 4 * x.numel() * x.shape[1]
 
 
-# Recurrent layers. Each token is multiplied with every matrix once, and twice in backward.
+# Recurrent layers. Each token is multiplied by each matrix once, and twice in backward.
 
 
 def _onednn_layer(times: int, first: str, second: str) -> Count:
@@ -383,10 +385,16 @@ def _own() -> Iterator[tuple[str, Count]]:
 def _operators() -> Iterator[tuple[Any, Count]]:
     aten = torch.ops.aten
     for name, count in _own():
-        for variant in (name, f"{name}_"):  # and the one that works in place
+        for variant in (name, f"{name}_"):  # and the in-place variant
             if hasattr(aten, variant):
                 yield getattr(aten, variant), count
 
 
 OWN: dict[Any, Count] = dict(_operators())
 """Formulas that torch lacks, or has wrong."""
+
+FLEX = {
+    "flex_attention": _attention(_heads_first),
+    "flex_attention_backward": _attention_backward(_heads_first),
+}
+"""Formulas of higher-order operators, by name: some exist only once they are imported."""

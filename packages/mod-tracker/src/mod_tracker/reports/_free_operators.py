@@ -1,8 +1,7 @@
-"""Operators that are known to multiply no matrices.
+"""Operators that multiply no matrices.
 
-What the FLOPs of a model mean counts products: of matrices, of convolutions, of attention. An
-operator without a formula is one of two kinds. Those listed here do a few operations per element
-at most, or none. Of all others nobody knows, and a report says so.
+The operators listed here do at most a few operations per element. Other operators without a
+formula may multiply, and a report names them.
 """
 
 from __future__ import annotations

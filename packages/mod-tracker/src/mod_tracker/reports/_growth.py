@@ -1,4 +1,4 @@
-"""Whether steps leave more memory behind each time, as a check in a test."""
+"""`assert_no_growth`: a test that steps do not leak memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 
-from .._errors import OptionError
+from .._errors import check_callable, check_int
 from .._numbers import bytes_shown
 from ._watch import watch_memory
 
@@ -15,21 +15,20 @@ from ._watch import watch_memory
 def assert_no_growth(
     step: Callable[[], object], *, steps: int = 3, warmup: int = 2, slack_bytes: int = 0
 ) -> None:
-    """Run a step several times, and fail if each time it leaves more memory alive.
+    """Run a step several times, and fail if the memory left alive grows in each of them.
 
-    What is alive is compared by module and line after each step, with garbage collected. A place
-    that holds more after each of the steps than before it grows; one that grows once, such as a
-    cache that fills, does not.
+    Live bytes are compared by module and line after each step and a garbage collection. It is a
+    leak if a line has more live bytes after each of the steps; a cache that fills once is not.
 
     Args:
-        step: what to run, a training step for example.
-        steps: how many steps are compared.
-        warmup: how many steps come before those, in which gradients and optimizer state are made.
-        slack_bytes: growth per step of one place that is ignored.
+        step: function to run, such as a training step.
+        steps: number of steps to compare.
+        warmup: number of steps before those, in which gradients and optimizer state are allocated.
+        slack_bytes: growth of one line per step that is ignored.
 
     Raises:
-        AssertionError: memory grows; the message has each place, with bytes per step.
-        OptionError: `steps` is below 2, or `warmup` or `slack_bytes` is negative.
+        AssertionError: memory grows; the message has each line, with bytes per step.
+        OptionError: `step` cannot be called, `steps` is below 2, or another number negative.
 
     Example:
         >>> import torch
@@ -37,12 +36,10 @@ def assert_no_growth(
         >>> model = nn.Linear(2, 2)
         >>> assert_no_growth(lambda: model(torch.ones(1, 2)).sum().backward())
     """
-    if steps < 2 or warmup < 0 or slack_bytes < 0:
-        raise OptionError(
-            f"mod_tracker.assert_no_growth: steps {steps}, warmup {warmup} or slack_bytes "
-            f"{slack_bytes} is too small, but at least two steps are compared, after none or more, "
-            "and no growth at all is 0 bytes. Leave them out for the defaults."
-        )
+    check_callable("assert_no_growth", "step", step, "a function that runs one step")
+    check_int("assert_no_growth", "steps", steps, 2)
+    check_int("assert_no_growth", "warmup", warmup, 0)
+    check_int("assert_no_growth", "slack_bytes", slack_bytes, 0)
     alive: list[Counter[tuple[str, str]]] = []
     with watch_memory() as watch:
         for _ in range(warmup + steps):
@@ -61,7 +58,6 @@ def assert_no_growth(
             for (module, line), size in Counter(grown).most_common()
         )
         raise AssertionError(
-            f"mod_tracker.assert_no_growth: {len(grown)} places hold more memory after each of "
-            f"{steps} steps, but steps should leave none behind. Look for what keeps the tensors "
-            f"made here alive:\n{places}"
+            f"mod_tracker.assert_no_growth: memory grew in each of {steps} steps. Tensors made "
+            f"here stay alive:\n{places}"
         )

@@ -1,4 +1,4 @@
-"""Storages that are alive: who made them, where in the code, and what holds them."""
+"""Storages that are alive, with the module and line that allocated them, and their holders."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KINDS = (
     *("parameters", "gradients", "optimizer", "inputs"),
     *("saved", "checkpoint", "temporaries", "unseen"),
 )
-"""What a storage is held as: the first of these that it is."""
+"""Kinds of storages; the first one that applies is used."""
 
 _NOT_ENTERED = (nn.Module, type, FrameType, ModuleType, GeneratorType, torch.optim.Optimizer)
 
@@ -33,20 +33,19 @@ class Held:
 
     Attributes:
         size: bytes.
-        kind: one of `KINDS`. "saved" is what autograd keeps for backward by itself; "checkpoint"
-            is what is kept in its place: inputs of regions that run again, and what hooks for
-            saved tensors of somebody else hold, such as values that a policy keeps or that are
-            offloaded to the CPU. "temporaries" are results that nothing keeps for a backward;
-            "unseen" are those that were made before the block, or by another thread.
-        module: module that made it, or registers the parameter it belongs to; "" for none.
+        kind: one of `KINDS`. "saved": saved for backward by autograd. "checkpoint": saved instead
+            by a checkpoint, or by other hooks for saved tensors, such as those of a policy or of
+            offloading. "temporaries": not saved for backward. "unseen": allocated before the
+            block, or in another thread.
+        module: module that allocated it, or that registers its parameter; "" for none.
         stack: that module and those around it, the root first.
-        phase: in which phase it was made; "" if that was not seen.
-        line: file and line of the code that made it; "" if that was not seen.
-        shape: of the tensor that was made.
-        dtype: of its elements.
+        phase: phase in which it was allocated; "" if unknown.
+        line: file and line that allocated it; "" if unknown.
+        shape: shape of the tensor.
+        dtype: type of its elements.
         cause: one of the five of `MemoryReport.causes`.
-        device: where it is, such as "cuda:0".
-        address: of its first byte; 0 if it has none.
+        device: such as "cuda:0".
+        address: address of its first byte; 0 if it has none.
     """
 
     size: int
@@ -68,13 +67,13 @@ def what_is_held(
     optimizer: torch.optim.Optimizer | None,
     inputs: dict[int, weakref.ref[torch.UntypedStorage]],
 ) -> list[Held]:
-    """Return everything that is alive, each storage once, largest first.
+    """Return all storages that are alive, largest first.
 
     Args:
-        mode: has followed what was made, with the lines.
+        mode: with `lines`.
         roots: models by label.
-        optimizer: whose state there is; None to look for optimizers.
-        inputs: what the step was given, by `id` of the storage.
+        optimizer: optimizer with state; None to search for optimizers.
+        inputs: inputs of the step, by `id` of the storage.
     """
     found: dict[int, Held] = {}
 
@@ -93,7 +92,7 @@ def what_is_held(
         )
 
     def kind_of(key: int, otherwise: str) -> str:
-        # An input that is gone says nothing: its number may be another's by now.
+        # The `id` of a dead input may have been reused.
         given = inputs.get(key)
         is_input = given is not None and given() is not None
         return "inputs" if is_input else graphs.kind(key) or otherwise
@@ -113,13 +112,13 @@ def what_is_held(
         if key not in found and alive is not None and made is not None:
             path = made.call[0]
             found[key] = Held(
-                *(known.size, kind_of(key, "temporaries"), path.name, path.names()),
+                *(known.size, kind_of(key, "temporaries"), path.name, path.stack),
                 *(made.phase, made.line, made.shape, made.dtype),
                 cause=mode.cause_of(known),
                 **_place(alive),
             )
     for part, storage in storages_of([*tensors, *graphs.tensors]):
-        if storage.device.type != "meta":  # a trace's tensors have no bytes, nor always a size
+        if storage.device.type != "meta":  # tensors of a trace have no bytes
             add(part, storage, kind_of(id(storage), "unseen"), "")
     return sorted(found.values(), key=lambda held: -held.size)
 
@@ -128,7 +127,7 @@ _CAUSES = (PARAMETERS, GRADIENTS, OPTIMIZER)
 
 
 def _place(storage: torch.UntypedStorage) -> dict[str, Any]:
-    """Return the device and the address of a storage; 0 where it has none, as a stand-in."""
+    """Return the device and the address of a storage; 0 for a fake one."""
     try:
         address = storage.data_ptr()
     except RuntimeError:
@@ -137,14 +136,14 @@ def _place(storage: torch.UntypedStorage) -> dict[str, Any]:
 
 
 class _Graphs:
-    """What the graphs behind some tensors keep for backward.
+    """Tensors that the graphs of some tensors save for backward.
 
-    What a checkpoint keeps is found as torch lets anybody keep it: inputs by a node of torch's
-    checkpoint, all else by hooks for saved tensors, in what they have made of a tensor or beside
-    it, without going into modules or into what a function takes from its file.
+    Values of a checkpoint are found in two ways: nodes of torch's checkpoint save its inputs, and
+    the results of pack hooks, and the hooks themselves, refer to all others. Modules and the
+    globals of functions are not searched.
 
     Attributes:
-        tensors: all that is kept; no others hold those that only C++ has.
+        tensors: all of these tensors; some exist in C++ only.
     """
 
     def __init__(self, roots: list[torch.Tensor]) -> None:
@@ -170,14 +169,14 @@ class _Graphs:
             keys.add(id(storage))
 
     def kind(self, key: int) -> str | None:
-        """Return as what a storage is kept; None if it is not."""
+        """Return "saved" or "checkpoint"; None if the storage is not saved."""
         if key in self._saved:
             return "saved"
         return "checkpoint" if key in self._instead else None
 
 
 def _reached(things: list[Any], seen: set[int]) -> Iterator[Any]:
-    """Return the tensors that things hold, and those that torch's checkpoint saved there."""
+    """Yield the tensors and `SAVED` values that objects refer to."""
     waiting = [one for one in things if id(one) not in seen]
     seen.update(map(id, waiting))
     while waiting:

@@ -1,4 +1,4 @@
-"""Memory per module - allocated, kept for backward, parameters, gradients, optimizer."""
+"""Memory per module: allocated, saved for backward, parameters, gradients, optimizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .._edges import tensors_in
 from .._errors import StateError
 from .._record import Call
 from .._torch_compat import SAYS_HOOKS
-from .._tracker import tracking
+from .._tracker import ModTracker
 from ._allocations import (
     AllocationMode,
     check_optimizer,
@@ -28,7 +28,7 @@ from ._allocations import (
 from ._causes import CAUSES, GRADIENTS, OPTIMIZER, PARAMETERS
 from ._compiled import compiled_note
 from ._flame_page import Amounts, Stack
-from ._phase_totals import PhaseTotals, stack_of
+from ._phase_totals import PhaseTotals, by_module, stack_of
 from ._report import OUTSIDE_NAME, Report
 
 
@@ -39,13 +39,12 @@ class MemoryRow:
     Attributes:
         peak: most bytes alive at once, of all modules, while this one ran, in any phase.
         allocated: bytes that operators allocated.
-        freed: bytes freed while the module ran, whoever had allocated them.
-        saved: bytes kept for backward: distinct storages other than parameters and buffers,
-            charged to the module that saved them first.
-        parameters: bytes of the parameters; a storage that several share counts where the first
-            of them is registered.
-        gradients: bytes of their gradients at the end, each storage once likewise.
-        optimizer: bytes of the optimizer's state for them at the end, each storage once likewise.
+        freed: bytes freed while the module ran, also those that other modules allocated.
+        saved: bytes saved for backward: distinct storages other than parameters and buffers,
+            counted in the module that saved them first.
+        parameters: bytes of the parameters; a shared storage counts where it is first registered.
+        gradients: bytes of their gradients at the end, shared storages likewise.
+        optimizer: bytes of the optimizer's state for them at the end, shared storages likewise.
     """
 
     name: str
@@ -73,13 +72,13 @@ class MemoryReport(Report[MemoryRow]):
     """Bytes per module.
 
     Attributes:
-        peak: most bytes alive at once that were allocated in the block. Parameters that existed
-            before come on top.
-        totals: for each kind of bytes, their sum, counted independently of the rows.
-        causes: what was alive at the peak, with what existed before: bytes of "parameters" (and
-            buffers), "gradients", "optimizer" (its state, and what its step needs), "activations"
-            (all else), and "logits and loss" (what the last layer with a weight matrix makes, and
-            what comes after it until the backward has gone through it). The largest comes first.
+        peak: most bytes alive at once of those allocated in the block, without parameters that
+            existed before.
+        totals: sum of each kind of bytes, added up separately from the rows.
+        causes: bytes alive at the peak, with those from before the block, the largest cause first:
+            "parameters" (and buffers), "gradients", "optimizer" (its state, and temporaries of its
+            step), "logits and loss" (from the last layer with a weight matrix until the backward
+            has passed it), and "activations" (all others).
     """
 
     unit = "B"
@@ -90,7 +89,7 @@ class MemoryReport(Report[MemoryRow]):
     sort_by = "peak"
     explained: ClassVar[str] = (
         "A module counts with the modules inside it. peak: most bytes alive at once, of all "
-        "modules, while it ran; saved: kept for backward."
+        "modules, while it ran; saved: for backward."
     )
     title = "Memory"
     scalar_unit: ClassVar[tuple[str, int]] = ("bytes", 1)
@@ -117,21 +116,21 @@ class MemoryReport(Report[MemoryRow]):
 
 
 def apart(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that is saved for backward without its place in the graph.
+    """Return a saved tensor without its node.
 
-    A node saves its own result, too: kept as it is, the two would hold each other, and what a
-    forward made that nobody goes back through would stay until garbage is collected. When torch
-    takes the tensor back it puts it in its place again.
+    A node may save its own result: with the node, they would be a reference cycle, and a forward
+    without a backward would be freed by the garbage collector only. torch restores the node when
+    it unpacks the tensor.
     """
     return tensor if tensor.grad_fn is None else tensor.detach()
 
 
 class KeptTensor:
-    """A tensor kept for backward by hooks of a report. Its end is the end of the keeping.
+    """A tensor that hooks of a report saved for backward; freed with the node that saved it.
 
     Attributes:
-        keys: its storages, by `id`.
-        tensor: the tensor, without its place in the graph.
+        keys: `id` of its storages.
+        tensor: the tensor without its node.
     """
 
     __slots__ = ("_released", "_version", "keys", "tensor")
@@ -144,12 +143,11 @@ class KeptTensor:
         self.tensor: torch.Tensor = apart(tensor)
 
     def __del__(self) -> None:
-        if hasattr(self, "tensor"):  # an interrupt may have come before there was any
-            for key in self.keys:
-                self._released(key)
+        for key in self.keys:
+            self._released(key)
 
     def given_back(self) -> torch.Tensor:
-        """Return the tensor, which must be as it was: under hooks torch does not look.
+        """Return the tensor; torch itself does not compare versions of packed tensors.
 
         Raises:
             StateError: it was changed in place.
@@ -157,15 +155,15 @@ class KeptTensor:
         tensor, version = self.tensor, self._version
         if tensor._version != version:
             raise StateError(
-                f"mod_tracker.profile_memory: a tensor {tensor.dtype} {list(tensor.shape)} that "
-                f"was saved for backward at version {version} is at {tensor._version}, but it must "
-                "not be changed in place until then. Change a copy of it."
+                f"mod_tracker.profile_memory: a tensor {tensor.dtype} {list(tensor.shape)} was "
+                f"saved for backward at version {version} and changed in place since; it is at "
+                f"version {tensor._version}. Change a copy of it."
             )
         return tensor
 
 
 class _Saved:
-    """Bytes kept for backward, each storage once for as long as it is kept."""
+    """Bytes saved for backward; a storage counts once for as long as it stays saved."""
 
     def __init__(self, attribution: Attribution) -> None:
         self._attribution = attribution
@@ -173,7 +171,6 @@ class _Saved:
         self._first: list[tuple[weakref.ref, Call, str, int]] = []
 
     def pack(self, tensor: torch.Tensor) -> KeptTensor:
-        """Note that a tensor is kept."""
         keys = []
         for _, storage in storages_of([tensor]):
             key = id(storage)
@@ -186,25 +183,24 @@ class _Saved:
         return KeptTensor(tensor, keys, self.release)
 
     def release(self, key: int) -> None:
-        """Note that one keeping has ended."""
         left = self._uses.pop(key, 1) - 1
         if left:
             self._uses[key] = left
 
     def totals(self, permanent: set[int]) -> PhaseTotals:
-        """Return the bytes kept, without storages that live anyway, by `id`."""
+        """Return the saved bytes, without `permanent` storages, by `id`."""
         totals = PhaseTotals()
         for ref, call, phase, size in self._first:
             if id(ref()) not in permanent:
-                totals.add(call[0], phase, size)
+                totals.add(call[0].stack, phase, size)
         return totals
 
 
 def _rows(totals_by_kind: dict[str, PhaseTotals], peaks: dict[str, int]) -> dict[str, MemoryRow]:
     columns: dict[str, dict[str, int]] = {"": {}}
     for kind, totals in totals_by_kind.items():
-        for prefix, inside in (("self_", False), ("", True)):
-            for name, phases in totals.by_module(inside=inside).items():
+        for prefix, amounts in zip(("self_", ""), by_module(totals.stacks), strict=True):
+            for name, phases in amounts.items():
                 columns.setdefault(name, {})[prefix + kind] = sum(phases.values())
     return {
         name: MemoryRow(name or OUTSIDE_NAME, peak=peaks.get(name, 0), **numbers)
@@ -213,7 +209,7 @@ def _rows(totals_by_kind: dict[str, PhaseTotals], peaks: dict[str, int]) -> dict
 
 
 def _stacks(totals_by_kind: dict[str, PhaseTotals]) -> dict[str, dict[Stack, Amounts]]:
-    found = {kind: totals.by_stack() for kind, totals in totals_by_kind.items()}
+    found = {kind: totals.stacks for kind, totals in totals_by_kind.items()}
     for kind in ("parameters", "gradients", "optimizer"):  # of no phase
         found[kind] = {stack: {"": sum(of.values())} for stack, of in found[kind].items()}
     return found
@@ -225,14 +221,14 @@ def profile_memory(
 ) -> Iterator[MemoryReport]:
     """Measure each module's memory in forward, recompute and backward.
 
-    Works under `FakeTensorMode`, entered first: then nothing is allocated, and a model that fits
-    nowhere can be measured. What is kept for backward is counted by hooks for saved tensors, so a
-    model that uses `torch.func` cannot be measured; see `watch_memory`.
+    Under `FakeTensorMode`, entered first, nothing is allocated, so models of any size can be
+    measured. Saved bytes are counted by hooks for saved tensors, which `torch.func` does not
+    support; see `watch_memory`.
 
     Args:
         roots: models to name before they are called, and whose parameters count even if they are
             not called; see `ModTracker`.
-        optimizer: whose state to count.
+        optimizer: optimizer whose state to count.
 
     Raises:
         OptionError: `optimizer` has no state to read.
@@ -249,7 +245,7 @@ def profile_memory(
     """
     check_optimizer(optimizer, "profile_memory")
     report = MemoryReport()
-    with tracking(*roots) as tracker:
+    with ModTracker(*roots) as tracker:
         attribution = tracker._attribution
         mode, saved = AllocationMode(attribution), _Saved(attribution)
         hooks = saved_tensors_hooks(saved.pack, KeptTensor.given_back) if SAYS_HOOKS else None
@@ -260,9 +256,9 @@ def profile_memory(
             if "support saved tensor hooks" not in str(error):
                 raise
             raise StateError(
-                "mod_tracker.profile_memory: the model uses torch.func, but torch does not run "
-                "that with hooks for saved tensors, which count what is kept for backward. Use "
-                "watch_memory or trace(memory=True), which have none."
+                "mod_tracker.profile_memory: torch.func does not run with the hooks for saved "
+                "tensors that count what is kept for backward. Use watch_memory or "
+                "trace(memory=True) for this model."
             ) from error
     held = {kind: PhaseTotals() for kind in (PARAMETERS, GRADIENTS, OPTIMIZER)}
     permanent, counted = set[int](), set[int]()
@@ -272,9 +268,8 @@ def profile_memory(
             if kind in ("buffers", PARAMETERS):
                 permanent.add(key)
             if kind in held:
-                held[kind].add_at(
-                    stack_of(name), "forward", 0 if key in counted else storage.nbytes()
-                )
+                size = 0 if key in counted else storage.nbytes()
+                held[kind].add(stack_of(name), "forward", size)
                 counted.add(key)
     totals_by_kind = {
         "allocated": mode.allocated,
@@ -294,7 +289,6 @@ def profile_memory(
 def _causes(
     mode: AllocationMode, roots: dict[str, nn.Module], optimizer: torch.optim.Optimizer | None
 ) -> dict[str, int]:
-    """Bytes at the peak by cause, the largest first."""
     held: dict[str, list[torch.Tensor]] = {PARAMETERS: [], GRADIENTS: [], OPTIMIZER: []}
     for kind, _, tensor in registered(roots, ()):
         held[PARAMETERS if kind == "buffers" else kind].append(tensor)

@@ -1,4 +1,4 @@
-"""One page on who holds the memory: by kind, by module, the largest tensors, what would help."""
+"""The page of `watch_memory`: memory by cause, kind and module, largest tensors, growth."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from ._causes import CAUSES
 from ._holders import KINDS, Held
 
 SHOWN = 8
-"""Rows of each table."""
+"""Rows of each section."""
 
 
 @dataclass(frozen=True)
 class MemoryPage:
-    """What holds the memory at one moment.
+    """Memory at one moment, and what holds it.
 
     Attributes:
         reason: why the page was written.
         held: every storage that is alive, largest first.
         grown: bytes by module and line that were allocated in the last step and stayed alive.
-        steps: how many steps there were.
+        steps: number of steps so far.
         inputs: input tensors of the current step, and of the one before.
-        notes: what a reader has to know about how this was measured.
-        running: phase and module in which the page was written, "" outside of all: what comes
-            later in the step is not on it.
-        allocators: of each CUDA device in use: what it reserves, and where that is fragmented.
+        notes: limits of this measurement.
+        running: phase and module in which the page was written; "" outside of all modules.
+        allocators: the allocator of each CUDA device in use.
     """
 
     reason: str
@@ -72,11 +71,7 @@ class MemoryPage:
 
     def inside(self, *kinds: str) -> dict[str, int]:
         """Return bytes of these kinds for each module with the modules inside it, largest first."""
-        found: Counter[str] = Counter()
-        for held in self.held:
-            if held.kind in kinds:
-                found.update(dict.fromkeys(dict.fromkeys(held.stack), held.size))
-        return dict(found.most_common())
+        return _by_stack(held for held in self.held if held.kind in kinds)
 
     def __str__(self) -> str:
         lines = [
@@ -100,7 +95,7 @@ class MemoryPage:
         return "\n".join(lines)
 
     def _step_lines(self) -> Iterable[str]:
-        # A batch unlike the one before is what first comes to mind, and cannot be seen from bytes.
+        # A larger batch is the most frequent reason, and bytes do not show it.
         if self.inputs:
             now, *before = self.inputs
             differ = f"; of the one before: {before[0]}" if before and before[0] != now else ""
@@ -109,13 +104,13 @@ class MemoryPage:
             yield f"written in {self.running}: what comes later in this step is not here"
 
     def _most_lines(self) -> Iterable[str]:
-        # What the sections below say at their heads, for who reads no further.
-        kind, size = max(self.by_kind().items(), key=lambda item: item[1])
+        # A summary of the sections below.
+        cause, size = next(iter(self.by_cause().items()))
         if size:
-            inside = self.inside(kind)
+            inside = _by_stack(held for held in self.held if held.cause == cause)
             name = next((name for name, part in inside.items() if part < size), "")
             where = f", {bytes_shown(inside[name])} of it inside {name}" if name else ""
-            yield f"most of it is {kind}: {bytes_shown(size)}{where}"
+            yield f"most of it is {cause}: {bytes_shown(size)}{where}"
         for place, most in self._grown_lines():
             grown = bytes_shown(sum(self.grown.values()))
             yield f"grew by {grown} in a step, {bytes_shown(most)} of it at {place}"
@@ -147,8 +142,15 @@ class MemoryPage:
         return list(self.inside(*kinds).items())[:SHOWN]
 
 
+def _by_stack(held: Iterable[Held]) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for each in held:
+        found.update(dict.fromkeys(dict.fromkeys(each.stack), each.size))
+    return dict(found.most_common())
+
+
 def tensor_shown(tensor: torch.Tensor) -> str:
-    """Write a tensor's type and shape.
+    """Format a tensor's type and shape.
 
     Example:
         >>> tensor_shown(torch.zeros(2, 3))

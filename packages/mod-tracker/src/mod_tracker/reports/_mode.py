@@ -1,20 +1,19 @@
-"""The dispatch mode that the reports measure with.
+"""The dispatch mode of the reports.
 
 Note [What a mode must not change]
-Rule 1: torch.compile compiles what it would compile without the mode. So the mode is off while it
-        does, and its own code is not compiled.
-Rule 2: a higher-order operator such as `torch.cond` runs with the mode off. The functions it is
-        given are wrapped, so that the mode is on again in them.
-Rule 3: a tensor subclass that carries out operators itself gets those that the mode does not
-        measure whole, with the mode on: then the operators inside are seen, in place of the one
-        around them. Among them are questions about sizes and strides, which some C++ callers
-        cannot bear to see fail.
-Rule 4: a `DTensor` tries an operator out on stand-ins of the whole size, to learn the result's
-        shape. What a rank does is not that, so stand-ins are not looked at inside a `DTensor`,
-        unless those of the user are.
-Rule 5: torch loads its compiler at the first operator that a mode sees. The frames that run then
-        stay in its garbage with all they hold, such as what the model has just made. So it is
-        loaded before, in a thread whose frames hold nothing.
+Rule 1: torch.compile must compile the same code as without the mode. So the mode is off while it
+        compiles, and the mode's own code is not compiled.
+Rule 2: a higher-order operator such as `torch.cond` runs with the mode off. Its functions are
+        wrapped, so that the mode is on in them.
+Rule 3: a tensor subclass with a `__torch_dispatch__` runs the operators that are not measured as a
+        whole, with the mode on: then its inner operators are seen instead. Among these operators
+        are queries of sizes and strides, since some C++ callers do not handle their failure.
+Rule 4: a `DTensor` first runs an operator on fake tensors of the global shape. This rank does not
+        compute that, so fake tensors are ignored inside a `DTensor`, unless the user's own
+        `FakeTensorMode` is on.
+Rule 5: torch imports its compiler at the first operator that a mode sees. Frames of that import
+        stay in reference cycles, with the tensors of the model. So it is imported before, in a
+        thread without such frames.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ from .._torch_compat import (
 
 
 class MeasuringMode(TorchDispatchMode):
-    """A mode that looks at operators and changes nothing. See Note [What a mode must not change].
+    """A mode that observes operators. See Note [What a mode must not change].
 
-    A class derived from this one must define `__torch_dispatch__` itself, and not inherit it:
-    torch.compile leaves out only what torch has wrapped, and it wraps only what it finds there.
+    A subclass must define `__torch_dispatch__` itself: torch wraps it in the class that defines
+    it, and torch.compile skips only wrapped ones.
     """
 
     supports_higher_order_operators = True
@@ -57,11 +56,11 @@ class MeasuringMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Tell torch.compile to go on as if the mode were not there. See Rule 1."""
+        """Make torch.compile ignore the mode. See Rule 1."""
         return True
 
     def pass_on(self, func: Any, types: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Let tensor classes carry out an operator themselves. See Rules 3 and 4."""
+        """Let tensor subclasses run an operator themselves. See Rules 3 and 4."""
         if not any(map(is_sharded, types)) or self._passing_on or makes_stand_ins():
             self._passing_on = False
             return NotImplemented
@@ -69,13 +68,13 @@ class MeasuringMode(TorchDispatchMode):
         self._tried_out += 1
         try:
             with self:
-                return func(*args, **kwargs)  # comes to the lines above
+                return func(*args, **kwargs)  # re-enters this function
         finally:
             self._tried_out -= 1
             self._passing_on = False
 
     def is_tried_out(self, types: Any) -> bool:
-        """Whether an operator runs only to find out what it would return. See Rule 4."""
+        """Whether an operator runs only for the shape of its result. See Rule 4."""
         return self._tried_out > 0 and any(map(is_stand_in, types))
 
     def call_inside(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -100,30 +99,22 @@ def _load_compiler() -> None:
 
 
 def has_own_way(types: tuple[type, ...]) -> bool:
-    """Whether one of the tensor types of a call carries out operators itself. See Rule 3."""
+    """Whether one of the tensor types of a call runs operators itself. See Rule 3."""
     return any(has_own_operators(kind) for kind in types)
 
 
 def is_sharded(kind: type) -> bool:
-    """Whether a tensor class is one of which a rank holds a part, as `DTensor` is."""
+    """Whether each rank holds a part of tensors of this class, such as `DTensor`."""
     return hasattr(kind, "to_local") and hasattr(kind, "placements")
 
 
 @contextmanager
 def measuring(mode: MeasuringMode, hooks: saved_tensors_hooks | None = None) -> Iterator[None]:
-    """Measure inside of this; modes and hooks of others may be left in any order.
-
-    Args:
-        mode: the dispatch mode.
-        hooks: for saved tensors.
-    """
+    """Enter a mode, and hooks for saved tensors; both may be left in any order with others."""
     with ExitStack() as stack:
         if hooks is not None:
-            # Twice: an interrupt in the first instruction keeps it from doing anything.
-            stack.callback(leave_saved_hooks, hooks)
             stack.callback(leave_saved_hooks, hooks)
             hooks.__enter__()
-        stack.callback(leave_mode, mode)
         stack.callback(leave_mode, mode)
         mode.__enter__()
         yield

@@ -1,4 +1,4 @@
-"""Rows of a report, and the ways to write them down."""
+"""Rows of a report, and its output as table, page, JSON, CSV and scalars."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from os import PathLike
 from pathlib import Path as FilePath
 from typing import Any, ClassVar, Generic, TypeVar
 
-from .._errors import OptionError, StateError, UnknownNameError
+from .._errors import OptionError, StateError, UnknownNameError, check_int
 from .._numbers import with_unit
 from ._flame_page import Amounts, Stack, flame_page
-from ._phase_totals import PHASES, PhaseTotals
+from ._phase_totals import PHASES, PhaseTotals, by_module
 
 OUTSIDE_NAME = "(outside)"
 
@@ -26,9 +26,8 @@ class PhaseRow:
 
     Args:
         name: of the module, as in `ModuleCall`.
-        self_forward: without the modules inside it; so `self_recompute` and `self_backward`.
-        forward: with the modules inside it.
-        recompute: of forwards that ran again for backward; `backward`: of backward.
+        self_forward: without the modules inside it; likewise `self_recompute`, `self_backward`.
+        forward: with the modules inside it; likewise `recompute` and `backward`.
     """
 
     name: str
@@ -60,7 +59,7 @@ def values_of(row: Any) -> dict[str, int]:
 
 def phase_rows(totals: PhaseTotals) -> dict[str, PhaseRow]:
     """Turn totals into rows by name; the outside has the name ""."""
-    own, everything = totals.by_module(inside=False), totals.by_module()
+    own, everything = by_module(totals.stacks)
     return {
         name: PhaseRow(
             name or OUTSIDE_NAME,
@@ -78,13 +77,13 @@ class Report(Generic[R]):
     `"Net.layers.0"`.
 
     Attributes:
-        unit: what the numbers count.
-        title: what they are.
-        columns: columns of a table; `to_json()` and `to_csv()` have all there are.
-        sort_by: column by which rows are sorted unless told otherwise, largest first.
-        explained: what the columns are.
-        scalar_unit: end of the names of `scalars()`, and how many of `unit` make one of it.
-        notes: what a reader has to know about how this was measured; a table ends with them.
+        unit: unit of the numbers.
+        title: title of a page.
+        columns: columns of a table; `to_json()` and `to_csv()` have all columns.
+        sort_by: default column by which rows are sorted, largest first.
+        explained: explanation of the columns, below a table.
+        scalar_unit: end of the names of `scalars()`, and the number by which amounts are divided.
+        notes: limits of this measurement; a table ends with them.
     """
 
     unit: ClassVar[str] = ""
@@ -115,10 +114,10 @@ class Report(Generic[R]):
         """Set the result.
 
         Args:
-            rows: by name of the module; the one with the name "" is the outside.
+            rows: by name of the module; the outside has the name "".
             total: everything that was counted.
-            stacks: for each column that the page can show, first the one it shows unless told
-                otherwise, amounts by stack and phase. None: there is no page.
+            stacks: amounts by stack and phase, for each column that the page can show, the default
+                one first. None: there is no page.
             ran: whether anything ran in the block.
         """
         self._rows = dict(rows)
@@ -128,7 +127,7 @@ class Report(Generic[R]):
 
     @property
     def rows(self) -> dict[str, R]:
-        """Rows of the modules by name, in the order in which they were first seen."""
+        """Rows of the modules by name, in the order of their first calls."""
         return {name: row for name, row in self._complete().items() if name}
 
     @property
@@ -153,14 +152,13 @@ class Report(Generic[R]):
         if len(found) == 1:
             return rows[found[0]]
         if found:
-            what = f"several models have a module of that name: {', '.join(found)}"
-        else:
-            close = get_close_matches(name, [*by_key, *rows], n=3)
-            what = f"similar are {', '.join(close)}" if close else "print the report to see all"
-        raise UnknownNameError(
-            f"mod_tracker.report: no single row is of {name!r}, but a row is asked for by the name "
-            f"of a module that ran; {what}."
-        )
+            raise UnknownNameError(
+                f"mod_tracker.report: {name!r} is a module of several models. Ask for one of "
+                f"{', '.join(found)}."
+            )
+        close = get_close_matches(str(name), [*filter(None, by_key), *rows], n=3)
+        what = f"Similar names: {', '.join(close)}." if close else "Print the report to see all."
+        raise UnknownNameError(f"mod_tracker.report: no module named {name!r} ran. {what}")
 
     def __iter__(self) -> Iterator[R]:
         return iter(self.rows.values())
@@ -176,30 +174,35 @@ class Report(Generic[R]):
         """Return the rows with the largest values of a column.
 
         Raises:
-            OptionError: there is no such column.
+            OptionError: there is no such column, or `count` is negative or not an int.
         """
+        check_int("report", "count", count, 0)
         column = by or self.sort_by
         rows = list(self.rows.values())
         if rows and not hasattr(rows[0], column):
             raise OptionError(
-                f"mod_tracker.top: column {column!r} is unknown, but it must be one of the rows' "
-                f"attributes. Choose one of {', '.join(self.columns)}."
+                f"mod_tracker.report: there is no column {column!r}. Choose one of "
+                f"{', '.join(self.columns)}."
             )
         return sorted(rows, key=lambda row: -getattr(row, column))[:count]
 
     def __str__(self) -> str:
-        return self.table() if self._rows is not None and self._ran else repr(self)
+        try:
+            return self.table()
+        except StateError as error:
+            return str(error)
 
     def table(self, *, by: str | None = None, limit: int | None = None) -> str:
-        """Return a text table, largest first, the outside last, and what its columns are.
+        """Return a text table, largest first, the outside last, with notes below it.
 
         Args:
             by: column to sort by.
             limit: modules at most; None for all.
 
         Raises:
-            OptionError: there is no such column.
+            OptionError: there is no such column, or `limit` is negative or not an int.
         """
+        check_int("report", "limit", limit, 0, or_none="all modules")
         rows = [row for row in self.top(len(self.rows), by=by) if self._has_numbers(row)]
         shown = [*rows[:limit], self.outside]
         cells = [["module", *(name.removesuffix("_total") for name in self.columns)]]
@@ -222,15 +225,15 @@ class Report(Generic[R]):
         return any(getattr(row, column) for column in self.columns)
 
     def _footer(self) -> tuple[str, ...]:
-        """Lines below a table, of what is no row."""
+        """Return more lines below a table."""
         return ()
 
     def to_html(self, path: str | PathLike[str] | None = None, *, by: str | None = None) -> str:
         """Return a page with a flame chart and the table: one self-contained file.
 
         Args:
-            path: where to write it, too.
-            by: what is drawn: "total", or for memory one of the kinds of bytes that add up.
+            path: file to write the page to, too.
+            by: column to draw: "total", or for memory one whose bytes add up.
 
         Raises:
             OptionError: `by` is none of these.
@@ -239,14 +242,14 @@ class Report(Generic[R]):
         self._complete()
         if not self._stacks:
             raise StateError(
-                "mod_tracker.to_html: the report is a difference, but a chart's widths must add "
-                "up. Draw the two reports that it was made from."
+                "mod_tracker.to_html: a difference has no chart, since its amounts may be "
+                "negative. Draw the two reports that it was made from."
             )
         column = by or next(iter(self._stacks))
         if column not in self._stacks:
             raise OptionError(
-                f"mod_tracker.to_html: {column!r} cannot be drawn, but by must be a column whose "
-                f"amounts add up. Choose one of {', '.join(self._stacks)}."
+                f"mod_tracker.to_html: by must be a column whose amounts add up; got {column!r}. "
+                f"Choose one of {', '.join(self._stacks)}."
             )
         named = "" if column == "total" else f" ({column})"
         title = f"{self.title}{named} by module"
@@ -281,24 +284,19 @@ class Report(Generic[R]):
         return text.getvalue()
 
     def scalars(self, *, by: str | None = None, limit: int | None = 20) -> dict[str, float]:
-        """Return numbers by name, flat, as loggers take them: `"Net.0/backward_flops": 64.0`.
+        """Return a flat dict of numbers for loggers, such as `"Net.0/backward_flops": 64.0`.
 
-        Every module has the `columns`; so has "outside", and the sums have no module. The unit is
-        the end of each name: flops, s (seconds) or bytes.
+        There is a number for each of the `columns` of each module and of "outside", and for the
+        sums. Each name ends with the unit: flops, s (seconds) or bytes.
 
         Args:
-            by: column that decides which modules are the largest.
-            limit: modules at most; how many others there are is "modules_left_out", if any. None
-                for all.
+            by: column by which the largest modules are chosen.
+            limit: modules at most; "modules_left_out" is the number of others. None for all.
 
         Raises:
             OptionError: there is no such column, or `limit` is negative or not an int.
         """
-        if limit is not None and (type(limit) is not int or limit < 0):
-            raise OptionError(
-                f"mod_tracker.scalars: limit {limit!r} is not a number of modules, but it must be "
-                "an int of at least 0, or None. Leave it out for 20."
-            )
+        check_int("report", "limit", limit, 0, or_none="all modules")
         unit, of_them = self.scalar_unit
         rows = self.top(len(self.rows), by=by)
         shown: list[tuple[str, Any]] = [(row.name, row) for row in rows[:limit]]  # type: ignore[attr-defined]
@@ -316,15 +314,15 @@ class Report(Generic[R]):
         return {"total": self.total}
 
     def diff(self, other: Report[R]) -> Report[R]:
-        """Return this report less `other`; a module that one of them lacks counts as zero there.
+        """Return this report minus `other`; a module that one of them lacks counts as zero.
 
         Raises:
             OptionError: the reports are of different kinds.
         """
         if type(other) is not type(self):
             raise OptionError(
-                f"mod_tracker.diff: the other report is a {type(other).__name__}, but it must be "
-                f"a {type(self).__name__}. Compare reports of the same kind."
+                f"mod_tracker.diff: a {type(self).__name__} is compared with another one; got "
+                f"{type(other).__name__}."
             )
         mine, theirs = self._complete(), other._complete()
         rows = {name: _difference(mine.get(name), theirs.get(name)) for name in {**mine, **theirs}}
@@ -335,13 +333,13 @@ class Report(Generic[R]):
     def _complete(self) -> dict[str, R]:
         if self._rows is None:
             raise StateError(
-                "mod_tracker.report: the report is empty, but it is read. Read it after the "
-                "`with` block that measures."
+                "mod_tracker.report: the report is complete when its `with` block has ended. Read "
+                "it after the block."
             )
         if not self._ran:
             raise StateError(
-                "mod_tracker.report: nothing ran in the `with` block, but there is no report of "
-                "nothing. Call the model in the block, in the thread that entered it."
+                "mod_tracker.report: nothing ran in the `with` block. Call the model in the block, "
+                "in the thread that entered it."
             )
         return self._rows
 

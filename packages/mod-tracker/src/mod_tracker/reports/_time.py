@@ -12,11 +12,11 @@ from torch import nn
 
 from .._attribution import NOWHERE, OUTSIDE, Attribution
 from .._errors import OptionError
-from .._listeners import Callbacks
+from .._listeners import Listener
 from .._names import walk
 from .._numbers import time_shown
 from .._record import Call
-from .._tracker import tracking
+from .._tracker import ModTracker
 from ._compiled import WHOLE, compiled_note, nothing_called_note
 from ._device_time import DeviceTimelines, accelerator_kind, totals_of
 from ._phase_totals import PhaseTotals
@@ -26,8 +26,8 @@ from ._report import PhaseRow, Report, phase_rows
 class TimeReport(Report[PhaseRow]):
     """Nanoseconds per module.
 
-    In backward a module's time runs from the first node that made one of its outputs. What comes
-    before the first module of a backward, the loss for example, is outside.
+    In backward a module's time begins at the first node that made one of its outputs. Time before
+    the first module of a backward, such as that of the loss, is outside.
 
     Attributes:
         by_device: nanoseconds of each device, such as "cuda:0"; {} with the host's clock.
@@ -49,17 +49,17 @@ class TimeReport(Report[PhaseRow]):
 class Timeline:
     """Readings of a clock, each with the call that runs from then on.
 
-    Follows the thread that made it, and the threads in which torch runs its backward.
+    Readings are taken in the thread that created this, and in torch's backward threads.
 
     Args:
-        attribution: where the thread is.
-        read: reads the clock; cheap, and without waiting for a device.
+        attribution: of the tracker.
+        read: reads the clock; must be cheap, and must not wait for a device.
 
     Attributes:
         readings: clock, call and phase.
-        switch: takes a reading, if this thread is followed; the call it is given runs from here
-            on. Returns whether one was taken. Made once for the timeline, and without a look at
-            `self`: it is half of what a report of times costs.
+        switch: called with the call and phase that run from now on; takes a reading if this thread
+            is followed, and returns whether it did. A closure, since it is half of the cost of a
+            report of times.
     """
 
     def __init__(self, attribution: Attribution, read: Callable[[], Any]) -> None:
@@ -77,10 +77,6 @@ class Timeline:
 
         self.switch = switch
 
-    def start(self) -> None:
-        """Take the first reading, and the last one."""
-        self.switch(NOWHERE, OUTSIDE)
-
 
 @contextmanager
 def profile_time(*roots: nn.Module, clock: str = "cpu") -> Iterator[TimeReport]:
@@ -89,9 +85,9 @@ def profile_time(*roots: nn.Module, clock: str = "cpu") -> Iterator[TimeReport]:
     Args:
         roots: models to name before they are called; see `ModTracker`.
         clock: "cpu" is the wall clock of the host. "device", or the type of this machine's
-            accelerators such as "cuda", is the clock of every device that modules have parameters
-            or buffers on: an event on its current stream at every change of module, and one wait,
-            at the end. Times of several devices are added; `TimeReport.by_device` has each.
+            accelerators such as "cuda", uses events on the current stream of every device with
+            parameters or buffers of the modules, and waits for the devices once, at the end. Times
+            of several devices are added; `TimeReport.by_device` has each.
 
     Raises:
         OptionError: `clock` is not one of these, or there is no such device.
@@ -107,19 +103,19 @@ def profile_time(*roots: nn.Module, clock: str = "cpu") -> Iterator[TimeReport]:
     """
     kind = None if clock == "cpu" else _kind_of(clock)
     report = TimeReport()
-    with tracking(*roots) as tracker:
+    with ModTracker(*roots) as tracker:
         if kind is None:
             line = Timeline(tracker._attribution, time.perf_counter_ns)
-            with tracker._listen(Callbacks(switched=line.switch)):
-                line.start()
+            with tracker._listen(Listener(switched=line.switch)):
+                line.switch(NOWHERE, OUTSIDE)
                 yield report
-                line.start()
+                line.switch(NOWHERE, OUTSIDE)
             totals = totals_of(line.readings, lambda begin, end: end - begin)
         else:
             lines = DeviceTimelines(tracker._attribution, kind)
             for module in (module for root in roots for _, module in walk(root)):
                 lines.use_those_of(module)
-            with tracker._listen(Callbacks(switched=lines.switch)):
+            with tracker._listen(Listener(switched=lines.switch)):
                 yield report
             totals = PhaseTotals()
             for index, found in sorted(lines.finish().items()):
@@ -127,16 +123,13 @@ def profile_time(*roots: nn.Module, clock: str = "cpu") -> Iterator[TimeReport]:
                 report.by_device[f"{kind}:{index}"] = found.total
     rows = phase_rows(totals)
     report.notes = compiled_note(tracker._attribution, WHOLE) + nothing_called_note(rows)
-    report._fill(rows, totals.total, {"total": totals.by_stack()})
+    report._fill(rows, totals.total, {"total": totals.stacks})
 
 
 def _kind_of(clock: str) -> str:
     there = accelerator_kind()
     if there is None or clock not in ("device", there):
-        what = "no accelerator" if there is None else f"one of type {there!r}"
-        raise OptionError(
-            f"mod_tracker.profile_time: clock {clock!r} cannot be read, but it must be 'cpu', "
-            f"'device', or the type of this machine's accelerators, and there is {what}. Use "
-            f"clock={'cpu' if there is None else 'device'!r}."
-        )
+        what = "'cpu'" if there is None else f"'cpu', 'device' or {there!r}"
+        here = "; there is no accelerator here" if there is None else ""
+        raise OptionError(f"mod_tracker.profile_time: clock must be {what}{here}; got {clock!r}.")
     return there

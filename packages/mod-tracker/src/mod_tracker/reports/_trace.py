@@ -1,9 +1,8 @@
 """A timeline of module calls in the Chrome trace-event format, for Perfetto.
 
-Note [Slices]
-At every change of the running call, slices are ended up to what the old and the new stack have in
-common, and begun from there. So slices are nested and balanced whatever order a backward runs in,
-and their times never decrease.
+At every change of the running call, the slices that the old and the new stack do not share are
+ended and begun. So slices are nested and balanced in whatever order a backward runs, and their
+times never decrease.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from .._attribution import NOWHERE, OUTSIDE
+from .._attribution import BACKWARD, FORWARD, NOWHERE, OUTSIDE
 from .._errors import OptionError
-from .._listeners import Callbacks
+from .._listeners import Listener
 from .._record import Call, root_of
-from .._tracker import tracking
+from .._tracker import ModTracker
 from ._allocations import AllocationMode, measuring_storages
 from ._compiled import WHOLE, compiled_note, nothing_called_note
 from ._device_time import totals_of
@@ -42,7 +41,7 @@ class TraceReport(TimeReport):
     def __init__(self) -> None:
         super().__init__()
         self._events: list[Event] | None = []
-        self._make: Callable[[], list[Event]] = list  # made when they are first asked for
+        self._make: Callable[[], list[Event]] = list  # called at the first access
 
     @property
     def events(self) -> list[Event]:
@@ -50,8 +49,8 @@ class TraceReport(TimeReport):
 
         A forward slice and the backward slices of the same call have the same `args["call"]`.
         """
+        self._complete()
         if self._events is None:
-            self._complete()
             self._events = self._make()
         return self._events
 
@@ -61,11 +60,11 @@ class TraceReport(TimeReport):
 
 
 class Slices:
-    """Turns changes of the running call into slices. See Note [Slices].
+    """Turns changes of the running call into slices.
 
     Args:
         begin: called with nanoseconds and a frame when a slice begins.
-        end: called likewise when the innermost slice ends.
+        end: called with nanoseconds and a frame when the innermost slice ends.
     """
 
     def __init__(self, begin: Edge, end: Edge) -> None:
@@ -73,7 +72,6 @@ class Slices:
         self._begin, self._end = begin, end
 
     def switch(self, now_ns: int, call: Call, phase: str) -> None:
-        """Let `call` run from `now_ns` on."""
         wanted = _frames(call, phase)
         common = 0
         for old, new in zip(self._open, wanted, strict=False):
@@ -81,28 +79,18 @@ class Slices:
                 break
             common += 1
         while len(self._open) > common:
-            self._close(now_ns)
+            self._end(now_ns, self._open.pop())
         for frame in wanted[common:]:
             self._begin(now_ns, frame)
             self._open.append(frame)
 
-    def close(self) -> None:
-        """End what an interrupt has left open."""
-        while self._open:
-            self._close(0)
-
-    def _close(self, now_ns: int) -> None:
-        # An interrupt before the end leaves the slice open, and so it is ended later.
-        self._end(now_ns, self._open[-1])
-        self._open.pop()
-
 
 def events_of(readings: list[tuple[int, Call, str]], live: list[tuple[int, int]]) -> list[Event]:
-    """Write the slices between readings of the clock, and the memory counter, by time.
+    """Return the slices between readings of the clock, and the memory counter, by time.
 
     Args:
-        readings: nanoseconds, and the call and phase that run from then on.
-        live: nanoseconds, and bytes allocated and not freed from then on.
+        readings: nanoseconds, and the call and phase from then on.
+        live: nanoseconds, and the live bytes from then on.
     """
     origin = {"pid": os.getpid(), "tid": threading.get_native_id()}
     events: list[Event] = []
@@ -146,32 +134,31 @@ def _frames(call: Call, phase: str) -> list[Frame]:
     return frames[::-1]
 
 
-class _Recorded:
-    """`torch.profiler.record_function` ranges as a stack."""
+def has_ended(last: str, phase: str) -> bool:
+    """Whether the backward of the last reading has ended, by the phase that the caller is in now.
 
-    def __init__(self) -> None:
-        self._open: list[Any] = []
-
-    def begin(self, name: str) -> None:
-        opened = torch.profiler.record_function(name)
-        opened.__enter__()
-        self._open.append(opened)
-
-    def end(self) -> None:
-        if self._open:
-            self._open.pop().__exit__(None, None, None)
+    If a backward fails, the thread of a device may report its end late.
+    """
+    return last is BACKWARD and phase in (FORWARD, OUTSIDE)
 
 
 def _emitter(ranges: str) -> Slices:
     if ranges == "record_function":
-        recorded = _Recorded()
-        begin, end = recorded.begin, recorded.end
+        opened: list[Any] = []
+
+        def begin(name: str) -> None:
+            opened.append(torch.profiler.record_function(name))
+            opened[-1].__enter__()
+
+        def end() -> None:
+            opened.pop().__exit__(None, None, None)
+
     elif ranges == "nvtx" and torch.cuda.is_available():
         begin, end = torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop
     else:
         raise OptionError(
-            f"mod_tracker.trace: ranges {ranges!r} cannot be emitted, but it must be None, "
-            "'record_function', or, with a CUDA device, 'nvtx'. Leave it out for none."
+            f"mod_tracker.trace: ranges must be None, 'record_function', or, with a CUDA device, "
+            f"'nvtx'; got {ranges!r}."
         )
     return Slices(lambda _, frame: begin(f"{frame[0][0].name} [{frame[1]}]"), lambda *_: end())
 
@@ -182,14 +169,13 @@ def trace(
     memory: bool = False,
     ranges: Literal["record_function", "nvtx"] | None = None,
 ) -> Iterator[TraceReport]:
-    """Write a timeline of the modules in forward, recompute and backward.
+    """Record a timeline of the modules in forward, recompute and backward.
 
     Args:
         roots: models to name before they are called; see `ModTracker`.
-        memory: follow allocations, too, for a counter of live bytes. This looks at every
-            operator, so a step of small operators takes several times as long, and the times
-            are not those of the model alone.
-        ranges: emit every slice as a range for `torch.profiler`, or for NVTX, as well.
+        memory: also record live bytes. A dispatch mode then sees every operator, so a step of
+            small operators takes several times as long, and times include that.
+        ranges: also emit every slice as a range for `torch.profiler`, or for NVTX.
 
     Raises:
         OptionError: `ranges` is not one of these, or "nvtx" without a CUDA device.
@@ -207,10 +193,9 @@ def trace(
     report = TraceReport()
     live: list[tuple[int, int]] = []
 
-    def count(live_bytes: int) -> None:
-        live.append((time.perf_counter_ns(), live_bytes))
+    thread = threading.get_ident()
 
-    with tracking(*roots) as tracker:
+    with ModTracker(*roots) as tracker:
         attribution = tracker._attribution
         line = Timeline(attribution, time.perf_counter_ns)
 
@@ -218,25 +203,28 @@ def trace(
             if line.switch(call, phase) and emitted is not None:
                 emitted.switch(*line.readings[-1])
 
+        def count(live_bytes: int) -> None:
+            if threading.get_ident() == thread:
+                call, phase = attribution.locate()
+                if has_ended(line.readings[-1][2], phase):
+                    switch(call, phase)
+            live.append((time.perf_counter_ns(), live_bytes))
+
         listener = line.switch if emitted is None else switch
         follow = (
             measuring_storages(AllocationMode(attribution, changed=count))
             if memory
             else nullcontext()
         )
-        with tracker._listen(Callbacks(switched=listener)), follow:
+        with tracker._listen(Listener(switched=listener)), follow:
             switch(NOWHERE, OUTSIDE)
             try:
                 yield report
             finally:
-                try:
-                    switch(NOWHERE, OUTSIDE)
-                finally:
-                    if emitted is not None:
-                        emitted.close()
+                switch(NOWHERE, OUTSIDE)
     totals = totals_of(line.readings, lambda begin, end: end - begin)
     report._events, report._make = None, partial(events_of, line.readings, live)
     missing = f"{WHOLE}, bytes that compiled code allocates are missing" if memory else WHOLE
     rows = phase_rows(totals)
     report.notes = compiled_note(attribution, missing) + nothing_called_note(rows)
-    report._fill(rows, totals.total, {"total": totals.by_stack()})
+    report._fill(rows, totals.total, {"total": totals.stacks})

@@ -1,4 +1,4 @@
-"""Who holds the memory, in a run that goes on - when asked, above a limit, or when it runs out."""
+"""`watch_memory`: what holds the memory, on request, above a limit, and when memory runs out."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from torch import is_grad_enabled, nn
 
 from .._attribution import Attribution
 from .._edges import tensors_in
-from .._errors import OptionError
-from .._listeners import Callbacks, Filter
+from .._errors import check_int
+from .._listeners import Listener, Subscription
 from .._numbers import bytes_shown
-from .._subscription import Subscription
 from .._torch_compat import NO_TASK, graph_task, on_out_of_memory
-from .._tracker import ModTracker, tracking
+from .._tracker import ModTracker
 from ._allocations import AllocationMode, check_optimizer, measuring_storages, storages_of
 from ._allocator import allocators
 from ._compiled import compiled_note
@@ -31,14 +30,14 @@ from ._memory_page import MemoryPage, tensor_shown
 _log = logging.getLogger("mod_tracker")
 
 MOST_CALLS = 8
-"""Outermost calls after which a step has ended although nobody asked for its gradients."""
+"""Outermost calls after which a step has ended, although there was no backward."""
 
 
 class MemoryWatch:
-    """Knows what is alive and which module made it.
+    """Tracks live memory and the modules that allocated it.
 
     Attributes:
-        pages: pages written so far: above the limit, and when memory ran out.
+        pages: pages written so far, above the limit and when memory ran out.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class MemoryWatch:
         return self._tracker._attribution
 
     def page(self, reason: str = "asked") -> MemoryPage:
-        """Return what holds the memory now. Takes as long as visiting every Python object."""
+        """Return what holds the memory now. Visits every Python object, so it takes a while."""
         held = what_is_held(self._mode, self._tracker.roots, self._optimizer, self._given)
         call, phase = self._attribution.locate()
         return MemoryPage(
@@ -80,10 +79,7 @@ class MemoryWatch:
         )
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """See whether a call of an outermost module begins a step.
-
-        It does after a backward, and without gradients always.
-        """
+        """Begin a step at a call of an outermost module, after a backward or without gradients."""
         if graph_task() != NO_TASK or threading.get_ident() != self._thread:
             return
         self._calls += 1
@@ -107,15 +103,15 @@ class MemoryWatch:
             self.write(f"{bytes_shown(live)} is above the limit of {bytes_shown(self._limit)}")
 
     def _ran_out_on(self, device: int, asked: int, free: int) -> None:
-        """Write a page while torch looks for memory, before there is an error; one in a step."""
+        """Write a page when CUDA has no memory left, before torch raises; one in a step."""
         if self._observed is None:
             wanted = f"{bytes_shown(asked)} were asked for where {bytes_shown(free)} are free"
             self._observed = self.write(f"memory ran out on cuda:{device}, {wanted}")
 
     def _ran_out(self, error: BaseException) -> None:
-        """Write the page of an error, once, unless torch told of it before; give it to the error.
+        """Write one page for an error, unless the observer wrote it, and add it to the error.
 
-        It is met at every outermost call that it goes through, and where the block is left.
+        Called at every outermost call that the error passes, and when it leaves the block.
         """
         pages = error.__dict__.setdefault("mod_tracker_pages", {})
         if id(self) in pages:
@@ -128,13 +124,13 @@ class MemoryWatch:
             error.add_note(str(page))
 
     def _has_left(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """See whether an outermost call was left because memory ran out."""
+        """Write a page if an outermost call was left because memory ran out."""
         error = sys.exc_info()[1] if output is None else None
         if error is not None and is_out_of_memory(error):
             self._ran_out(error)
 
     def write(self, reason: str) -> MemoryPage:
-        """Write a page to the log, and keep it in `pages`."""
+        """Log a page, and add it to `pages`."""
         page = self.page(reason)
         self.pages.append(page)
         _log.warning("%s", page)
@@ -147,26 +143,25 @@ def watch_memory(
     optimizer: torch.optim.Optimizer | None = None,
     limit_bytes: int | None = None,
 ) -> Iterator[MemoryWatch]:
-    """Say on one page who holds the memory: when asked, above a limit, and when it runs out.
+    """Write a page on what holds the memory: on request, above a limit, and when it runs out.
 
-    May be left on: every allocation is followed, at the price of `profile_memory`. On CUDA the
-    page also has what the allocator reserves, and which modules keep fragmented memory from being
-    used again.
+    May be left on around a training loop: it sees every allocation, and costs as much as
+    `profile_memory`. On CUDA the page also shows the allocator's reserved memory, and the modules
+    that keep it fragmented.
 
-    When memory runs out the page is logged and kept in `MemoryWatch.pages`, and the error goes on;
-    with Python 3.11 and later it has the page as a note. On CUDA torch tells of it before it
-    raises. Elsewhere the page is written as the error leaves an outermost module or the block, also
-    if your code catches it above the module, with what its frames still hold; of an error of a
-    backward that is caught inside the block there is a page on CUDA only.
+    When memory runs out the page is logged and added to `MemoryWatch.pages`, and to the error as a
+    note (Python 3.11 and later). On CUDA it is written before torch raises. On other devices it is
+    written when the error leaves an outermost module or the block, also if your code catches the
+    error above the module; an error in backward that is caught inside the block has no page there.
 
     Args:
         roots: models to name before they are called; see `ModTracker`.
-        optimizer: whose state to name.
-        limit_bytes: write a page the first time when more than this is alive of what was made in
-            the block.
+        optimizer: optimizer whose state to show.
+        limit_bytes: write a page when the live bytes that were allocated in the block first exceed
+            this.
 
     Raises:
-        OptionError: `limit_bytes` is no positive int, or `optimizer` has no state to read.
+        OptionError: `limit_bytes` is not a positive int, or `optimizer` has no state.
 
     Example:
         >>> import torch
@@ -179,26 +174,19 @@ def watch_memory(
         (232, 32)
     """
     check_optimizer(optimizer, "watch_memory")
-    if limit_bytes is not None and not isinstance(limit_bytes, int):
-        raise OptionError(
-            f"mod_tracker.watch_memory: limit_bytes {limit_bytes!r} is a "
-            f"{type(limit_bytes).__name__}, but it is a number of bytes. Write 2**30 for a GiB."
-        )
-    if limit_bytes is not None and limit_bytes <= 0:
-        raise OptionError(
-            f"mod_tracker.watch_memory: limit_bytes {limit_bytes} is too small, but it must be "
-            "positive. Leave it out for no limit."
-        )
-    with tracking(*roots) as tracker:
+    check_int("watch_memory", "limit_bytes", limit_bytes, 1, or_none="no limit")
+    with ModTracker(*roots) as tracker:
         watch = MemoryWatch(tracker, optimizer, limit_bytes)
         guard = Subscription()
-        outermost = Callbacks(
-            pre_forward=guard.guard(watch._called), post_forward=guard.guard(watch._has_left)
+        outermost = Listener(
+            pre_forward=guard._guard(watch._called),
+            post_forward=guard._guard(watch._has_left),
+            max_depth=1,
         )
         end_observing = on_out_of_memory(watch._ran_out_on)
         try:
             with (
-                tracker._listen(outermost, Filter(max_depth=1), guard),
+                tracker._listen(outermost, guard),
                 watch._mode.following_optimizers(),
                 measuring_storages(watch._mode),
             ):
@@ -212,7 +200,7 @@ def watch_memory(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, on the host or on a device."""
+    """Whether memory ran out, on the host or on a device."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     text = str(error).lower()

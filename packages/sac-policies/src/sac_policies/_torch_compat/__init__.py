@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ _NAMES = {
     "backward_id": "_C._current_graph_task_id",
     "autograd_engine": "autograd.Variable._execution_engine",
     "fake_tensor": "_subclasses.fake_tensor.FakeTensor",
+    "fake_mode": "_subclasses.fake_tensor.FakeTensorMode",
     "tree_leaves": "utils._pytree.tree_leaves",
     "set_versions": "_C._autograd._unsafe_set_version_counter",
     "key_guard": "_C._SetExcludeDispatchKeyGuard",
@@ -220,6 +222,12 @@ def in_fake_mode() -> bool:
     """Whether a FakeTensorMode is entered. Lost without the names: fake regions keep everything."""
     mode_of, keys = _torch["mode_of_key"], _torch["mode_keys"]
     return mode_of is not None and keys is not None and mode_of(keys.FAKE) is not None
+
+
+def fake_mode() -> AbstractContextManager[Any]:
+    """Return a mode in which tensors are made without data. Lost without the name: they have it."""
+    found: AbstractContextManager[Any] = (_torch["fake_mode"] or nullcontext)()
+    return found
 
 
 FAKE_TENSOR: Any = _torch["fake_tensor"]

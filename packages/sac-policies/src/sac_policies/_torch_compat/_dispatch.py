@@ -12,12 +12,14 @@ from typing import Any
 import torch
 import torch._library.autograd as _library_autograd
 import torch.utils._python_dispatch as _python_dispatch
+import torch.utils.checkpoint as _checkpoint
 
 _GUARD: Any = getattr(torch._C, "_ExcludeDispatchKeyGuard", None)
 _INCLUDE: Any = getattr(torch._C, "_SetExcludeDispatchKeyGuard", None)
 _NO_DISPATCH: Any = getattr(torch._C, "_DisableTorchDispatch", None)
 _KEYS: Any = getattr(torch._C, "DispatchKey", None)
 _KEY_SET: Any = getattr(torch._C, "DispatchKeySet", None)
+_FAKE: Any = getattr(getattr(torch, "_subclasses", None), "FakeTensor", None)
 
 
 def _keys_above() -> Any:
@@ -51,6 +53,19 @@ is_wrapper: Callable[[Any], bool] = getattr(
 """Whether a tensor has `__tensor_flatten__`. Lost without the name: what it wraps is kept."""
 
 
+def _selective_mode_ignores() -> bool:
+    mode = getattr(_checkpoint, "_CachingTorchDispatchMode", None)
+    return bool(getattr(mode, "ignore_compile_internals", lambda: True)())
+
+
+LETS_COMPILE: bool = _selective_mode_ignores()
+"""Whether compiled code may run as such under a dispatch mode, as in torch's selective checkpoint.
+
+Until torch 2.9 it runs eagerly there: guards see the mode, so each call would compile again. Lost
+without the name: that.
+"""
+
+
 def no_dispatch() -> AbstractContextManager[Any]:
     """Hide operators from every dispatch mode and subclass.
 
@@ -68,6 +83,8 @@ def unseen_alias(tensor: torch.Tensor) -> torch.Tensor:
     if _INCLUDE is None or _NO_DISPATCH is None:
         return tensor.detach()
     kind = type(tensor)
+    if kind is _FAKE:  # hidden from its mode it would be a tensor of the meta device
+        return tensor.detach()
     if kind is torch.Tensor or kind is torch.nn.Parameter:
         with _INCLUDE(_KEYS.ADInplaceOrView, False), _NO_DISPATCH():
             return tensor.detach()

@@ -18,9 +18,8 @@ from sac_policies.budget._pareto import (
 from sac_policies.budget._record import profile
 from sac_policies.budget._sizes import format_size, parse_size
 from sac_policies.budget._solve import solve
+from sac_policies.budget._step_trace import StepTrace, profile_step
 from sac_policies.budget._trace import Item, Trace, TracedOp, TracedPack
-from sac_policies.budget.predicting._step_trace import StepTrace
-from sac_policies.budget.predicting._watched_step import profile_step
 
 __all__ = [
     "Fit",

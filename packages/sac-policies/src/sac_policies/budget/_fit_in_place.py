@@ -18,7 +18,7 @@ Rule 6. All ranks decide from the same numbers, the largest peak of each step.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -30,11 +30,11 @@ from ..policies._budget_plan import Infeasible
 from ._agree import check_equal
 from ._checkpointed import Checkpointed, is_checkpointed, region_of, release
 from ._intervals import KeptSteps, Measured, Steps, forward_of, kept_bytes, marked
-from ._levels import HOLDING, LEVELS, Region, RegionFit
+from ._levels import HOLDING, KEEPING, LEVELS, Region, RegionFit
+from ._limit import Limit
 from ._measure import Interval, Marks, highest
-from ._optimizer import check_optimizer
 from ._repeating import Seen, called_again, check_compiled, inside, kind_of, repeating
-from ._sizes import Budget, budget_bytes, format_size
+from ._sizes import Budget, format_size
 from ._step import Loss, Step, check_step
 from ._times import Clock, Spent, are_long, clocked_in_rounds
 
@@ -55,6 +55,8 @@ class InPlaceFit:
         predicted_bytes: prediction for what the budget applies to, from steps at single levels.
         budget_bytes: the budget less the reserve; what it applies to is at most that.
         regions: what each does, in the order in which they run.
+        idle: blocks that the measured step did not run, and what they do. A step that runs them in
+            place of others of their class fits; one that runs more blocks may take more.
         rounds: (regions that are checkpointed, what the budget is of) of each step that was
             measured, in order.
     """
@@ -67,6 +69,7 @@ class InPlaceFit:
     predicted_bytes: int
     budget_bytes: int
     regions: tuple[RegionFit, ...]
+    idle: tuple[RegionFit, ...]
     rounds: tuple[tuple[int, int], ...]
     _checkpointed: tuple[Checkpointed, ...]
 
@@ -90,7 +93,13 @@ class InPlaceFit:
             f"{100 * taken / plain:.0f} % of {format_size(plain)} without checkpointing "
             f"(predicted: {format_size(self.predicted_bytes)})"
         ]
-        return "\n".join([*lines, *(f"   {group}" for group in _groups(self.regions))])
+        lines += [f"   {group}" for group in _groups(self.regions)]
+        if self.idle:
+            lines.append(
+                f"   not run when measured, so a step that runs more blocks may take more: "
+                f"{'; '.join(_groups(self.idle))}"
+            )
+        return "\n".join(lines)
 
 
 def _groups(regions: Sequence[RegionFit]) -> list[str]:
@@ -121,7 +130,7 @@ def fit_(
     Finds the modules that repeat (layers of a transformer, blocks of a network), measures a step
     without checkpointing and one with all of them on each of three levels (four on
     accelerators, where values can be offloaded), and lets each do what costs least time in all. A
-    last step confirms that it fits, or a second one. At most ten steps are run for that. If
+    last step confirms that it fits, or a second one. At most eleven steps are run for that. If
     they are short, two to five on each level are clocked: a profiler takes much of them. If no
     choice fits and the blocks are stages with lists of blocks, those blocks are tried in turn.
     Collective.
@@ -163,39 +172,33 @@ def fit_(
         >>> found.undo()
     """
     check_step("fit_", model, loss)
-    is_device = isinstance(budget, str) and budget == "device"
-    for each, what in ((0 if is_device else budget, "budget"), (reserve, "reserve")):
-        budget_bytes(each, total_bytes=0, what=what)  # refused before anything runs
+    limit = Limit(budget, reserve)
     if of not in ("peak", "kept"):
         raise BudgetError(
             f"sac_policies.fit_: of {shown(of)} is unknown, but a budget is of the 'peak' of a "
             "step, or of what its forward has 'kept' for backward. Pass one of them."
         )
-    if optimizer is not None:
-        check_optimizer(optimizer)
-        if of == "kept":
-            raise BudgetError(
-                "sac_policies.fit_: optimizer is given with of='kept', but an optimizer's state is "
-                "no part of what a forward keeps. Leave it out, or use of='peak'."
-            )
+    step, search = Step("fit_", model, batch, loss, optimizer), None
+    if optimizer is not None and of == "kept":
+        raise BudgetError(
+            "sac_policies.fit_: optimizer is given with of='kept', but an optimizer's state is "
+            "no part of what a forward keeps. Leave it out, or use of='peak'."
+        )
     fitted = [path for path, module in model.named_modules() if is_checkpointed(module)]
     if fitted:
         raise BudgetError(
             f"sac_policies.fit_: module {fitted[0]!r} is checkpointed by an earlier fit_, but a "
             "budget is divided once. Call undo() on its result."
         )
-    step, search = Step("fit_", model, batch, loss), None
     step.check_data()
-    step.optimizer = optimizer
-    step.resident()  # an optimizer whose state is unknown is refused before anything runs
-    most = step.available() if is_device else budget
+    limit.settle(step)
     try:
         with step.leaving_the_model():
             step.settle_buckets()
             tried: list[Infeasible] = []
             for regions in _divisions(model, step):
                 search = _Search(model, step, of, regions)
-                found = search.run(most, reserve)
+                found = search.run(limit)
                 if isinstance(found, InPlaceFit):
                     return found
                 tried.append(found)
@@ -245,20 +248,24 @@ class _Search:
             )
             for path, ops in seen.operators.items()
         ]
+        self._idle = [
+            _like(path, module, self._regions)
+            for path, module in regions
+            if path not in seen.operators
+        ]
         check_equal(repr(list(seen.operators)), what="block", where="fit_")
         self._levels = len(LEVELS) - (step.device.type == "cpu")
         self._rounds: list[tuple[int, int]] = []
         self._tried: dict[int, list[str]] = {}
         self._spent: list[Spent] = []
 
-    def run(self, budget: Budget, reserve: Budget) -> InPlaceFit | Infeasible:
+    def run(self, limit: Limit) -> InPlaceFit | Infeasible:
         """Measure each level, choose, and measure what was chosen (Rules 2 and 3)."""
         count = len(self._regions)
         intervals = [self._intervals(0)]
         uniform = [self._taken(intervals[0])]
         sizes = [self._size(uniform[0])]
-        whole = budget_bytes(budget, total_bytes=sizes[0])
-        allowed = max(0, whole - budget_bytes(reserve, total_bytes=whole, what="reserve"))
+        allowed = limit.allowed(sizes[0])
         if sizes[0] <= allowed:
             return self._found((0,) * count, uniform[0], sizes[0], uniform[0], allowed)
         self._learn()
@@ -323,19 +330,21 @@ class _Search:
         self, choice: tuple[int, ...], taken: _Taken, predicted: int, plain: _Taken, allowed: int
     ) -> InPlaceFit:
         done = self.put(choice)
-        put = tuple(filter(None, (region_of(region.module) for region in self._regions)))
+        modules = [region.module for region in (*self._regions, *self._idle)]
+        put = tuple(filter(None, map(region_of, modules)))
+        idle = tuple(
+            region.at(level)
+            for region, level in zip(self._idle, self._idle_levels(choice), strict=True)
+        )
         rounds = tuple(self._rounds)
-        return InPlaceFit(self._of, *taken, *plain, predicted, allowed, done, rounds, put)
+        return InPlaceFit(self._of, *taken, *plain, predicted, allowed, done, idle, rounds, put)
 
     def _learn(self) -> None:
-        """Have first forwards find out what later ones need not keep, on whichever level.
-
-        The second runs backward, too, so that no measured step is the first to replay anything.
-        """
-        self.put((1,) * len(self._regions))
-        self._step.forward()
-        self.put((2,) * len(self._regions))
-        self._step.run(self._model)
+        """Have the first forward and backward of each policy over: they compare bits."""
+        for level in range(1, self._levels):
+            if level not in HOLDING:
+                self.put((level,) * len(self._regions))
+                self._step.run(self._model)
 
     def _intervals(self, level: int) -> list[Interval]:
         done = self.put((level,) * len(self._regions))
@@ -363,16 +372,35 @@ class _Search:
 
     def put(self, choice: Sequence[int]) -> tuple[RegionFit, ...]:
         """Have each region do what it does on its level."""
-        done = []
-        for region, level in zip(self._regions, choice, strict=True):
-            does = region.at(level)
-            release(region.module)
-            if does.level != LEVELS[0]:
-                Checkpointed(
-                    region.module,
-                    policy=does.policy,
-                    wrote=region.wrote or (),
-                    rewrites=region.rewrites,
-                ).put()
-            done.append(does)
-        return tuple(done)
+        for region, level in zip(self._idle, self._idle_levels(choice), strict=True):
+            _put(region, level)
+        return tuple(
+            _put(region, level) for region, level in zip(self._regions, choice, strict=True)
+        )
+
+    def _idle_levels(self, choice: Sequence[int]) -> list[int]:
+        """Levels of blocks that did not run: the one that keeps least of those of their class."""
+        found = []
+        for region in self._idle:
+            pairs = list(zip(self._regions, choice, strict=True))
+            alike = [n for each, n in pairs if kind_of(each.module) is kind_of(region.module)]
+            found.append(min(alike or choice, key=KEEPING.index, default=0))
+        return found
+
+
+def _put(region: Region, level: int) -> RegionFit:
+    does = region.at(level)
+    release(region.module)
+    if does.level != LEVELS[0]:
+        Checkpointed(
+            region.module, policy=does.policy, wrote=region.wrote or (), rewrites=region.rewrites
+        ).put()
+    return does
+
+
+def _like(path: str, module: nn.Module, regions: Sequence[Region]) -> Region:
+    """Return a region that did not run: as the first of its class that did."""
+    for region in regions:
+        if kind_of(region.module) is kind_of(module):
+            return replace(region, path=path, module=module, is_compiled=is_compiled(module))
+    return Region(path, module, (), None, False, is_compiled(module))

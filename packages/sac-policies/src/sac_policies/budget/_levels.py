@@ -21,6 +21,8 @@ LEVELS = (
 """What a region does: no checkpointing; costly operators kept; nothing kept and values replayed;
 nothing kept and a second forward, which also rebuilds what no replay can; costly operators moved to
 the host, and the rest made again. The last is for accelerators."""
+KEEPING = (3, 2, 4, 1, 0)
+"""Levels by how much they keep on the device, least first."""
 HOLDING = (3,)
 """Levels with a second forward, which has to have its arguments."""
 

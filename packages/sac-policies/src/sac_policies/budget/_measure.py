@@ -20,7 +20,7 @@ from torch.autograd.profiler import profile, record_function
 from .._errors import BudgetError, shown
 from .._torch_compat import storage_bytes as bytes_under
 from .._torch_compat import storage_key
-from ..eager._moved import leaving, measured
+from ..eager._moved import measured
 from ..eager._moved_stats import counters
 from ._times import Clock, Spent, no_collection
 
@@ -35,13 +35,11 @@ class Moved(NamedTuple):
         out: that left.
         back: that were asked for again.
         unread: that were let go of, asked for and not read.
-        held: of those that left, whose copies are waited for at the end.
     """
 
     out: int = 0
     back: int = 0
     unread: int = 0
-    held: int = 0
 
 
 _NOTHING = Moved()
@@ -121,8 +119,7 @@ class Marks:
         """On accelerators, note the bytes in use, the most since the mark before, and moves."""
         memory, device = self._memory, self._device
         if memory is not None:
-            counts = counters.bytes_out, counters.bytes_in, counters.bytes_unread
-            moved = Moved(*counts, leaving.nbytes)
+            moved = Moved(counters.bytes_out, counters.bytes_in, counters.bytes_unread)
             now, most = memory.memory_allocated(device), memory.max_memory_allocated(device)
             self._read.append((now, most, moved))
             memory.reset_peak_memory_stats(device)
@@ -131,8 +128,7 @@ class Marks:
 def _between(
     start: tuple[int, int, Moved], end: tuple[int, int, Moved]
 ) -> tuple[int, int, None, Moved]:
-    out, back, unread, _ = map(sub, end[2], start[2])
-    moved = Moved(out, back, unread, end[2].held)
+    moved = Moved(*map(sub, end[2], start[2]))
     return end[0] - start[0], max(0, end[1] - start[0]), None, moved
 
 
@@ -197,7 +193,7 @@ def measure_host_bandwidth(device: torch.device | str | None = None) -> float:
     return 2 * there.numel() / min(spent[1:])
 
 
-def free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device, *, where: str) -> int:
     """Bytes that can still be allocated on an accelerator, what the allocator has cached included.
 
     Raises:
@@ -206,7 +202,7 @@ def free_bytes(device: torch.device) -> int:
     memory: Any = None if device.type == "cpu" else getattr(torch, device.type, None)
     if not hasattr(memory, "mem_get_info"):
         raise BudgetError(
-            "sac_policies.fit_: budget 'device' is the memory that is free on the model's "
+            f"sac_policies.{where}: budget 'device' is the memory that is free on the model's "
             f"accelerator, but the model's device {str(device)!r} has no such number. Pass bytes, "
             'for example "6 GiB", or a share.'
         )

@@ -1,10 +1,8 @@
-"""What a region takes whose neighbours do not offload as well: they hold values of each other.
+"""What a region takes whose neighbours do not offload as well: it asks for values of theirs.
 
-Rule 1. What a region offloads last is held when it ends, and let go of where the next region begins
-        that offloads; the last region's is still there in backward.
-Rule 2. In backward a region asks for the values of the one before it that offloads. The first asks
-        for its own, too.
-Rule 3. What regions ask for in vain they learn in the step that is measured: none does later.
+In backward a region asks for the values of the one before it that offloads, and the first one asks
+for its own, too. What regions ask for in vain they learn in the step that is measured: none does
+later.
 """
 
 from __future__ import annotations
@@ -31,7 +29,6 @@ class Offloaded:
         self._order: list[int] = [each.key[0] for each in begun]
         if len(set(self._order)) < len(self._order):
             self._order = []  # called again: whose neighbour is whose is not known
-        self._held: dict[int | None, int] = {each.key[0]: each.moved.held for each in begun}
         self._back = {each.key[0]: each.moved for each in own if each.key[2]}
         self._values: dict[int | None, int] = {
             before: self._asked(number) - self._unread(before)
@@ -55,15 +52,13 @@ class Offloaded:
         if number not in self._order or backward is None:
             return measured
         others = [other for other in self._order if choice[other] == self._level]
-        before, earlier = _before(number, self._order), _before(number, others)
-        if not backward:  # Rule 1
-            more = self._held.get(before, 0) - self._held.get(earlier, 0)
-            return replace(measured, grown=measured.grown + more, most=measured.most + more)
-        more = self._values.get(earlier, 0) - self._asked(number)  # Rule 2
+        earlier = _before(number, others)
+        if not backward:
+            return measured
+        more = self._values.get(earlier, 0) - self._asked(number)
         if number == others[-1]:
             more += self._values.get(number, 0)
-            more -= self._held[number] if number != self._order[-1] else 0
-        grown = measured.grown + more + self._unread(number)  # Rule 3
+        grown = measured.grown + more + self._unread(number)
         return replace(measured, grown=grown, most=max(0, measured.most + more))
 
     def _asked(self, number: int) -> int:

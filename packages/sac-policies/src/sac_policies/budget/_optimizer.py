@@ -37,16 +37,22 @@ if hasattr(optim, "Muon"):
     _TENSORS[optim.Muon] = _always(1)
 
 
-def check_optimizer(optimizer: object) -> None:
-    """Refuse what is not an optimizer.
+def check_optimizer(optimizer: object, device: torch.device, *, where: str) -> None:
+    """Refuse what is not an optimizer, and optimizers whose state is not known.
 
     Raises:
         BudgetError: with what is needed.
     """
     if not isinstance(optimizer, optim.Optimizer):
         raise BudgetError(
-            f"sac_policies.fit_: optimizer {shown(optimizer)} is a {type(optimizer).__name__}, but "
-            "its state is counted. Pass a torch.optim.Optimizer, or leave it out."
+            f"sac_policies.{where}: optimizer {shown(optimizer)} is a {type(optimizer).__name__}, "
+            "but its state is counted. Pass a torch.optim.Optimizer, or leave it out."
+        )
+    if type(optimizer) not in _TENSORS and not optimizer.state:
+        raise BudgetError(
+            f"sac_policies.{where}: optimizer {type(optimizer).__name__} has no state yet, but "
+            "only of torch's elementwise optimizers it is known before the first step. Run one "
+            f"step of it, then call {where}."
         )
 
 
@@ -66,21 +72,12 @@ def state_bytes(optimizer: optim.Optimizer, device: torch.device) -> int:
 
     Parameters without state count as if that step gives them one.
 
-    Raises:
-        BudgetError: no step has run, and it is not an optimizer of torch's whose state is known.
-
     Example:
         >>> state_bytes(optim.Adam([torch.ones(2, requires_grad=True)]), torch.device("cpu"))
         16
     """
     tensors = _TENSORS.get(type(optimizer))
     if tensors is None:
-        if not optimizer.state:
-            raise BudgetError(
-                f"sac_policies.fit_: optimizer {type(optimizer).__name__} has no state yet, but "
-                "only of torch's elementwise optimizers it is known before the first step. Run "
-                "one step of it, then call fit_."
-            )
         return existing_bytes(optimizer, device)
     return existing_bytes(optimizer, device) + sum(
         tensors(group) * _bytes(each)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .._errors import BudgetError, shown
 from .._tensors import is_accelerator, tensors_in
-from .._torch_compat import is_fake, storage_under
+from .._torch_compat import FAKE_TENSOR, in_fake_mode, is_fake, storage_under
 from .._watching_mode import WatchingMode
 from ..eager._fsdp import RANGE_OPS, Ranges
 from ..policies._checked import is_count
@@ -110,6 +110,17 @@ def _faster(one: Trace, other: Trace) -> Trace:
     return replace(one, ops=tuple(replace(a, cost=min(a.cost, b.cost)) for a, b in pairs))
 
 
+def is_taken_apart(types: Sequence[type]) -> bool:
+    """Whether a call is one of a subclass, which has its parts come back to the mode."""
+    plain = (torch.Tensor, torch.nn.Parameter, FAKE_TENSOR)
+    return any(kind not in plain for kind in types)
+
+
+def is_propagation(types: Sequence[type]) -> bool:
+    """Whether a call is one by which DTensor finds shardings, on fake tensors."""
+    return FAKE_TENSOR in types and not in_fake_mode()
+
+
 class Recorder(WatchingMode):
     """Writes down every operator that runs.
 
@@ -130,35 +141,23 @@ class Recorder(WatchingMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         given = kwargs or {}
+        if is_taken_apart(types):
+            return NotImplemented
+        if is_propagation(types):
+            return func(*args, **given)
         facts = facts_of(func)
         if func in RANGE_OPS:
             self._ranges.follow(func, args)
         if facts.bookkeeping or self._ranges.inside:
             return func(*args, **given)
-        self.begin()
         began = self._clock(args)
         out = func(*args, **given)
         elapsed = self._clock(out) - began
         cost = elapsed if self._unit == "ns" else _work(func, args, given, out)
-        written = facts.written(args, given)
-        for tensor in written:
+        for tensor in facts.written(args, given):
             self._overwrite(tensor)
-        new = self._add(func, cost, _storages((args, given)), _storages(out), facts.draws(args))
-        self.end((args, given), out, new, written)
+        self._add(func, cost, _storages((args, given)), _storages(out), facts.draws(args))
         return out
-
-    def begin(self) -> None:
-        """A call begins."""
-
-    def end(self, read: Any, out: Any, made: Storages, written: list[torch.Tensor]) -> None:
-        """The call has ended that was begun last.
-
-        Args:
-            read: its arguments.
-            out: what it returned.
-            made: the storages that it made.
-            written: the tensors that it wrote to.
-        """
 
     def made(self, storage: torch.UntypedStorage) -> Made | None:
         """Who made a storage; None for what the function was given."""
@@ -171,9 +170,7 @@ class Recorder(WatchingMode):
         if made is not None:
             self.ops[made.call] = replace(self.ops[made.call], overwritten=True)
 
-    def _add(
-        self, func: Any, cost: int, inputs: _Found, outputs: _Found, draws: bool
-    ) -> list[torch.UntypedStorage]:
+    def _add(self, func: Any, cost: int, inputs: _Found, outputs: _Found, draws: bool) -> None:
         at = len(self.ops)
         new = [outputs[key] for key in outputs if key not in inputs]
         makers = {made.call for each in inputs.values() if (made := self.made(each)) is not None}
@@ -194,7 +191,6 @@ class Recorder(WatchingMode):
             )
         )
         self._calls[name] += 1
-        return new
 
     def _clock(self, values: Any) -> int:
         if self._unit == "flops":
@@ -203,7 +199,6 @@ class Recorder(WatchingMode):
         return time.perf_counter_ns()
 
 
-Storages = Iterable[torch.UntypedStorage]
 _Found = dict[int, torch.UntypedStorage]
 
 

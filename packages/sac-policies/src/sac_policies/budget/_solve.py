@@ -17,9 +17,9 @@ from ..policies._checked import is_count
 from ..policies._decisions import Decision
 from ..policies._plans import Backend, Call
 from ._knapsack import pack
+from ._offloading import Copies, Solver, choose
 from ._sizes import Budget, budget_bytes, parse_size
 from ._trace import Item, Trace
-from .offloading import Copies, Solver, choose
 
 
 def solve(

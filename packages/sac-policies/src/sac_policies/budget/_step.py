@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -17,12 +17,21 @@ from .._torch_compat import is_fake
 from ..policies._plans import Unit
 from ._agree import check_equal, largest, largest_each
 from ._measure import Interval, Marks, Moved, free_bytes, highest, storage_bytes
-from ._optimizer import existing_bytes, state_bytes
+from ._optimizer import check_optimizer, existing_bytes, state_bytes
 from ._record import profile
 from ._times import Clock, Spent
 from ._trace import Trace
 
 Loss = Callable[[Any], torch.Tensor]
+
+
+class Marked(Protocol):
+    """Notes where something begins in a step."""
+
+    def mark(self, key: Any) -> None:
+        """Note it."""
+
+
 BACKWARD = "backward"
 """Key of what happens from the end of forward, the loss included, until the next mark."""
 
@@ -53,24 +62,34 @@ class Step:
         model: on the device it trains on.
         batch: a tuple of its arguments, a dict of its keyword arguments, or its one argument.
         loss: from its output to a scalar; by default its own loss, else the sum of its tensors.
+        optimizer: its state is in memory during each step.
 
     Attributes:
         where: the public function, for messages.
         model: the model.
         device: where its parameters are.
-        optimizer: whose state is in memory during each step.
+
+    Raises:
+        BudgetError: `optimizer` is none, or its state is not known.
     """
 
-    optimizer: torch.optim.Optimizer | None = None
-
-    def __init__(self, where: str, model: nn.Module, batch: Any, loss: Loss | None) -> None:
-        self.where, self.model = where, model
+    def __init__(
+        self,
+        where: str,
+        model: nn.Module,
+        batch: Any,
+        loss: Loss | None,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        self.where, self.model, self._optimizer = where, model, optimizer
         self._loss = loss or self._default_loss
         self._args = batch if isinstance(batch, tuple) else ()
         self._kwargs = batch if isinstance(batch, dict) else {}
         if not isinstance(batch, (tuple, dict)):
             self._args = (batch,)
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        if optimizer is not None:
+            check_optimizer(optimizer, self.device, where=where)
 
     def trace(self, unit: Unit | None) -> Trace:
         """Profile the forward; the ranks must agree on its operators. Collective."""
@@ -84,7 +103,7 @@ class Step:
         torch.manual_seed(0)
         return self._loss(call(*self._args, **self._kwargs))
 
-    def run(self, call: Callable[..., Any], marks: Marks | Clock | None = None) -> None:
+    def run(self, call: Callable[..., Any], marks: Marked | None = None) -> None:
         """Run a forward through `call`, and backward; gradients are not added up."""
         self._clear()
         loss = self.loss(call)
@@ -154,9 +173,9 @@ class Step:
         What is free, and what a step has in memory already: its tensors, gradients, and state.
         """
         tensors = [*self._tensors(), *(p.grad for p in self.model.parameters())]
-        state = existing_bytes(self.optimizer, self.device) if self.optimizer else 0
+        state = existing_bytes(self._optimizer, self.device) if self._optimizer else 0
         own = storage_bytes(tensors, device=self.device) + state
-        return -largest(-(free_bytes(self.device) + own))
+        return -largest(-(free_bytes(self.device, where=self.where) + own))
 
     @property
     def is_dry(self) -> bool:
@@ -181,7 +200,7 @@ class Step:
         return [*self.model.parameters(), *self.model.buffers(), *batch]
 
     def _resident(self) -> int:
-        state = state_bytes(self.optimizer, self.device) if self.optimizer else 0
+        state = state_bytes(self._optimizer, self.device) if self._optimizer else 0
         return storage_bytes(self._tensors(), device=self.device) + state
 
     def _settle(self) -> None:

@@ -27,7 +27,6 @@ def takes(tensor: Any) -> bool:
     return (
         type(tensor) is torch.Tensor
         and tensor.numel() >= LEAST_ELEMENTS
-        and not tensor.is_meta
         and (tensor.is_contiguous() or _is_dense(tensor))
     )
 

@@ -11,12 +11,11 @@ Invariants:
   read on another stream.
 - Device memory is freed once it is copied. If the copies of a thread fall behind by more than its
   largest tensor, the device waits for the oldest copy. At the end of a region the device waits for
-  all copies but the last, which is usually of the region's result and held by others.
+  all copies, so what a region holds does not depend on the regions after it.
 - When backward first reads a region, the copies of that region and of the region before it start
   back.
 - An in-place change of an offloaded tensor is an error, however far its copy is.
-- During graph capture, events are not queried: that would end the capture. A region waits for all
-  its copies then, since an unjoined copy at the end of a capture is an error.
+- During graph capture, events are not queried: that would end the capture.
 """
 
 from __future__ import annotations
@@ -108,11 +107,6 @@ class MovedTensor:
     def is_copied(self) -> bool:
         """Tell whether its bytes have left, without waiting."""
         return not self._here or self._has_ended(self._out, self._captured)
-
-    @property
-    def is_captured(self) -> bool:
-        """Tell whether its copies are those of a graph that is, or was, captured."""
-        return self._captured
 
     def let_go(self) -> None:
         """Hold nothing on the device."""
@@ -244,12 +238,9 @@ class Leaving(threading.local):
         self._settle(self._largest)
 
     def region_ended(self) -> bool:
-        """Let go of all but the last value; tell whether the region moved anything."""
+        """Let go of all values; tell whether the region moved anything."""
         moves, self._region_moves = self._region_moves, False
-        if self._values:
-            last = self._values[-1][0]()
-            captures = last is not None and last.is_captured
-            self._settle(0 if captures else self._values[-1][1])
+        self._settle(0)
         return moves
 
     def _settle(self, held_bytes: int) -> None:
@@ -264,11 +255,6 @@ class Leaving(threading.local):
             self._bytes -= first_bytes
             if first is not None:
                 first.let_go()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of those that are held for their copies."""
-        return self._bytes
 
 
 leaving = Leaving()

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from weakref import ref
 
 import torch
+from torch.autograd.graph import increment_version
 
 from .._torch_compat._dispatch import boxed_call, is_called_by_library
 from ..policies._decisions import Decision
@@ -141,8 +142,10 @@ class Recorder:
             return self._held, "a higher-order operator is not replayed"
         if self.op in RANGE_OPS:
             return self._range, ""
-        if self.op.namespace in _OUTSIDE or not schema.returns:
+        if self.op.namespace in _OUTSIDE:
             return self._written if self.facts.writes else self._held, "it is no work of the region"
+        if not schema.returns:
+            return self._written_unseen if self.facts.writes else self._held, ""
         if self.op.namespace == "c10d":
             return self._collective, "a collective is not run again"
         if self.op in BATCH_NORMS:
@@ -290,6 +293,17 @@ class Recorder:
         if not is_seen:  # as of the noise of rrelu, which its node saves first
             tape.note_unversioned(written)
         return self._held(tape, args, kwargs)
+
+    def _written_unseen(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a write that returns nothing, and have version counters show it.
+
+        Under a dispatch mode `_foreach_mul_` and its like do not count their writes.
+        """
+        written = self.facts.written(args, kwargs)
+        tape.before_write(written)
+        out = self._held(tape, args, kwargs)
+        increment_version(written)
+        return out
 
     def _in_place(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a write to a tensor that a call made: a functional call on a copy of it."""

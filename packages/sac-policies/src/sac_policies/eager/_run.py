@@ -44,8 +44,7 @@ def run(
     checks = check == "bits" or (is_new and check == "default")
     # A table of its own lists the operators of this region, and no others.
     table = Table(policy) if is_new else table
-    root = root_of(function) if policy.reads_modules else None
-    region = Region(policy, table, watch, root, checks, observer)
+    region = Region(policy, table, watch, root_of(function), checks, observer)
     hooks = saved_tensor_hooks()
     tape = tape_here(hooks)
     watch.running += 1

@@ -27,7 +27,7 @@ from .._torch_compat import (
     pop_hooks,
     push_hooks,
 )
-from .._torch_compat._dispatch import is_wrapper, no_dispatch, unseen_alias
+from .._torch_compat._dispatch import LETS_COMPILE, is_wrapper, no_dispatch, unseen_alias
 from ..policies._decisions import Decision
 from ..policies._modules import ModulePath, named_root
 from ..policies._names import NAME_OP, listening
@@ -35,13 +35,14 @@ from ..policies._policies import DEPENDS, Policy
 from ..policies._unmatched import Watch
 from ..policies._views import Operator, OpView, RegionState, RegionSummary
 from ._aliasing import UNVERSIONED, copy_of, is_freed, storage_of, tensors_among, version_of
+from ._compiled_calls import compiled_in, follow_compiled
 from ._fsdp import Ranges
 from ._guards import Guard
 from ._masks import UNPACK, packed, takes
 from ._moved import MovedTensor, is_movable, leaving, to_host
 from ._moved_stats import counters
 from ._recorders import Recorder, Table
-from ._values import Call, Replay, Value, want
+from ._values import Call, Replay, Value, changed, want
 
 _PLAIN = frozenset((torch.Tensor, nn.Parameter))
 
@@ -75,6 +76,7 @@ class Region:
         kept: operators of which the policy kept a result.
         inside: operators of regions inside.
         path: the module that runs, where the policy reads modules.
+        compiled: the compiled modules below the root.
         observer: for reports.
     """
 
@@ -93,6 +95,7 @@ class Region:
         self.kept: set[Operator] = set()
         self.inside: set[Operator] = set()
         self.path = ModulePath(named_root(root)) if policy.reads_modules else None
+        self.compiled = compiled_in(root)
         self.observer = observer
 
     def view(
@@ -109,11 +112,13 @@ class Region:
         return OpView(op, index, out, args, kwargs, module, label, self.state)
 
     def follow(self, until: ExitStack, named: Callable[[torch.Tensor, str], None]) -> None:
-        """Follow modules and names, where the policy reads them."""
+        """Follow modules and names, where the policy reads them, and compiled modules."""
         if self.path is not None:
             self.path.follow(until)
         if self.policy.reads_names:
             until.enter_context(listening(named))
+        if self.compiled:
+            follow_compiled(self.compiled, self, until)
 
     def seen(self) -> RegionSummary:
         """Say what ran, to find entries of the policy that match nothing."""
@@ -181,8 +186,8 @@ class Tape(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Take a compiled callable for one operator."""
-        return True
+        """Let code that is compiled run as such, where torch does so under a mode."""
+        return LETS_COMPILE
 
     def __init__(self, region: Region, outer: Hooks | None) -> None:
         super().__init__()
@@ -193,6 +198,7 @@ class Tape(TorchDispatchMode):
         self._known: dict[int, _Seen] = {}
         self._gone = _forget_in(self._known)
         self._holders: list[ref[Value]] = []
+        self._storages: set[int | None] | None = None
         self._ranges = Ranges()
         self._is_away = False
         self._unversioned: set[int | None] = set()
@@ -248,20 +254,21 @@ class Tape(TorchDispatchMode):
         self._is_open = False
         self._known.clear()
         self._marked.clear()
-        holders, self._holders = self._holders, []
         offloaded = {id(value) for value in (each() for each in self._pending) if value}
         self._pending.clear()
         if leaving.region_ended():
             self._earlier, leaving.region = leaving.region, ref(self)
         if self.region.observer is not None:
-            self.region.observer.ended(holders)
+            self.region.observer.ended(self._holders)
         outer, self._outer = self._outer, None
         if outer is None:
+            _ended.add(self)
             return
-        live = [value for value in (each() for each in holders) if value is not None]
+        live = self._live_holders()
         held = [value.held for value in live]
         for value in live:  # whatever a hook raises, no tensor with a graph stays here
             value.held = None
+        self._holders = []
         pack, unpack = outer
         for value, tensor in zip(live, held, strict=True):
             if not value.readers or tensor is None:
@@ -269,7 +276,8 @@ class Tape(TorchDispatchMode):
             if id(value) in offloaded and tensor.device.type not in ("cpu", "meta"):
                 value.boxed = partial(_from_host, unpack, pack(to_host(tensor)), tensor.device)
             else:
-                value.boxed = partial(unpack, pack(tensor))
+                packed = pack(tensor)
+                value.boxed = partial(_unpacked, unpack, packed, _alias_in(packed, tensor))
 
     # What recorders call
 
@@ -326,7 +334,7 @@ class Tape(TorchDispatchMode):
                 if tensor is not None and storage_of(tensor) in storages:
                     self._known.pop(seen.key, None)
             tensor = None
-            live = [value for value in (each() for each in self._holders) if value is not None]
+            live = self._live_holders()
             for value in live:
                 if value.held is None or not (is_seen or value not in self._saved_alone):
                     continue
@@ -336,6 +344,28 @@ class Tape(TorchDispatchMode):
             for moved in (each() for each in self._moved):
                 if moved is not None:
                     moved.leave(storages)
+            for tape in list(_ended):
+                tape._before_later_write(storages, is_seen)
+
+    def _before_later_write(self, storages: set[int | None], is_seen: bool) -> None:
+        """Copy what the values of this ended region hold of storages that another one writes.
+
+        Not of tensors that autograd saved, too: it refuses to read them after a write, and so does
+        the tape. That is how running averages are read again after the next micro-batch.
+        """
+        if self._storages is None:
+            held = [value.held for value in self._live_holders()]
+            self._storages = {storage_of(each) for each in held if each is not None}
+        if self._storages.isdisjoint(storages):
+            return
+        with self._lock:
+            for value in self._live_holders():
+                is_skipped = value.is_saved if is_seen else value in self._saved_alone
+                if value.held is not None and not is_skipped and storage_of(value.held) in storages:
+                    self._copy(value, value.held)
+
+    def _live_holders(self) -> list[Value]:
+        return [value for value in (each() for each in self._holders) if value is not None]
 
     def note_unversioned(self, written: list[torch.Tensor]) -> None:
         """Note storages whose writes no version counter shows: values hold copies of them."""
@@ -430,7 +460,7 @@ class Tape(TorchDispatchMode):
         if answer is None or not answer.keeps:
             return
         region.kept.add(NAME_OP)
-        for each in map(self._whole, _parts_of(tensor)):
+        for each in map(self._whole, parts_of(tensor)):
             value = self.value_of(each)
             if value.held is None and value.boxed is None:
                 value.hold(each if self._outer is not None else unseen_alias(each))
@@ -483,21 +513,27 @@ class Tape(TorchDispatchMode):
     def _pack(self, tensor: torch.Tensor) -> Any:
         if type(tensor) not in _PLAIN and is_wrapper(tensor):
             return _Flattened(tensor, self._pack_part)
-        known = None if tensor.requires_grad else self.known_value(tensor)
-        if known is None and not tensor.requires_grad:
-            value = self._held(tensor, version_of(tensor))
-            self._saved_alone.add(value)
-        else:
-            value = known or self.value_of(tensor)
-        want(value)
-        if self._pending:
-            self._start_copies()
+        value = self.saved(tensor, tensor.requires_grad)
         is_made_again = value.held is None and value.boxed is None
         if self.region.checks and is_made_again and value.guard is None:
             with no_dispatch():
                 is_dense = tensor.layout is torch.strided and not tensor.is_nested
                 if is_dense and not is_fake(tensor):
                     value.guard = Guard(_resolved(tensor))
+        return value
+
+    def saved(self, tensor: torch.Tensor, needs_grad: bool) -> Value:
+        """Return the value of a tensor that autograd saves; hold an unknown tensor."""
+        known = None if needs_grad else self.known_value(tensor)
+        if known is None and not needs_grad:
+            value = self._held(tensor, version_of(tensor))
+            self._saved_alone.add(value)
+        else:
+            value = known or self.value_of(tensor)
+        value.is_saved = True
+        want(value)
+        if self._pending:
+            self._start_copies()
         return value
 
     def _pack_part(self, tensor: torch.Tensor) -> Any:
@@ -571,6 +607,10 @@ def tape_here(hooks: Hooks | None) -> Tape | None:
     return tape if tape is not None and tape.takes_hooks(hooks) else None
 
 
+_ended: WeakSet[Tape] = WeakSet()
+"""Tapes of regions that have ended, while backward may need them."""
+
+
 def _nothing() -> None:
     """Stand for the region before the first that offloads."""
 
@@ -580,6 +620,28 @@ def _from_host(
 ) -> torch.Tensor:
     """Copy back what hooks around a region were given of an offloaded tensor."""
     return unpack(packed).to(device)
+
+
+def _alias_in(packed: Any, tensor: torch.Tensor) -> tuple[torch.Tensor, int] | None:
+    """Find the tensor itself in what a pack hook made of it, and its version."""
+    storage = storage_of(tensor)
+    for each in tensors_among(packed if isinstance(packed, (list, tuple)) else (packed,)):
+        if storage_of(each) == storage:
+            return each, version_of(each)
+    return None
+
+
+def _unpacked(
+    unpack: Callable[[Any], torch.Tensor], packed: Any, alias: tuple[torch.Tensor, int] | None
+) -> torch.Tensor:
+    """Call an unpack hook.
+
+    Autograd does not compare versions where there are hooks. A replay may read a tensor that
+    autograd did not save, so a write to a tensor that a hook only passed through is refused here.
+    """
+    if alias is not None and version_of(alias[0]) != alias[1]:
+        raise changed(alias[0])
+    return unpack(packed)
 
 
 def differs(value: Value) -> RecomputeError:
@@ -599,12 +661,13 @@ def _resolved(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg()
 
 
-def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """List the plain tensors that a tensor is made of: itself, or those inside a wrapper."""
     if type(tensor) in _PLAIN or not is_wrapper(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     parts = [part for name in names if isinstance(part := getattr(tensor, name), torch.Tensor)]
-    return [each for part in parts for each in _parts_of(part)]
+    return [each for part in parts for each in parts_of(part)]
 
 
 def _reads_freed(value: Value) -> bool:

@@ -29,6 +29,7 @@ class Value:
         cached: a replayed tensor that other readers of this backward wait for.
         readers: how often the value is saved, or read by a call that backward may need.
         left: those of them that have not read it yet in this backward.
+        is_saved: whether autograd saved it, too.
         guard: compares a replay with the bits of the forward; None where they are not compared.
     """
 
@@ -38,6 +39,7 @@ class Value:
         "cached",
         "guard",
         "held",
+        "is_saved",
         "left",
         "readers",
         "version",
@@ -50,6 +52,7 @@ class Value:
         self.cached: torch.Tensor | None = None
         self.guard: Guard | None = None
         self.readers = self.left = 0
+        self.is_saved = False
 
     @property
     def made_by(self) -> Call | None:
@@ -117,6 +120,7 @@ class Call(Value):
     ) -> None:
         self.held = self.boxed = self.cached = self.guard = None
         self.version = self.readers = self.left = 0
+        self.is_saved = False
         self.recorder, self.args, self.kwargs, self.inputs = recorder, args, kwargs, inputs
         self.items: list[ref[Item] | None] | None = None
         self.copies = copies

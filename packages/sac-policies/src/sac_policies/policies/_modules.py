@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -36,6 +37,7 @@ class ModulePath:
         self._names = {id(module): path for path, module in root.named_modules()}
         self._running = [""]
         self.known = frozenset(self._names.values())
+        self._hooks = ExitStack()
 
     @property
     def now(self) -> str:
@@ -44,8 +46,23 @@ class ModulePath:
 
     def follow(self, until: ExitStack) -> None:
         """Follow the modules until that is closed, which runs no code of this package."""
-        until.enter_context(register_module_forward_pre_hook(self._start))
-        until.enter_context(register_module_forward_hook(self._stop, always_call=True))
+        until.enter_context(self._hooks)
+        self._listen()
+
+    @contextmanager
+    def inside_compiled(self, module: nn.Module) -> Iterator[None]:
+        """Follow no modules inside a compiled one: for each region's hooks it is compiled again."""
+        self._hooks.close()
+        self._start(module, None)
+        try:
+            yield
+        finally:
+            self._running.pop()
+            self._listen()
+
+    def _listen(self) -> None:
+        self._hooks.enter_context(register_module_forward_pre_hook(self._start))
+        self._hooks.enter_context(register_module_forward_hook(self._stop, always_call=True))
 
     def _start(self, module: nn.Module, args: Any) -> None:
         del args

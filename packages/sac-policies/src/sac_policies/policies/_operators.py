@@ -38,24 +38,6 @@ _GEOMETRY = frozenset(
 )
 """What is asked of a tensor that keeps its geometry elsewhere: a nested one, or a subclass."""
 
-_OF_TORCH = frozenset(
-    {"aten", "prim", "prims", "rngprims", "profiler", "higher_order", "quantized", "mkldnn"}
-    | {"c10d", "fsdp", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"}
-    | {"_dtensor", "symm_mem", "inductor"}
-)
-"""Namespaces of torch's own operators."""
-
-
-def is_custom(op: Operator) -> bool:
-    """Whether an operator is of another library, registered by `torch.library` or in C++.
-
-    Example:
-        >>> is_custom(torch.ops.aten.mm.default)
-        False
-    """
-    return getattr(op, "namespace", "aten") not in _OF_TORCH
-
-
 BATCH_NORMS = frozenset(
     getattr(torch.ops.aten, name).default
     for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
@@ -70,8 +52,6 @@ class Facts:
     """What the engines need to know of one operator.
 
     Attributes:
-        geometry: tells how a tensor lies, and reads none of its data. Autograd runs it while it
-            makes a node, with a lock held: to ask the tensor about its node would wait for ever.
         bookkeeping: not part of the region's work: returns no tensor, or runs for torch itself.
         writes: (position or None, name) of every argument it writes to.
         returns_written: whether it returns what it writes to.
@@ -81,7 +61,6 @@ class Facts:
             has the values of another tensor, at other sizes or strides.
     """
 
-    geometry: bool = False
     bookkeeping: bool = False
     writes: tuple[tuple[int | None, str], ...] = ()
     returns_written: bool = False
@@ -122,7 +101,6 @@ def facts_of(op: Operator) -> Facts:
         return Facts()
     names = [argument.name for argument in schema.arguments]
     return Facts(
-        geometry=_is_geometry(op),
         bookkeeping=_is_bookkeeping(op, schema),
         writes=tuple(
             (None if argument.kwarg_only else at, argument.name)

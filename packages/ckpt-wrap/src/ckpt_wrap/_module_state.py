@@ -1,0 +1,320 @@
+"""The state of a module that recomputation reads: buffers, tensor attributes and parameters.
+
+Buffers and tensor attributes have in recomputation the values that forward found, also where
+forward, or another forward since, has written to them. After recomputation the module has the
+tensors it had before, unchanged. So buffers advance once.
+
+Before forward, small tensors and the floating-point buffers of modules in training mode are copied.
+Copies of small ones are always kept, because operators such as batch normalization write without
+changing the version counter. Copies of large ones are kept if the version changed. A tensor that
+forward wrote in place without a copy is an error in recomputation.
+
+Parameters are not copied: one that was written in place or replaced is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ckpt_wrap._errors import RecomputeError, Where
+from ckpt_wrap._surroundings import Surroundings
+from ckpt_wrap._torch_compat import counter_owner, unseen_by_modes, version_of, versions_of
+
+_SMALL = 1 << 16  # numel; no batch normalization has so many features
+_ABSENT = object()
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """One buffer or tensor attribute, as forward found it.
+
+    Attributes:
+        place: the dict of the module that holds it.
+        tensor: the tensor that forward found, or None where the buffer was None.
+        copied: its contents before forward, if they were copied.
+        before: its version before forward; -1 if it was lazy.
+        value: the tensor for recomputation, or `_ABSENT` where no copy was made.
+        version: of `value`.
+        written: whether forward has written or replaced it.
+        put_in: tensor and version that the running recomputation started from.
+    """
+
+    module: nn.Module
+    place: dict[str, Any]
+    name: str
+    tensor: torch.Tensor | None
+    copied: torch.Tensor | None = None
+    before: int = 0
+    value: Any = None
+    version: int = 0
+    written: bool = False
+    put_in: tuple[torch.Tensor, int] | None = None
+
+    @property
+    def is_buffer(self) -> bool:
+        return self.place is self.module._buffers
+
+    def note(self, copies: dict[int, torch.Tensor]) -> None:
+        """Forward starts: note the version, and copy what it may write."""
+        tensor = self.value = self.tensor
+        if tensor is None:
+            return
+        if is_lazy(tensor):
+            self.before = self.version = -1
+            self.value = _ABSENT
+            return
+        self.before = self.version = version_of(tensor)
+        is_state = self.is_buffer and self.module.training and tensor.is_floating_point()
+        if tensor.grad_fn is None and (is_state or tensor.numel() <= _SMALL):
+            # One tensor in two places stays one tensor.
+            if id(tensor) not in copies:
+                copies[id(tensor)] = _copy(tensor)
+            self.copied = copies[id(tensor)]
+
+    def settle(self) -> None:
+        """Choose the value for recomputation; forward has ended, or recomputes inside itself."""
+        tensor, copied = self.tensor, self.copied
+        if tensor is None:
+            self.written = self.place.get(self.name) is not None
+            return
+        if self.before < 0:  # it had no values; only a write makes a difference
+            self.written = not is_lazy(tensor)
+            return
+        in_place = version_of(tensor) != self.before
+        self.written = in_place or self.place.get(self.name, _ABSENT) is not tensor
+        if in_place:
+            self.value = _ABSENT if copied is None else copied
+        elif copied is not None and tensor.numel() <= _SMALL and not tensor.requires_grad:
+            self.value = copied
+        if self.value is not _ABSENT:
+            self.version = version_of(self.value)
+
+    def put(self, fresh: dict[int, torch.Tensor]) -> None:
+        """Have the value in its place; one tensor in two places stays one tensor."""
+        tensor = self.value
+        if tensor is _ABSENT or tensor is None:
+            if tensor is None:
+                self.place[self.name] = None
+            return
+        if tensor is not self.tensor:  # a copy, for recomputation to write to
+            if id(tensor) not in fresh:
+                fresh[id(tensor)] = _copy(tensor)
+            tensor = fresh[id(tensor)]
+        self.place[self.name] = tensor
+        self.put_in = tensor, version_of(tensor)
+
+    def was_written_again(self) -> bool:
+        """Recomputation has ended: whether it wrote the value that was put in."""
+        put, self.put_in = self.put_in, None
+        if put is None:
+            return True
+        return self.place.get(self.name) is not put[0] or version_of(put[0]) != put[1]
+
+
+class ModuleState:
+    """State of one called module, in one call and its recomputation.
+
+    Args:
+        module: the called module, or None for a function.
+        where: the module, for messages.
+        own_hooks: whether the hooks of the module itself run in recomputation.
+    """
+
+    def __init__(self, module: nn.Module | None, where: Where, *, own_hooks: bool = False) -> None:
+        self.asked = False  # whether forward has called `is_recomputing()`
+        self.module = module
+        self._where = where
+        self._ended = False
+        self._entries: list[_Entry] = []
+        self._parameters: list[tuple[nn.Module, str, torch.Tensor]] = []
+        self._versions: list[int] = []
+        self._given: list[tuple[dict[str, Any], str]] = []
+        self._surroundings = Surroundings(module, where, own_hooks=own_hooks)
+
+    def begin(self) -> list[torch.Tensor]:
+        """Note the state before forward.
+
+        Returns:
+            Weights that were put in for this call, as `torch.func.functional_call` does: tensors
+            in the place of parameters. They are inputs of the call; see `put_in`.
+        """
+        weights: list[torch.Tensor] = []
+        copies: dict[int, torch.Tensor] = {}  # by id of the tensor
+        modules = below(self.module)
+        for module in modules:
+            for name, parameter in module._parameters.items():
+                if parameter is None or is_lazy(parameter):
+                    continue
+                if isinstance(parameter, nn.Parameter):
+                    self._parameters.append((module, name, parameter))
+                else:
+                    self._given.append((module._parameters, name))
+                    weights.append(parameter)
+            self._find_tensors(module)
+        for entry in self._entries:
+            entry.note(copies)
+        self._versions = versions_of([tensor for _, _, tensor in self._parameters])
+        self._surroundings.begin(modules)
+        return weights
+
+    def _find_tensors(self, module: nn.Module) -> None:
+        buffers, attributes = module._buffers, vars(module)
+        if buffers and isinstance(buffers, dict):  # TorchScript keeps them elsewhere
+            for name, tensor in buffers.items():
+                if tensor is None or isinstance(tensor, torch.Tensor):
+                    self._entries.append(_Entry(module, buffers, name, tensor))
+        for name, value in attributes.items():
+            # Tensors that require grad, and views, are weights: sharding replaces them at will.
+            if (
+                isinstance(value, torch.Tensor)
+                and not value.requires_grad
+                and counter_owner(value) is value
+            ):
+                self._entries.append(_Entry(module, attributes, name, value))
+
+    def end(self, *, keep: bool) -> None:
+        """Forward has ended; keep what recomputation needs, or nothing."""
+        self._ended = True
+        for entry in self._entries:
+            entry.settle()
+            entry.copied = None  # kept in `value` where recomputation needs it
+        if keep:
+            self._surroundings.end()
+        else:
+            self._entries, self._parameters, self._versions, self._given = [], [], [], []
+
+    @contextlib.contextmanager
+    def put_in(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Have the state as forward found it, and in the end the present one again.
+
+        Args:
+            tensors: inputs of the call; the weights that `begin` returned are the last of them.
+
+        Raises:
+            RecomputeError: the state cannot be restored, or recomputation would not run the same
+                code.
+        """
+        self._surroundings.require_unchanged()
+        if self._ended:
+            self._require_parameters()
+        else:  # a backward inside forward
+            for entry in self._entries:
+                entry.settle()
+        for entry in self._entries:
+            self._require(entry)
+        weights = zip(self._given, tensors[len(tensors) - len(self._given) :], strict=True)
+        places = [(e.place, e.name) for e in self._entries if e.value is not _ABSENT] + self._given
+        before = [place.get(name, _ABSENT) for place, name in places]
+        fresh: dict[int, torch.Tensor] = {}
+        try:
+            for entry in self._entries:
+                entry.put(fresh)
+            for (place, name), weight in weights:
+                place[name] = weight
+            yield
+            self._require_no_guard()
+        finally:
+            for (place, name), tensor in zip(places, before, strict=True):
+                if tensor is _ABSENT:
+                    place.pop(name, None)
+                else:
+                    place[name] = tensor
+            self._surroundings.end_again()
+
+    def _require(self, entry: _Entry) -> None:
+        if entry.value is _ABSENT and entry.written:
+            when = "by its own forward"
+            if entry.before < 0:
+                advice = "Run one forward under torch.no_grad() first."
+            elif entry.is_buffer:
+                advice = (
+                    "Large buffers are copied before forward only if they hold floating-point "
+                    "numbers and training is True. Leave this module out of checkpointing."
+                )
+            else:
+                advice = "Register the tensor as a buffer."
+        elif isinstance(entry.value, torch.Tensor) and version_of(entry.value) != entry.version:
+            when = "since its forward"
+            advice = "Change a clone of it, or change it after backward."
+        else:
+            return
+        kind = "buffer" if entry.is_buffer else "attribute"
+        name, where = self._name(entry.module, entry.name), self._where
+        raise RecomputeError(
+            f"ckpt_wrap.{where.made_by}: {kind} {name!r} of module {where} was changed in place "
+            f"{when}, and recomputation needs it as it was before. {advice}"
+        )
+
+    def _require_parameters(self) -> None:
+        now = versions_of([tensor for _, _, tensor in self._parameters])
+        found = zip(self._parameters, self._versions, now, strict=True)
+        for (module, name, tensor), then, count in found:
+            present = _lookup(module._parameters, name)
+            # Sharding puts other types into the places of parameters.
+            replaced = present is not tensor
+            if replaced and type(present) is nn.Parameter and type(tensor) is nn.Parameter:
+                what = "replaced since the forward"
+                advice = "Replace parameters after backward."
+            elif not replaced and then != count:
+                what = "changed in place since its forward started"
+                advice = (
+                    "Step the optimizer after backward, and do not checkpoint a module whose "
+                    "forward writes its parameters, such as nn.Embedding with max_norm."
+                )
+            else:
+                continue
+            raise RecomputeError(
+                f"ckpt_wrap.{self._where.made_by}: parameter {self._name(module, name)!r} of "
+                f"module {self._where} was {what}, and recomputation with other values gives "
+                f"another gradient. {advice}"
+            )
+
+    def _require_no_guard(self) -> None:
+        for entry in self._entries:
+            if not entry.was_written_again() and entry.written and self.asked:
+                name = self._name(entry.module, entry.name)
+                raise RecomputeError(
+                    f"ckpt_wrap.{self._where.made_by}: buffer {name!r} of module {self._where} was "
+                    "written by forward and not by recomputation, after forward called "
+                    "is_recomputing(). Write the buffer in both: the write in recomputation is "
+                    "dropped."
+                )
+
+    def _name(self, module: nn.Module, name: str) -> str:
+        named = () if self.module is None else self.module.named_modules()
+        prefix = next((name for name, candidate in named if candidate is module), "")
+        return f"{prefix}.{name}" if prefix else name
+
+
+def below(module: nn.Module | None) -> list[nn.Module]:
+    """A module and all modules below it, each once."""
+    found = {} if module is None else {module: None}
+    todo = list(found)
+    for one in todo:
+        for child in one._modules.values():
+            if child is not None and child not in found:
+                found[child] = None
+                todo.append(child)
+    return todo
+
+
+def _lookup(place: Any, name: str) -> Any:
+    """An entry, or None; TorchScript's tables have no `get`."""
+    try:
+        return place[name]
+    except KeyError:
+        return None
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    with unseen_by_modes(tensor):
+        if tensor.requires_grad:
+            return tensor.detach().clone().requires_grad_()
+        return tensor.clone()

@@ -1,0 +1,302 @@
+"""Run a function, and keep the tensors that it saves elsewhere until backward reads them.
+
+- Parameters, buffers, storages below `min_bytes` and tensors the tier does not take stay.
+- Storages leave, each once, however many saved tensors share it. Where tensors of one storage have
+  different version counters, it leaves once for each counter.
+- Reading a tensor that was changed in place since it was saved is an error, as it is without
+  offload; but not once its bytes are in a folder, where they are from the moment it is saved.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parameter import is_lazy
+
+from ckpt_wrap._ambient import is_checkpointing
+from ckpt_wrap._errors import OffloadError, describe, owner
+from ckpt_wrap._host_tier import captures_calls_on
+from ckpt_wrap._offload_scheduler import CallStorages, OffloadScheduler, scheduler_for
+from ckpt_wrap._offloaded_storage import (
+    Counters,
+    OffloadedStorage,
+    OffloadStats,
+    changed_message,
+)
+from ckpt_wrap._options import OffloadOptions
+from ckpt_wrap._torch_compat import (
+    active_transform,
+    break_graph,
+    counter_owner,
+    is_exporting,
+    is_parameter_view,
+    never_compiled_inside,
+    next_node_number,
+    storage_key,
+    version_of,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """How a tensor reads its storage; stride and offset count elements."""
+
+    kind: type[torch.Tensor]
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """The tensor this view was taken from, over the bytes of `flat`."""
+        tensor = torch.empty(0, dtype=self.dtype, device=flat.device)
+        tensor.set_(flat.untyped_storage(), self.offset, self.size, self.stride)
+        return tensor if self.kind is torch.Tensor else tensor.as_subclass(self.kind)
+
+
+def view_of(tensor: torch.Tensor) -> View:
+    """The view a plain tensor is."""
+    kind = torch.Tensor if isinstance(tensor, torch.nn.Parameter) else type(tensor)
+    return View(kind, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadedTensor:
+    """Takes the place of one saved tensor in the graph."""
+
+    storage: OffloadedStorage
+    view: View
+
+    def __iter__(self) -> Iterator[Any]:
+        return _as_packed_by_torch(self.view.of(self.storage.read()))
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTensor:
+    """In place of a saved tensor that stays where it is."""
+
+    tensor: torch.Tensor
+    version: int
+
+    def __iter__(self) -> Iterator[Any]:
+        return _as_packed_by_torch(self.tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSubclass:
+    """In place of a tensor subclass that is made of other tensors."""
+
+    kind: Any
+    parts: dict[str, Any]
+    context: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+def _as_packed_by_torch(tensor: torch.Tensor) -> Iterator[Any]:
+    # Code that replaces the unpack hook of saved_tensors_hooks, as a test of the source does,
+    # expects what torch's save_on_cpu packs: the device and the tensor on the host.
+    return iter((tensor.device, tensor.cpu()))
+
+
+class OffloadCall:
+    """One call of one function: its saved tensors, packed and unpacked."""
+
+    def __init__(
+        self, scheduler: OffloadScheduler, counters: Counters, module: nn.Module | None, where: str
+    ) -> None:
+        self._scheduler = scheduler
+        self._by_device: dict[torch.device, CallStorages] = {}
+        self._counters = counters
+        self._where = where
+        self._module = module
+        self._state_keys: set[Any] | None = None
+        self._node = -1  # number of the node that saved last
+        self._pending: list[tuple[OffloadedStorage, CallStorages]] = []
+
+    @torch.no_grad()
+    @never_compiled_inside  # compiled modules call it where they save
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """The object that the graph holds in place of a saved tensor."""
+        node = next_node_number()
+        if node != self._node:
+            self._send_pending()
+            self._node = node
+        parts = split(tensor)
+        if parts is not None:
+            packed = {name: self.pack(part) for name, part in parts[0].items()}
+            return PackedSubclass(type(tensor), packed, parts[1], tensor.size(), tensor.stride())
+        if not self._leaves(tensor):
+            self._counters.kept += 1
+            return KeptTensor(tensor.detach(), version_of(tensor))
+        return OffloadedTensor(self._storage_of(tensor), view_of(tensor))
+
+    @torch.no_grad()
+    @never_compiled_inside
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """The saved tensor.
+
+        Raises:
+            OffloadError: it was changed in place since it was saved.
+        """
+        if isinstance(packed, OffloadedTensor):
+            storage = packed.storage
+            self._scheduler.read_from(self._by_device[storage.device], storage)
+            return packed.view.of(packed.storage.read())
+        if isinstance(packed, PackedSubclass):
+            inner = {name: self.unpack(part) for name, part in packed.parts.items()}
+            whole: torch.Tensor = packed.kind.__tensor_unflatten__(
+                inner, packed.context, packed.size, packed.stride
+            )
+            return whole
+        if version_of(packed.tensor) != packed.version:
+            raise OffloadError(changed_message(self._where))
+        kept: torch.Tensor = packed.tensor
+        return kept
+
+    def _leaves(self, tensor: torch.Tensor) -> bool:
+        """Whether a saved tensor leaves."""
+        nbytes = storage_bytes(tensor) if is_plain(tensor) else 0
+        return (
+            nbytes >= max(1, self._scheduler.options.min_bytes)
+            and self._scheduler.tier.takes(tensor.device)
+            and not is_parameter_view(tensor)
+            and storage_key(tensor) not in self._state()
+        )
+
+    def _state(self) -> set[Any]:
+        """Storages of the module's parameters and buffers."""
+        if self._state_keys is None:
+            module = self._module
+            owned = () if module is None else itertools.chain(module.parameters(), module.buffers())
+            self._state_keys = {storage_key(t) for t in owned if not is_lazy(t) and is_plain(t)}
+        return self._state_keys
+
+    def _storage_of(self, tensor: torch.Tensor) -> OffloadedStorage:
+        call = self._by_device.get(tensor.device)
+        if call is None:
+            if captures_calls_on(tensor.device):
+                raise OffloadError(
+                    f"ckpt_wrap.offload_: a graph is being captured around module {self._where}, "
+                    "but a replay would not run the schedule of copies. Take offload_ off with "
+                    "unwrap before capturing."
+                )
+            call = self._by_device[tensor.device] = self._scheduler.begin(tensor.device)
+        key = storage_key(tensor), id(counter_owner(tensor))
+        storage = self._scheduler.storages.get(key)
+        if storage is not None and storage.shares(tensor):
+            self._counters.shared += 1
+            return storage
+        storage = OffloadedStorage(tensor, self._counters, self._where)
+        self._scheduler.storages[key] = storage
+        call.add(storage)
+        if self._scheduler.options.keep_last == 0:
+            if tensor.requires_grad:
+                self._scheduler.send(storage, call.order)
+            else:
+                self._pending.append((storage, call))
+        return storage
+
+    def _send_pending(self) -> None:
+        """Start copying the tensors that an earlier operator saved.
+
+        An operator may save a tensor before it writes it, as `rrelu` does with its noise. Results
+        require grad when they are saved, and are written by then.
+        """
+        pending, self._pending = self._pending, []
+        for storage, call in pending:
+            self._scheduler.send(storage, call.order)
+
+    def finish(self) -> None:
+        """The call has ended: start copying the rest, and what older calls kept."""
+        self._send_pending()
+        self._scheduler.finish(iter(self._by_device.values()))
+
+
+_COMPILED = (
+    "ckpt_wrap.offload_: an offloaded module is compiled, but the compiler decides which tensors "
+    "are saved, so nothing could be offloaded. Compile modules inside of the offloaded one, or "
+    "take offload_ off with unwrap."
+)
+
+
+class Offload:
+    """Runs functions and keeps what they save elsewhere.
+
+    It does nothing, and the function runs as it is, while gradients are off, inside a
+    checkpointed module (nothing is kept there), under `torch.func` (which allows no hooks) and
+    while `torch.export` traces.
+
+    Raises:
+        OffloadError: the folder cannot be made or written to.
+    """
+
+    def __init__(
+        self, options: OffloadOptions, scheduler: OffloadScheduler | None = None, name: str = ""
+    ) -> None:
+        self.options = options
+        self.name = name  # of the module, where it is known; for messages
+        self._scheduler = scheduler_for(options) if scheduler is None else scheduler
+        self._counters = Counters(self._scheduler.away)
+
+    def __reduce__(self) -> tuple[type[Offload], tuple[OffloadOptions, None, str]]:
+        return Offload, (self.options, None, self.name)
+
+    def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """`function(*args, **kwargs)`, with its saved tensors kept elsewhere."""
+        if not torch.is_grad_enabled() or is_exporting():
+            return function(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            break_graph(_COMPILED)
+            raise OffloadError(_COMPILED)  # in the frame after the break, which is not compiled
+        if self._scheduler.tier.idle or is_checkpointing() or active_transform() is not None:
+            return function(*args, **kwargs)
+        # Around a checkpoint, the function is the checkpoint and the module comes after it.
+        inside = owner(function) is None and bool(args) and callable(args[0])
+        called = args[0] if inside else function
+        where = describe(called, self.name)
+        call = OffloadCall(self._scheduler, self._counters, owner(called), where)
+        with saved_tensors_hooks(call.pack, call.unpack):
+            result = function(*args, **kwargs)
+        call.finish()
+        return result
+
+    @property
+    def stats(self) -> OffloadStats:
+        """Counts of what it has moved."""
+        return self._counters.snapshot()
+
+
+def storage_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the tensor's storage; 0 for one without memory, such as a zero tangent."""
+    storage = tensor.untyped_storage()
+    try:
+        return storage.nbytes() if storage.data_ptr() else 0
+    except RuntimeError:  # torch's error for a storage that has no memory
+        return 0
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a `View` and the bytes of the storage describe the tensor completely."""
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_meta
+        and not tensor.is_quantized
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    )
+
+
+def split(tensor: Any) -> tuple[dict[str, torch.Tensor], Any] | None:
+    """Inner tensors and context of a tensor subclass, or None if it has no `__tensor_flatten__`."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return None
+    names, context = tensor.__tensor_flatten__()
+    return {name: getattr(tensor, name) for name in names}, context

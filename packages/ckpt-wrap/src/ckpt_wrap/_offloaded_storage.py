@@ -1,0 +1,288 @@
+"""The bytes of one storage on their way elsewhere and back, and counts of what was moved.
+
+| state | `source` | `stored` | reading it |
+|---|---|---|---|
+| kept | yes | no | gives the source |
+| leaving | yes | yes | gives the source |
+| away | no | yes | fetches the bytes |
+
+Each storage has a lock, because several threads may run backward through what one forward saved.
+The lock may be held while finalizers of other storages run, which take no lock. It is reentrant, so
+that a thread can go on after an exception from outside.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ckpt_wrap._errors import OffloadError, about
+from ckpt_wrap._torch_compat import counter_owner, version_of
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadStats:
+    """Counts since the module was offloaded; bytes are those of the storages moved.
+
+    Args:
+        copies_out: storages that left.
+        bytes_out: their bytes.
+        copies_in: storages that were copied back; one that is read twice may count twice.
+        bytes_in: their bytes.
+        shared: saved tensors that needed no copy because their storage had left already.
+        kept: saved tensors that stayed: parameters, buffers, small ones, those on the host, and
+            storages for which there was no room within `max_bytes_away`.
+        bytes_away: bytes elsewhere now.
+        peak_bytes_away: the most there were at one time; for several modules, the sum of their
+            peaks, which need not coincide.
+        late: copies back that were only requested when backward read them, and waited for them.
+    """
+
+    copies_out: int = 0
+    bytes_out: int = 0
+    copies_in: int = 0
+    bytes_in: int = 0
+    shared: int = 0
+    kept: int = 0
+    bytes_away: int = 0
+    peak_bytes_away: int = 0
+    late: int = 0
+
+
+class Counters:
+    """The counts of one module.
+
+    Threads and finalizers count too, so no line reads a count, calls something, and writes it.
+
+    Args:
+        away_of_all: bytes by number of everything with the same options that is away.
+    """
+
+    def __init__(self, away_of_all: dict[int, int]) -> None:
+        self._away_of_all = away_of_all
+        self._away: dict[int, int] = {}  # bytes by the number that a storage left under
+        self._copies_out = self._bytes_out = self._copies_in = self._bytes_in = 0
+        self._peak = self._late = self.shared = self.kept = 0
+
+    def out(self, number: int, nbytes: int) -> None:
+        """A storage left, under a number of its own."""
+        self._away[number] = self._away_of_all[number] = nbytes
+        self._copies_out += 1
+        self._bytes_out += nbytes
+        away = sum(self._away.values())
+        if away > self._peak:
+            self._peak = away
+
+    def back(self, nbytes: int, late: bool) -> None:
+        """A storage was brought back; `late` if it was read when it was asked for."""
+        self._copies_in += 1
+        self._bytes_in += nbytes
+        self._late += late
+
+    def gone(self, number: int) -> None:
+        """The storage of this number was released, if it had left."""
+        self._away_of_all.pop(number, None)
+        self._away.pop(number, None)
+
+    def snapshot(self) -> OffloadStats:
+        """The counts as they are."""
+        return OffloadStats(
+            copies_out=self._copies_out,
+            bytes_out=self._bytes_out,
+            copies_in=self._copies_in,
+            bytes_in=self._bytes_in,
+            shared=self.shared,
+            kept=self.kept,
+            bytes_away=sum(self._away.values()),
+            peak_bytes_away=self._peak,
+            late=self._late,
+        )
+
+
+class Stored:
+    """The bytes of one storage, somewhere else; here, a place that has them after `take`."""
+
+    is_immediate = True  # whether all bytes are there when `take` returns
+
+    def take(self, source: torch.Tensor) -> None:
+        """Start copying the bytes of a flat tensor."""
+        raise NotImplementedError
+
+    def copied(self) -> bool:
+        """Whether the source is no longer read."""
+        return True
+
+    def release_source(self) -> None:
+        """Release the source, in the order of the device's work."""
+
+    def fetch(self) -> torch.Tensor:
+        """Start bringing the bytes back; call `wait_fetched` before using them."""
+        raise NotImplementedError
+
+    def wait_fetched(self) -> None:
+        """Make the device's later work wait for the fetched bytes."""
+
+    def release_fetched(self) -> None:
+        """Release the fetched bytes, if there are any; they may not have been waited for."""
+
+    def discard(self) -> None:
+        """Forget the bytes, if it took any; may be called again."""
+        raise NotImplementedError
+
+
+class Tier(Protocol):
+    """A place for tensors.
+
+    Attributes:
+        idle: whether there is no device whose tensors are to be moved.
+    """
+
+    idle: bool
+
+    def takes(self, device: torch.device) -> bool:
+        """Whether the tensors of this device are to be moved."""
+        ...
+
+    def place(self, source: torch.Tensor) -> Stored:
+        """A place for the bytes of a flat tensor; nothing is there before it takes them."""
+        ...
+
+
+class OffloadedStorage:
+    """The bytes of one storage; its states are in the table above."""
+
+    __slots__ = (
+        "__weakref__",
+        "_fetched",
+        "_guard",
+        "_lock",
+        "_owner",
+        "counters",
+        "device",
+        "nbytes",
+        "process",
+        "source",
+        "stored",
+        "version",
+        "where",
+    )
+
+    def __init__(self, tensor: torch.Tensor, counters: Counters, where: str) -> None:
+        self._lock = threading.RLock()
+        # Shares the tensor's version counter, also when its bytes are gone.
+        self._guard: torch.Tensor | None = tensor.detach()
+        self._owner = weakref.ref(counter_owner(tensor))
+        flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        self.source: torch.Tensor | None = flat.set_(tensor.untyped_storage())
+        self.version = version_of(tensor)
+        self.device = tensor.device
+        self.nbytes = self.source.numel()
+        self.stored: Stored | None = None
+        self._fetched: torch.Tensor | None = None
+        self.counters = counters
+        self.process = os.getpid()  # that may remove the stored bytes
+        self.where = where  # the module that saved it first, for messages
+
+    def leave(self, tier: Tier) -> bool:
+        """Start copying the source elsewhere; whether it began to leave now.
+
+        Raises:
+            OffloadError: it cannot be stored.
+        """
+        with self._lock:
+            if self.source is None or self.stored is not None or self._is_changed():
+                return False
+            number = next(_numbers)
+            with about(f"a tensor saved by module {self.where}"):
+                stored = tier.place(self.source)
+                weakref.finalize(self, _forget, stored, self.counters, number).atexit = False
+                stored.take(self.source)
+            self.stored = stored
+            self.counters.out(number, self.nbytes)
+            return True
+
+    def copied(self) -> bool:
+        """Whether nothing reads the source any more."""
+        with self._lock:
+            return self.source is None or (self.stored is not None and self.stored.copied())
+
+    def drop_source(self) -> None:
+        """Be away; the device's later work waits for the copy, if it has not ended."""
+        with self._lock:
+            if self.source is not None and self.stored is not None:
+                self.source = None
+                if self.stored.is_immediate:
+                    self._guard = None
+                elif self._guard is not None:  # it keeps the version counter alone
+                    empty = torch.empty(0, dtype=self._guard.dtype, device=self.device)
+                    self._guard.data = empty
+                self.stored.release_source()
+
+    def shares(self, tensor: torch.Tensor) -> bool:
+        """Whether this tensor of the same storage can use this copy, too.
+
+        Its bytes must not have changed since the copy was made. The version says so only for
+        tensors with the same version counter. A forked child makes a copy of its own, because
+        the parent removes what it stored.
+        """
+        same_counter = self._owner() is counter_owner(tensor)
+        return self.process == os.getpid() and same_counter and self.version == version_of(tensor)
+
+    def start_fetch(self, late: bool = False) -> None:
+        """Start bringing the bytes back, if they are away; `late` if they are read now.
+
+        Raises:
+            OffloadError: the stored bytes are gone.
+        """
+        with self._lock:
+            if self._fetched is None and self.source is None and self.stored is not None:
+                with about(f"a tensor saved by module {self.where}"):
+                    self._fetched = self.stored.fetch()
+                self.counters.back(self.nbytes, late)
+
+    def drop_fetched(self) -> None:
+        """Release the fetched bytes; reading them again brings them back again."""
+        with self._lock:
+            if self._fetched is not None and self.stored is not None:
+                self._fetched = None
+                self.stored.release_fetched()
+
+    def read(self) -> torch.Tensor:
+        """The bytes, flat, ready to be used by the current stream.
+
+        Raises:
+            OffloadError: they were changed in place since, or cannot be brought back.
+        """
+        with self._lock:
+            if self._is_changed():
+                raise OffloadError(changed_message(self.where))
+            if self.source is not None:
+                return self.source
+            self.start_fetch(late=True)
+            assert self._fetched is not None
+            assert self.stored is not None
+            self.stored.wait_fetched()
+            return self._fetched
+
+    def _is_changed(self) -> bool:
+        return self._guard is not None and version_of(self._guard) != self.version
+
+
+def _forget(stored: Stored, counters: Counters, number: int) -> None:
+    stored.discard()
+    counters.gone(number)
+
+
+def changed_message(where: str) -> str:
+    return (
+        f"ckpt_wrap.offload_: a tensor saved by module {where} was changed in place after it was "
+        "saved, but backward needs it as it was. Change a clone of it, or change it after backward."
+    )

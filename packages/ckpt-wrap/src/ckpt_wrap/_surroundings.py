@@ -1,0 +1,185 @@
+"""Notice changes of a module between forward and recomputation.
+
+Recomputation runs with the attributes, hooks and submodules that the module has in backward. If
+other code changed them since the forward, recomputation would compute something else: adapters
+were switched, hooks removed, `train()` or `eval()` called. Changes by forwards themselves, such as
+a counter, are not errors: a model may run forward twice before one backward.
+
+To tell the two apart, the state of each module is noted at the end of each run. A difference
+between that note and the state at the start of the next run was made by other code.
+
+Tensors are not looked at here, see `_module_state`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpt_wrap._ambient import is_checkpointing
+from ckpt_wrap._errors import RecomputeError, Where
+
+Look = dict[str, Any]  # marks by name of attribute; equal marks mean an equal attribute
+
+_HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks"})
+_NOT_READ = (frozenset(vars(nn.Module())) | {"_ckpt_wrap"}) - _HOOKS - {"training", "_modules"}
+_ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device})
+_MISSING = object()
+
+
+class _Ledger:
+    """What is known of one module: its state at the end of the last run, and later changes."""
+
+    __slots__ = ("changed", "last", "ref")
+
+    def __init__(self, module: nn.Module, forget: Callable[[Any], object]) -> None:
+        self.ref = weakref.ref(module, forget)
+        self.last: Look | None = None
+        self.changed: dict[str, int] = {}  # when other code changed an attribute
+
+
+_ledgers: dict[int, _Ledger] = {}  # by id of the module
+_time = itertools.count(1)
+_pending: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Surroundings]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class Surroundings:
+    """The state of a called module and of those below it, at the end of one forward.
+
+    Args:
+        module: the called module, or None for a function.
+        where: the module, for messages.
+        own_hooks: whether the hooks of the module itself run in recomputation.
+    """
+
+    __slots__ = ("__weakref__", "_end", "_looks", "_module", "_modules", "_own_hooks", "_where")
+
+    def __init__(self, module: nn.Module | None, where: Where, *, own_hooks: bool) -> None:
+        self._module = module
+        self._where = where
+        self._own_hooks = own_hooks
+        self._modules: list[nn.Module] = []
+        self._looks: list[Look] | None = None
+        self._end = 0
+
+    def begin(self, modules: list[nn.Module]) -> None:
+        """Forward starts. Note changes by other code, if an earlier forward waits for backward."""
+        self._modules = modules
+        if self._module is not None and _pending.get(self._module):
+            self._note_changes()
+
+    def end(self) -> None:
+        """Forward has ended, and backward will recompute it."""
+        if self._module is None:
+            return
+        self._looks = self._note()
+        self._end = next(_time)
+        _pending.setdefault(self._module, weakref.WeakSet()).add(self)
+
+    def require_unchanged(self) -> None:
+        """Recomputation starts.
+
+        Raises:
+            RecomputeError: other code has changed something since the forward ended.
+        """
+        if self._looks is None:
+            return
+        now = [self._look(module) for module in self._modules]
+        if now == self._looks:
+            return
+        self._note_changes(now)
+        for module, then, look in zip(self._modules, self._looks, now, strict=True):
+            changed = _ledger(module).changed
+            for name in then.keys() | look.keys():
+                differs = then.get(name, _MISSING) != look.get(name, _MISSING)
+                if differs and changed.get(name, 0) > self._end:
+                    raise self._error(module, name, then, look)
+
+    def end_again(self) -> None:
+        """Recomputation has ended."""
+        if self._looks is not None:
+            self._note()
+
+    def _note(self) -> list[Look]:
+        looks = []
+        for module in self._modules:
+            ledger, look = _ledger(module), self._look(module)
+            if ledger.last != look:  # else share one dict between calls
+                ledger.last = look
+            looks.append(ledger.last)
+        return looks
+
+    def _note_changes(self, looks: list[Look] | None = None) -> None:
+        if is_checkpointing():  # the changes are those of a forward around this one
+            return
+        for index, module in enumerate(self._modules):
+            ledger = _ledger(module)
+            look = self._look(module) if looks is None else looks[index]
+            last = ledger.last
+            if last is None or last == look:
+                continue
+            for name in last.keys() | look.keys():
+                if last.get(name, _MISSING) != look.get(name, _MISSING):
+                    ledger.changed[name] = next(_time)
+            ledger.last = look
+
+    def _look(self, module: nn.Module) -> Look:
+        found = {
+            name: value if type(value) in _ATOMS else _mark(value)
+            for name, value in vars(module).items()
+            if name not in _NOT_READ
+        }
+        if module is self._module and not self._own_hooks:
+            for name in _HOOKS:
+                found.pop(name, None)
+        return found
+
+    def _error(self, module: nn.Module, name: str, then: Look, now: Look) -> RecomputeError:
+        named = () if self._module is None else self._module.named_modules()
+        path = next((path for path, candidate in named if candidate is module), "")
+        inside = f"submodule {path!r} ({type(module).__name__}) of " if path else ""
+        what = {"_modules": "the submodules", "_forward_hooks": "the forward hooks"}.get(
+            name, "the forward pre-hooks" if name == "_forward_pre_hooks" else f"attribute {name!r}"
+        )
+        values = [look.get(name, _MISSING) for look in (then, now)]
+        change = ""
+        if all(type(value) in _ATOMS for value in values):
+            change = f" from {values[0]!r} to {values[1]!r}"
+        return RecomputeError(
+            f"ckpt_wrap.{self._where.made_by}: {what} of {inside}module {self._where} changed"
+            f"{change} between forward and backward, so recomputation would not repeat the "
+            "forward. Run backward before changing the module, or change it back first."
+        )
+
+
+def _ledger(module: nn.Module) -> _Ledger:
+    key = id(module)
+    ledger = _ledgers.get(key)
+    if ledger is None:
+        ledger = _ledgers[key] = _Ledger(module, lambda _: _ledgers.pop(key, None))
+    return ledger
+
+
+def _mark(value: Any) -> Any:
+    """Something equal as long as a value is the same object with the same items."""
+    kind = type(value)
+    if kind in _ATOMS:
+        return value
+    if isinstance(value, torch.Tensor):
+        return None
+    if isinstance(value, dict) and len(value) <= 256:
+        return (dict, *map(_shallow, value.keys()), *map(_shallow, value.values()))
+    if kind in (list, tuple, set) and len(value) <= 256:
+        return (kind, *map(_shallow, value))
+    return id(value)
+
+
+def _shallow(value: Any) -> Any:
+    return value if type(value) in _ATOMS else id(value)

@@ -1,0 +1,391 @@
+"""The drop-in layer, a module that holds the wrapped module and acts like it.
+
+- Names: the wrapper adds nothing to the names of parameters, buffers, modules and state-dict
+  entries. Only attribute paths and `named_children` show the wrapped module.
+- Attributes: those that the wrapper's class or instance does not define are the wrapped module's.
+  Reading, setting, deleting, indexing, iterating and registering all go there.
+- Loading: a state dict loads whether or not its keys carry the prefix.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import noop_context_fn
+
+from ckpt_wrap._checkpoint import Checkpoint
+from ckpt_wrap._checkpoint_fn import CheckpointFn, make_checkpoint_fn
+from ckpt_wrap._errors import ModuleError, require_module
+from ckpt_wrap._offload import Offload
+from ckpt_wrap._options import CheckpointImpl, ContextFn, OffloadOptions
+from ckpt_wrap._torch_compat import edges, is_parametrized_class
+
+WRAPPED_MODULE = "_checkpoint_wrapped_module"
+PREFIX = WRAPPED_MODULE + "."
+
+T = TypeVar("T")
+
+# Shared with the wrapped module, so that registering on the wrapper registers there.
+_SHARED = (
+    "_non_persistent_buffers_set",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+class InnerDict(dict[str, Any]):
+    """Empty to iterate, but looks up, sets and deletes entries of another dict.
+
+    `get_buffer`, `prune` and `functional_call`, which reach into a module's dicts, work through a
+    wrapper, and no entry is counted twice.
+    """
+
+    def __init__(self, target: dict[str, Any]) -> None:
+        super().__init__()
+        self.target = target
+
+    def __reduce__(self) -> tuple[type[InnerDict], tuple[dict[str, Any]]]:
+        return InnerDict, (self.target,)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.target
+
+    def __getitem__(self, key: str) -> Any:
+        return self.target[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.target[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.target[key]
+
+
+class Children(dict[str, Any]):
+    """The dict of submodules of a wrapper.
+
+    `nn.Module.load_state_dict` calls `_load_from_state_dict` of a module, then visits the items of
+    its `_modules`, whose keys it takes for parts of names. When a wrapper has loaded the wrapped
+    module, it sets `skip_wrapped`, and the next visit finds the submodules of that module.
+    """
+
+    skip_wrapped = False
+
+    def items(self) -> Any:
+        """Names and submodules."""
+        if not self.skip_wrapped:
+            return super().items()
+        self.skip_wrapped = False
+        return self[WRAPPED_MODULE]._modules.items()
+
+
+class ActivationWrapper(nn.Module, ABC):
+    """Base of the two wrappers; holds the wrapped module as `_checkpoint_wrapped_module`.
+
+    Raises:
+        ModuleError: `mod` is not an `nn.Module`.
+    """
+
+    def __init__(self, mod: nn.Module) -> None:
+        require_module(mod, type(self).__name__)
+        super().__init__()
+        own = self.__dict__
+        own["_modules"] = Children({WRAPPED_MODULE: mod})
+        own["_parameters"] = InnerDict(mod._parameters)
+        own["_buffers"] = InnerDict(mod._buffers)
+        own.update((name, getattr(mod, name)) for name in _SHARED)
+
+    @abstractmethod
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the wrapped module."""
+
+    def _callers(self) -> list[Callable[..., Any]]:
+        """The checkpoint function or offload that calls its forward."""
+        return []
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The wrapper, then the wrapped module and all below it, under the same name."""
+        memo = set() if memo is None else memo
+        if self in memo:
+            return
+        if remove_duplicate:
+            memo.add(self)
+        yield prefix, self
+        yield from self._inner().named_modules(memo, prefix, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's state dict, entry for entry and version for version."""
+        return self._inner().state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], *rest: Any) -> None:
+        clean_in_place(state_dict)
+        self._inner()._load_from_state_dict(state_dict, *rest)
+        self.__dict__["_modules"].skip_wrapped = True
+
+    def _inner(self) -> nn.Module:
+        inner: nn.Module = self._modules[WRAPPED_MODULE]  # type: ignore[assignment]  # never None
+        return inner
+
+    def _owns(self, name: str) -> bool:
+        own = self.__dict__
+        return name in own or name == WRAPPED_MODULE or hasattr(type(self), name)
+
+    def __getattr__(self, name: str) -> Any:
+        # An instance made by __new__ alone has no _modules yet; looking for one must not recurse.
+        modules = self.__dict__.get("_modules", {})
+        # Nor are methods such as __deepcopy__ the wrapper's: they would copy the wrapped module.
+        special = name.startswith("__") and name.endswith("__")
+        if special or WRAPPED_MODULE not in modules:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        inner = modules[WRAPPED_MODULE]
+        return inner if name == WRAPPED_MODULE else getattr(inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__class__" and is_parametrized_class(value):
+            raise ModuleError(
+                f"ckpt_wrap.{type(self).__name__}: a wrapper cannot be parametrized, because the "
+                "wrapped module reads the weights. Register the parametrization before wrapping, "
+                "or on wrapper._checkpoint_wrapped_module, or use checkpoint_ or offload_."
+            )
+        if WRAPPED_MODULE not in self.__dict__.get("_modules", {}) or self._owns(name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._inner(), name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._owns(name):
+            super().__delattr__(name)
+        else:
+            delattr(self._inner(), name)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Add the module to the wrapped module."""
+        self._inner().add_module(name, module)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self._inner())})
+
+    def __bool__(self) -> bool:
+        return bool(self._inner())
+
+    def __len__(self) -> int:
+        return len(self._container())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._container())
+
+    def __contains__(self, item: object) -> bool:
+        return item in self._container()
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._container()[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._container()[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._container()[key]
+
+    def _container(self) -> Any:
+        return self._inner()
+
+
+class CheckpointWrapper(ActivationWrapper):
+    """A module whose forward is checkpointed; made by `checkpoint_wrapper`, with its options."""
+
+    checkpoint_impl: CheckpointImpl
+    checkpoint_fn: CheckpointFn
+
+    def __init__(
+        self,
+        mod: nn.Module,
+        checkpoint_impl: CheckpointImpl = CheckpointImpl.NO_REENTRANT,
+        checkpoint_fn: CheckpointFn | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(mod)
+        made = make_checkpoint_fn(
+            "checkpoint_wrapper",
+            checkpoint_impl=checkpoint_impl,
+            checkpoint_fn=checkpoint_fn,
+            **options,
+        )
+        # Straight into the instance: setattr would set them on the wrapped module.
+        impl = made.options.impl if isinstance(made, Checkpoint) else checkpoint_impl
+        self.__dict__.update(checkpoint_impl=impl, checkpoint_fn=made)
+
+    def _callers(self) -> list[Callable[..., Any]]:
+        return [self.checkpoint_fn]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the wrapped module, checkpointed."""
+        inner: Any = self._modules[WRAPPED_MODULE]
+        if not torch.is_grad_enabled():
+            return inner(*args, **kwargs)
+        if isinstance(inner, OffloadWrapper):
+            # Activations are recomputed, so only the inputs can be offloaded.
+            return inner._offload(self.checkpoint_fn, inner._inner(), *args, **kwargs)
+        return self.checkpoint_fn(inner, *args, **kwargs)
+
+
+class OffloadWrapper(ActivationWrapper):
+    """A module whose saved tensors are offloaded; made by `offload_wrapper`, with its options."""
+
+    _offload: Offload
+
+    def __init__(self, mod: nn.Module, **options: Any) -> None:
+        super().__init__(mod)
+        self.__dict__["_offload"] = Offload(OffloadOptions(**options))
+
+    def _callers(self) -> list[Callable[..., Any]]:
+        return [self._offload]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the wrapped module, offloading what it saves."""
+        return self._offload(self._inner(), *args, **kwargs)
+
+
+def checkpoint_wrapper(
+    module: nn.Module,
+    checkpoint_impl: CheckpointImpl = CheckpointImpl.NO_REENTRANT,
+    checkpoint_fn: CheckpointFn | None = None,
+    *,
+    use_reentrant: bool | None = None,
+    preserve_rng_state: bool = True,
+    context_fn: ContextFn = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    **checkpoint_fn_options: Any,
+) -> nn.Module:
+    """Wrap a module so that backward recomputes what its forward would have saved.
+
+    Args:
+        module: the module to wrap; it becomes `_checkpoint_wrapped_module` of the result.
+        checkpoint_impl: the implementation, unless `checkpoint_fn` is given.
+        checkpoint_fn: see `checkpoint_`, as for the other options.
+        use_reentrant: True is the same as `checkpoint_impl=CheckpointImpl.REENTRANT`.
+        preserve_rng_state: replay random numbers in recomputation.
+        context_fn: returns two context managers, for forward and for recomputation.
+        determinism_check: "default" compares recomputed tensors with those they replace.
+        debug: on a mismatch, print the operators of forward and of recomputation.
+        early_stop: end recomputation at the last tensor that backward needs.
+        **checkpoint_fn_options: further options of `checkpoint_fn`.
+
+    Raises:
+        ModuleError: `module` is not an `nn.Module`.
+        OptionError: an option is unknown or invalid, or two options conflict.
+
+    Example:
+        >>> import torch
+        >>> block = checkpoint_wrapper(torch.nn.Linear(4, 2))
+        >>> list(block.state_dict())
+        ['weight', 'bias']
+    """
+    return CheckpointWrapper(
+        module,
+        checkpoint_impl,
+        checkpoint_fn,
+        use_reentrant=use_reentrant,
+        preserve_rng_state=preserve_rng_state,
+        context_fn=context_fn,
+        determinism_check=determinism_check,
+        debug=debug,
+        early_stop=early_stop,
+        **checkpoint_fn_options,
+    )
+
+
+def offload_wrapper(
+    module: nn.Module,
+    *,
+    to: str | os.PathLike[str] = "cpu",
+    create: bool = False,
+    min_bytes: int = 1024,
+    keep_last: int = 0,
+    max_inflight_bytes: int | None = None,
+    max_bytes_away: int | None = None,
+) -> nn.Module:
+    """Wrap a module so that the tensors it saves for backward are kept elsewhere.
+
+    Args:
+        module: the module to wrap.
+        to: see `offload_`, as for the other options and errors.
+        create: create the folder if it does not exist.
+        min_bytes: tensors with a smaller storage stay where they are.
+        keep_last: how many of the latest calls keep their tensors.
+        max_inflight_bytes: how many bytes may wait on a device to be copied.
+        max_bytes_away: how many bytes may be elsewhere at one time.
+
+    Example:
+        >>> import torch
+        >>> offload_wrapper(torch.nn.Linear(4, 2))(torch.ones(1, 4)).shape
+        torch.Size([1, 2])
+    """
+    return OffloadWrapper(
+        module,
+        to=to,
+        create=create,
+        min_bytes=min_bytes,
+        keep_last=keep_last,
+        max_inflight_bytes=max_inflight_bytes,
+        max_bytes_away=max_bytes_away,
+    )
+
+
+def clean_name(name: str) -> str:
+    """A parameter or module name without the wrapper's prefix.
+
+    Example:
+        >>> clean_name("layers.0._checkpoint_wrapped_module.weight")
+        'layers.0.weight'
+    """
+    return ".".join(part for part in name.split(".") if part != WRAPPED_MODULE)
+
+
+def clean_state_dict(state_dict: Mapping[str, T]) -> dict[str, T]:
+    """A state dict that a model without wrappers can load; values are the same objects.
+
+    Module versions are kept.
+
+    Example:
+        >>> dict(clean_state_dict({"0._checkpoint_wrapped_module.weight": 1}))
+        {'0.weight': 1}
+    """
+    clean: Any = OrderedDict((clean_name(name), value) for name, value in state_dict.items())
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is not None:
+        # A module comes after its wrapper, so the version of the module is kept.
+        clean._metadata = {clean_name(name): value for name, value in metadata.items()}
+    cleaned: dict[str, T] = clean
+    return cleaned
+
+
+def clean_in_place(state_dict: dict[str, Any]) -> None:
+    """Rename the keys that carry the prefix, keeping the order of all keys."""
+    if not any(PREFIX in key for key in state_dict):
+        return
+    items = [(clean_name(key), value) for key, value in state_dict.items()]
+    state_dict.clear()
+    state_dict.update(items)
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether a module is a wrapper, this package's or torch's own."""
+    return any(name == WRAPPED_MODULE for name, _ in edges(module))
+
+
+def innermost(module: nn.Module) -> nn.Module:
+    """The module within all wrappers around it."""
+    while is_wrapper(module):
+        module = module.get_submodule(WRAPPED_MODULE)
+    return module

@@ -1,0 +1,317 @@
+"""Rehearses a recorded step under a plan: the tape runs on tensors without data.
+
+The tape that would run the step runs here, with its values, copies and replays. Only operators do
+not: they return tensors on the meta device, of the recorded sizes and strides. A ledger counts the
+storages that live.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+from torch.autograd.graph import increment_version
+
+from .._torch_compat import set_versions
+from .._torch_compat._dispatch import no_dispatch, no_torch_function
+from ..eager._masks import UNPACK
+from ..eager._recorders import Recorder, table_of
+from ..eager._tape import Region, Tape
+from ..eager._values import Call, Value
+from ..policies._budget_plan import BudgetPlan
+from ..policies._unmatched import watch_of
+from ._step_run import Layout, Place, StepRun
+
+
+def peak_growth_of(run: StepRun, plan: BudgetPlan | None) -> int:
+    """Return the most bytes that a recorded step allocates under a plan, over those before it."""
+    with ExitStack() as until, torch.set_grad_enabled(torch.is_grad_enabled()):
+        for each in (no_dispatch(), no_torch_function()):
+            until.enter_context(each)
+        return _Rehearsal(run, plan).peak()
+
+
+class Ledger:
+    """Counts the bytes of the storages that live.
+
+    Attributes:
+        now: bytes of those that live now.
+        top: the most so far.
+    """
+
+    def __init__(self) -> None:
+        self.now = self.top = 0
+        self._known: dict[int, ref[torch.UntypedStorage]] = {}
+
+    def add(self, tensor: torch.Tensor, size: int | None = None) -> None:
+        """Count the storage of a tensor until it is freed, unless it is counted."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        size = storage.nbytes() if size is None else size
+        self._known[key] = ref(storage, partial(self._freed, key, size))
+        self.now += size
+        self.top = max(self.top, self.now)
+
+    def takes(self, size: int) -> None:
+        """Count bytes that are taken and given back."""
+        self.top = max(self.top, self.now + size)
+
+    def _freed(self, key: int, size: int, _: object) -> None:
+        del self._known[key]
+        self.now -= size
+
+
+class _RehearsedTape(Tape):
+    """A tape that counts the copies and masks that it makes."""
+
+    def __init__(self, plan: BudgetPlan, ledger: Ledger) -> None:
+        region = Region(plan, table_of(plan), watch_of(plan), None, checks=False)
+        super().__init__(region, None)
+        self._ledger = ledger
+
+    @property
+    def replays(self) -> bool:
+        """Whether a replay runs now."""
+        return self._replay.runs
+
+    @property
+    def is_away(self) -> bool:
+        """Whether FSDP works now, and the region does not."""
+        return self._is_away
+
+    def read(self, value: Value) -> torch.Tensor:
+        """Return a saved value, as backward reads it."""
+        return self._replay.read(value, caches=not self._is_open)
+
+    def end(self) -> None:
+        """End the region."""
+        self._end()
+
+    def _held(self, tensor: torch.Tensor, version: int = 0) -> Value:
+        self._ledger.add(tensor)
+        return super()._held(tensor, version)
+
+    def _copy(self, value: Value, tensor: torch.Tensor) -> None:
+        super()._copy(value, tensor)
+        if value.held is not None:
+            self._ledger.add(value.held)
+
+    def note_mask(self, mask: torch.Tensor, version: int) -> None:
+        """Count the bits, and the bytes that packing them takes."""
+        super().note_mask(mask, version)
+        seen = self._known.get(id(mask))
+        if seen is not None and isinstance(seen.value, Call):
+            seen.value.recorder = _Unpacked(self._ledger)
+            self._ledger.takes(_packing_bytes(mask))
+
+
+class _Unpacked:
+    """Makes a mask of its bits, and counts it."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.op, self.shares, self.call = UNPACK.op, UNPACK.shares, self._call
+        self._ledger = ledger
+
+    def _call(self, bits: torch.Tensor, *layout: Any) -> torch.Tensor:
+        mask = UNPACK.call(bits, *layout)
+        self._ledger.takes(_packing_bytes(mask) + mask.nbytes)
+        self._ledger.add(mask)
+        return mask
+
+
+def _packing_bytes(mask: torch.Tensor) -> int:
+    """Bytes of the flags, and of those that are shifted."""
+    return mask.numel() if mask.dtype is torch.bool else 2 * mask.numel()
+
+
+class _Rehearsal:
+    """One step, event by event.
+
+    A storage that autograd saved lives as long as its tensors and the tape's values do. Others live
+    as they did, also where no tensor of theirs was seen.
+    """
+
+    def __init__(self, run: StepRun, plan: BudgetPlan | None) -> None:
+        self._run, self._plan = run, plan
+        self._ledger = Ledger()
+        self._tape = None if plan is None else _RehearsedTape(plan, self._ledger)
+        self._is_open = plan is not None
+        self._live: dict[int, torch.Tensor] = {}
+        self._given: list[torch.Tensor] = []
+        self._storages: dict[int, ref[torch.UntypedStorage]] = {}
+        self._unsaved: dict[int, torch.Tensor] = {}
+        self._saves: dict[int, torch.Tensor | Value] = {}
+        self._saved_storages = {run.layouts[each.number].storage for each in run.saves}
+
+    def peak(self) -> int:
+        """Return the most bytes that lived."""
+        does: dict[str, Callable[[int], object]] = {
+            "call": self._call,
+            "gone": lambda number: self._live.pop(number, None),
+            "free": lambda storage: self._unsaved.pop(storage, None),
+            "save": self._save,
+            "read": self._read,
+            "release": self._release,
+            "end": self._end,
+        }
+        for kind, number in self._run.events:
+            does[kind](number)
+        return self._ledger.top
+
+    def _call(self, at: int) -> None:
+        call = self._run.calls[at]
+        args = [self._filled(each) for each in call.args]
+        kwargs = {name: self._filled(each) for name, each in call.kwargs.items()}
+        tape = self._tape
+        if tape is None or not self._is_open:
+            self._outputs(at, *args, **kwargs)
+            return
+        recorder = Recorder(call.op, tape.region.policy)
+        recorder.call = partial(self._outputs, at)
+        torch.set_grad_enabled(call.records)
+        if tape.is_away:
+            recorder.call(*args, **kwargs)
+            tape.follow_range(call.op, tuple(args))
+            return
+        written = recorder.facts.written(tuple(args), kwargs)
+        recorder.run(tape, tuple(args), kwargs)
+        increment_version(written)
+
+    def _outputs(self, at: int, *args: Any, **kwargs: Any) -> Any:
+        """Return what a call returns; called in its turn, and by replays."""
+        call, is_replay = self._run.calls[at], self._tape is not None and self._tape.replays
+        inputs = _tensors_of((args, tuple(kwargs.values())))
+        for each in inputs:
+            self._ledger.add(each)  # a replay may be given a copy
+        self._ledger.takes(call.most_bytes)
+        made: dict[int, torch.Tensor] = {}
+
+        def result(number: int) -> torch.Tensor:
+            tensor = self._result(call.inputs, inputs, number, made)
+            if not is_replay:
+                self._live[number] = tensor
+            return tensor
+
+        return _filled(call.out, result)
+
+    def _result(
+        self,
+        numbers: tuple[int, ...],
+        inputs: list[torch.Tensor],
+        number: int,
+        made: dict[int, torch.Tensor],
+    ) -> torch.Tensor:
+        layouts = self._run.layouts
+        layout = layouts[number]
+        for given, tensor in zip(numbers, inputs, strict=False):
+            if given == number:
+                return tensor
+            if layouts[given].storage == layout.storage >= 0:
+                shift = int(tensor.storage_offset()) - layouts[given].offset
+                return _alias(tensor, layout, shift)
+        if layout.storage in made:
+            return _alias(made[layout.storage], layout, 0)
+        tensor = _made(layout)
+        made[layout.storage] = tensor
+        self._count(layout, tensor)
+        return tensor
+
+    def _count(self, layout: Layout, tensor: torch.Tensor) -> None:
+        storage = layout.storage
+        self._ledger.add(tensor, self._run.sizes[storage] if storage >= 0 else 0)
+        if self._tape is not None and self._tape.replays:
+            return
+        self._storages[storage] = ref(tensor.untyped_storage())
+        if storage >= 0 and storage not in self._saved_storages:
+            self._unsaved[storage] = tensor
+
+    def _filled(self, value: Any) -> Any:
+        return _filled(value, self._tensor)
+
+    def _tensor(self, number: int) -> torch.Tensor:
+        """Return the tensor with a number; one that no call made is from outside, or an alias."""
+        tensor = self._live.get(number)
+        if tensor is not None:
+            return tensor
+        layout = self._run.layouts[number]
+        known = self._storages.get(layout.storage)
+        storage = None if known is None else known()
+        if storage is None:
+            tensor = _made(layout)
+            self._ledger.add(tensor, 0)
+            self._storages[layout.storage] = ref(tensor.untyped_storage())
+            self._given.append(tensor)
+        else:
+            empty = torch.empty(0, dtype=layout.dtype, device="meta")
+            tensor = empty.set_(storage, layout.offset, layout.size, layout.stride)
+        self._live[number] = tensor
+        return tensor
+
+    def _save(self, at: int) -> None:
+        save = self._run.saves[at]
+        tensor = self._tensor(save.number)
+        if self._tape is not None and self._is_open:
+            self._saves[at] = self._tape.saved(tensor, save.needs_grad)
+        else:
+            self._saves[at] = tensor
+
+    def _read(self, at: int) -> None:
+        saved = self._saves[at]
+        if isinstance(saved, Value):
+            assert self._tape is not None, "it has made the value"
+            saved = self._tape.read(saved)
+        self._live[self._run.saves[at].read_as] = saved
+
+    def _release(self, at: int) -> None:
+        self._live.pop(self._run.saves[at].read_as, None)
+        self._saves.pop(at, None)
+
+    def _end(self, _: int) -> None:
+        self._is_open = False
+        if self._tape is not None:
+            self._tape.end()
+
+
+def _made(layout: Layout) -> torch.Tensor:
+    """Return a tensor of a layout, in a storage of its own."""
+    if layout.storage < 0:
+        return torch.empty(0, dtype=layout.dtype, device="meta")
+    if not layout.offset:
+        return torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device="meta")
+    pairs = zip(layout.size, layout.stride, strict=True)
+    span = layout.offset + 1 + sum((size - 1) * stride for size, stride in pairs)
+    whole = torch.empty(max(span, 0), dtype=layout.dtype, device="meta")
+    return whole.as_strided(layout.size, layout.stride, layout.offset)
+
+
+def _alias(tensor: torch.Tensor, layout: Layout, shift: int) -> torch.Tensor:
+    """Return a view that lies as a layout says; `shift` is how far the storage's start is moved."""
+    offset = layout.offset + shift
+    if layout.dtype == tensor.dtype:
+        return tensor.as_strided(layout.size, layout.stride, offset)
+    empty = torch.empty(0, dtype=layout.dtype, device="meta")
+    view = empty.set_(tensor.untyped_storage(), max(offset, 0), layout.size, layout.stride)
+    set_versions((view,), (tensor._version,))
+    return view
+
+
+def _filled(value: Any, tensor: Callable[[int], torch.Tensor]) -> Any:
+    if isinstance(value, Place):
+        return tensor(value.number)
+    if isinstance(value, list):
+        return [_filled(each, tensor) for each in value]
+    return value
+
+
+def _tensors_of(values: Any) -> list[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, (list, tuple)):
+        return [tensor for each in values for tensor in _tensors_of(each)]
+    return []

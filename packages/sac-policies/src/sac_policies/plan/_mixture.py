@@ -1,0 +1,140 @@
+"""Adds up mixtures of levels from steps that were watched, and finds the fastest that fits.
+
+What a block adds does not depend on the levels of others, so a mixture's peak and time are sums
+over spans. Mixtures have at most two levels: the lower convex hull of memory and time has no more
+between two of its corners. The first blocks keep less, because their values wait the longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ._watch import ACTIVATIONS, TAIL, ZERO, Amount, Span, added
+
+SLICES = 16
+"""Slices of logits and loss that are suggested."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a mixture takes.
+
+    Attributes:
+        levels: names and numbers of blocks, in the order in which they run.
+        peak_bytes: most memory in use, with parameters and optimizer state.
+        causes: bytes of gradients, of activations, and of logits and loss at that moment.
+        seconds: of forward, backward and the optimizer.
+    """
+
+    levels: tuple[tuple[str, int], ...]
+    peak_bytes: int
+    causes: Amount
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Steps on single levels, and what is in memory besides.
+
+    Attributes:
+        levels: by name, the spans of a step with all blocks on that level; the first is plain.
+        blocks: how many there are.
+        resident_bytes: parameters, buffers, batch, optimizer state and workspaces.
+        optimizer_seconds: of the optimizer's step.
+    """
+
+    levels: Mapping[str, Sequence[Span]]
+    blocks: int
+    resident_bytes: int
+    optimizer_seconds: float
+
+    def step(self, low: str, count: int, high: str, slices: int = 1) -> Step:
+        """Return what a step takes with the first `count` blocks on one level, others on another.
+
+        Args:
+            low: level of the first blocks.
+            count: how many are on it.
+            high: level of the rest.
+            slices: of logits and loss, as `in_slices` makes them.
+        """
+        now, most, seconds = ZERO, ZERO, self.optimizer_seconds
+        for span in self._spans(low, count, high):
+            reached = added(now, _sliced(span.most, slices))
+            most = max(most, reached, key=sum)
+            now = added(now, _sliced(span.grown, slices))
+            seconds += span.seconds
+            if slices > 1 and span.key == TAIL:
+                seconds += span.seconds / 3  # each slice runs its forward again
+        levels = ((low, count), (high, self.blocks - count))
+        used = tuple((name, number) for name, number in levels if number)
+        return Step(used, self.resident_bytes + sum(most), most, seconds)
+
+    def _spans(self, low: str, count: int, high: str) -> Iterator[Span]:
+        chosen = {low: _by_key(self.levels[low]), high: _by_key(self.levels[high])}
+        for span in next(iter(self.levels.values())):
+            # The last block's level decides what is freed after it, and the first one's nothing.
+            number = span.key[1] if isinstance(span.key, tuple) else self.blocks - 1
+            yield chosen[low if number < count else high][span.key]
+
+    def mixtures(self, slices: int = 1) -> Iterator[Step]:
+        """Yield all mixtures of at most two levels."""
+        names = list(self.levels)
+        for at, high in enumerate(names):
+            yield self.step(high, self.blocks, high, slices)
+            for low in names[at + 1 :]:
+                for count in range(1, self.blocks):
+                    yield self.step(low, count, high, slices)
+
+    def fastest(self, budget_bytes: int, slices: int = 1) -> Step | None:
+        """Return the fastest mixture that fits, the smallest of equally fast ones."""
+        fitting = [one for one in self.mixtures(slices) if one.peak_bytes <= budget_bytes]
+        return min(fitting, key=lambda one: (one.seconds, one.peak_bytes), default=None)
+
+    def smallest(self, slices: int = 1) -> Step:
+        """Return the mixture with the lowest peak, the fastest of equal ones."""
+        return min(self.mixtures(slices), key=lambda one: (one.peak_bytes, one.seconds))
+
+
+def _by_key(spans: Sequence[Span]) -> dict[object, Span]:
+    return {span.key: span for span in spans}
+
+
+def _sliced(amount: Amount, slices: int) -> Amount:
+    gradients, activations, logits = amount
+    return gradients, activations, logits // slices
+
+
+def offloaded(spans: Sequence[Span], input_bytes: Sequence[int], copy_seconds: float) -> list[Span]:
+    """Return the spans of blocks that run again, with their inputs in host memory meanwhile.
+
+    A block's input leaves while the next block runs and is back one block early. What a copy
+    takes longer than the block does is waited for.
+
+    Args:
+        spans: of blocks that run again.
+        input_bytes: of each block's input.
+        copy_seconds: of one byte.
+    """
+    found = []
+    for span in spans:
+        if isinstance(span.key, tuple):
+            direction, number = span.key
+            if direction == "between":
+                found.append(span)
+                continue
+            size = input_bytes[number]
+            sign = -1 if direction == "forward" else 1
+            grown = _more(span.grown, sign * size)
+            # In backward this block's input is there, and that of the block before it arrives.
+            most = _more(span.most, 0 if sign < 0 else 2 * size)
+            seconds = max(span.seconds, size * copy_seconds)
+            span = replace(span, grown=grown, most=most, seconds=seconds)
+        found.append(span)
+    return found
+
+
+def _more(amount: Amount, size: int) -> Amount:
+    found = list(amount)
+    found[ACTIVATIONS] += size
+    return found[0], found[1], found[2]

@@ -1,0 +1,175 @@
+"""Finds the model to plan for: an importable function, or a transformers config."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._errors import BudgetError, shown
+from .._tensors import tensors_in
+
+Batch = tuple[int, int]
+"""Sequences, and tokens of each."""
+OPTIMIZERS = {
+    # By name: bytes of state for each byte of a parameter, and tensors read and written in a step.
+    "none": (0.0, 0),
+    "sgd": (0.0, 3),
+    "sgd-momentum": (1.0, 5),
+    "muon": (1.0, 5),
+    "adam": (2.0, 7),
+    "adamw": (2.0, 7),
+}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, a batch and a loss, all without data.
+
+    Attributes:
+        name: of the model, for reports.
+        model: on fake tensors.
+        batch: what a step is given.
+        loss_of: runs a forward and returns its loss.
+    """
+
+    name: str
+    model: nn.Module
+    batch: Any
+    loss_of: Callable[[], torch.Tensor]
+
+
+def parse_tokens(text: str) -> Batch:
+    """Read "32k", "4096" or "4x8k": sequences, and tokens of each.
+
+    Raises:
+        BudgetError: the text is something else.
+
+    Example:
+        >>> parse_tokens("32k"), parse_tokens("4x2048")
+        ((1, 32768), (4, 2048))
+    """
+    match = re.fullmatch(r"(?:(\d+)x)?(\d+)(k?)", text.strip().lower())
+    sequences, tokens = (int(match[1] or 1), int(match[2])) if match else (0, 0)
+    if not match or sequences * tokens < 1:
+        raise BudgetError(
+            f"sac_policies plan: tokens {shown(text)} do not parse. Write the tokens of one "
+            'sequence, such as "32k", or sequences and tokens of each, such as "4x8k".'
+        )
+    return sequences, tokens * (1024 if match[3] else 1)
+
+
+def build(source: str, batch: Batch, dtype: torch.dtype) -> Subject:
+    """Build a model and its batch; called where tensors are fake.
+
+    Args:
+        source: "module:function" or "file.py:function", whose function returns a model and a
+            batch, and a loss of the output if the model has none of its own; or the name or the
+            folder of a transformers config.
+        batch: given to the function as `batch` if it has that argument.
+        dtype: of a transformers model.
+
+    Raises:
+        BudgetError: nothing is found under that name, or it is something else.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        module, colon, function = source.rpartition(":")
+        made = _called(module, function, batch) if colon else _of_config(source, batch)
+    finally:
+        torch.set_default_dtype(before)
+    if not (isinstance(made, Sequence) and len(made) in (2, 3) and isinstance(made[0], nn.Module)):
+        raise BudgetError(
+            f"sac_policies plan: {source!r} returned {shown(made)}. Return a tuple of an nn.Module "
+            "and a batch, and a function from the output to a loss if the output has none."
+        )
+    model, given, *loss = made
+    args = given if isinstance(given, tuple) else () if isinstance(given, dict) else (given,)
+    kwargs = given if isinstance(given, dict) else {}
+
+    def loss_of() -> torch.Tensor:
+        return _loss(model(*args, **kwargs), *loss)
+
+    return Subject(type(model).__name__, model.train(), given, loss_of)
+
+
+def _called(where: str, name: str, batch: Batch) -> Any:
+    try:
+        if where.endswith(".py"):
+            path = Path(where).resolve()
+            sys.path.insert(0, str(path.parent))
+            where = path.stem
+        elif os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
+        function = getattr(importlib.import_module(where), name)
+    except (ImportError, AttributeError) as error:
+        raise BudgetError(
+            f"sac_policies plan: {where}:{name} cannot be imported ({error}). Pass "
+            "module:function, or the name of a transformers config."
+        ) from error
+    takes = inspect.signature(function).parameters
+    return function(batch=batch) if "batch" in takes else function()
+
+
+def _of_config(source: str, batch: Batch) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise BudgetError(
+            f"sac_policies plan: {source!r} is read as a transformers config, but transformers is "
+            "not installed. Install it, or pass module:function."
+        ) from error
+    try:
+        config = AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise BudgetError(
+            f"sac_policies plan: no config is found for {source!r} ({reason}). Pass a folder with "
+            "a config.json, a name on the hub, or module:function."
+        ) from error
+    config.use_cache = False
+    _register_attention()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=_ATTENTION)
+    ids = torch.zeros(batch, dtype=torch.int64)
+    return model, {"input_ids": ids, "labels": ids}
+
+
+_ATTENTION = "sac_policies_plan"
+
+
+def _register_attention() -> None:
+    """Have transformers call sdpa without a mask, as on a device for batches without padding.
+
+    With fake tensors it would make a mask of tokens by tokens, since it cannot read them.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register(_ATTENTION, sdpa_attention_forward)
+    AttentionMaskInterface.register(_ATTENTION, lambda *args, **kwargs: None)
+
+
+def _loss(out: Any, function: Callable[[Any], torch.Tensor] | None = None) -> torch.Tensor:
+    if function is not None:
+        return function(out)
+    own = out.get("loss") if isinstance(out, dict) else getattr(out, "loss", None)
+    if isinstance(own, torch.Tensor):
+        return own
+    tensors = [each for each in tensors_in(out) if each.requires_grad]
+    if not tensors:
+        raise BudgetError(
+            "sac_policies plan: the model's output has no tensor that needs a gradient. Return a "
+            "third value: a function from the output to a scalar."
+        )
+    return tensors[0] if math.prod(tensors[0].shape) == 1 else tensors[0].sum()

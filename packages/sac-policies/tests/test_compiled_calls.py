@@ -1,0 +1,236 @@
+"""Compiled modules inside regions: as in torch's own checkpointing."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from sac_policies import (
+    MATMULS,
+    MutationError,
+    checkpoint,
+    context_fn,
+    recompute_all,
+    save_all,
+    save_modules,
+    save_ops,
+    scoped,
+)
+from sac_policies._torch_compat._dispatch import LETS_COMPILE
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor:UserWarning",  # dynamo's
+    "ignore::sac_policies.UnmatchedEntryWarning",
+)
+Run = Callable[..., Tensor]
+
+
+class Block(nn.Module):
+    """Two products, and values between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.v = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply them."""
+        h = self.w(x).sin()
+        return x + self.v(h.exp() * h.tanh()).cos() * h
+
+
+def taped(policy: Any, block: nn.Module, x: Tensor) -> Tensor:
+    """Run a block in a region."""
+    return checkpoint(block, x, policy=policy)
+
+
+def selective(block: nn.Module, x: Tensor) -> Tensor:
+    """Run a block in torch's selective checkpoint."""
+    make = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    return torch_checkpoint(block, x, use_reentrant=False, context_fn=make)
+
+
+def whole(block: nn.Module, x: Tensor) -> Tensor:
+    """Run a block in torch's checkpoint."""
+    return torch_checkpoint(block, x, use_reentrant=False)
+
+
+def adapted(block: nn.Module, x: Tensor) -> Tensor:
+    """Run a block in torch's checkpoint with an adapted policy."""
+    make = context_fn(save_ops(MATMULS))
+    return torch_checkpoint(block, x, use_reentrant=False, context_fn=make)
+
+
+def kept_bytes(forward: Callable[[], Tensor]) -> int:
+    """Bytes that a forward leaves for backward, by the profiler's records."""
+    for _ in range(2):
+        forward().sum().backward()
+    gc.collect()
+    cpu = [ProfilerActivity.CPU]
+    with profile(activities=cpu, profile_memory=True, acc_events=True) as found:
+        out = forward()
+    events = found.profiler.kineto_results.events()
+    size = sum(event.nbytes() for event in events if event.name() == "[memory]")
+    del out
+    return size
+
+
+def measured(run: Run, backend: str = "aot_eager_decomp_partition") -> tuple[Any, ...]:
+    """Graphs, graph breaks and kept bytes of three compiled blocks, and gradients of each step."""
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    blocks = [Block() for _ in range(3)]
+    plain = nn.Sequential(*copy.deepcopy(blocks))
+    for block in blocks:
+        block.compile(backend=backend)
+    x = torch.linspace(-1, 1, 256 * 32).view(256, 32).requires_grad_()
+
+    def forward() -> Tensor:
+        h = x
+        for block in blocks:
+            h = run(block, h)
+        return h
+
+    expected = torch.autograd.grad(plain(x).square().sum(), [x, *plain.parameters()])
+    wanted = [x, *(each for block in blocks for each in block.parameters())]
+    for _ in range(3):
+        found = torch.autograd.grad(forward().square().sum(), wanted)
+        torch.testing.assert_close(found, expected)
+    kept = kept_bytes(forward)
+    graphs = counters["stats"]["unique_graphs"]
+    return graphs, sum(counters["graph_break"].values()), kept
+
+
+@pytest.fixture(scope="module")
+def torchs() -> dict[Any, tuple[Any, ...]]:
+    """What torch's two ways come to."""
+    return {way: measured(way) for way in (selective, whole)}
+
+
+WAYS: dict[str, tuple[Run, Run]] = {
+    "matmuls": (functools.partial(taped, save_ops(MATMULS)), selective),
+    "context_fn": (adapted, selective),
+    "nothing": (functools.partial(taped, recompute_all()), whole),
+    "modules": (functools.partial(taped, save_modules("w")), whole),
+    "scoped": (functools.partial(taped, scoped(save_ops(MATMULS), "w")), whole),
+}
+
+
+@pytest.mark.parametrize(("run", "like"), WAYS.values(), ids=WAYS)
+def test_graphs_breaks_and_bytes_are_torchs(torchs, run, like):
+    """pytorch#144787, #161889: gradients of each step are right, and nothing compiles twice.
+
+    Until torch 2.9 code under a dispatch mode runs eagerly, as in torch's selective checkpoint.
+    """
+    graphs, breaks, kept = measured(run)
+    if graphs == 0:
+        like = selective
+    assert (graphs, breaks) == torchs[like][:2]
+    assert kept <= torchs[like][2]
+
+
+def compiled() -> tuple[Block, Tensor]:
+    """Make a compiled block and its input."""
+    torch._dynamo.reset()
+    block = Block()
+    block.compile(backend="aot_eager")
+    return block, torch.randn(8, 32, requires_grad=True)
+
+
+def test_region_leaves_module_as_it_was():
+    """What a compiled module runs is replaced while the region is open, also if it raises."""
+    block, x = compiled()
+    before = dict(vars(block))
+
+    def fails(t: Tensor) -> Tensor:
+        del t
+        raise ValueError
+
+    block.register_forward_pre_hook(lambda module, args: fails(*args))
+    with pytest.raises(ValueError):  # its own
+        checkpoint(block, x, policy=recompute_all())
+    block._forward_pre_hooks.clear()
+    checkpoint(block, x, policy=save_modules("w"))
+    assert vars(block) == before
+    wrapped = torch.compile(Block(), backend="aot_eager")
+    before = dict(vars(wrapped))
+    checkpoint(wrapped, x, policy=recompute_all()).sum().backward()
+    assert vars(wrapped) == before
+
+
+def test_other_threads_run_the_module_plainly():
+    """A region is of its thread; the module is as before once the last region has ended."""
+    block, x = compiled()
+    outs: list[Tensor] = []
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, t: Tensor) -> Tensor:
+            thread = threading.Thread(target=lambda: outs.append(block(x)))
+            thread.start()
+            thread.join()
+            return self.block(t)
+
+    outs.append(checkpoint(Outer(), x, policy=recompute_all()))
+    found = [torch.autograd.grad(each.sum(), x)[0] for each in outs]
+    assert torch.equal(*found)
+
+
+def test_block_that_is_kept_runs_once():
+    """A policy that keeps everything there keeps what the compiler saves.
+
+    Until torch 2.9 the block runs eagerly in a region, and once.
+    """
+    block, x = compiled()
+    runs: list[int] = []
+    inner = block._compiled_call_impl
+    block._compiled_call_impl = lambda *args: runs.append(1) or inner(*args)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, t: Tensor) -> Tensor:
+            return self.block(t.sin())
+
+    outer = Outer()
+    again = 2 if LETS_COMPILE else 1
+    for policy, times in ((save_all(), 1), (save_modules("block"), 1), (recompute_all(), again)):
+        runs.clear()
+        checkpoint(outer, x, policy=policy).sum().backward()
+        assert len(runs) == times
+
+
+def test_input_of_compiled_block_changed_afterwards_is_refused():
+    """Also if it is given by name."""
+    block, x = compiled()
+    given = torch.ones(8, 32)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, t: Tensor, scale: Tensor) -> Tensor:
+            return self.block(x=scale) * t
+
+    result = checkpoint(Outer(), x, given, policy=recompute_all())
+    given.mul_(2)
+    with pytest.raises((MutationError, RuntimeError), match=r"changed in place|modified by"):
+        result.sum().backward()

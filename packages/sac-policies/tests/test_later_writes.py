@@ -1,0 +1,179 @@
+"""Buffers that a later region writes to before backward, and writes that are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from sac_policies import MutationError, checkpoint, recompute_all, save_ops
+
+pytestmark = pytest.mark.filterwarnings("ignore::sac_policies.UnmatchedEntryWarning")
+
+POLICIES = [recompute_all(), save_ops("aten.mm", "aten.cos")]
+# Without comparing bits, only what a region holds decides.
+OPTIONS = [{"policy": each, "determinism_check": "none"} for each in POLICIES]
+every_policy = pytest.mark.parametrize("options", OPTIONS, ids=["nothing", "mm"])
+
+Run = Callable[..., Tensor]
+
+
+def outcome(step: Callable[..., Tensor], run: Run) -> list[Tensor]:
+    """Gradients of a step of two regions, each with an input, and a weight."""
+    inputs = [
+        torch.linspace(-1, 1, 64).roll(each).view(8, 8).requires_grad_() for each in (0, 5, 9)
+    ]
+    return list(torch.autograd.grad(step(run, *inputs), inputs))
+
+
+def region(options: dict[str, Any]) -> Run:
+    """Run a function as a region."""
+    return lambda function, *args: checkpoint(function, *args, **options)
+
+
+def plainly(function: Run, *args: Any) -> Tensor:
+    """Run a function as it is."""
+    return function(*args)
+
+
+def own_average(run: Run, x: Tensor, z: Tensor, w: Tensor) -> Tensor:
+    """Two micro-batches of a region that updates its average, then reads it."""
+    average = torch.zeros(8)
+
+    def block(t: Tensor) -> Tensor:
+        average.mul_(0.9).add_(t.detach().mean(0), alpha=0.1)
+        return (t @ w - average).sin().cos()
+
+    return run(block, x).sum() + run(block, z).sum()
+
+
+def pair(update: Callable[[Tensor], object]) -> Callable[..., Tensor]:
+    """A region that reads a buffer, and then one that writes to it."""
+
+    def step(run: Run, x: Tensor, z: Tensor, w: Tensor) -> Tensor:
+        buffer = torch.ones(8)
+
+        def reads(t: Tensor) -> Tensor:
+            return (t - buffer[:4].repeat(2)).sin() @ w
+
+        def writes(t: Tensor) -> Tensor:
+            update(buffer)
+            return (t + buffer).cos()
+
+        return run(reads, x).sum() + run(writes, z).sum()
+
+    return step
+
+
+def batch_norm(run: Run, x: Tensor, z: Tensor, w: Tensor) -> Tensor:
+    """Batch norm writes to its statistics, which no version counter shows under a mode."""
+    norm = nn.BatchNorm1d(8)
+
+    def reads(t: Tensor) -> Tensor:
+        assert norm.running_mean is not None
+        return (t - norm.running_mean).sin() @ w
+
+    return run(reads, x).sum() + run(norm, z).sum() + run(norm, x).sum()
+
+
+def largest_norm(run: Run, x: Tensor, z: Tensor, w: Tensor) -> Tensor:
+    """An embedding with `max_norm` writes to the rows that it is asked for."""
+    table = nn.Embedding(8, 8, max_norm=0.5)
+    nn.init.constant_(table.weight, 2.0)
+
+    def block(t: Tensor, rows: Tensor) -> Tensor:
+        return (table(rows) + t).sin() @ w
+
+    return run(block, x, torch.arange(8)).sum() + run(block, z, torch.arange(7, -1, -1)).sum()
+
+
+STEPS = {
+    "average": own_average,
+    "write": pair(lambda buffer: buffer.mul_(0.5)),
+    "view": pair(lambda buffer: buffer[2:].fill_(3)),
+    "foreach": pair(lambda buffer: torch._foreach_mul_([buffer], 0.5)),
+    "out": pair(lambda buffer: torch.sin(torch.ones(8), out=buffer)),
+    "batch norm": batch_norm,
+    "max_norm": largest_norm,
+}
+
+
+@every_policy
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_buffer_written_by_later_region_is_bit_identical(step, options):
+    """Plain autograd saves no such buffer; a region reads it again, so it holds a copy."""
+    expected = outcome(step, plainly)
+    for a, b in zip(outcome(step, region(options)), expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_copy_is_made_in_another_thread():
+    """The thread of the later region need not be that of the earlier one."""
+    with ThreadPoolExecutor(1) as pool:
+
+        def run(function: Run, *args: Any) -> Tensor:
+            return pool.submit(region(OPTIONS[0]), function, *args).result()
+
+        found = outcome(STEPS["write"], run)
+    for a, b in zip(found, outcome(STEPS["write"], plainly), strict=True):
+        assert torch.equal(a, b)
+
+
+@every_policy
+def test_buffer_written_outside_of_regions_is_refused(options):
+    """No mode sees that write; the version counter does."""
+    buffer, x = torch.ones(8), torch.randn(8, 8, requires_grad=True)
+    out = checkpoint(lambda t: (t - buffer).sin(), x, **options)
+    buffer.mul_(2)
+    with pytest.raises(MutationError, match=r"\[8\].*changed in place after the region"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("write", [Tensor.mul_, lambda t, by: torch._foreach_mul_([t], by)])
+@every_policy
+def test_saved_tensor_written_by_later_region_is_refused(options, write):
+    """As by plain autograd."""
+
+    def step(run: Run, x: Tensor, z: Tensor, w: Tensor) -> Tensor:
+        buffer = torch.ones(8)
+
+        def writes(t: Tensor) -> Tensor:
+            write(buffer, 0.5)
+            return t.cos()
+
+        return run(lambda t: (t * buffer) @ w, x).sum() + run(writes, z).sum()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        outcome(step, plainly)
+    with pytest.raises(MutationError):
+        outcome(step, region(options))
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@every_policy
+def test_optimizer_step_before_backward_is_refused(options, foreach):
+    """Also of a bias, which plain autograd does not save."""
+    linear, x = nn.Linear(8, 8), torch.randn(8, 8)
+    for only in (linear.weight, linear.bias):
+        out = checkpoint(lambda t: (t @ linear.weight.sin() + linear.bias).sin(), x, **options)
+        only.grad = torch.ones_like(only)
+        torch.optim.SGD([only], lr=0.1, foreach=foreach).step()
+        with pytest.raises(MutationError):
+            out.sum().backward()
+
+
+@pytest.mark.parametrize("pack", [lambda t: t, lambda t: (t, 0)], ids=["itself", "tuple"])
+@every_policy
+def test_write_under_hooks_that_pass_tensors_through_is_refused(options, pack):
+    """Where there are hooks, autograd compares no versions of what they were given."""
+
+    def unpack(packed: Any) -> Tensor:
+        return packed if isinstance(packed, Tensor) else packed[0]
+
+    with saved_tensors_hooks(pack, unpack), pytest.raises(MutationError):
+        outcome(STEPS["write"], region(options))

@@ -1,0 +1,177 @@
+"""`python -m sac_policies plan`: steps that were never run, beside steps that were."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sac_policies.__main__ import main
+from sac_policies._errors import BudgetError
+from sac_policies.budget._checkpointed import Checkpointed
+from sac_policies.budget._measure import peak_growth, storage_bytes
+from sac_policies.plan._devices import DEVICES, Device, device_named
+from sac_policies.plan._model import parse_tokens
+from sac_policies.plan._plan import _POLICIES, OFFLOADED, PLAIN, estimate
+
+from ._plan_subject import build
+
+SUBJECT = f"{Path(__file__).parent / '_plan_subject.py'}:build"
+CPU = torch.device("cpu")
+
+
+def no_workspace(name: str = "H100") -> Device:
+    """A device whose libraries allocate nothing for themselves."""
+    known = device_named(name)
+    return Device(name, known.memory_bytes, known.flops, known.bandwidth, known.link, 0)
+
+
+def measured_peak(level: str) -> int:
+    """Bytes of a step on the CPU, as the allocator counts them."""
+    model, tokens = build()
+    for block in model.blocks if level != PLAIN else ():
+        Checkpointed(block, policy=_POLICIES[level]).put()
+
+    def step() -> None:
+        model(tokens).backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    step()
+    step()
+    resident = storage_bytes([*model.parameters(), tokens], device=CPU)
+    return resident + peak_growth(step, device=CPU)
+
+
+@pytest.mark.parametrize("level", [PLAIN, *_POLICIES])
+def test_predicted_peak_is_the_measured_one(level: str) -> None:
+    """On fake tensors within 2 % of what the allocator gives out on the CPU."""
+    found = estimate(
+        SUBJECT, no_workspace(), (4, 512), optimizer="none", dtype=torch.float32
+    ).uniform[level]
+    assert found.peak_bytes == pytest.approx(measured_peak(level), rel=0.02)
+
+
+# One H200, 27 November 2026, torch 2.11, transformers 5.17: a Llama of 1.1B, 2 x 4,096 tokens,
+# without an optimizer. MiB and ms of a step.
+MEASURED = {PLAIN: (18_886, 142.4), "keeps matmuls": (11_717, 156.2), "runs again": (5_813, 180.9)}
+
+
+@pytest.mark.slow
+def test_estimates_agree_with_steps_of_an_h200(tmp_path: Path) -> None:
+    """Bytes within 2 % and times within 15 % of what was measured there."""
+    pytest.importorskip("transformers", exc_type=ImportError)
+    shape = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32_000}
+    config = {"model_type": "llama", "tie_word_embeddings": False, **shape, **heads}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = estimate(str(tmp_path), device_named("H200"), (2, 4096), optimizer="none")
+    for level, (mib, ms) in MEASURED.items():
+        step = found.uniform[level]
+        assert step.peak_bytes / 2**20 == pytest.approx(mib, rel=0.02), level
+        assert step.seconds * 1e3 == pytest.approx(ms, rel=0.15), level
+
+
+def test_levels_are_ordered_and_offload_keeps_no_inputs() -> None:
+    """Each level takes less memory than the one before, and no less time."""
+    found = estimate(SUBJECT, no_workspace(), (4, 8192), optimizer="adamw").uniform
+    steps = list(found.values())
+    assert list(found) == [PLAIN, *_POLICIES, OFFLOADED]
+    for one, other in itertools.pairwise(steps):
+        assert one.peak_bytes >= other.peak_bytes
+        assert one.seconds <= other.seconds
+    assert steps[0].peak_bytes > 2 * steps[-1].peak_bytes
+
+
+def test_state_of_the_optimizer_is_counted() -> None:
+    """AdamW has two tensors like each parameter."""
+    plain, trained = (
+        estimate(SUBJECT, no_workspace(), (1, 64), optimizer=name) for name in ("none", "adamw")
+    )
+    assert trained.optimizer_bytes == 2 * trained.gradient_bytes
+    assert trained.plain.peak_bytes - plain.plain.peak_bytes == trained.optimizer_bytes
+
+
+def test_recommended_mixture_fits_and_is_faster_than_checkpointing_all() -> None:
+    """Between the peaks of two levels some blocks are on each."""
+    everything = estimate(SUBJECT, no_workspace(), (4, 4096)).uniform
+    budget = (everything[PLAIN].peak_bytes + everything["keeps matmuls"].peak_bytes) // 2
+    found = estimate(SUBJECT, no_workspace(), (4, 4096), budget_bytes=budget).recommended
+    assert found is not None
+    assert everything["keeps matmuls"].peak_bytes < found.peak_bytes <= budget
+    assert everything[PLAIN].seconds < found.seconds < everything["keeps matmuls"].seconds
+    assert sum(count for _, count in found.levels) == 4
+    assert len(found.levels) == 2
+
+
+def test_command_prints_causes_and_recommendation(capsys: Any) -> None:
+    """The exit status says whether anything fits."""
+    assert main(["plan", SUBJECT, "--device", "h100", "--tokens", "4x512"]) == 0
+    printed = capsys.readouterr().out
+    causes = ("parameters", "gradients", "optimizer state", "activations", "logits and loss")
+    assert [cause for cause in causes if f"\n  {cause} " not in printed] == []
+    assert "recommended: keeps everything: blocks 0 to 3" in printed
+    assert "tokens per second" in printed
+
+
+def test_command_says_what_would_help(capsys: Any) -> None:
+    """Where nothing fits: the smallest peak, slices, fewer tokens, offload and sharding."""
+    arguments = ["plan", SUBJECT, "--device", "H100", "--tokens", "4x8k", "--dtype", "float32"]
+    assert main([*arguments, "--memory", "100 MiB"]) == 1
+    printed = capsys.readouterr().out
+    assert "nothing fits 100.00 MiB: the smallest takes" in printed
+    assert "in_slices(16)" in printed
+    assert "fewer tokens: about" in printed
+    assert "optimizer state in host memory saves" in printed
+    assert main([*arguments, "--memory", "40 MiB", "--tokens", "4"]) == 1
+    assert "sharding over 2 ranks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (["--device", "H1000"], "Did you mean 'H100'"),
+        (["--tokens", "many"], "tokens 'many' do not parse"),
+        (["--memory", "much"], "size 'much' does not parse"),
+    ],
+)
+def test_wrong_options_are_named(changed: list[str], said: str, capsys: Any) -> None:
+    """The message names the option's value and what is accepted."""
+    assert main(["plan", SUBJECT, "--device", "H100", *changed]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("no_such_module:build", "cannot be imported"),
+        (SUBJECT.replace(":build", ":missing"), "cannot be imported"),
+        (f"{SUBJECT}_wrongly", "Return a tuple of an nn.Module and a batch"),
+    ],
+)
+def test_wrong_models_are_named(model: str, said: str, capsys: Any) -> None:
+    """The message says what was looked for, or returned."""
+    assert main(["plan", model, "--device", "H100"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_tokens_are_read() -> None:
+    """Sequences come first, and k is 1,024."""
+    assert parse_tokens("32k") == (1, 32768)
+    assert parse_tokens("4x2048") == (4, 2048)
+    with pytest.raises(BudgetError, match="do not parse"):
+        parse_tokens("0")
+
+
+def test_devices_have_sound_numbers() -> None:
+    """A kernel takes the longer of its arithmetic and its traffic."""
+    assert len({device.name for device in DEVICES}) == len(DEVICES)
+    device = device_named("H200")
+    assert device.seconds(0, 0) == 0
+    assert device.seconds(690 * 10**12, 0) == pytest.approx(1)
+    assert device.seconds(10, 10**12) > device.seconds(10, 10**11)
+    assert device.copy_seconds(55 * 10**9) == pytest.approx(1)
