@@ -35,7 +35,7 @@ WORDS = {
     "bf16": "many-gpus.html",
     "ZeRO-3": "many-gpus.html",
     "H100": "find-modules.html",
-    "offload": "ckpt-wrap/index.html",
+    "offload": "ckpt-wrap/manual.html",
     "gradient checkpointing": "one-gpu.html",
     "gradient_checkpointing": "one-gpu.html",
     "deepspeed": "migrate.html",
