@@ -193,7 +193,8 @@ def plot(rows: list[Row], config: Config, out: Path) -> None:
         return
     from matplotlib.figure import Figure
 
-    from sac_policies import pareto, plot_pareto, profile, solve
+    from sac_policies import profile, solve
+    from sac_policies.budget import pareto, plot_pareto
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()

@@ -35,7 +35,7 @@ from train_gpt import GPT, Config
 
 import sac_policies
 from ckpt_wrap import checkpoint_, offload_, unwrap
-from flat_param import plan_training, unit_shapes
+from flat_param.plan import plan_training, unit_shapes
 
 PRODUCTS = sac_policies.save_ops(sac_policies.MATMULS, sac_policies.ATTENTION)
 # Cheapest first: each keeps less than the one before, and takes longer.
@@ -175,7 +175,7 @@ def say(choice: dict[str, Any], of: int) -> str:
 
 def lines(result: dict[str, Any]) -> list[str]:
     """What is printed of a result."""
-    row, size = result["recommended"], sac_policies.format_size
+    row, size = result["recommended"], sac_policies.budget.format_size
     low, middle, high = row["time_ratio"]
     equal = "equal, every bit" if row["equal"] else "DIFFER"
     said = [
@@ -206,11 +206,11 @@ def main() -> int:
     model, batch, path = build()
     with tempfile.TemporaryDirectory() as folder:
         choices = list(predict(model, batch, path, folder))
-    limit = sac_policies.parse_size(options.limit)
+    limit = sac_policies.budget.parse_size(options.limit)
     chosen, count = recommend(choices, limit), len(list(model.get_submodule(path)))
     if chosen is None:
         least = min(choices, key=lambda choice: choice.total_bytes)
-        size = sac_policies.format_size(least.total_bytes)
+        size = sac_policies.budget.format_size(least.total_bytes)
         print(f"nothing fits {options.limit}; least: {say(asdict(least), count)}: {size}")
         return 1
     tried = [c for c in choices if c.ranks == 1 and c.blocks in {0, count // 2, count}]

@@ -210,7 +210,7 @@ def step(part: Part, case: Case, model: nn.Module, plain: nn.Module) -> dict[str
     """Two steps beside the plain model, and the bytes that a third one keeps, equal or not."""
     with tempfile.TemporaryDirectory() as folder:
         found = apply(part, case, model, folder).get("found")
-        if isinstance(found, sac_policies.Infeasible):
+        if isinstance(found, sac_policies.budget.Infeasible):
             return {"outcome": "does not fit", "error": f"{found}".partition("\n")[0]}
         model.load_state_dict(plain.state_dict())  # some parts run forwards to look at a model
         told = {"outcome": "equal"}

@@ -18,15 +18,13 @@ from sac_policies import (
     ATTENTION,
     CONVOLUTIONS,
     MATMULS,
-    Fit,
-    Infeasible,
     Policy,
     checkpoint,
     context_fn,
     first_match,
-    fit,
     fit_,
     offload,
+    plan_region,
     profile,
     profile_step,
     recompute_all,
@@ -37,6 +35,7 @@ from sac_policies import (
     save_ops,
     solve,
 )
+from sac_policies.budget import Fit, Infeasible
 
 PRODUCTS = save_ops(MATMULS, ATTENTION, CONVOLUTIONS)
 POLICIES: dict[str, Policy] = {
@@ -156,12 +155,12 @@ FITTED = ["Llama", "GPT-2", "BERT", "ViT", "ResNet", "Mixtral", "Mamba"]
 
 @pytest.mark.parametrize("case", [case_of(name) for name in FITTED], ids=FITTED)
 def test_fit_finds_a_plan_that_fits(case: Case) -> None:
-    """`fit` at 95% of the plain peak measures a step within it, and leaves the model alone."""
+    """At 95% of the plain peak a measured step is within it; the model is left alone."""
     model, plain = twins(case)
     before = shape_of(model)
     batch = case.inputs()
     loss = lambda out: out.loss if getattr(out, "loss", None) is not None else out.logits.sum()  # noqa: E731
-    found = fit(model, batch, "95%", loss=loss)
+    found = plan_region(model, batch, "95%", loss=loss)
     assert isinstance(found, (Fit, Infeasible))
     if isinstance(found, Fit):
         assert found.peak_bytes <= found.budget_bytes
@@ -182,7 +181,7 @@ def test_peaks_are_predicted(case: Case) -> None:
     model, _ = twins(case)
     batch = case.inputs()
     step = profile_step(model, batch, loss=_loss, unit="flops")
-    found = fit(model, batch, 1.0, loss=_loss, unit="flops")
+    found = plan_region(model, batch, 1.0, loss=_loss, unit="flops")
     assert isinstance(found, Fit)
     assert step.peak_bytes(found.policy) == pytest.approx(found.peak_bytes, rel=0.02)
     none = fit_(model, batch, 1, loss=_loss)

@@ -16,17 +16,9 @@ from _regions import PRODUCTS, model_of, ours, step, swap
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from sac_policies import (
-    BudgetPlan,
-    Infeasible,
-    checkpoint,
-    context_fn,
-    from_json,
-    profile,
-    recompute_all,
-    solve,
-    to_json,
-)
+from sac_policies import checkpoint, context_fn, profile, recompute_all, solve
+from sac_policies.budget import BudgetPlan, Infeasible
+from sac_policies.policies import from_json, to_json
 
 KNOWN = ("Found no NVIDIA driver", "list assignment index out of range")
 

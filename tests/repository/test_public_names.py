@@ -23,7 +23,11 @@ def names():
     return module
 
 
-MODULES = ("ckpt_wrap", "mod_tracker", "flat_param", "sac_policies", "torchparts_conformance")
+MODULES = (
+    *("ckpt_wrap", "mod_tracker", "torchparts_conformance"),
+    *("flat_param", "flat_param.handle", "flat_param.plan"),
+    *("sac_policies", "sac_policies.budget", "sac_policies.policies", "sac_policies.reports"),
+)
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -175,7 +175,7 @@ def _search(model: nn.Module, x: Tensor, act: Callable[[], object]) -> Scene:
 
 def _fitted(folder: Path) -> Scene:
     model, x = stack(), inputs()
-    return _search(model, x, lambda: sac_policies.fit(model, (x,), "90%", unit="flops"))
+    return _search(model, x, lambda: sac_policies.plan_region(model, (x,), "90%", unit="flops"))
 
 
 def _fitted_in_place(folder: Path) -> Scene:
@@ -184,7 +184,7 @@ def _fitted_in_place(folder: Path) -> Scene:
 
     def act() -> None:
         found = sac_policies.fit_(model, (x,), "80%")
-        if isinstance(found, sac_policies.Infeasible):
+        if isinstance(found, sac_policies.budget.Infeasible):
             raise AssertionError(str(found))
         found.undo()
 

@@ -21,13 +21,19 @@ from types import ModuleType
 from typing import Any
 
 FOLDER = Path(__file__).resolve().parents[2] / "tests/repository/public_names"
-MODULES = ("ckpt_wrap", "mod_tracker", "flat_param", "sac_policies", "torchparts_conformance")
+MODULES = (
+    *("ckpt_wrap", "mod_tracker", "torchparts_conformance"),
+    *("flat_param", "flat_param.handle", "flat_param.plan"),
+    *("sac_policies", "sac_policies.budget", "sac_policies.policies", "sac_policies.reports"),
+)
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def lines_of(module: ModuleType) -> list[str]:
     """One line for each public name, member and signature, in order of names."""
-    public = {name: getattr(module, name) for name in sorted(module.__all__)}
+    package = sys.modules.get(module.__name__.rpartition(".")[0])
+    names = set(module.__all__) - set(getattr(package, "__all__", ()))
+    public = {name: getattr(module, name) for name in sorted(names)}
     classes = {value for value in public.values() if inspect.isclass(value)}
     return [line for name, value in public.items() for line in _lines(name, value, classes)]
 

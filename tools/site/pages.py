@@ -46,7 +46,10 @@ class Name(NamedTuple):
     summary: str
 
 
-SUBMODULES: dict[str, tuple[str, ...]] = {}
+SUBMODULES = {
+    "flat_param": ("handle", "plan"),
+    "sac_policies": ("budget", "policies", "reports"),
+}
 """Modules of a package whose names are public, too."""
 
 

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchparts_conformance.mutants import mutant, overlay
@@ -22,9 +22,10 @@ def _with_grad(part, read):
     def change(module, options):
         for owner in module.modules():
             for param in owner.parameters(recurse=False):
-                if type(param) is nn.Parameter:
+                kind = type(param)
+                if kind.__name__ != "Read":
                     grad = property(partial(read, owner), Tensor.grad.__set__)
-                    param.__class__ = type("Parameter", (nn.Parameter,), {"grad": grad})
+                    param.__class__ = type("Read", (kind,), {"grad": grad})
         return module
 
     return with_sharded(part, change)

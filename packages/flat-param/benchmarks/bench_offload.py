@@ -114,8 +114,8 @@ def planned(layers: int, place: str) -> tuple[int, int]:
     with torch.device("meta"):
         model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(layers)])
     bucket = None if place == "in place" else BUCKET_NUMEL
-    shapes = flat_param.unit_shapes(model, units=nn.Linear)
-    plan = flat_param.plan_training(shapes, world_size=1, offload_bucket_numel=bucket)
+    shapes = flat_param.plan.unit_shapes(model, units=nn.Linear)
+    plan = flat_param.plan.plan_training(shapes, world_size=1, offload_bucket_numel=bucket)
     return plan.rank_bytes.optimizer, 2 * plan.elsewhere.moved_bytes if plan.elsewhere else 0
 
 

@@ -19,17 +19,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from flat_param import (
-    FlatParamHandle,
-    ParamSpec,
-    flat_params_of,
-    fully_shard,
-    plan_layout,
-)
+from flat_param import flat_params_of, fully_shard
 from flat_param.comm._comm import CommLog, Communicator, Pending
 from flat_param.comm._groups import CommGroups
+from flat_param.handle import FlatParamHandle
 from flat_param.layout._layout import Segment
 from flat_param.layout._options import Precision, UnitOptions
+from flat_param.plan import ParamSpec, plan_layout
 from flat_param.sharded._sharded_params import ShardedParams
 
 torch.set_num_threads(1)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from flat_param import ParamSpec
 from flat_param.comm._agreement import describe, difference
+from flat_param.plan import ParamSpec
 
 from ._claims import all_are_listed, holds_on_every_rank
 

@@ -11,13 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from flat_param import (
-    LayoutError,
-    ParameterError,
-    ShardedModule,
-    StateError,
-    fully_shard,
-)
+from flat_param import LayoutError, ParameterError, ShardedModule, StateError, fully_shard
 from flat_param.layout._options import Precision
 
 pytestmark = pytest.mark.usefixtures("group_of_one")

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from flat_param import Blocks, ParamSpec, plan_layout, plan_shard
+from flat_param import Blocks
 from flat_param.layout._boundary import numel_of_block
+from flat_param.plan import ParamSpec, plan_layout, plan_shard
 from flat_param.sharded._block_rows import BlockRows, block_rows
 
 

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flat_param import Blocks, LayoutError, ParamSpec
+from flat_param import Blocks, LayoutError
 from flat_param.layout._boundary import Boundary, Cut, cut_of
+from flat_param.plan import ParamSpec
 
 CASES: list[tuple[tuple[int, ...], Boundary, Cut]] = [
     ((6, 4), "element", Cut(1, None, whole=False)),

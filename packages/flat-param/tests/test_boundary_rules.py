@@ -10,20 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from flat_param import (
-    Blocks,
-    LayoutError,
+from flat_param import Blocks, LayoutError, by_class, by_name
+from flat_param.layout._boundary import PerParameter
+from flat_param.layout._boundary_rules import resolve
+from flat_param.plan import (
     ParamSpec,
-    by_class,
-    by_name,
     collect_params,
     plan_layout,
     plan_shard,
     plan_training,
     unit_shapes,
 )
-from flat_param.layout._boundary import PerParameter
-from flat_param.layout._boundary_rules import resolve
 
 
 def _model() -> nn.Module:

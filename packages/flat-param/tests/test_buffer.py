@@ -1,8 +1,8 @@
 import torch
 from torch import nn
 
-from flat_param import collect_params, plan_layout
 from flat_param.memory._buffer import allocate, migrate, zero_gaps_
+from flat_param.plan import collect_params, plan_layout
 
 
 def test_migrate_keeps_identity_values_and_strides(mlp):

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flat_param import Blocks, FlatLayout, ParamSpec, ShardPlan, plan_layout, plan_shard
+from flat_param import Blocks
 from flat_param.layout import _cuts
+from flat_param.plan import FlatLayout, ParamSpec, ShardPlan, plan_layout, plan_shard
 
 BOUNDARIES = ["row", "tensor", Blocks(3), Blocks((2, 2)), Blocks((2,))]
 

@@ -118,7 +118,7 @@ def sharded(way: str, *, trains: bool = True) -> Callable[[nn.Module], None]:
 
 def handled(net: nn.Module) -> None:
     """By torch's handle."""
-    flat_param.FlatParamHandle(list(net.parameters()), net)
+    flat_param.handle.FlatParamHandle(list(net.parameters()), net)
 
 
 WAYS = {

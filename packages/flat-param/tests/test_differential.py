@@ -72,7 +72,7 @@ def test_layout_metadata_and_shards_are_torchs(block):
         module = _module(rng, dtype)
         expected, got = (
             _handle(source, copy.deepcopy(module), strategy, mp_dtype, group, use_orig_params)
-            for source in (theirs, flat_param)
+            for source in (theirs, flat_param.handle)
         )
         _compare_whole(expected, got, rng)
         expected.shard()

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import flat_param as fp
-from flat_param import HandleShardingStrategy as Strategy
+from flat_param.handle import HandleShardingStrategy as Strategy
 from flat_param.layout._arguments import one_device
 
 F32 = torch.float32
@@ -26,25 +26,29 @@ def test_leaves_are_also_the_standard_errors():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: fp.plan_layout([]), "flat_param.plan_layout: specs is empty, but"),
-        (lambda: fp.plan_segments([]), "flat_param.plan_segments: specs is empty, but"),
+        (lambda: fp.plan.plan_layout([]), "flat_param.plan_layout: specs is empty, but"),
+        (lambda: fp.plan.plan_segments([]), "flat_param.plan_segments: specs is empty, but"),
         (
-            lambda: fp.plan_layout([fp.ParamSpec("w", (1,), F32)], align_bytes=12),
+            lambda: fp.plan.plan_layout([fp.plan.ParamSpec("w", (1,), F32)], align_bytes=12),
             "align_bytes is 12, but it must be a power of two",
         ),
         (
-            lambda: fp.plan_layout(
-                [fp.ParamSpec("a", (1,), F32), fp.ParamSpec("b", (1,), torch.float16)]
+            lambda: fp.plan.plan_layout(
+                [fp.plan.ParamSpec("a", (1,), F32), fp.plan.ParamSpec("b", (1,), torch.float16)]
             ),
             "'b' is torch.float16 and 'a' torch.float32, but one buffer has one dtype",
         ),
         (
-            lambda: fp.plan_shard(fp.plan_layout([fp.ParamSpec("w", (1,), F32)]), world_size=0),
+            lambda: fp.plan.plan_shard(
+                fp.plan.plan_layout([fp.plan.ParamSpec("w", (1,), F32)]), world_size=0
+            ),
             "world_size is 0, but at least one rank is needed",
         ),
         (
-            lambda: fp.plan_shard(
-                fp.plan_layout([fp.ParamSpec("w", (1,), F32)]), world_size=1, boundary="col"
+            lambda: fp.plan.plan_shard(
+                fp.plan.plan_layout([fp.plan.ParamSpec("w", (1,), F32)]),
+                world_size=1,
+                boundary="col",
             ),
             "boundary is 'col', but it must be one of element, row, tensor, or Blocks",
         ),
@@ -58,7 +62,7 @@ def test_bad_plans_are_layout_errors(call, words):
 
 def test_unit_on_two_devices_names_a_parameter_of_each():
     """The first, and the first that is elsewhere; one without memory yet will be on the host."""
-    specs = tuple(fp.ParamSpec(name, (1,), F32) for name in "abc")
+    specs = tuple(fp.plan.ParamSpec(name, (1,), F32) for name in "abc")
     homes = (torch.device("cpu"), torch.device("meta"), torch.device("cuda", 0))
     params = tuple(SimpleNamespace(device=home, is_meta=home.type == "meta") for home in homes)
     with pytest.raises(fp.ParameterError) as raised:
@@ -174,7 +178,7 @@ def test_chunks_refuse_a_plan_of_other_sizes(mlp):
 def _handle(**changes):
     layer = nn.Linear(2, 2)
     arguments = {"params": list(layer.parameters()), "fully_sharded_module": layer} | changes
-    return fp.FlatParamHandle(**arguments)
+    return fp.handle.FlatParamHandle(**arguments)
 
 
 def test_the_handle_keeps_the_sentences_of_the_source(holder):
@@ -186,16 +190,16 @@ def test_the_handle_keeps_the_sentences_of_the_source(holder):
     mixed = holder(torch.ones(2), torch.ones(2, dtype=torch.float16))
     words = "uniform dtype but got torch.float32 and torch.float16"
     with pytest.raises(ValueError, match=words):
-        fp.FlatParamHandle(list(mixed.parameters()), mixed)
+        fp.handle.FlatParamHandle(list(mixed.parameters()), mixed)
     ints = holder(torch.ones(2, dtype=torch.int64))
     with pytest.raises(ValueError, match="Cannot flatten integer dtype tensors"):
-        fp.FlatParamHandle(list(ints.parameters()), ints)
+        fp.handle.FlatParamHandle(list(ints.parameters()), ints)
     frozen = holder(torch.ones(2), nn.Parameter(torch.ones(2), requires_grad=False))
     with pytest.raises(ValueError, match="uniform `requires_grad` when `use_orig_params=False`"):
-        fp.FlatParamHandle(list(frozen.parameters()), frozen)
+        fp.handle.FlatParamHandle(list(frozen.parameters()), frozen)
     devices = holder(torch.ones(2), torch.ones(2, device="meta"))
     with pytest.raises(ValueError, match="on the same device but got both cpu and meta"):
-        fp.FlatParamHandle(list(devices.parameters()), devices)
+        fp.handle.FlatParamHandle(list(devices.parameters()), devices)
     handle = _handle()
     with pytest.raises(ValueError, match="Expects non-empty `tensors`"):
         handle.flatten_tensors([], 0)
@@ -204,14 +208,14 @@ def test_the_handle_keeps_the_sentences_of_the_source(holder):
     nest = nn.Module()
     nest.register_parameter("flat", handle.flat_param)
     with pytest.raises(ValueError, match="Cannot flatten a `FlatParameter`"):
-        fp.FlatParamHandle([handle.flat_param], nest)
+        fp.handle.FlatParamHandle([handle.flat_param], nest)
 
 
 def test_the_handle_refuses_foreign_parameters(holder):
     """A parameter of another module is named by position and shape; the module is unchanged."""
     module = holder(torch.ones(3))
     with pytest.raises(ValueError, match=r"not found in `module`'s tree: params\[1\] \(100,\)"):
-        fp.FlatParamHandle([module.p0, nn.Parameter(torch.ones(100))], module)
+        fp.handle.FlatParamHandle([module.p0, nn.Parameter(torch.ones(100))], module)
     assert isinstance(module.p0, nn.Parameter)
 
 

@@ -14,7 +14,7 @@ import torch, torch.distributed as dist
 from torch import nn
 from weakref import ref
 import flat_param
-from flat_param import FlatParamHandle, HandleShardingStrategy
+from flat_param.handle import FlatParamHandle, HandleShardingStrategy
 
 def gloo_threads():
     found = 0

@@ -5,9 +5,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from flat_param import collect_params, flatten, plan_segments
+from flat_param import flatten
 from flat_param.in_process import _flat_grad
 from flat_param.in_process._flat_segment import FlatSegment
+from flat_param.plan import collect_params, plan_segments
 
 
 @pytest.fixture

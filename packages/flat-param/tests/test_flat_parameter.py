@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from flat_param import FlatParameter, FlatParamShardMetadata
-from flat_param.drop_in._flat_parameter import is_truly_contiguous
+from flat_param.handle import FlatParameter, FlatParamShardMetadata, is_truly_contiguous
 
 FOUR = (["w"], [torch.Size([2, 2])], [4], [(0, 3)])
 SIX = (["w"], [torch.Size([2, 2])], [(2, 1)], [True], [4], [(0, 3)])

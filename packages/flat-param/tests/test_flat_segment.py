@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from flat_param import ParameterError, collect_params, flat_params_of, flatten, plan_segments
+from flat_param import ParameterError, flat_params_of, flatten
 from flat_param.in_process._flat_segment import FlatSegment
+from flat_param.plan import collect_params, plan_segments
 
 
 @pytest.fixture

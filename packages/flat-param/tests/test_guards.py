@@ -30,41 +30,18 @@ def test_clipping_cut_gradients_is_refused_without_the_wrapped_norm() -> None:
     param.grad = torch.ones(2)
     clip = _guards._refuse_cut_grads(nn.utils.clip_grad_norm_)
     assert torch.isclose(clip([param], 1.0), torch.tensor(2.0).sqrt())
-    _guards.mark_param(param, name="head.weight", may_be_cut=True, world_size=2)
+    _guards.mark_param(param, name="head.weight", world_size=2)
     before = param.grad.clone()
     with pytest.raises(ParameterError, match=r"'head.weight' is spread over 2 ranks"):
         clip([param], 0.1)
     assert torch.equal(param.grad, before)
 
 
-@pytest.mark.parametrize(
-    ("kind", "may_be_cut", "refused"),
-    [
-        (torch.optim.Adafactor, True, True),
-        (torch.optim.Adafactor, False, False),
-        (torch.optim.LBFGS, False, True),
-        (torch.optim.SGD, True, False),
-    ],
-)
-def test_only_optimizers_of_whole_tensors_are_refused(
-    kind: type[torch.optim.Optimizer], may_be_cut: bool, refused: bool
-) -> None:
-    """Elementwise optimizers step on pieces; others need whole tensors, or all of them."""
-    param = nn.Parameter(torch.ones(2, 2))
-    _guards.mark_param(param, name="w", may_be_cut=may_be_cut, world_size=2)
-    optimizer = kind([param], lr=0.1)
-    if refused:
-        with pytest.raises(ParameterError, match=f"{kind.__name__} needs"):
-            _guards._refuse_cut_params(optimizer, (), {})
-    else:
-        _guards._refuse_cut_params(optimizer, (), {})
-
-
 def test_steps_of_sharded_parameters_are_counted_alone() -> None:
     """Fused ones too, which no version counter tells; not those of other models."""
     _guards.install_guards()
     mine, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    _guards.mark_param(mine, name="w", may_be_cut=True, world_size=2)
+    _guards.mark_param(mine, name="w", world_size=2)
     counted = []
     for params in ([other], [other, mine]):
         for param in params:
@@ -83,7 +60,7 @@ def test_scaling_cut_gradients_is_refused_without_the_wrapped_search() -> None:
     optimizer = torch.optim.SGD([param], lr=1.0)
     step(None, optimizer)
     assert torch.equal(param.detach(), torch.zeros(2))
-    _guards.mark_param(param, name="w", may_be_cut=True, world_size=2)
+    _guards.mark_param(param, name="w", world_size=2)
     text = "'w' is spread over 2 ranks, but this torch's GradScaler would look for an overflow"
     with pytest.raises(ParameterError, match=text):
         step(None, optimizer)

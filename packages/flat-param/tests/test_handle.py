@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from flat_param import FlatParameter, FlatParamHandle
+from flat_param.handle import FlatParameter, FlatParamHandle
 
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
 

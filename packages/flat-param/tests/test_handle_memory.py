@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from flat_param import HandleShardingStrategy as Strategy
+from flat_param.handle import HandleShardingStrategy as Strategy
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])

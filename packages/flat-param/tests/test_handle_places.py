@@ -4,9 +4,15 @@ import pytest
 import torch
 from torch import nn
 
-from flat_param import FlatParameter, FlatParamHandle, ParameterError
-from flat_param.drop_in._flat_parameter import ShardParamInfo
-from flat_param.drop_in._handle_places import refusal, set_attribute, shard_part
+from flat_param import ParameterError
+from flat_param.handle import (
+    FlatParameter,
+    FlatParamHandle,
+    ShardParamInfo,
+    refusal,
+    set_attribute,
+    shard_part,
+)
 
 
 def test_foreign_parameters_are_listed_by_position_and_shape(mlp):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from flat_param import FlatParamShardMetadata
+from flat_param.handle import FlatParamShardMetadata
 
 
 def _linears(*sizes):

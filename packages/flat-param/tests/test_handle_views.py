@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from flat_param import HandleShardingStrategy as Strategy
 from flat_param import ParameterError, StateError
+from flat_param.handle import HandleShardingStrategy as Strategy
 
 
 def test_unflatten_as_params_is_a_parenthesis(mlp, handle_of):

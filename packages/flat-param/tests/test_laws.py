@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from flat_param import Blocks, ParamSpec, flatten, plan_layout, plan_segments, plan_shard
+from flat_param import Blocks, flatten
 from flat_param.layout._spec import dense_stride
+from flat_param.plan import ParamSpec, plan_layout, plan_segments, plan_shard
 
 FEW = settings(max_examples=40, deadline=None, derandomize=True)
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)

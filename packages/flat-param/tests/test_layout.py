@@ -1,6 +1,6 @@
 import torch
 
-from flat_param import ParamSpec, plan_layout, plan_segments
+from flat_param.plan import ParamSpec, plan_layout, plan_segments
 
 
 def _spec(name, *shape, dtype=torch.float32, requires_grad=True):

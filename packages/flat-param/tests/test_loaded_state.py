@@ -112,7 +112,7 @@ def test_state_of_whole_parameters_is_not_stepped_over_pieces() -> None:
     optimizer = optim.SGD([whole], lr=1.0, momentum=0.9, fused=True)
     optimizer.step()
     whole.data, whole.grad = torch.ones(4), torch.ones(4)
-    _guards.mark_param(whole, name="head.weight", may_be_cut=True, world_size=2)
+    _guards.mark_param(whole, name="head.weight", world_size=2)
     said = (
         r"flat_param.fully_shard: .*'momentum_buffer' of parameter 'head.weight' has shape "
         r"\(4, 2\), .* piece has \(4,\).*load_full_state_dict"
@@ -128,7 +128,7 @@ def test_state_of_whole_parameters_is_not_stepped_over_pieces() -> None:
 def _piece(whole: tuple[int, ...], numel: int, name: str) -> nn.Parameter:
     param = nn.Parameter(torch.ones(numel))
     param.grad = torch.ones(numel)
-    _guards.mark_param(param, name=name, may_be_cut=True, world_size=2, whole=whole)
+    _guards.mark_param(param, name=name, world_size=2, whole=whole)
     return param
 
 

@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from flat_param import FlatParamHandle, ParameterError, flatten
+from flat_param import ParameterError, flatten
+from flat_param.handle import FlatParamHandle
 from flat_param.memory._overlap import overlap
 
 

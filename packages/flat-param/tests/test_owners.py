@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from flat_param import FlatParamHandle, ParameterError, flatten, fully_shard, unflatten
+from flat_param import ParameterError, flatten, fully_shard, unflatten
+from flat_param.handle import FlatParamHandle
 from flat_param.memory._owners import FLATTENED, UNIT, Owner, _owners, check_owners
 
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from flat_param import Blocks, ParamSpec, plan_layout, plan_shard
+from flat_param import Blocks
 from flat_param.layout._boundary import Boundary
 from flat_param.layout._param_shard import ParamShard, make_param_shards
+from flat_param.plan import ParamSpec, plan_layout, plan_shard
 
 SHAPES = {"matrix": (4, 3), "scale": (), "vector": (5,), "cube": (2, 3, 2)}
 SPECS = [ParamSpec(name, shape, torch.float32) for name, shape in SHAPES.items()]

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flat_param import Blocks, ParamSpec, plan_shard
-from flat_param._planned_part import parts_of
+from flat_param import Blocks
 from flat_param.layout._options import Precision
+from flat_param.plan import ParamSpec, parts_of, plan_shard
 
 BOUNDARIES = ("element", "row", "tensor", Blocks(8))
 SHAPES = st.lists(

@@ -16,8 +16,9 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import flat_param
-from flat_param import (
-    Blocks,
+from flat_param import Blocks
+from flat_param.layout._boundary import Boundary
+from flat_param.plan import (
     CommCount,
     ParamSpec,
     StateElsewhere,
@@ -27,7 +28,6 @@ from flat_param import (
     plan_training,
     unit_shapes,
 )
-from flat_param.layout._boundary import Boundary
 
 F32 = torch.float32
 WORKERS = Path(__file__).parent / "workers"

@@ -14,35 +14,17 @@ import flat_param
 SURFACE = [
     "Blocks",
     "CheckpointError",
-    "CommCount",
     "CommError",
-    "FlatLayout",
     "FlatParamError",
-    "FlatParamHandle",
-    "FlatParamShardMetadata",
-    "FlatParameter",
     "FlatParams",
-    "HandleShardingStrategy",
     "LayoutError",
-    "ParamInfo",
-    "ParamSpec",
     "ParameterError",
-    "RankBytes",
-    "Segment",
-    "ShardPart",
-    "ShardPlan",
     "ShardedModule",
-    "SharedParamInfo",
-    "StateElsewhere",
     "StateError",
-    "TrainingPlan",
-    "UnitShape",
-    "UnshardHandle",
     "VectorError",
     "async_save_sharded",
     "by_class",
     "by_name",
-    "collect_params",
     "flat_params_of",
     "flatten",
     "full_state_dict",
@@ -51,28 +33,29 @@ SURFACE = [
     "load_sharded",
     "offload_optimizer",
     "optimizer_state_by_position",
-    "parts_between",
-    "plan_layout",
-    "plan_segments",
-    "plan_shard",
-    "plan_training",
     "save_sharded",
     "unflatten",
-    "unit_shapes",
 ]
+MODULES = (flat_param, flat_param.plan, flat_param.handle)
+
+
+def _value(name):
+    """A public name of the package or of one of its submodules."""
+    return next(getattr(each, name) for each in MODULES if hasattr(each, name))
 
 
 def test_the_surface_is_frozen_and_sorted():
     """A name comes or goes with this list."""
     assert flat_param.__all__ == SURFACE
-    assert sorted(SURFACE) == SURFACE
+    for each in MODULES:
+        assert sorted(each.__all__) == each.__all__
     assert flat_param.__version__
 
 
 DEFAULTS = {
     "FlatParamHandle": {
         "device": None,
-        "sharding_strategy": flat_param.HandleShardingStrategy.FULL_SHARD,
+        "sharding_strategy": flat_param.handle.HandleShardingStrategy.FULL_SHARD,
         "offload_params": False,
         "mp_param_dtype": None,
         "mp_reduce_dtype": None,
@@ -123,13 +106,14 @@ DEFAULTS = {
 def test_options_left_out_mean_this():
     """A call that names none keeps its meaning; what has no default must be given."""
     for name, expected in DEFAULTS.items():
-        parameters = inspect.signature(getattr(flat_param, name)).parameters.values()
+        parameters = inspect.signature(_value(name)).parameters.values()
         found = {p.name: p.default for p in parameters if p.default is not p.empty}
         assert found == expected, name
     optional = {
         name
-        for name, value in vars(flat_param).items()
-        if name in SURFACE
+        for each in MODULES
+        for name, value in vars(each).items()
+        if name in each.__all__
         and inspect.isfunction(value)
         and any(p.default is not p.empty for p in inspect.signature(value).parameters.values())
     }
@@ -138,8 +122,8 @@ def test_options_left_out_mean_this():
 
 def test_every_public_name_is_documented():
     """Classes, their public methods, and functions say what they are."""
-    for name in SURFACE:
-        value = getattr(flat_param, name)
+    for name in (name for each in MODULES for name in each.__all__):
+        value = _value(name)
         assert inspect.getdoc(value), name
         for member, method in vars(value).items() if inspect.isclass(value) else ():
             if inspect.isfunction(method) and not member.startswith("_"):
@@ -161,7 +145,11 @@ def test_plans_and_layouts_cannot_be_changed() -> None:
         ours = (kind for kind in members if getattr(kind, "__module__", "") == item.name)
         found |= {kind for kind in ours if inspect.isclass(kind) and is_dataclass(kind)}
     changeable = {kind.__name__ for kind in found if not kind.__dataclass_params__.frozen}
-    assert {flat_param.TrainingPlan, flat_param.FlatLayout, flat_param.ShardPlan} <= found
+    assert {
+        flat_param.plan.TrainingPlan,
+        flat_param.plan.FlatLayout,
+        flat_param.plan.ShardPlan,
+    } <= found
     assert changeable == {
         *("BackwardPass", "ForwardPass", "UnitBackward"),
         *("CommLog", "Pending", "Trail"),

@@ -3,7 +3,7 @@ from typing import Any
 
 import torch
 
-from flat_param import ParamSpec, plan_layout, plan_shard
+from flat_param.plan import ParamSpec, plan_layout, plan_shard
 
 LAYOUT = plan_layout(
     [

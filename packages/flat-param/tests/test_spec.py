@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from flat_param import collect_params
 from flat_param.layout._spec import dense_stride
+from flat_param.plan import collect_params
 
 
 def test_collect_lists_a_tied_parameter_once_with_its_aliases():

@@ -6,7 +6,7 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
-from flat_param import CommCount, RankBytes, StateElsewhere, TrainingPlan
+from flat_param.plan import CommCount, RankBytes, StateElsewhere, TrainingPlan
 
 GIB = 2**30
 SIZES = RankBytes(

@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from flat_param import ParamSpec, plan_layout
 from flat_param.layout._spec import spec_of
 from flat_param.memory import _views
 from flat_param.memory._views import memory_order, param_views, unflatten
+from flat_param.plan import ParamSpec, plan_layout
 
 
 def test_param_views_have_the_planned_stride_and_memory():

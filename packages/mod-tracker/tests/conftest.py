@@ -34,7 +34,7 @@ class OpLog(TorchDispatchMode):
 
 
 class Clock:
-    """Goes on when it is told to, in the place of the clock of this machine, which is busy."""
+    """A clock that a test advances, since the machine may be busy."""
 
     def __init__(self):
         self.ns = 0

@@ -1,4 +1,4 @@
-"""The allocator's segments: what is reserved, what is fragmented, and by whom it is held."""
+"""The allocator's segments: reserved and fragmented memory, and the modules that hold it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,6 @@ HELD = [
 
 
 def test_bytes_of_each_device_add_up():
-    """Reserved is in use, or cached, or fragmented."""
     first, second = read_snapshot(SNAPSHOT, HELD)
     assert (first.device, second.device) == ("cuda:0", "cuda:1")
     assert first.reserved == 80 * MIB
@@ -85,7 +84,6 @@ def test_block_that_nobody_is_known_to_hold_is_outside():
 
 
 def test_page_has_the_allocator():
-    """With the module that keeps the most from being used."""
     page = MemoryPage("asked", HELD, {}, 3, allocators=read_snapshot(SNAPSHOT, HELD))
     lines = str(page).splitlines()
     at = lines.index(

@@ -24,7 +24,7 @@ class Net(nn.Sequential):
 
 
 class Other(nn.Sequential):
-    """Gives a thread a record of its own, with numbers that collide."""
+    """Creates nodes in a thread, with numbers that collide with those of other threads."""
 
     def __init__(self):
         super().__init__(nn.Identity(), nn.Linear(4, 4, bias=False))
@@ -50,7 +50,7 @@ class Doubles(nn.Module):
 
 
 def in_thread(function):
-    """Return what `function` returns, or raise what it raises, in a thread of its own."""
+    """Call `function` in a new thread; return its result, or raise its exception."""
     notified = []
 
     def work():
@@ -75,7 +75,6 @@ def stacks_of(entries, phase, op):
 
 
 def test_thread_that_ran_no_module_is_outside():
-    """Where nothing ran, nothing runs, whatever other threads do."""
     tracker, seen = ModTracker(), []
 
     class Asks(nn.Module):
@@ -119,7 +118,7 @@ def test_reentrant_recompute_in_another_thread_is_attributed(x, log_ops, known):
     )
 
 
-def test_model_known_before_the_second_thread_is_attributed_in_a_third(x, log_ops):
+def test_model_from_before_the_second_thread_runs_in_a_third(x, log_ops):
     """When threads become several, calls of models that ran before are marked as well."""
     tracker, model, other = ModTracker(), Net(), Other()
 
@@ -135,8 +134,7 @@ def test_model_known_before_the_second_thread_is_attributed_in_a_third(x, log_op
     assert stacks_of(entries, BW, "mm") == [("Net", "Net.0")] * 2
 
 
-def test_graph_made_before_the_second_thread_is_the_threads_own(x, log_ops):
-    """Nothing marked it, and another thread is newer, but the thread that runs it made it."""
+def test_graph_from_before_the_second_thread_is_the_threads_own(x, log_ops):
     tracker, model = ModTracker(), Net()
     with tracker:
         loss = model(x).sum()
@@ -145,7 +143,7 @@ def test_graph_made_before_the_second_thread_is_the_threads_own(x, log_ops):
     assert stacks_of(entries, BW, "mm") == [("Net", "Net.0")] * 2
 
 
-def test_graph_with_more_nodes_than_the_thread_made_is_the_other_threads(x, log_ops):
+def test_graph_longer_than_the_threads_own_is_another_threads(x, log_ops):
     """The thread made nodes, too, but has not counted as far as the loss it is given."""
     tracker, model = ModTracker(), nn.Sequential(*(Net() for _ in range(8)))
 
@@ -160,7 +158,7 @@ def test_graph_with_more_nodes_than_the_thread_made_is_the_other_threads(x, log_
     assert [stack[-1] for stack in stacks_of(entries, BW, "mm")] == names
 
 
-def test_lanes_of_many_threads_do_not_pile_up(x):
+def test_thread_states_are_bounded(x):
     """The newest stay, and the thread that runs on keeps its own."""
     tracker, model = ModTracker(), Net()
     with tracker:
@@ -169,8 +167,7 @@ def test_lanes_of_many_threads_do_not_pile_up(x):
     assert len(tracker._attribution.states) == KEPT_STATES
 
 
-def test_claims_of_many_backwards_do_not_pile_up(x):
-    """Those of the newest stay, in order."""
+def test_claims_of_backwards_are_bounded(x):
     tracker, model = ModTracker(), Net()
     with tracker:
         in_thread(lambda: model(torch.ones(1, 4)))
@@ -201,7 +198,7 @@ def test_forward_after_a_recompute_that_failed_is_attributed(mlp, x, log_ops):
     assert (RE, "mm", ("Doubles", "Doubles.a")) in entries
 
 
-def test_backward_in_a_thread_that_is_behind_is_that_of_the_one_ahead(x):
+def test_backward_in_a_thread_with_fewer_nodes_is_attributed(x):
     """The first number tells whose graph it is, and the smaller ones belong to the same thread."""
     tracker, seen = ModTracker(), []
 
@@ -227,7 +224,6 @@ def test_backward_in_a_thread_that_is_behind_is_that_of_the_one_ahead(x):
 
 
 def test_graph_module_of_the_users_is_a_module(x):
-    """As a root and inside a module; only those that torch.compile makes, and calls, are not."""
     tracker, seen = ModTracker(), []
 
     def traced():
@@ -248,7 +244,6 @@ def test_graph_module_of_the_users_is_a_module(x):
 
 
 def test_module_that_a_hook_calls_is_each_trackers_own(x):
-    """The node that runs is no module's; a tracker that was left hears nothing of it."""
     first, second, heard = ModTracker(), ModTracker(), []
     module = nn.Tanh()
     x.register_hook(lambda grad: module(grad) * 0 + grad)

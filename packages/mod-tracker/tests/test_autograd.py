@@ -72,7 +72,6 @@ def test_inference_keeps_nothing():
 
 
 def test_activations_die_by_reference_count(mlp, x, log_events):
-    """With hooks registered, an activation is freed without the garbage collector."""
     tracker = ModTracker()
     log_events(tracker)
     gc.disable()

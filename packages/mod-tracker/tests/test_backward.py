@@ -11,7 +11,7 @@ from mod_tracker import ModTracker, _torch_compat
 from mod_tracker._backward import PRUNE_EVERY
 
 
-def test_nothing_is_attached_without_a_listener_for_backward(mlp, x):
+def test_no_hooks_without_a_backward_listener(mlp, x):
     """Forward listeners leave the graph alone; backward ones mark the nodes at the boundary."""
     tracker = ModTracker()
     with tracker:
@@ -22,7 +22,6 @@ def test_nothing_is_attached_without_a_listener_for_backward(mlp, x):
 
 
 def test_run_of_a_failed_backward_is_dropped(x):
-    """What a failed backward had collected goes with the engine's work."""
 
     class Fails(torch.autograd.Function):
         @staticmethod
@@ -119,7 +118,7 @@ def test_grad_of_a_tensor_between_modules_reaches_both():
     assert events[:3] == expected
 
 
-def test_nothing_of_the_hooks_is_seen_on_tensors(mlp, x):
+def test_tensors_carry_no_hooks(mlp, x):
     """The tensors carry no hooks: saving one does not warn, and the user's own come alone."""
     tracker = ModTracker()
     with tracker, tracker.subscribe(pre_backward=lambda *_: None):
@@ -156,7 +155,6 @@ class Scaled(nn.Module):
 @pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("wrap", [lambda value: value, lambda value: [value]])
 def test_module_that_returns_a_leaf_is_not_entered(kept, wrap, log_events):
-    """Whether something keeps the leaf's node, as distributed training does, or not: no growth."""
     model, tracker = Scaled(wrap), ModTracker()
     node = torch.autograd.graph.get_gradient_edge(model.scale.weight).node if kept else None
     events = log_events(tracker)
@@ -168,8 +166,7 @@ def test_module_that_returns_a_leaf_is_not_entered(kept, wrap, log_events):
     assert not kept or not node.metadata
 
 
-def test_many_modules_that_read_one_tensor_are_all_left_with_its_gradient(x):
-    """However many stand at a node, none that will run in backward is forgotten."""
+def test_modules_sharing_an_input_are_left_with_its_gradient(x):
     tracker, left = ModTracker(), []
     tracker.subscribe(post_backward=lambda call, grads: left.append((call.name, grads)))
     count = 3 * PRUNE_EVERY
@@ -181,8 +178,7 @@ def test_many_modules_that_read_one_tensor_are_all_left_with_its_gradient(x):
     assert all(grads[0] is not None for _, grads in left)
 
 
-def test_forwards_without_a_backward_do_not_pile_up_at_a_node_that_is_kept(x):
-    """What stands there for calls whose graph is gone is removed now and then."""
+def test_hooks_of_dead_calls_are_pruned_at_a_living_node(x):
     tracker = ModTracker()
     tracker.subscribe(post_backward=lambda call, grads: None)
     shared, layer = x * 2, nn.Tanh()

@@ -51,7 +51,7 @@ def fail(*_):
     raise ZeroDivisionError
 
 
-def test_listener_told_of_the_entry_is_told_of_the_exit_where_a_hook_stops_the_call(x):
+def test_listener_gets_the_exit_if_a_hook_stops_the_call(x):
     """The drop-in's hook raises after it: the call has failed, so its output is None."""
     tracker, heard, called = ModTracker(), [], []
     listening(tracker, heard)
@@ -62,8 +62,7 @@ def test_listener_told_of_the_entry_is_told_of_the_exit_where_a_hook_stops_the_c
     assert called == []
 
 
-def test_interrupt_between_entries_leaves_no_listener_without_its_exit(x):
-    """Who was told before it is told of the exit, and who comes after it of neither."""
+def test_listeners_entered_before_an_interrupt_get_their_exit(x):
     tracker, heard = ModTracker(), []
 
     def told(name, fails=False):
@@ -90,7 +89,6 @@ def test_interrupt_between_entries_leaves_no_listener_without_its_exit(x):
 
 
 def test_failed_call_tells_its_exit_with_no_output(x):
-    """At every level, from the inside out, and what the hooks get is None, too."""
     tracker, heard, outputs = ModTracker(), [], []
     listening(tracker, heard, exclude="*.a")
     tracker.register_user_hooks(post_fw_hook=lambda module, args, output: outputs.append(output))
@@ -102,7 +100,6 @@ def test_failed_call_tells_its_exit_with_no_output(x):
 
 
 def test_events_of_a_call_come_in_one_order(x):
-    """That of their registration, at the entry and at the exit."""
     tracker, order = ModTracker(), []
     tracker.register_user_hooks(
         pre_fw_hook=lambda *_: order.append("pre hook"),
@@ -118,8 +115,7 @@ def test_events_of_a_call_come_in_one_order(x):
     assert order == ["pre hook", "pre a", "pre b", "post hook", "post a", "post b"]
 
 
-def test_listener_removed_inside_a_call_is_told_of_the_exit_it_waits_for(x):
-    """And of no other call; one that is added there hears of the calls inside alone."""
+def test_listener_removed_inside_a_call_gets_its_exit(x):
     tracker, first, later = ModTracker(), [], []
     subscription = listening(tracker, first, exclude="*.1")
 
@@ -141,7 +137,6 @@ def test_listener_removed_inside_a_call_is_told_of_the_exit_it_waits_for(x):
 
 
 def test_switches_of_a_failed_call_end_where_they_began(x):
-    """Each entry has its way back, although nothing was returned."""
     tracker, seen = ModTracker(), []
     tracker.on_switch(lambda call, phase: seen.append((call and call.name, phase)))
     with tracker, pytest.raises(KeyboardInterrupt):

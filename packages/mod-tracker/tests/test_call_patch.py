@@ -17,7 +17,7 @@ from mod_tracker._call_patch import layer_of
 
 
 def foreign(below):
-    """A patch that somebody else makes."""
+    """A patch of another library."""
 
     def call(self, *args, **kwargs):
         return below(self, *args, **kwargs)
@@ -25,8 +25,7 @@ def foreign(below):
     return call
 
 
-def test_foreign_patch_made_inside_stays_and_is_not_undone(x):
-    """A patch made over ours survives our exit; when it goes, so does what is left of ours."""
+def test_foreign_patch_made_inside_stays(x):
     original, seen = nn.Module.__call__, []
     tracker = ModTracker()
     tracker.subscribe(pre_forward=lambda call, *_: seen.append(call.name))
@@ -43,7 +42,7 @@ def test_foreign_patch_made_inside_stays_and_is_not_undone(x):
     assert seen == ["Linear"]
 
 
-def test_foreign_patch_removed_inside_is_not_brought_back(x):
+def test_foreign_patch_removed_inside_stays_removed(x):
     """A patch that was there before us and is taken away meanwhile stays away."""
     original = nn.Module.__call__
     nn.Module.__call__ = foreign(original)
@@ -96,7 +95,6 @@ def test_exit_inside_a_forward_is_clean(x):
 
 
 def test_one_exit_too_many_changes_nothing(x):
-    """The next block works as ever."""
     tracker, names = ModTracker(), []
     tracker.subscribe(pre_forward=lambda call, *_: names.append(call.name))
     with tracker:
@@ -108,7 +106,6 @@ def test_one_exit_too_many_changes_nothing(x):
 
 
 def test_tracker_entered_inside_a_module_does_not_leave_it(x):
-    """The end of a call whose beginning was not seen is nobody's, and the model's result stays."""
     tracker, seen = ModTracker(), []
     tracker.subscribe(post_forward=lambda call, *_: seen.append(call.name))
 
@@ -126,8 +123,7 @@ def test_tracker_entered_inside_a_module_does_not_leave_it(x):
     assert (tracker.phase, tracker.stack) == ("outside", ())
 
 
-def test_two_threads_put_their_layers_on_each_other(monkeypatch, meanwhile, x):
-    """Neither takes the other's off by putting its own on what was there before."""
+def test_two_threads_install_layers_at_the_same_time(monkeypatch, meanwhile, x):
     first, second, calls = ModTracker(), ModTracker(), []
     first.subscribe(pre_forward=lambda *_: calls.append("first"))
     second.subscribe(pre_forward=lambda *_: calls.append("second"))
@@ -249,7 +245,6 @@ class Scene:
 @law
 @given(moves)
 def test_every_active_tracker_sees_a_call_once(script):
-    """In any order, on two threads, above and below foreign patches; in the end nothing is left."""
     scene, worker = Scene(), Worker()
     try:
         for move, number, flag in script:
@@ -273,8 +268,7 @@ def test_every_active_tracker_sees_a_call_once(script):
         nn.Module.__call__ = scene.original
 
 
-def test_hand_over_hand_the_chain_does_not_grow():
-    """Two trackers that overlap for ever have at most two layers."""
+def test_overlapping_trackers_keep_the_chain_short():
     first, second = ModTracker(), ModTracker()
     first.__enter__()
     for _ in range(50):
@@ -288,7 +282,7 @@ def test_hand_over_hand_the_chain_does_not_grow():
     assert layers == 1
 
 
-def test_patch_with_our_attributes_is_not_taken_for_ours():
+def test_foreign_patch_with_copied_attributes_is_foreign():
     """`functools.wraps` copies the mark of the layer it wraps; leaving must not take that off."""
     tracker = ModTracker()
     tracker.__enter__()

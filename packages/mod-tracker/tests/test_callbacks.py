@@ -48,7 +48,7 @@ def _libraries(monkeypatch):
 
 
 class Log(ReportSchedule):
-    """A schedule that writes down what it is told, and measures nothing."""
+    """A schedule that records its calls and measures nothing."""
 
     def __init__(self):
         super().__init__(lambda: None, every_n_steps=1, on_report=print)
@@ -69,7 +69,7 @@ class Log(ReportSchedule):
 
 @pytest.fixture
 def log():
-    """What a schedule was told."""
+    """A schedule that records its calls."""
     return Log()
 
 
@@ -84,17 +84,15 @@ def tell(made, event, step=0):
 
 
 def test_step_of_transformers_is_the_trainers(log):
-    """Its number is the steps before it; batches and saving end none; the end leaves it."""
     made = transformers_callback(log)
     for event, step in (("on_step_begin", 5), ("on_log", 5), ("on_step_end", 6)):
-        assert tell(made, event, step) is None  # what is given would be its control
+        assert tell(made, event, step) is None  # a result would replace the control
     tell(made, "on_step_begin", 6)
     tell(made, "on_train_end", 6)
     assert log.told == [5, "end", 6, "close"]
 
 
 def test_step_of_lightning_is_all_batches_of_one_optimizer_step(log):
-    """It has the number of steps before it, 0 among them; several optimizers count as one."""
     made = lightning_callback(log)
     for before, after in ((0, 0), (0, 0), (0, 1), (1, 3)):
         assert made.on_train_batch_start(at(before), None, None, 0) is None
@@ -106,7 +104,7 @@ def test_step_of_lightning_is_all_batches_of_one_optimizer_step(log):
 @pytest.mark.parametrize(
     "event", ["on_train_start", "on_validation_start", "on_train_epoch_end", "on_exception"]
 )
-def test_what_cuts_a_step_of_lightning_off_leaves_it(event, log):
+def test_lightning_step_ended_early_is_abandoned(event, log):
     """The end of its last batch is none then, and the next batch begins another."""
     made = lightning_callback(log)
     made.on_train_batch_start(at(2), None)
@@ -117,7 +115,6 @@ def test_what_cuts_a_step_of_lightning_off_leaves_it(event, log):
 
 
 def test_step_that_begins_twice_is_measured_from_the_second_time(mlp):
-    """The first was given up without a word."""
     found, original = [], nn.Module.__call__
     schedule = ReportSchedule(
         profile_flops, every_n_steps=1, on_report=lambda report, n: found.append((n, report.total))
@@ -132,8 +129,7 @@ def test_step_that_begins_twice_is_measured_from_the_second_time(mlp):
     assert nn.Module.__call__ is original
 
 
-def test_report_that_is_none_fails_in_the_first_step_and_leaves_nothing():
-    """The Trainer hears of it, and the class is as before."""
+def test_report_that_is_none_fails_in_the_first_step():
     original = nn.Module.__call__
     schedule = ReportSchedule(lambda: None, every_n_steps=1, on_report=print)
     with pytest.raises(OptionError, match="must make a Report"):
@@ -144,7 +140,7 @@ def test_report_that_is_none_fails_in_the_first_step_and_leaves_nothing():
 @pytest.mark.parametrize(
     ("library", "base"), [("transformers", TrainerCallback), ("lightning", Callback)]
 )
-def test_callback_is_one_of_the_library(library, base, log):
+def test_callback_is_an_instance_of_the_librarys_class(library, base, log):
     """A trainer asks for its own class; it is pickled with its schedule, for other processes."""
     schedule = ReportSchedule(profile_flops, every_n_steps=3, on_report=print)
     made = FACTORIES[library](schedule)
@@ -154,8 +150,7 @@ def test_callback_is_one_of_the_library(library, base, log):
         assert isinstance(each.schedule, ReportSchedule)
 
 
-def test_name_of_lightning_that_is_imported_is_used(monkeypatch, log):
-    """`pytorch_lightning` has classes of its own, and its trainer takes no others."""
+def test_imported_lightning_module_is_used(monkeypatch, log):
     older = ModuleType("pytorch_lightning")
     older.Callback = type("Callback", (), {})
     for name in ("lightning", "lightning.pytorch"):
@@ -164,8 +159,7 @@ def test_name_of_lightning_that_is_imported_is_used(monkeypatch, log):
     assert isinstance(lightning_callback(log), older.Callback)
 
 
-def test_library_that_lacks_something_itself(monkeypatch, tmp_path, log):
-    """Its own error is shown: installing it again would not help."""
+def test_broken_library_raises_its_own_error(monkeypatch, tmp_path, log):
     (tmp_path / "transformers.py").write_text("import no_such_module_of_its_own")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "transformers")

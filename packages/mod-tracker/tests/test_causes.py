@@ -50,7 +50,6 @@ SIZES = {
 @pytest.mark.parametrize("fake", [True, False], ids=["fake", "real"])
 @pytest.mark.parametrize("largest", ["activations", "logits and loss"])
 def test_largest_cause_is_named(largest, fake):
-    """Of a model whose sizes make it the largest, before anything is allocated too."""
     report, _ = causes_of(**SIZES[largest], fake=fake)
     assert next(iter(report.causes)) == largest
     assert f"{largest} {report.show(report.causes[largest])}" in str(report)
@@ -58,7 +57,6 @@ def test_largest_cause_is_named(largest, fake):
 
 @pytest.mark.parametrize("fake", [True, False], ids=["fake", "real"])
 def test_static_causes_are_those_by_hand(fake):
-    """At the peak, which is in the optimizer's step here."""
     report, model = causes_of(**SIZES["parameters"], fake=fake)
     parameters = sum(4 * each.numel() for each in model.parameters())
     assert report.causes["parameters"] == parameters
@@ -69,7 +67,6 @@ def test_static_causes_are_those_by_hand(fake):
 
 
 def test_causes_add_up_to_what_is_alive_at_the_peak():
-    """What was allocated in the block, and what was there before."""
     model = Language(32, 16, 16)
     with profile_memory(model) as report:
         model(torch.zeros(1, 8, dtype=torch.int64)).backward()
@@ -85,7 +82,6 @@ def test_logits_are_told_from_activations_by_hand():
 
 
 def test_forward_alone_has_logits_too():
-    """Where nobody asks for gradients, what the last layer makes is all of them."""
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1000))
     with torch.no_grad(), profile_memory(model) as report:
         kept = model(torch.ones(2, 4))

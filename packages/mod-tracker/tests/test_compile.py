@@ -118,7 +118,6 @@ def test_code_compiled_inside_runs_and_warns_of_nothing(form, x, log_events, cou
 
 
 def test_reports_work_around_a_compiled_model(x):
-    """It is one opaque module, whose FLOPs are not counted."""
     model = Outer()
     run = torch.compile(model, backend="aot_eager")
     run(x).sum().backward()
@@ -153,7 +152,6 @@ def test_user_graph_module_is_a_module():
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_backward_events_come_under_compiled_autograd():
-    """With the backward itself compiled, the events are those of an eager one."""
     model, found = Outer(), []
     for context in (nullcontext(), compiled_autograd._enable(torch.compile(backend="eager"))):
         tracker, events = ModTracker(model), []

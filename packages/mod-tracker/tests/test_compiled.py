@@ -53,7 +53,6 @@ def model():
     ],
 )
 def test_compiled_block_is_named_with_what_is_missing(report_of, missing, model, x):
-    """By the user's name; what was not compiled is not named."""
     with report_of(model) as report:
         model(x).sum().backward()
     (note,) = report.notes
@@ -62,7 +61,6 @@ def test_compiled_block_is_named_with_what_is_missing(report_of, missing, model,
 
 
 def test_flops_around_compiled_code_are_counted(model, x):
-    """Those in it are not, though some of its kernels could be seen."""
     with profile_flops(model) as report:
         model(x).sum().backward()
     assert report.total == 2 * 3 * 64
@@ -71,7 +69,6 @@ def test_flops_around_compiled_code_are_counted(model, x):
 
 
 def test_utilization_of_compiled_code_is_an_error(model, x):
-    """Its work is missing, so the number would be too small."""
     with profile_flops(model) as report:
         model(x)
     for share in (report.mfu, report.hfu):
@@ -80,7 +77,6 @@ def test_utilization_of_compiled_code_is_an_error(model, x):
 
 
 def test_page_on_memory_names_compiled_modules(model, x):
-    """At its end."""
     with watch_memory(model) as watch:
         model(x).sum().backward()
         page = watch.page()

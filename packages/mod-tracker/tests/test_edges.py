@@ -36,7 +36,6 @@ def test_search_ends_on_values_that_contain_themselves():
 
 
 def test_edges_are_distinct_and_only_of_tensors_with_gradients(x):
-    """The same tensor twice is one edge; outputs of one node are told apart by position."""
     y = x * 2
     halves = torch.ones(4, requires_grad=True).split(2)
     assert len(edges_of((y, y, torch.ones(1)), {})) == 1
@@ -99,7 +98,6 @@ def test_values_that_raise_when_looked_at_pass_through(make, log_events):
 
 
 def test_a_dataclass_without_one_of_its_values_is_searched():
-    """What was deleted holds no tensor; the others are found."""
 
     @dataclass
     class Pair:

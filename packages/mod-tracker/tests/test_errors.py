@@ -145,7 +145,6 @@ def test_row_of_a_module_that_did_not_run(name):
     [(lambda: None, "NoneType"), (torch.no_grad, "NoneType"), (watch_memory, "MemoryWatch")],
 )
 def test_report_that_is_not_one_of_ours(report, name):
-    """It is known in the first step measured, where nothing is left of it."""
     original, reported = nn.Module.__call__, []
     schedule = ReportSchedule(report, every_n_steps=1, on_report=lambda *_: reported.append(1))
     with pytest.raises(OptionError, match=f"report must make a Report; it made {name}"):

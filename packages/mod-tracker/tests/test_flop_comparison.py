@@ -1,7 +1,7 @@
 """The page's table of floating-point operations beside torch's counter and a calculation by hand.
 
-Every number of the table is measured here, and calculated from sizes. Whoever adds a case adds
-its row.
+Every number of the table is measured here, and calculated from sizes. Add a row to the page for
+each new case.
 """
 
 from __future__ import annotations
@@ -222,13 +222,11 @@ def rows() -> dict[str, list[str]]:
 
 
 def test_every_case_has_its_row_and_no_other():
-    """In the order of the page."""
     assert list(rows()) == list(CASES)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_ours_is_what_a_calculation_gives(case):
-    """Also on the page."""
+def test_our_counter_gives_the_numbers_by_hand(case):
     with profile_flops() as report:
         run(case)
     by_hand = CASES[case][1]
@@ -237,7 +235,7 @@ def test_ours_is_what_a_calculation_gives(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_torchs_is_what_the_page_says(case):
+def test_torchs_counter_gives_the_numbers_of_the_page(case):
     """A number, or an error that stops the model."""
     theirs = CASES[case][2]
     with FlopCounterMode(display=False) as counter:
@@ -254,7 +252,6 @@ def test_torchs_is_what_the_page_says(case):
 @pytest.mark.parametrize(
     ("name", "mean"), [("ours", lambda row: row[0]), ("torch's", lambda row: row[2])]
 )
-def test_whom_the_page_calls_right(name, mean):
-    """Who has the number by hand."""
+def test_page_names_the_right_counters(name, mean):
     wrong = [case for case, row in rows().items() if (mean(row) == row[1]) != (name in row[3])]
     assert wrong == []

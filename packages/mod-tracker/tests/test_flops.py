@@ -20,7 +20,7 @@ def test_flops_in_inference_mode_are_those_of_the_parts(x):
     assert report["Linear"].forward == 64
 
 
-def test_what_follows_a_backward_that_makes_a_graph_is_outside(x):
+def test_code_after_a_backward_with_create_graph_is_outside(x):
     """The last module of that backward gets nothing of what comes after it."""
     model, weight = nn.Linear(4, 4, bias=False), torch.ones(4, 4, requires_grad=True)
     with profile_flops() as report:
@@ -44,7 +44,7 @@ class RunsABackward(nn.Module):
         return y
 
 
-def test_a_node_made_before_another_modules_backward_is_its_makers(x):
+def test_node_before_a_backward_inside_a_forward_is_attributed(x):
     """A backward inside a forward takes none of the nodes around it."""
     layer, module = nn.Linear(4, 4, bias=False), RunsABackward()
     with profile_flops() as report:
@@ -55,7 +55,6 @@ def test_a_node_made_before_another_modules_backward_is_its_makers(x):
 
 
 def test_flops_list_operators(x):
-    """By operator, with and without a formula."""
     with profile_flops() as report:
         nn.Sequential(nn.Linear(4, 4), nn.ReLU())(x)
     assert report.by_operator == {"aten.addmm.default": 64}
@@ -66,7 +65,6 @@ def test_flops_list_operators(x):
 @pytest.mark.parametrize("watched", [True, False])
 @pytest.mark.parametrize("overload", [False, True])
 def test_own_formula_comes_before_torchs(x, overload, watched):
-    """By operator and by overload, where operators are watched and where a mode counts them."""
     operator = torch.ops.aten.mm.default if overload else torch.ops.aten.mm
     formulas = {operator: lambda first, second, out_shape: 1000 * first[0]}
     with nullcontext() if watched else OtherMode(), profile_flops(formulas=formulas) as report:
@@ -81,7 +79,7 @@ class OtherMode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_formula_of_an_overload_comes_before_that_of_its_operator(x):
+def test_formula_of_an_overload_replaces_its_operators(x):
     """The more exact one, in whatever order they are given."""
     formulas = {
         torch.ops.aten.sin.default: lambda *shapes, out_shape: 1,
@@ -95,21 +93,18 @@ def test_formula_of_an_overload_comes_before_that_of_its_operator(x):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_flops_do_not_depend_on_the_type(dtype):
-    """Shapes decide."""
     with profile_flops() as report:
         nn.Linear(4, 4, dtype=dtype)(torch.ones(3, 4, dtype=dtype)).sum().backward()
     assert (report["Linear"].forward, report["Linear"].backward) == (96, 96)
 
 
-def test_batch_of_nothing_costs_nothing():
-    """Its operators are listed with none."""
+def test_empty_batch_has_no_flops():
     with profile_flops() as report:
         nn.Linear(4, 4)(torch.ones(0, 4))
     assert (report.total, report.by_operator) == (0, {"aten.addmm.default": 0})
 
 
-def test_interrupt_in_a_formula_goes_through_and_all_is_left(x):
-    """To who calls the model; the next report counts as ever."""
+def test_interrupt_in_a_formula_reaches_the_caller(x):
 
     def formula(*shapes, out_shape):
         raise KeyboardInterrupt
@@ -124,7 +119,6 @@ def test_interrupt_in_a_formula_goes_through_and_all_is_left(x):
 
 
 def test_error_in_a_branch_keeps_what_was_counted(x):
-    """What comes after it is counted where everything is."""
 
     def fails(y):
         torch.mm(y, torch.ones(4, 4))

@@ -239,7 +239,7 @@ def counted(operator, args, formula, out):
 
 
 def ours(operator, args, out):
-    """What our registry says, which takes torch's formula where it has none of its own."""
+    """FLOPs by our formula or, without one, by torch's."""
     own = OWN.get(operator)
     if own is None:
         return counted(operator, args, flop_registry[operator], out)
@@ -274,7 +274,6 @@ def test_formula_is_what_a_calculation_by_hand_gives(name):
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="verdicts are of 2.13")
 @pytest.mark.parametrize("name", TORCHS)
 def test_formula_of_torch_is_judged(name):
-    """Which are right, which raise, and which have another number."""
     operator, args, by_hand, verdict = TORCHS[name]
     found = counted(operator, args, flop_registry[operator], out_of(name, operator, args))
     assert found == (by_hand if verdict == RIGHT else verdict)
@@ -282,7 +281,6 @@ def test_formula_of_torch_is_judged(name):
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="verdicts are of 2.13")
 def test_every_formula_of_torch_is_judged():
-    """None is taken over unseen; attention with functions has a test of its own below."""
     judged = {operator for operator, *_ in TORCHS.values()}
     left = {str(operator) for operator in flop_registry if operator not in judged}
     own = {name for name in left if "mod_tracker" in name}
@@ -290,7 +288,6 @@ def test_every_formula_of_torch_is_judged():
 
 
 def test_formula_of_flex_attention_is_right():
-    """Two products forward, five backward, of which one repeats the scores."""
     given = attention(heads=2)
     more = (result(), made(*LSE), result())
     assert FLEX["flex_attention"](None, given, {}, None) == Amount(FORWARD)
@@ -309,7 +306,6 @@ def _flops(function):
 @pytest.mark.parametrize("heads", [H, 2], ids=["own keys", "shared keys"])
 @pytest.mark.parametrize("kernel", ["flash_attention", "cudnn_attention", "efficient_attention"])
 def test_attention_kernels_are_counted_alike(kernel, heads):
-    """Whichever kernel is chosen."""
     more = () if kernel == "flash_attention" else (None, True)
     operator = getattr(ATEN, f"_scaled_dot_product_{kernel}")
     assert _flops(lambda: operator(*attention(heads=heads), *more)[0]).total == FORWARD
@@ -328,8 +324,7 @@ def test_packed_sequences_count_their_own_pairs():
     assert totals == [2 * H * (9 + 49) * 2 * D, 2 * H * (25 + 25) * 2 * D]
 
 
-def test_packed_sequences_without_data_are_as_long_as_the_longest():
-    """Nobody knows better."""
+def test_packed_sequences_without_data_have_the_longest_length():
     args = (*(half(10, H, D) for _ in range(3)), ints(3), ints(3), 7, 7, 0.0, False, False)
     amount = OWN[ATEN._flash_attention_forward](ATEN._flash_attention_forward.default, args, {}, 0)
     assert amount.total == 2 * H * 2 * (7 * 7) * 2 * D
@@ -345,7 +340,6 @@ def _pairs_one_by_one(queries, keys, shift, left, right):
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (2, 0), (2, 1), (0, None), (9, 9)])
 @pytest.mark.parametrize("sizes", [(5, 5), (5, 8), (8, 5), (1, 7), (0, 3)])
 def test_pairs_of_a_window_are_those_counted_one_by_one(sizes, window):
-    """With masks aligned at either end."""
     queries, keys = sizes
     for shift in (0, keys - queries):
         found = visible_pairs(queries, keys, shift, *window)
@@ -415,7 +409,6 @@ class _Bilinear(nn.Module):
 @pytest.mark.parametrize("mode", ["train", "eval", "inference"])
 @pytest.mark.parametrize("name", [name for name in LAYERS if name != "bilinear"])
 def test_layers_count_products_in_fused_kernels(name, mode):
-    """Three times as many with a backward, as each product has two gradients."""
     make, shape, forward = LAYERS[name]
     layer = make().train(mode == "train")
     x = torch.randn(shape, requires_grad=mode == "train")
@@ -437,7 +430,6 @@ def test_layers_count_products_in_fused_kernels(name, mode):
 
 
 def test_products_of_a_bilinear_layer_are_counted():
-    """Its kernel has torch multiply, which is seen inside of it."""
     make, shape, _ = LAYERS["bilinear"]
     with torch.no_grad(), profile_flops() as report:
         make()(torch.randn(shape))
@@ -468,7 +460,7 @@ def test_products_in_place_are_counted():
         assert _flops(function).total == by_hand
 
 
-def test_number_in_the_place_of_a_tensor_stops_nothing():
+def test_number_in_place_of_a_tensor_is_accepted():
     """torch passes it on as a number, which a kernel called past the mode would not take."""
     with profile_flops() as report:
         made = torch.tensor([7, 3]).floor_divide(2)
@@ -478,7 +470,6 @@ def test_number_in_the_place_of_a_tensor_stops_nothing():
 
 
 def test_operators_that_may_multiply_are_named():
-    """In the table; those that are known to be free are not."""
     with profile_flops() as report:
         torch.linalg.qr(torch.randn(4, 4).relu())
     assert report.unknown == {"aten.linalg_qr.default": 1}
@@ -488,12 +479,11 @@ def test_operators_that_may_multiply_are_named():
 
 @torch.library.custom_op("mod_tracker_formulas::outer", mutates_args=())
 def outer(x: torch.Tensor) -> torch.Tensor:
-    """Multiplies, and calls an operator of which nobody knows."""
+    """Multiplies, and calls an unknown operator."""
     return torch.linalg.qr(torch.mm(x, x)).R
 
 
 def test_operators_inside_an_operator_of_ones_own_are_named():
-    """Its products are counted."""
     with profile_flops() as report:
         outer(torch.randn(4, 4))
     assert report.by_operator == {"aten.mm.default": 128}

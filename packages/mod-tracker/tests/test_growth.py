@@ -38,7 +38,6 @@ def test_steps_that_leave_nothing_pass(model_and_optimizer, train):
 
 
 def test_garbage_is_no_growth():
-    """What only a cycle holds is collected."""
 
     def makes_a_cycle():
         cycle = [torch.zeros(100)]

@@ -1,4 +1,4 @@
-"""Storages that are alive: as what they are held, by whom, and who made them."""
+"""Storages that are alive: their kind, their module, and the line that allocated them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ class Refusing(torch.Tensor):
 
 @pytest.mark.parametrize("error", [RuntimeError, TypeError, ValueError])
 def test_tensor_that_refuses_to_answer_is_on_the_page(error, monkeypatch):
-    """Whatever its class raises: the bytes are there."""
     monkeypatch.setattr(Refusing, "error", error)
     refusing = torch.ones(12345, dtype=torch.uint8).as_subclass(Refusing)
     with watch_memory() as watch:
@@ -47,7 +46,6 @@ def test_tensor_that_refuses_to_answer_is_on_the_page(error, monkeypatch):
 
 
 def test_tensors_that_stand_for_others_hold_no_memory():
-    """Those of a trace, whose sizes may be symbols, and those on the meta device."""
     symbols = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * 2)
     trace = FakeTensorMode(shape_env=ShapeEnv())
     traced = trace.from_tensor(torch.ones(41, 43), symbolic_context=symbols)
@@ -62,7 +60,6 @@ def test_tensors_that_stand_for_others_hold_no_memory():
 
 @shows_what_nodes_keep
 def test_page_names_the_line_that_made_a_tensor(model_and_optimizer):
-    """Not torch's, and not the tracker's; with module and phase."""
     model, _ = model_and_optimizer()
     with watch_memory(model) as watch:
         output = model(torch.randn(1000, 8))
@@ -75,7 +72,6 @@ def test_page_names_the_line_that_made_a_tensor(model_and_optimizer):
 
 
 def test_what_was_made_before_is_found_where_python_holds_it():
-    """Without a line, and said to be so."""
     kept = torch.zeros(12_345)
     with watch_memory() as watch:
         page = watch.page()
@@ -105,7 +101,6 @@ def test_storage_is_held_as_the_first_kind_that_it_is(held):
 
 
 def test_shared_and_viewed_storages_are_there_once(held):
-    """With the module that registers them first, and their whole size."""
     model = nn.Sequential(nn.Linear(33, 33, bias=False), nn.Linear(33, 33, bias=False))
     model[1].weight = model[0].weight
     model[1].register_buffer("part", model[0].weight.detach()[:2])
@@ -154,7 +149,6 @@ class Region:
 @shows_what_nodes_keep
 @pytest.mark.parametrize("held_by", ["object", "closure", "module"])
 def test_what_hooks_of_others_hold_is_kept_by_a_checkpoint(held_by):
-    """In an object of theirs or a closure; what a module of the model holds, they do not."""
     with watch_memory() as watch:
         kept = torch.zeros(4321, requires_grad=True) * 1
         module = nn.Linear(1, 1)
@@ -172,7 +166,6 @@ def test_what_hooks_of_others_hold_is_kept_by_a_checkpoint(held_by):
 
 @shows_what_nodes_keep
 def test_what_autograd_keeps_too_is_saved():
-    """Who frees the region has freed nothing then."""
     with watch_memory() as watch:
         given = torch.zeros(1717, requires_grad=True) * 1
         first = torch.utils.checkpoint.checkpoint(torch.sin, given, use_reentrant=True)

@@ -1,4 +1,4 @@
-"""A KeyboardInterrupt in the middle of a step leaves everything as it was."""
+"""A KeyboardInterrupt in the middle of a step leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -112,7 +112,6 @@ some = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @law
 @given(plans)
 def test_flops_are_conserved_and_each_layer_has_its_own(plan):
-    """Self and outside add up to torch's total; every layer has what its calls and grads cost."""
     model = model_of(plan)
     with FlopCounterMode(display=False) as counter:
         run(model)
@@ -171,7 +170,6 @@ def test_bytes_and_times_are_conserved(plan):
 @some
 @given(plans)
 def test_traces_are_balanced_nested_and_in_order(plan):
-    """Each end is that of the innermost open slice, and no time goes back."""
     with trace(memory=False) as report:
         run(model_of(plan))
     opened, last = [], 0.0

@@ -37,7 +37,7 @@ def step(model, x):
 
 
 def cases():
-    """Every event, in every phase in which it is told."""
+    """Every event in each of its phases."""
     for event, hook in zip(EVENTS, HOOKS, strict=True):
         for phase in ("backward",) if "backward" in event else ("forward", "recompute"):
             yield event, hook, phase
@@ -60,7 +60,6 @@ def test_failing_listener_is_ended_and_the_model_goes_on(event, hook, phase, che
 
 @pytest.mark.parametrize(("event", "hook", "phase"), list(cases()))
 def test_failing_user_hook_raises_and_leaves_the_tracker_clean(event, hook, phase, checkpointed, x):
-    """The hook's own exception reaches the caller; afterwards everything is told as before."""
     model = checkpointed(use_reentrant=True)
     tracker, heard = ModTracker(), []
     tracker.subscribe(**{event: lambda call, *_: heard.append((call.name, tracker.phase))})
@@ -81,7 +80,6 @@ def test_failing_user_hook_raises_and_leaves_the_tracker_clean(event, hook, phas
 
 @pytest.mark.parametrize("phase", ["forward", "recompute", "backward"])
 def test_interrupt_in_a_listener_goes_through(phase, checkpointed, x):
-    """What is no `Exception` is not held back, and the tracker is clean."""
     tracker, model = ModTracker(), checkpointed(use_reentrant=True)
     interrupt = fail_in(tracker, phase, KeyboardInterrupt)
     with tracker:
@@ -134,7 +132,6 @@ def nothing(*_):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_second_hook_of_a_kind_is_refused_in_torchs_words(kind, x):
-    """Nothing of that call is registered, and what was there stays."""
     tracker, heard = ModTracker(), []
     tracker.register_user_hooks(**{kind: lambda *_: heard.append(kind)})
     with pytest.raises(HookSlotError) as caught:
@@ -195,7 +192,6 @@ def test_hooks_get_what_torchs_get(x):
 
 
 def test_hook_may_clear_and_register_inside_a_call(x):
-    """What was told of the entry hears of the exit; the new one hears of the next call."""
     tracker, told = ModTracker(), []
 
     def change(*_):

@@ -60,7 +60,6 @@ def expect_penalty(report, times=1):
 
 
 def test_third_order():
-    """A backward through a backward through a backward, each in a thread of its own."""
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(4, 4)
     found = []
     for run in (lambda function: function(), in_thread):

@@ -30,7 +30,6 @@ def test_checkpointing_saves_only_the_input(checkpointed):
 
 
 def test_freed_bytes_are_charged_where_they_are_freed():
-    """What a module allocates and drops itself leaves no delta, but a peak."""
 
     class Scratch(nn.Module):
         def forward(self, x):
@@ -65,7 +64,6 @@ def test_tied_parameter_counts_once(x):
 
 
 def test_memory_of_a_module_that_overrides_its_listings(x):
-    """What a module registers is read from its tables, not by methods it may override."""
 
     class Closed(nn.Linear):
         def named_modules(self, *args, **kwargs):
@@ -88,8 +86,7 @@ def flat_model():
     return model
 
 
-def test_views_of_one_storage_have_gradients_and_state_of_their_own(x):
-    """The storage counts where it is registered first, and what is made for each part with it."""
+def test_views_of_one_storage_have_separate_gradients(x):
     model = flat_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with profile_memory(model, optimizer=optimizer) as report:
@@ -101,7 +98,6 @@ def test_views_of_one_storage_have_gradients_and_state_of_their_own(x):
 
 
 def test_gradients_in_one_bucket_count_once():
-    """As views of a bucket they share its storage."""
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     for layer, part in zip(model, torch.zeros(32).split(16), strict=True):
         layer.weight.grad = part.view(4, 4)
@@ -131,7 +127,6 @@ def test_buffers_kept_for_backward_are_not_saved_bytes(x):
 
 
 def test_state_in_lists_counts(x):
-    """Of an optimizer that keeps lists of tensors."""
     model = nn.Linear(4, 4, bias=False)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
 
@@ -150,7 +145,6 @@ def test_state_in_lists_counts(x):
 
 
 def test_sums_of_every_kind_are_those_of_the_rows(checkpointed, x):
-    """What modules do themselves, and the outside, add up to what was counted apart."""
     model = checkpointed(use_reentrant=False)
     optimizer = torch.optim.Adam(model.parameters())
     with profile_memory(model, optimizer=optimizer) as report:
@@ -161,7 +155,6 @@ def test_sums_of_every_kind_are_those_of_the_rows(checkpointed, x):
 
 
 def test_what_another_module_made_is_freed_where_it_ends():
-    """Not where it was made."""
 
     class Drops(nn.Module):
         def forward(self, held):
@@ -182,7 +175,6 @@ class InPlace(nn.Module):
 
 
 def test_what_was_there_before_is_not_counted():
-    """Changed in place or seen through a view, it is neither allocated, nor freed when it goes."""
     x, model = torch.ones(1000), InPlace()
     with profile_memory() as report:
         y = model(x)
@@ -212,7 +204,6 @@ def test_what_a_module_makes_is_counted_once_and_freed_once():
     ],
 )
 def test_bytes_of_a_sparse_tensor_are_those_of_its_parts(layout, parts):
-    """It has no storage of its own; given to a module it is not made there."""
     blocks = (2, 2) if layout in (torch.sparse_bsr, torch.sparse_bsc) else None
     x = torch.eye(8)
     with profile_memory() as report:
@@ -236,7 +227,6 @@ def test_sparse_gradients_and_their_optimizer_are_counted():
 
 
 def test_sparse_tensors_that_are_kept_count_as_saved():
-    """As long as the graph is there, once."""
 
     class Mixes(nn.Module):
         def forward(self, mix, x):

@@ -66,7 +66,6 @@ def test_page_says_where_in_a_step_it_was_written(model_and_optimizer):
 
 
 def test_growth_since_the_step_before_is_on_the_page(model_and_optimizer, train):
-    """By module and line."""
     model, optimizer = model_and_optimizer()
     kept = []
     with watch_memory(model, optimizer=optimizer) as watch:
@@ -92,7 +91,6 @@ def test_growth_since_the_step_before_is_on_the_page(model_and_optimizer, train)
     ],
 )
 def test_inputs_are_on_the_page(model_and_optimizer, train, sizes, said):
-    """Those of the step before only where they were others."""
     model, optimizer = model_and_optimizer()
     with watch_memory(model, optimizer=optimizer) as watch:
         for size in sizes:
@@ -102,7 +100,6 @@ def test_inputs_are_on_the_page(model_and_optimizer, train, sizes, said):
 
 
 def test_tensors_alike_are_one_row():
-    """With their number, by what they come to; other lines, kinds and modules stay apart."""
     alike = [held(5, "saved", "Net", line="a.py:1") for _ in range(3)]
     other = [held(5, "saved", "Net", line="a.py:2"), held(12)]
     lines = str(page_of(*alike, *other)).splitlines()
@@ -125,7 +122,6 @@ def page_of(*storages, grown=None):
 
 
 def test_first_lines_say_what_there_is_most_of_and_what_grew():
-    """Inside the first module that does not hold all of it, if there is one."""
     blocks = [held(7, "saved", "Net", "Net.0"), held(5, "saved", "Net", "Net.1")]
     page = page_of(*blocks, held(9, "inputs"), grown={("Net", "a.py:1"): 4, ("", "b.py:2"): 2})
     assert str(page).split("\n\n")[0].splitlines()[2:] == [

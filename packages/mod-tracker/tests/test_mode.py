@@ -191,7 +191,6 @@ CASES = {
 
 
 def test_branches_that_both_run_are_noted():
-    """Without data `torch.cond` runs both of its functions."""
     with profile_flops() as report:
         _choose_without_data()
     assert list(report.unknown) == ["cond"]
@@ -202,7 +201,6 @@ def test_branches_that_both_run_are_noted():
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.strip("_"))
 def test_flops_are_those_of_the_products(case):
-    """Nothing dies, and what is multiplied is counted, wherever that happens."""
     with profile_flops() as report:
         case()
     assert CASES[case] is None or report.total == CASES[case]
@@ -219,7 +217,6 @@ def test_other_reports_survive(report_of, case):
 
 
 def test_memory_of_ragged_tensors_is_that_of_their_values():
-    """The wrapper has no bytes of its own."""
     x = ragged(5).detach()
     with torch.no_grad(), profile_memory() as report:
         y = x * 2
@@ -227,7 +224,6 @@ def test_memory_of_ragged_tensors_is_that_of_their_values():
 
 
 def test_custom_operator_is_listed():
-    """What it has torch do is counted; what else is in it nobody knows, and that is said."""
     x = torch.randn(4, 4)
     with profile_flops() as report:
         _square(x)
@@ -275,7 +271,7 @@ def test_compiled_model_stays_compiled_in_a_report(fresh_compiler):
     assert graphs == 1 or torch.__version__.startswith("2.9.")
 
 
-def test_products_of_strided_nested_tensors_are_those_of_what_is_carried_out():
+def test_products_of_strided_nested_tensors_are_counted():
     """They have no shape to count with, and are listed; torch fills the smaller one up."""
     x = torch.nested.nested_tensor([torch.randn(3, 4), torch.randn(2, 4)])
     with profile_flops() as report, torch.no_grad():
@@ -285,7 +281,7 @@ def test_products_of_strided_nested_tensors_are_those_of_what_is_carried_out():
 
 
 @pytest.mark.parametrize("report_of", REPORTS)
-def test_in_inference_mode_a_product_takes_the_kernel_it_takes_without(report_of):
+def test_product_in_inference_mode_uses_the_same_kernel(report_of):
     """Many small ones or one large one: where the weight needs a gradient, as it does in a view."""
     x = torch.randn(2, 6, 16).transpose(0, 1)
     for needs in (True, False):

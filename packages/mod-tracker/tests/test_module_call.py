@@ -53,7 +53,6 @@ class Shared(nn.Module):
 
 
 def test_shared_module_has_one_name_and_two_called_paths(x):
-    """The canonical name is the first registered; the path of the call is kept beside it."""
     tracker, calls = ModTracker(), []
     tracker.subscribe(
         pre_forward=lambda call, *_: calls.append((call.name, call.called_as)), types=nn.Linear
@@ -64,7 +63,7 @@ def test_shared_module_has_one_name_and_two_called_paths(x):
 
 
 def calls_of(tracker, run, **filters):
-    """The calls that are told while something runs."""
+    """The calls that a listener gets while `run` runs."""
     calls = []
     with tracker, tracker.subscribe(pre_forward=lambda call, *_: calls.append(call), **filters):
         run()
@@ -72,7 +71,6 @@ def calls_of(tracker, run, **filters):
 
 
 def test_call_keeps_no_module_alive(x):
-    """What is left of one that is gone is its name."""
     model = nn.Sequential(nn.ReLU())
     calls = calls_of(ModTracker(), partial(model, x))
     assert [call.module for call in calls] == [model, model[0]]

@@ -1,4 +1,4 @@
-"""Names: what a module is called, that it stays called so, and whom a parameter belongs to."""
+"""Names of modules, and owners of parameters."""
 
 from __future__ import annotations
 
@@ -46,8 +46,7 @@ class Stack(nn.Module):
 
 
 @pytest.mark.parametrize("container", [Stack, nn.Sequential])
-def test_first_step_looks_at_each_module_a_few_times(container, monkeypatch):
-    """However many siblings it has: searching them for each child would be quadratic."""
+def test_naming_takes_linear_time(container, monkeypatch):
     looked = [0]
 
     def counted(module):
@@ -76,16 +75,14 @@ def test_called_as_follows_the_model(x):
     assert seen[1:3] == ["Stack.layers.0", "Stack.layers.1"]
 
 
-def test_labels_are_not_given_twice():
-    """The name of a model that is gone is not used for another one."""
+def test_label_of_a_dead_model_is_not_reused():
     names = Names()
     assert names.adopt(nn.ReLU()) == "ReLU"
     assert names.adopt(nn.ReLU()) == "ReLU#2"
     assert (names.module("ReLU"), names.roots()) == (None, {})
 
 
-def test_a_module_at_the_address_of_another_has_its_own_name():
-    """The name goes with the module, so nothing is left for whatever is made in its place."""
+def test_module_at_a_reused_address_has_its_own_name():
     names, given = Names(), []
     for _ in range(50):
         model = nn.Sequential(nn.ReLU())
@@ -94,8 +91,7 @@ def test_a_module_at_the_address_of_another_has_its_own_name():
     assert len(set(given)) == 100
 
 
-def test_a_module_put_in_the_place_of_another_outlives_it():
-    """It has the same name, which does not go with the other one."""
+def test_replaced_module_keeps_the_name():
     names, model = Names(), nn.Sequential(nn.ReLU())
     names.adopt(model)
     old, model[0] = model[0], nn.Tanh()
@@ -104,8 +100,7 @@ def test_a_module_put_in_the_place_of_another_outlives_it():
     assert names.module("Sequential.0") is model[0]
 
 
-def test_nothing_is_kept_of_modules_that_are_gone():
-    """Or a run that makes new modules all the time would fill the memory."""
+def test_names_of_dead_modules_are_dropped():
     names = Names()
     names.adopt(nn.Sequential(nn.ReLU()))
     assert (names._names, names._modules) == ({}, {})
@@ -120,8 +115,7 @@ def test_owner_is_the_first_that_registers_it(mlp):
     assert names.owner(torch.ones(1)) is None
 
 
-def test_nothing_is_kept_of_a_parameter_that_is_gone():
-    """Or a run that makes new parameters all the time would fill the memory."""
+def test_owners_of_dead_parameters_are_dropped():
     names, module = Names(), nn.Linear(2, 2, bias=False)
     names.adopt(module)
     assert names.owner(module.weight) is module
@@ -130,7 +124,6 @@ def test_nothing_is_kept_of_a_parameter_that_is_gone():
 
 
 def test_two_threads_name_two_roots(monkeypatch, meanwhile):
-    """Of one class, and each when the other is about to."""
     names, first, second = Names(), nn.Sequential(), nn.Sequential()
     monkeypatch.setattr(_names, "walk", meanwhile.at(walk, lambda: names.adopt(second)))
     names.adopt(first)
@@ -139,7 +132,6 @@ def test_two_threads_name_two_roots(monkeypatch, meanwhile):
 
 
 def test_named_root_names_its_parts_before_they_are_called(mlp, x):
-    """With the root given, a part called first has its full name from the start."""
     tracker, names = ModTracker(mlp), []
     tracker.subscribe(pre_forward=lambda call, *_: names.append(call.name))
     with tracker:
@@ -149,7 +141,6 @@ def test_named_root_names_its_parts_before_they_are_called(mlp, x):
 
 
 def test_name_is_root_label_and_state_dict_prefix(x):
-    """Without the label, a name is the prefix of the module's keys in the state_dict."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
     with ModTracker() as tracker:
         model(x)

@@ -20,7 +20,7 @@ DROP_IN = {
 }
 
 
-def test_names_are_these():
+def test_public_names_are_listed():
     """A name is added or removed on purpose."""
     assert mod_tracker.__all__ == [
         "FlopReport",
@@ -54,7 +54,6 @@ def test_names_are_these():
 
 
 def test_values_cannot_be_changed():
-    """What is handed to several listeners, threads or rows is the same for all of them."""
     found = set()
     for item in pkgutil.walk_packages(mod_tracker.__path__, "mod_tracker."):
         members = vars(importlib.import_module(item.name)).values()

@@ -58,8 +58,7 @@ class CodeOfItsOwn(nn.Module):
 
 @pytest.mark.parametrize("layers", [True, False])
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_code_that_runs_again_outside_of_modules_is_recompute(use_reentrant, layers, x):
-    """Of the module that ran it, not backward of the one whose node asked for it."""
+def test_recomputed_code_outside_of_modules_is_recompute(use_reentrant, layers, x):
     model, product = CodeOfItsOwn(use_reentrant=use_reentrant, layers=layers), 2 * len(x) * 16
     with profile_flops() as report:
         model(x).sum().backward()
@@ -76,8 +75,7 @@ def test_code_that_runs_again_outside_of_modules_is_recompute(use_reentrant, lay
     assert own.self_backward == 6 * product
 
 
-def test_code_between_modules_is_of_the_module_around_them(x):
-    """Although the node that asks for it is of the last one inside."""
+def test_recomputed_code_between_modules_is_of_their_parent(x):
 
     class Between(CodeOfItsOwn):
         def region(self, x):
@@ -94,8 +92,7 @@ def test_code_between_modules_is_of_the_module_around_them(x):
     }
 
 
-def test_code_before_the_first_module_is_not_of_the_region_before(x):
-    """Two checkpoints, one after the other: in the first, a product comes before any module."""
+def test_code_before_the_first_module_is_of_its_own_region(x):
 
     class Between(CodeOfItsOwn):
         def region(self, x):

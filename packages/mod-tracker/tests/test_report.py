@@ -97,7 +97,6 @@ def test_difference_counts_missing_modules_as_zero(x):
 
 
 def test_top_rows_are_those_with_the_largest_values(x):
-    """Of the column that is asked for, or the one the report sorts by; as many as are asked for."""
     model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 64, bias=False))
     with profile_flops() as report:
         model(x).sum().backward()
@@ -110,7 +109,6 @@ def test_top_rows_are_those_with_the_largest_values(x):
 
 
 def test_reports_may_be_nested_in_each_other_and_in_a_tracker(mlp, x):
-    """Each sees what it sees alone."""
     with profile_flops() as alone:
         mlp(x).sum().backward()
     with ModTracker(), profile_time(), profile_flops() as inside, profile_memory():
@@ -120,7 +118,6 @@ def test_reports_may_be_nested_in_each_other_and_in_a_tracker(mlp, x):
 
 @pytest.mark.parametrize("report_of", REPORTS)
 def test_printed_report_is_its_table(report_of, mlp, x):
-    """What is pasted into an issue."""
     with report_of(mlp) as report:
         mlp(x).sum().backward()
     assert str(report) == report.table()
@@ -128,7 +125,6 @@ def test_printed_report_is_its_table(report_of, mlp, x):
 
 
 def test_row_of_a_module_counts_the_modules_inside_it(x):
-    """Self is without them; the columns of the table are those of the rows."""
     model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 64, bias=False))
     with profile_flops() as report:
         model(x)
@@ -140,7 +136,6 @@ def test_row_of_a_module_counts_the_modules_inside_it(x):
 
 
 def test_row_is_found_by_the_name_in_the_state_dict(x):
-    """Or by the full name; nothing else is a row."""
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.ReLU())
     with profile_flops() as report:
         model(x)
@@ -150,8 +145,7 @@ def test_row_is_found_by_the_name_in_the_state_dict(x):
             report[name]
 
 
-def test_name_that_two_models_have_is_not_guessed(x):
-    """Both are named."""
+def test_name_of_two_models_is_ambiguous(x):
     models = [nn.Sequential(nn.Linear(4, 4)) for _ in range(2)]
     with profile_flops() as report:
         for model in models:
@@ -162,15 +156,13 @@ def test_name_that_two_models_have_is_not_guessed(x):
 
 @pytest.mark.parametrize("report_of", [profile_time, trace])
 def test_time_without_a_module_is_noted(report_of):
-    """It may be of code that has none."""
     with report_of() as report:
         torch.ones(2).relu()
     assert report.notes == ("no module was called in the `with` block: all of it is outside",)
 
 
 @pytest.mark.parametrize("report_of", [profile_flops, profile_memory])
-def test_report_of_nothing_says_so(report_of):
-    """It is easily taken for a model without FLOPs; leaving the block raises nothing."""
+def test_report_of_an_empty_block_says_so(report_of):
     with report_of() as report:
         pass
     with pytest.raises(StateError, match=r"nothing ran in the `with` block"):
@@ -180,8 +172,7 @@ def test_report_of_nothing_says_so(report_of):
     assert "nothing ran" in str(report)
 
 
-def test_page_is_written_where_it_is_to_be(mlp, x, tmp_path):
-    """And returned; it has the chart and the table."""
+def test_page_is_written_to_the_path_and_returned(mlp, x, tmp_path):
     with profile_flops() as report:
         mlp(x).sum().backward()
     path = tmp_path / "report.html"

@@ -56,7 +56,6 @@ class Reused(nn.Module):
 
 
 def test_reused_module_is_attributed_in_every_backward(x, log_ops, log_events):
-    """Three calls, three backwards of the same module, each with its call index."""
     tracker, indexes = ModTracker(), []
     events = log_events(tracker)
     tracker.subscribe(pre_backward=lambda call, _: indexes.append(call.call_index), types=nn.Linear)

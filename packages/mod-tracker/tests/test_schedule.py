@@ -1,4 +1,4 @@
-"""Which steps a report runs in, what is there in the others, and what is left when one fails."""
+"""Schedules: measured steps, the steps between them, and steps that fail."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_one_step_of_every_n_is_measured(run, step, every, found):
 
 
 @pytest.mark.parametrize("run", WAYS)
-def test_numbers_of_the_loop_are_passed_on_and_decide_nothing(run, step, every, found):
+def test_step_numbers_do_not_change_the_schedule(run, step, every, found):
     """A loop may count by two, or go on from a checkpoint."""
     schedule = every(2)
     for number in (7, 9, 11, 13):
@@ -90,7 +90,7 @@ def test_numbers_of_the_loop_are_passed_on_and_decide_nothing(run, step, every, 
 
 @pytest.mark.parametrize("run", WAYS)
 @pytest.mark.parametrize("report", REPORTS)
-def test_nothing_is_there_between_measured_steps(run, report, step, every, found):
+def test_nothing_is_installed_between_measured_steps(run, report, step, every, found):
     """No mode, no hook, no patch: not one function of this package runs inside such a step."""
     made, seen, frames = [], [], []
 
@@ -125,8 +125,7 @@ def test_nothing_is_there_between_measured_steps(run, report, step, every, found
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("run", WAYS)
 @pytest.mark.parametrize("report", REPORTS)
-def test_nothing_is_left_of_a_step_that_fails(report, run, error, step, every, found):
-    """It has no report; the error goes on, and a later step is measured as ever."""
+def test_failed_step_is_cleaned_up(report, run, error, step, every, found):
 
     def fails():
         step()
@@ -144,7 +143,6 @@ def test_nothing_is_left_of_a_step_that_fails(report, run, error, step, every, f
 
 @pytest.mark.parametrize("run", WAYS)
 def test_error_of_the_users_function_reaches_the_loop(run, step):
-    """The measuring has ended by then."""
 
     def breaks(report, number):
         assert present() == before
@@ -156,8 +154,7 @@ def test_error_of_the_users_function_reaches_the_loop(run, step):
     assert present() == before
 
 
-def test_step_that_never_ended_is_left_by_the_next(step, every, found):
-    """Without a report; an end without a beginning changes nothing."""
+def test_step_without_an_end_is_abandoned_by_the_next(step, every, found):
     before, schedule = present(), every(2)
     schedule.end_step()
     schedule.begin_step()
@@ -172,7 +169,6 @@ def test_step_that_never_ended_is_left_by_the_next(step, every, found):
 @pytest.mark.parametrize("inner", REPORTS)
 @pytest.mark.parametrize("outer", REPORTS)
 def test_schedules_may_end_in_the_order_in_which_they_began(outer, inner, step, every, found):
-    """As trainers tell their callbacks: both have their report, and nothing is left."""
     before, pair = present(), [every(1, outer), every(1, inner)]
     for schedule in pair:
         schedule.begin_step()
@@ -183,7 +179,7 @@ def test_schedules_may_end_in_the_order_in_which_they_began(outer, inner, step, 
     assert present() == before
 
 
-def test_steps_of_another_thread_are_its_own(every, found):
+def test_steps_of_threads_are_independent(every, found):
     """One that ends here ends none that began there."""
     here, there = every(1, profile_time), every(1, profile_time)
     here.begin_step(1)
@@ -197,7 +193,6 @@ def test_steps_of_another_thread_are_its_own(every, found):
 
 
 def test_options_of_a_report_are_given_by_a_function(mlp, step, every, found):
-    """`functools.partial`, or a function that reads what is there only later."""
     for report in (partial(profile_memory, mlp), lambda: profile_memory(mlp)):
         in_a_block(every(1, report), step)
     assert [report["MLP"].parameters for _, report in found] == [2 * 4 * 16] * 2

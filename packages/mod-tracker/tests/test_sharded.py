@@ -48,7 +48,6 @@ def test_memory_of_a_sharded_model_is_this_ranks(mesh):
 
 
 def test_page_of_a_sharded_model_counts_each_shard_once(mesh):
-    """And not the wrapper, which has no bytes."""
     model, optimizer = sharded(mesh)
     part = 2 * 64 * 64 * 4 // RANKS
     with watch_memory(model, optimizer=optimizer) as watch:
@@ -97,7 +96,6 @@ class Quantized(torch.Tensor):
 
 
 def test_quantized_weight_has_the_bytes_of_its_parts():
-    """Not those of the type that it stands for; its products are counted."""
     layer = nn.Linear(64, 32, bias=False)
     numbers = torch.ones(32, 64, dtype=torch.int8)
     layer.weight = nn.Parameter(Quantized(numbers, torch.ones(32, 1)), requires_grad=False)
@@ -107,7 +105,7 @@ def test_quantized_weight_has_the_bytes_of_its_parts():
     assert flops.total == 2 * 2 * 64 * 32
 
 
-def test_whole_parameters_count_while_they_are_there(mesh):
+def test_unsharded_parameters_count_while_allocated(mesh):
     """FSDP2 resizes their storages to nothing and back; torch's tracker finds the same peak."""
     from torch.distributed._tools.mem_tracker import MemTracker
 

@@ -17,7 +17,6 @@ from mod_tracker import OptionError, profile_time
     [(False, "'cpu'; there is no accelerator here"), (True, "'cpu', 'device' or 'meta'")],
 )
 def test_clock_of_a_device_that_is_not_there_is_refused(monkeypatch, there, says):
-    """As text, before anything is measured."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: there)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta"))
     with pytest.raises(OptionError) as error, profile_time(clock="cuda"):
@@ -36,7 +35,6 @@ def test_modules_in_other_threads_are_not_timed(mlp, x):
 
 
 def test_backward_in_a_thread_of_torchs_own_is_timed(mlp, x):
-    """A thread that runs no module of its own is followed, wherever it runs a backward."""
     with profile_time() as report:
         loss = mlp(x).sum()
         thread = threading.Thread(target=loss.backward)
@@ -47,7 +45,6 @@ def test_backward_in_a_thread_of_torchs_own_is_timed(mlp, x):
 
 @pytest.mark.parametrize("again", [False, True])
 def test_time_after_a_backward_that_failed_is_outside(clock, again):
-    """Also where it runs once more, with no forward in between."""
     model, fails = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), [True]
 
     def hook(grad):
@@ -68,7 +65,7 @@ def test_time_after_a_backward_that_failed_is_outside(clock, again):
     assert report.outside.self_total == 50
 
 
-def test_time_is_spent_where_it_passes(clock):
+def test_slow_module_has_the_time(clock):
     """A slow module has the time, in forward and in backward."""
 
     class Slow(nn.Module):
@@ -133,8 +130,7 @@ def test_time_of_a_device_is_that_between_its_events(device, mlp, x, clock):
     assert (report.by_device, device) == ({"meta:0": 7 * quarter}, [0])
 
 
-def test_device_is_used_from_the_first_module_on_that_is_there(device, mlp, x):
-    """Nobody names it; a device without a module is not touched."""
+def test_device_is_found_at_its_first_module(device, mlp, x):
     mlp.b.to("meta")
     with profile_time(clock="device") as report:
         mlp.a(x)
@@ -145,7 +141,6 @@ def test_device_is_used_from_the_first_module_on_that_is_there(device, mlp, x):
 
 
 def test_module_that_is_moved_after_its_first_call_is_found(device, mlp, x):
-    """With the next call of an outermost one; until then nothing is looked at twice."""
     with profile_time(clock="device") as report:
         mlp(x)
         mlp.to("meta")
@@ -154,7 +149,7 @@ def test_module_that_is_moved_after_its_first_call_is_found(device, mlp, x):
     assert report["MLP.a"].forward > 0
 
 
-def test_backward_thread_of_a_device_changes_the_module_of_that_device_only(device, mlp, x):
+def test_device_thread_switches_its_own_device_only(device, mlp, x):
     """Others go on with what the thread of the user runs."""
     mlp.a.to("meta")
     with profile_time(mlp, clock="device") as report:
@@ -179,7 +174,6 @@ def test_time_of_the_host_waits_for_no_device(device, mlp, x):
 @pytest.mark.accelerator
 @pytest.mark.parametrize("named", [True, False], ids=["before", "when called"])
 def test_times_of_two_devices_are_those_of_their_modules(accelerator, named):
-    """Only one of them is the current one; kernels take 2 ms where that can be set."""
     if torch.accelerator.device_count() < 2:
         pytest.skip("needs two devices of one kind")
     kind = accelerator.type
@@ -208,8 +202,7 @@ def test_times_of_two_devices_are_those_of_their_modules(accelerator, named):
 
 
 @pytest.mark.accelerator
-def test_what_is_captured_for_a_graph_takes_no_time(accelerator, mlp, x):
-    """Nothing runs then; what replays take is outside of modules, for they run no Python."""
+def test_graph_capture_takes_no_time(accelerator, mlp, x):
     api = torch.get_device_module(accelerator)
     graph_type = getattr(api, "CUDAGraph", getattr(api, "Graph", None))
     if graph_type is None:

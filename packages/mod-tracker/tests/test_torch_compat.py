@@ -21,7 +21,7 @@ import mod_tracker._tracker as tracker_file
 from mod_tracker import ModTracker
 
 
-def test_everything_is_there_on_this_torch():
+def test_backward_attribution_works_on_this_torch():
     """On every supported torch, backward attribution works."""
     assert compat.EXACT_BACKWARD
     assert compat.CARRIES
@@ -39,7 +39,7 @@ def names_asked_for():
 
 
 @pytest.mark.parametrize("dotted", sorted(set(names_asked_for())))
-def test_every_name_asked_for_is_there(dotted):
+def test_every_private_name_exists(dotted):
     """On this torch: a name that is misspelt would be as one that torch lacks, for ever."""
     if dotted in ONLY_WITH_CUDA and not torch.backends.cuda.is_built():
         pytest.skip("this torch was built without CUDA")
@@ -55,7 +55,7 @@ def test_every_name_asked_for_is_there(dotted):
         (compat.next_number, compat.graph_task, lambda: None),
     ],
 )
-def test_probe_refuses_functions_that_do_not_tell_the_truth(broken):
+def test_probe_rejects_wrong_functions(broken):
     """A missing function, a constant, a wrong id, no node: each is noticed."""
     assert compat.probe(compat.next_number, compat.graph_task, compat.current_node)
     assert not compat.probe(*broken)
@@ -87,8 +87,7 @@ class Refuses(TorchFunctionMode):
         raise ZeroDivisionError
 
 
-def test_function_modes_are_not_asked_for_hooks():
-    """A mode that would raise hears nothing of a hook."""
+def test_function_modes_do_not_see_hooks():
     x, calls = torch.ones(1, requires_grad=True), []
     y = x * 2
     node = y.grad_fn
@@ -124,7 +123,7 @@ def test_without_private_names_forward_is_complete(monkeypatch, mlp, x):
 
 
 def imported_again():
-    """What an import of the file finds here and now; nobody else gets to see it."""
+    """A second, private import of the file."""
     spec = importlib.util.spec_from_file_location("mod_tracker._again", compat.__file__)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -161,8 +160,7 @@ WAYS_TO_IMPORT = {
 
 
 @pytest.mark.parametrize("way", WAYS_TO_IMPORT)
-def test_first_import_may_be_anywhere(way):
-    """What torch can do is found out of sight of modes, and out of a backward that runs."""
+def test_first_import_works_under_any_mode(way):
     found = []
     WAYS_TO_IMPORT[way](lambda: found.append(imported_again()))
     assert (found[0].EXACT_BACKWARD, found[0].CARRIES) == (True, True)
@@ -170,7 +168,7 @@ def test_first_import_may_be_anywhere(way):
     assert not found[0]._EMPTY.is_inference()
 
 
-def test_torch_without_private_names_has_neither_way(monkeypatch):
+def test_import_works_without_private_names(monkeypatch):
     """Importing succeeds; every mode counts as on, so that hooks go the long way."""
     monkeypatch.delattr(torch._C, "_current_graph_task_id")
     found = imported_again()
@@ -184,8 +182,7 @@ def test_torch_without_private_names_has_neither_way(monkeypatch):
     assert len(given) == 1
 
 
-def test_module_behind_a_compiled_one_is_the_users():
-    """And nothing is behind one that has a part of that name."""
+def test_unwrap_returns_the_users_module():
     model, holder = nn.Linear(2, 2), nn.Module()
     holder.register_module("_orig_mod", model)
     assert compat.unwrap(torch.compile(model, backend="eager")) is model
@@ -199,7 +196,7 @@ def traced():
 
 
 @pytest.mark.parametrize("mark", ["id", "reason", "boxed"])
-def test_graph_that_the_compiler_made_is_known_by_any_of_its_marks(mark):
+def test_compiler_made_graph_is_recognized_by_each_mark(mark):
     """Dynamo's has an id or a reason, AOTAutograd's takes its inputs in a list."""
     graph = traced()
     if mark == "id":
@@ -211,8 +208,7 @@ def test_graph_that_the_compiler_made_is_known_by_any_of_its_marks(mark):
     assert compat.is_compiled_graph(graph)
 
 
-def test_graphs_the_compiler_makes_are_known(fresh_compiler):
-    """Those that a backend is given by Dynamo."""
+def test_graphs_of_the_compiler_are_recognized(fresh_compiler):
     given = []
 
     def backend(graph, inputs):
@@ -224,7 +220,6 @@ def test_graphs_the_compiler_makes_are_known(fresh_compiler):
 
 
 def test_tensor_subclasses_are_plain_inside_the_context():
-    """`__torch_function__` is not asked."""
 
     class Loud(torch.Tensor):
         @classmethod
@@ -247,7 +242,6 @@ class Passes(TorchDispatchMode):
 
 @pytest.mark.parametrize("lacks", [None, "_COMPOSITE", "_has_kernel"])
 def test_parts_give_the_operators_own_bits(lacks, monkeypatch):
-    """By its C++ parts, or by those of Python where torch lacks the way to them."""
     x, w, bias = torch.randn(3, 5), torch.randn(4, 5), torch.randn(4)
     if lacks == "_COMPOSITE":
         monkeypatch.setattr(compat, "_COMPOSITE", None)
@@ -258,7 +252,7 @@ def test_parts_give_the_operators_own_bits(lacks, monkeypatch):
         assert torch.equal(made, torch.nn.functional.linear(x, w, bias))
 
 
-def test_operators_that_take_functions_are_known(monkeypatch):
+def test_higher_order_operators_are_recognized(monkeypatch):
     """`torch.cond` does; a product does not; where torch has no such class, none does."""
     cond = torch.ops.higher_order.cond
     assert [compat.is_higher_order(each) for each in (cond, ATEN.mm.default, None)] == [
@@ -268,8 +262,7 @@ def test_operators_that_take_functions_are_known(monkeypatch):
     assert not compat.is_higher_order(cond)
 
 
-def test_mode_that_is_left_leaves_those_on_top_of_it():
-    """In their order, also torch's own; nothing happens a second time."""
+def test_leaving_a_mode_keeps_the_modes_on_top():
     below, left, above = Passes(), Passes(), Passes()
     with below:
         left.__enter__()
@@ -305,8 +298,7 @@ def _encode(device="cpu"):
         return layer(torch.linspace(-1, 1, 2 * 5 * 8, device=device).reshape(2, 5, 8))
 
 
-def test_what_a_fused_kernel_has_torch_do_is_seen():
-    """And gives the same, to the last bit."""
+def test_operators_inside_a_fused_kernel_are_seen():
     plain = _encode()
     with Inside() as mode:
         seen = _encode()
@@ -314,8 +306,7 @@ def test_what_a_fused_kernel_has_torch_do_is_seen():
     assert {"addmm", "bmm", "_addmm_activation"} & set(mode.seen)
 
 
-def test_nothing_runs_inside_where_there_is_no_data():
-    """Of meta tensors and stand-ins there is no kernel to call."""
+def test_run_inside_refuses_tensors_without_data():
     with Inside() as mode, torch.no_grad():
         _encode("meta")
     with FakeTensorMode(), Inside() as other:
@@ -336,7 +327,7 @@ class Packed:
 
 
 def kept_behind(output):
-    """Types of what is kept behind a tensor, with whether hooks and a checkpoint were there."""
+    """Types of the values saved in a tensor's graph, with flags for hooks and checkpoint."""
     return [
         (type(data), hook is not None, of_checkpoint)
         for data, hook, of_checkpoint in compat.saved_values([output])
@@ -344,8 +335,7 @@ def kept_behind(output):
 
 
 @shows_what_nodes_keep
-def test_tensors_are_kept_until_a_backward_has_used_them():
-    """By all nodes on the way; a leaf and what needs no gradient have none."""
+def test_saved_tensors_are_listed_until_backward():
     output = torch.ones(3, requires_grad=True).exp().sin()
     assert kept_behind(output) == [(torch.Tensor, False, False)] * 2
     output.sum().backward()
@@ -353,8 +343,7 @@ def test_tensors_are_kept_until_a_backward_has_used_them():
 
 
 @shows_what_nodes_keep
-def test_what_hooks_made_is_seen_with_the_hook():
-    """Which makes the tensor again."""
+def test_packed_values_are_listed_with_their_hook():
     with saved_tensors_hooks(lambda tensor: Packed(tensor.detach()), lambda kept: kept.tensor):
         output = torch.ones(3, requires_grad=True).exp()
     ((data, hook, _),) = compat.saved_values([output])
@@ -364,7 +353,6 @@ def test_what_hooks_made_is_seen_with_the_hook():
 
 @shows_what_nodes_keep
 def test_a_reentrant_checkpoint_keeps_its_input_by_a_node():
-    """Which is told from other nodes."""
     given = torch.ones(3, requires_grad=True) + 2
     assert kept_behind(checkpoint(torch.sin, given, use_reentrant=True)) == [
         (torch.Tensor, False, True)

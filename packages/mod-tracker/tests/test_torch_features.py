@@ -24,7 +24,6 @@ def test_scripted_module_and_data_parallel_are_seen_as_one(x):
 
 
 def test_encoder_fast_path_stays():
-    """In eval mode the fused encoder layer still runs as one kernel, seen as one module."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     tracker, names = ModTracker(), []
     tracker.subscribe(pre_forward=lambda call, *_: names.append(call.name))
@@ -45,7 +44,6 @@ def test_export_traces_and_is_not_tracked(mlp):
 
 
 def test_memory_over_several_iterations(mlp, x):
-    """Two iterations in one block are measured, and saved bytes are twice those of one."""
     with profile_memory() as one:
         mlp(x).sum().backward()
     with profile_memory() as two:

@@ -41,8 +41,7 @@ def test_trace_emits_record_function_ranges(mlp, x):
     assert {"MLP.a [forward]", "MLP.a [backward]"} <= names
 
 
-def test_file_of_the_profiler_has_operators_below_the_modules_that_ran_them(mlp, x, tmp_path):
-    """In forward and in backward: each product lies in time within the range of its module."""
+def test_profiler_file_has_operators_below_their_modules(mlp, x, tmp_path):
     cpu, file = profile(activities=[ProfilerActivity.CPU], acc_events=True), tmp_path / "trace.json"
     with cpu as profiler, trace(ranges="record_function"):
         mlp(x).sum().backward()
@@ -98,7 +97,6 @@ def test_ranges_that_cannot_be_emitted_are_refused(monkeypatch, ranges):
 
 @pytest.mark.parametrize("ranges", ["nvtx", "record_function"])
 def test_ranges_are_ended_after_an_error_in_the_block(monkeypatch, mlp, ranges):
-    """Also where a module was left by one."""
     log = []
 
     class Range:
@@ -122,7 +120,6 @@ def test_ranges_are_ended_after_an_error_in_the_block(monkeypatch, mlp, ranges):
 
 @pytest.mark.accelerator
 def test_memory_after_a_failed_backward_lies_in_no_slice(accelerator):
-    """The thread of a device tells of the failure when the loop goes on already."""
     layer, size = nn.Linear(4, 4).to(accelerator), 1 << 20
 
     def fail(grad):

@@ -16,7 +16,7 @@ def step(model, x):
     model(x).sum().backward()
 
 
-def test_switches_tell_every_change(mlp):
+def test_switches_report_every_change(mlp):
     """Entry and exit in forward; the path back in backward; outside at the end."""
     tracker, seen = ModTracker(), []
     tracker.on_switch(lambda call, phase: seen.append((call.name if call else None, phase)))
@@ -28,8 +28,7 @@ def test_switches_tell_every_change(mlp):
     assert all((phase == "outside") == (name is None) for name, phase in seen)
 
 
-def test_switches_tell_the_forward_that_goes_on_after_a_backward_inside_it(x):
-    """At the end of that backward, and not that nothing runs."""
+def test_switch_after_a_backward_inside_a_forward_is_the_forward(x):
 
     class Forces(nn.Module):
         def __init__(self):
@@ -64,7 +63,6 @@ def test_subscriptions_come_and_go_inside_the_block(mlp, x):
 
 
 def test_gradients_turned_on_inside_a_module_are_attributed(x):
-    """Under no_grad outside, a module that turns gradients on owns what it creates."""
     seen = []
 
     class On(nn.Module):
@@ -80,7 +78,6 @@ def test_gradients_turned_on_inside_a_module_are_attributed(x):
 
 
 def test_accumulation_belongs_to_the_module_with_the_parameter(mlp, x):
-    """Also where the parameter is used without calling its module."""
     seen = []
 
     class Borrows(nn.Module):
@@ -114,7 +111,7 @@ def test_history_is_bounded_and_the_newest_stay(x):
     assert len(tracker._attribution.state().record) <= 9
 
 
-def test_modules_made_in_every_forward_do_not_pile_up(x):
+def test_paths_of_dead_modules_are_dropped(x):
     """Paths of modules that are gone are dropped."""
 
     class Makes(nn.Module):

@@ -103,7 +103,7 @@ def bert():
 
 
 PIXELS = 2 * BATCH * 16 * (3 * 4 * 4) * 32
-"""Forward FLOPs of the product with the pixels, whose gradient nobody needs."""
+"""Forward FLOPs of the product with the pixels, which need no gradient."""
 
 
 def vit():
@@ -193,7 +193,6 @@ def trained(model, inputs):
 
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
 def test_model_flops_are_those_by_hand(make):
-    """Three times forward: each product has two gradients. Pixels need none."""
     torch.manual_seed(0)
     model, inputs, by_hand = make()
     report = trained(model, inputs)
@@ -205,7 +204,7 @@ def test_model_flops_are_those_by_hand(make):
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_what_runs_again_is_in_hfu_only(use_reentrant):
+def test_recomputation_is_in_hfu_only(use_reentrant):
     """A checkpoint, and the scores that fused attention computes again."""
     torch.manual_seed(0)
     model, inputs, by_hand = llama()
@@ -221,7 +220,6 @@ def test_what_runs_again_is_in_hfu_only(use_reentrant):
 
 
 def test_masked_pairs_may_be_left_out():
-    """Half of them and the diagonal, where the kernel is told; they are in by default."""
     model, inputs, by_hand = packed()
     report = trained(model, inputs)
     hidden = sum(length * (length - 1) // 2 for length in Packed.LENGTHS)
@@ -233,7 +231,6 @@ def test_masked_pairs_may_be_left_out():
 
 
 def test_recomputation_of_a_masked_pair_is_left_out_of_both():
-    """In a checkpoint, too."""
     model, inputs, _ = packed()
     plain = trained(model, inputs)
 

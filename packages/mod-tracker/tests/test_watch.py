@@ -19,7 +19,6 @@ shows_what_nodes_keep = pytest.mark.skipif(
 
 @shows_what_nodes_keep
 def test_page_is_written_above_a_limit(model_and_optimizer, caplog):
-    """Once, to the log."""
     model, _ = model_and_optimizer()
     caplog.set_level(logging.WARNING, "mod_tracker")
     with watch_memory(model, limit_bytes=1_500_000) as watch:
@@ -42,7 +41,6 @@ def test_page_is_written_above_a_limit(model_and_optimizer, caplog):
     ],
 )
 def test_page_is_written_when_memory_runs_out(model_and_optimizer, error):
-    """The error goes on, with what its frames still hold on the page."""
     model, _ = model_and_optimizer()
 
     def run():
@@ -57,8 +55,7 @@ def test_page_is_written_when_memory_runs_out(model_and_optimizer, error):
     assert sys.version_info < (3, 11) or str(watch.pages[0]) in error.__notes__
 
 
-def test_an_error_has_one_page_of_each_watch(model_and_optimizer):
-    """It goes through the outermost module and out of the blocks."""
+def test_error_has_one_page_per_watch(model_and_optimizer):
     model, _ = model_and_optimizer()
     model[0].register_forward_pre_hook(lambda module, args: bytearray(1 << 62))
     with pytest.raises(MemoryError) as raised, watch_memory() as outer, watch_memory() as inner:
@@ -68,15 +65,13 @@ def test_an_error_has_one_page_of_each_watch(model_and_optimizer):
 
 
 def test_other_errors_write_no_page():
-    """Nothing ran out."""
     with pytest.raises(ZeroDivisionError), watch_memory() as watch:
         raise ZeroDivisionError
     assert watch.pages == []
 
 
 @shows_what_nodes_keep
-def test_what_several_nodes_keep_is_saved_until_the_last_is_gone():
-    """Then it is something that nothing keeps for a backward."""
+def test_storage_is_saved_until_its_last_node_is_freed():
     leaf, kinds = torch.ones(1234, requires_grad=True), []
 
     def kind():
@@ -126,7 +121,6 @@ class Gradients(torch.nn.Module):
 
 @pytest.mark.parametrize("measure", [watch_memory, lambda *roots: trace(*roots, memory=True)])
 def test_model_that_uses_torch_func_is_not_stopped(measure, x):
-    """It computes what it does without a report."""
     model, found = Gradients(), []
     for context in (torch.enable_grad, lambda: measure(model)):
         model.zero_grad()
@@ -136,16 +130,14 @@ def test_model_that_uses_torch_func_is_not_stopped(measure, x):
     assert torch.equal(*found)
 
 
-def test_report_says_that_torch_func_allows_no_hooks(x):
-    """And what to use; the hooks are gone."""
+def test_torch_func_in_a_memory_report_is_an_error(x):
     with pytest.raises(StateError, match="Use watch_memory"), profile_memory():
         Gradients()(x)
     assert top_saved_hooks() is None
 
 
 @pytest.mark.parametrize("measure", [watch_memory, profile_memory])
-def test_a_second_backward_goes_through_what_was_kept(measure):
-    """To the last bit, through results that nodes keep of their own."""
+def test_second_backward_uses_the_saved_tensors(measure):
     found = []
     for context in (torch.enable_grad, measure):
         x = torch.linspace(-1, 1, 7, requires_grad=True)
@@ -185,7 +177,7 @@ def cuda(monkeypatch):
     return made
 
 
-def test_observer_is_attached_once_and_when_there_is_what_to_attach_to(cuda):
+def test_observer_is_attached_once_after_cuda_is_initialized(cuda):
     """torch cannot take one out again, and has nothing to attach to before CUDA is used."""
     told = []
     ends = [_torch_compat.on_out_of_memory(lambda *of: told.append(of)) for _ in range(2)]
@@ -202,8 +194,7 @@ def test_observer_is_attached_once_and_when_there_is_what_to_attach_to(cuda):
     assert told == [(0, 3_000_000, 1_000_000)] * 3
 
 
-def test_an_error_of_a_listener_stays_away_from_torch(cuda, caplog):
-    """torch would raise it in place of its own; the log has it."""
+def test_error_of_the_observer_does_not_replace_torchs(cuda, caplog):
     caplog.set_level(logging.ERROR, "mod_tracker")
     end = _torch_compat.on_out_of_memory(lambda *of: 1 / 0)
     cuda.start()
@@ -213,8 +204,7 @@ def test_an_error_of_a_listener_stays_away_from_torch(cuda, caplog):
     assert "the page on memory that ran out could not be written" in caplog.text
 
 
-def test_page_is_of_the_moment_before_the_error(cuda):
-    """With what a function held that lets go of it as the error comes through; once in a step."""
+def test_page_is_written_before_the_error(cuda):
 
     class Held(nn.Module):
         def forward(self, x):
@@ -237,7 +227,6 @@ def test_page_is_of_the_moment_before_the_error(cuda):
 
 
 def test_each_step_has_a_page_of_its_own(cuda):
-    """Where the error of a backward is caught, nobody else tells of it."""
     leaf = torch.ones(2, requires_grad=True)
     model = nn.Identity()
     with watch_memory() as watch:

@@ -23,8 +23,10 @@ from typing import Any
 
 from torch._functorch._activation_checkpointing import knapsack
 
-from sac_policies import BudgetPlan, Decision, Trace, TracedOp, TracedPack, solve
+from sac_policies import solve
+from sac_policies.budget import BudgetPlan, Trace, TracedOp, TracedPack
 from sac_policies.budget._knapsack import pack
+from sac_policies.policies import Decision
 
 Solver = Callable[[list[int], list[int], int], set[int]]
 HOST_BANDWIDTH = "25 GB"

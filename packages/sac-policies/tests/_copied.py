@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
-from sac_policies import Trace, TracedOp, TracedPack
+from sac_policies.budget import Trace, TracedOp, TracedPack
 from sac_policies.budget._offloading import Copies
 
 

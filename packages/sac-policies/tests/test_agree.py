@@ -10,17 +10,17 @@ from sac_policies.budget._agree import check_equal, from_first_rank, largest, wo
 
 WORKER = """
 from torch import nn
-from sac_policies import BudgetError, fit
+from sac_policies import BudgetError, plan_region
 from sac_policies.budget._agree import check_equal, from_first_rank, largest
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(16, 64), nn.SiLU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4))
-best = fit(model, torch.ones(128 * (rank + 1), 16), 0.95)
+best = plan_region(model, torch.ones(128 * (rank + 1), 16), 0.95)
 found |= {"digest": best.policy.digest, "peak": best.peak_bytes, "fits": bool(best)}
 found |= {"predicted": best.predicted_bytes, "steps": len(best.rounds)}
 try:
     layers = list(model) if rank == 0 else list(model)[:3]
-    fit(nn.Sequential(*layers), torch.ones(128, 16), 0.8)
+    plan_region(nn.Sequential(*layers), torch.ones(128, 16), 0.8)
 except BudgetError as error:
     found["error"] = str(error)
 found["largest"] = largest(rank)

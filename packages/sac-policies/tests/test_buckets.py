@@ -11,7 +11,7 @@ pytestmark = pytest.mark.nightly
 WORKER = """
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from sac_policies import fit, fit_, profile_step
+from sac_policies import plan_region, fit_, profile_step
 
 
 class Block(nn.Module):
@@ -40,7 +40,7 @@ for kind, options in KINDS.items():
         done = fit_(wrapped(**options), x, budget)
         name = f"fit_ {kind} {budget}"
         found[name] = [done.predicted_bytes, done.peak_bytes, done.plain_bytes]
-    done = fit(wrapped(**options), x, 0.8)
+    done = plan_region(wrapped(**options), x, 0.8)
     found[f"fit {kind}"] = [done.predicted_bytes, done.peak_bytes, done.rounds[0][1]]
     found[f"step {kind}"] = profile_step(wrapped(**options), x).peak_bytes()
 """

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from sac_policies import BudgetPlan, Decision, Infeasible
+from sac_policies.budget import BudgetPlan, Infeasible
+from sac_policies.policies import Decision
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,7 @@ import pytest
 import torch
 
 from sac_policies import (
-    Decision,
-    OpView,
     PolicyError,
-    as_policy,
     offload,
     recompute_all,
     recompute_ops,
@@ -23,6 +20,7 @@ from sac_policies import (
     save_ops,
     scoped,
 )
+from sac_policies.policies import Decision, OpView, as_policy
 
 
 @pytest.mark.parametrize(

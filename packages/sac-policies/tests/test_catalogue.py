@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from sac_policies import ATTENTION, CATALOGUE, CONVOLUTIONS, MATMULS, RANDOM, report, save_ops
+from sac_policies import ATTENTION, CONVOLUTIONS, MATMULS, RANDOM, report, save_ops
+from sac_policies.policies import CATALOGUE
 
 
 @pytest.mark.parametrize("group", CATALOGUE, ids=lambda group: group.entry)

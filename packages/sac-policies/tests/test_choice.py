@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sac_policies import Trace
+from sac_policies.budget import Trace
 from sac_policies.budget._knapsack import pack
 from sac_policies.budget._offloading import Choice, Copies, choose
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from sac_policies import BudgetPlan, Infeasible, Trace, TracedConstant, TracedOp, TracedPack, solve
+from sac_policies import solve
+from sac_policies.budget import BudgetPlan, Infeasible, Trace, TracedConstant, TracedOp, TracedPack
 
 from .test_solve import random_trace
 

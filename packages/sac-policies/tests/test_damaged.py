@@ -15,31 +15,25 @@ from hypothesis import strategies as st
 
 from sac_policies import (
     BudgetError,
-    Decision,
     PolicyError,
     SacError,
-    Trace,
     checkpoint,
     first_match,
-    from_json,
     offload,
-    pareto,
-    pareto_from_json,
-    pareto_to_json,
     profile,
     save_all,
     save_by_bytes,
     save_by_flops,
-    save_by_index,
     save_by_shape,
     save_every_nth,
     save_modules,
     save_named,
     save_ops,
     solve,
-    to_json,
 )
-from sac_policies._report import report
+from sac_policies.budget import Trace, pareto, pareto_from_json, pareto_to_json
+from sac_policies.policies import Decision, from_json, save_by_index, to_json
+from sac_policies.reports import report
 
 X = torch.ones(4, 4, requires_grad=True)
 TRACE = profile(lambda t: (t @ t).sin().mul(t), X, unit="flops")

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from sac_policies import Decision, DecisionError, from_torch, to_torch
+from sac_policies import DecisionError
+from sac_policies.policies import Decision, from_torch, to_torch
 
 _spelt = [
     each

@@ -58,16 +58,16 @@ def test_wrong_order_of_arguments_prints_no_tensor_values(call):
     [
         lambda: sac_policies.save_ops("aten.nothing_like_it"),
         lambda: sac_policies.save_every_nth("aten.mm", n=0),
-        lambda: sac_policies.from_json("[]"),
+        lambda: sac_policies.policies.from_json("[]"),
         lambda: sac_policies.first_match(),
-        lambda: sac_policies.from_torch("save"),
-        lambda: sac_policies.as_policy(3),
+        lambda: sac_policies.policies.from_torch("save"),
+        lambda: sac_policies.policies.as_policy(3),
         lambda: ~sac_policies.offload("aten.mm"),
         lambda: sac_policies.scoped("attn", sac_policies.save_all()),
         lambda: sac_policies.first_match([sac_policies.save_all()]),
         lambda: sac_policies.save_modules(["attn"]),
         lambda: sac_policies.checkpoint_name(3, 4),
-        lambda: sac_policies.solve(sac_policies.Trace("ns", (), ()), 1, backend="fast"),
+        lambda: sac_policies.solve(sac_policies.budget.Trace("ns", (), ()), 1, backend="fast"),
     ],
 )
 def test_messages_have_place_rule_and_next_step(make):

@@ -11,18 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sac_policies import (
-    BudgetError,
-    Fit,
-    Infeasible,
-    StepTrace,
-    Trace,
-    checkpoint,
-    fit,
-    fit_,
-    profile,
-)
-from sac_policies.budget import _step
+from sac_policies import BudgetError, checkpoint, fit_, plan_region, profile
+from sac_policies.budget import Fit, Infeasible, StepTrace, Trace, _step
 from sac_policies.budget._measure import peak_growth, storage_bytes
 
 CPU = torch.device("cpu")
@@ -94,7 +84,7 @@ def check_graph(seed: int) -> str:
     x = torch.randn(model.rows, model.width, generator=_seeded(random.Random(seed)))
     x.requires_grad_()
     share = random.Random(seed + 1).uniform(0.6, 1.0)
-    found = fit(model, x, share, loss=lambda out: out)
+    found = plan_region(model, x, share, loss=lambda out: out)
     if isinstance(found, Infeasible):
         assert found.budget_bytes < found.smallest_bytes
         return "infeasible"
@@ -153,7 +143,7 @@ def test_model_is_left_as_it_was(stack: Stack) -> None:
     copies = [grad.clone() for grad in grads]
     buffers = [b.clone() for b in stack.buffers()]
     state = torch.get_rng_state()
-    fit(stack, x, 0.7)
+    plan_region(stack, x, 0.7)
     assert all(p.grad is grad for p, grad in zip(stack.parameters(), grads, strict=True))
     assert all(map(torch.equal, grads, copies))
     assert all(map(torch.equal, stack.buffers(), buffers))
@@ -164,9 +154,9 @@ def test_tighter_budgets_repeat_more(stack: Stack) -> None:
     """Peaks stay within falling budgets while the work repeated rises."""
     x = torch.randn(1024, 32)
     shares = (1.0, 0.9, 0.8)
-    measured = [fit(stack, x, share) for share in shares]
+    measured = [plan_region(stack, x, share) for share in shares]
     # Times of separate profiles are not to be compared; FLOPs and bytes are.
-    counted = [fit(stack, x, share, unit="flops") for share in shares]
+    counted = [plan_region(stack, x, share, unit="flops") for share in shares]
     assert all(each and each.peak_bytes <= each.budget_bytes for each in measured + counted)
     assert measured[0].policy.recompute_cost == 0
     costs = [each.policy.recompute_cost for each in counted if each]
@@ -186,7 +176,7 @@ def test_budget_is_feasible_whatever_times_were_measured(stack: Stack, seed: int
 
     monkeypatch.setattr(_step, "profile", profiled)
     x = torch.randn(1024, 32)
-    found = fit(stack, x, 0.7)
+    found = plan_region(stack, x, 0.7)
     assert found
     assert found.peak_bytes <= found.budget_bytes
     assert found.policy.bound_cost <= found.policy.recompute_cost
@@ -195,7 +185,7 @@ def test_budget_is_feasible_whatever_times_were_measured(stack: Stack, seed: int
 @pytest.mark.parametrize("share", [0.95, 0.85, 0.75])
 def test_two_steps_confirm_a_prediction(stack: Stack, share: float) -> None:
     """One without checkpointing, for what the share is of, and one or two under plans."""
-    found = fit(stack, torch.randn(1024, 32), share)
+    found = plan_region(stack, torch.randn(1024, 32), share)
     assert found
     assert len(found.rounds) <= 3
     assert found.predicted_bytes == pytest.approx(found.peak_bytes, rel=0.01)
@@ -210,7 +200,7 @@ def test_predictions_that_are_off_are_corrected(
     monkeypatch.setattr(
         StepTrace, "peak_bytes", lambda step, plan=None: int(factor * predicted(step, plan))
     )
-    found = fit(stack, torch.randn(1024, 32), 0.8)
+    found = plan_region(stack, torch.randn(1024, 32), 0.8)
     assert bool(found) is fits
     if found:
         assert found.peak_bytes <= found.budget_bytes
@@ -235,7 +225,7 @@ class Graph(nn.Module):
 def test_sparse_buffer_is_no_obstacle() -> None:
     """It is resident, and left as it was; in place and as one region."""
     model, x = Graph(), torch.randn(256, 32)
-    found = fit(model, x, 1.0)
+    found = plan_region(model, x, 1.0)
     assert found
     assert found.peak_bytes <= found.budget_bytes
     assert found.predicted_bytes == pytest.approx(found.peak_bytes, rel=0.02)
@@ -247,15 +237,15 @@ def test_sparse_buffer_is_no_obstacle() -> None:
 def test_infeasible_says_the_smallest_peak(stack: Stack) -> None:
     """One byte below what it says does not fit, what it says does."""
     x = torch.randn(1024, 32)
-    found = fit(stack, x, "1 KiB", unit="flops")
+    found = plan_region(stack, x, "1 KiB", unit="flops")
     assert isinstance(found, Infeasible)
     assert not found
     assert found.budget_bytes == 1024
     assert "% of what it takes without checkpointing, as one region; see fit_" in str(found)
-    again = fit(stack, x, found.smallest_bytes, unit="flops")
+    again = plan_region(stack, x, found.smallest_bytes, unit="flops")
     assert again
     assert again.peak_bytes == found.smallest_bytes
-    assert not fit(stack, x, found.smallest_bytes - 1, unit="flops")
+    assert not plan_region(stack, x, found.smallest_bytes - 1, unit="flops")
 
 
 @pytest.mark.parametrize(
@@ -263,7 +253,7 @@ def test_infeasible_says_the_smallest_peak(stack: Stack) -> None:
 )
 def test_batch_is_a_tuple_or_a_dict(stack: Stack, batch: object) -> None:
     """Positional and keyword arguments both reach the model."""
-    found = fit(stack, batch, 1.0, loss=lambda out: out.square().mean())
+    found = plan_region(stack, batch, 1.0, loss=lambda out: out.square().mean())
     assert found
     assert found.peak_bytes == found.budget_bytes
 
@@ -276,12 +266,12 @@ def test_output_without_gradient_raises(stack: Stack) -> None:
             return super().forward(x).detach()
 
     with pytest.raises(BudgetError, match=r"output has no tensor that needs a gradient.*loss="):
-        fit(Detached(), torch.ones(8, 32), 1.0)
+        plan_region(Detached(), torch.ones(8, 32), 1.0)
 
 
 def test_one_step_is_enough_where_everything_fits(stack: Stack) -> None:
     """The first plan keeps everything, and its peak is the budget."""
-    found = fit(stack, BATCH, 1.0)
+    found = plan_region(stack, BATCH, 1.0)
     assert found
     assert found.peak_bytes == found.budget_bytes
     assert found.policy.recompute_cost == 0

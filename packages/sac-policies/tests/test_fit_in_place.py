@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from sac_policies import BudgetError, Infeasible, InPlaceFit, fit_
-from sac_policies.budget import _fit_in_place
+from sac_policies import BudgetError, fit_
+from sac_policies.budget import Infeasible, InPlaceFit, _fit_in_place
 from sac_policies.budget._measure import peak_growth
 from sac_policies.budget._step import Step
 from sac_policies.budget._times import Spent

@@ -11,7 +11,8 @@ import torch
 from functorch.compile import aot_function, make_boxed_func
 from torch import nn
 
-from sac_policies import BudgetError, InPlaceFit, fit_
+from sac_policies import BudgetError, fit_
+from sac_policies.budget import InPlaceFit
 from sac_policies.budget._repeating import repeating
 
 from ._blocks import stack

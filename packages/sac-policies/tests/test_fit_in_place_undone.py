@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from sac_policies import BudgetError, Infeasible, InPlaceFit, fit_
+from sac_policies import BudgetError, fit_
+from sac_policies.budget import Infeasible, InPlaceFit
 
 from ._blocks import stack
 from ._fitted import BATCH, ROWS, own_forwards, training
@@ -111,7 +112,8 @@ def test_what_cannot_fit_leaves_the_model_and_says_what_would() -> None:
         r"(, \d x [a-z ]+: blocks[.a-z\d ]+ \(Block\))+",
         found.how,
     )
-    assert "Raise the budget, divide the batch" in str(found)
+    assert f"Raise the budget, or save memory: {found.helps}" in str(found)
+    assert re.search(r"sharding over 2 ranks saves [\d.]+ KiB on each", found.helps)
     again = fit_(model, BATCH, found.smallest_bytes)
     assert isinstance(again, InPlaceFit)
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn, optim
 
-from sac_policies import BudgetError, Fit, InPlaceFit, fit, fit_
-from sac_policies.budget import _step
+from sac_policies import BudgetError, fit_, plan_region
+from sac_policies.budget import Fit, InPlaceFit, _step
 from sac_policies.budget._optimizer import existing_bytes, state_bytes
 
 from ._blocks import stack
@@ -102,16 +102,18 @@ def test_reserve_stays_free(reserve: Any, left: int) -> None:
 def test_one_region_takes_an_optimizer_and_a_reserve() -> None:
     """As blocks do."""
     model, x = nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 8)), torch.ones(512, 64)
-    plain = fit(model, x, 1.0)
+    plain = plan_region(model, x, 1.0)
     optimizer = optim.AdamW(model.parameters())
     state = 2 * sum(each.nbytes for each in model.parameters())
-    found = fit(model, x, 1.0, optimizer=optimizer, reserve="2%")
+    found = plan_region(model, x, 1.0, optimizer=optimizer, reserve="2%")
     assert isinstance(plain, Fit)
     assert isinstance(found, Fit)
     assert found.rounds[0][1] == plain.peak_bytes + state
     assert found.peak_bytes <= found.budget_bytes == pytest.approx(0.98 * found.rounds[0][1], abs=2)
-    with pytest.raises(BudgetError, match=r"sac_policies\.fit: budget 'device' is the memory"):
-        fit(model, x, "device")
+    with pytest.raises(
+        BudgetError, match=r"sac_policies\.plan_region: budget 'device' is the memory"
+    ):
+        plan_region(model, x, "device")
 
 
 @pytest.mark.parametrize(

@@ -11,20 +11,17 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from sac_policies import (
     MATMULS,
-    Decision,
     PolicyError,
-    as_policy,
     checkpoint,
     first_match,
-    from_json,
     offload,
     recompute_all,
     recompute_ops,
     report,
     save_ops,
     scoped,
-    to_json,
 )
+from sac_policies.policies import Decision, as_policy, from_json, to_json
 
 
 @pytest.mark.parametrize(

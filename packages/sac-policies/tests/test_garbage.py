@@ -32,7 +32,7 @@ class Hostile:
 
 
 X = torch.ones(2, 2, requires_grad=True)
-TRACE = sp.Trace("ns", (), ())
+TRACE = sp.budget.Trace("ns", (), ())
 ALL = sp.save_all()
 LAYER = nn.Linear(2, 2)
 GARBAGE = {
@@ -66,36 +66,39 @@ class _Same(torch.autograd.Function):
 
 
 ENTRIES = {
-    "as_policy": (sp.as_policy, "tuple type"),
+    "as_policy": (sp.policies.as_policy, "tuple type"),
     "checkpoint.function": (lambda g: sp.checkpoint(g, X, policy=ALL), "type"),
     "checkpoint.policy": (lambda g: sp.checkpoint(torch.sin, X, policy=g), "none tuple"),
     "context_fn": (sp.context_fn, "tuple type"),
     "first_match": (sp.first_match, ""),
-    "fit.model": (lambda g: sp.fit(g, X, "1 GiB"), ""),
-    "fit.budget": (lambda g: sp.fit(LAYER, X, g, unit="flops"), "int huge"),
-    "fit.reserve": (lambda g: sp.fit(LAYER, X, "1 GiB", reserve=g, unit="flops"), "int huge"),
-    "fit.optimizer": (lambda g: sp.fit(LAYER, X, "1 GiB", optimizer=g), "none"),
-    "fit.unit": (lambda g: sp.fit(LAYER, X, "1 GiB", unit=g), "none"),
-    "fit.loss": (lambda g: sp.fit(LAYER, X, "1 GiB", loss=g), "none type"),
+    "plan_region.model": (lambda g: sp.plan_region(g, X, "1 GiB"), ""),
+    "plan_region.budget": (lambda g: sp.plan_region(LAYER, X, g, unit="flops"), "int huge"),
+    "plan_region.reserve": (
+        lambda g: sp.plan_region(LAYER, X, "1 GiB", reserve=g, unit="flops"),
+        "int huge",
+    ),
+    "plan_region.optimizer": (lambda g: sp.plan_region(LAYER, X, "1 GiB", optimizer=g), "none"),
+    "plan_region.unit": (lambda g: sp.plan_region(LAYER, X, "1 GiB", unit=g), "none"),
+    "plan_region.loss": (lambda g: sp.plan_region(LAYER, X, "1 GiB", loss=g), "none type"),
     "fit_.model": (lambda g: sp.fit_(g, X, "1 GiB"), ""),
     "fit_.budget": (lambda g: sp.fit_(LAYER, X, g), "int huge"),
     "fit_.loss": (lambda g: sp.fit_(LAYER, X, "1 GiB", loss=g), "none type"),
-    "format_size": (sp.format_size, "int negative"),
-    "from_json": (sp.from_json, ""),
-    "from_torch": (sp.from_torch, "true"),
+    "format_size": (sp.budget.format_size, "int negative"),
+    "from_json": (sp.policies.from_json, ""),
+    "from_torch": (sp.policies.from_torch, "true"),
     "limit_offload": (lambda g: (sp.limit_offload(g), sp.limit_offload(None)), "none int huge"),
-    "measure_host_bandwidth": (sp.measure_host_bandwidth, ""),
+    "measure_host_bandwidth": (sp.budget.measure_host_bandwidth, ""),
     "checkpoint_name.tensor": (lambda g: sp.checkpoint_name(g, "a"), "tensor"),
     "checkpoint_name.label": (lambda g: sp.checkpoint_name(X, g), "empty long text"),
     "offload": (sp.offload, ""),
-    "pareto": (sp.pareto, ""),
-    "pareto.points": (lambda g: sp.pareto(TRACE, points=g), "int"),
-    "pareto.backend": (lambda g: sp.pareto(TRACE, backend=g), ""),
-    "pareto_from_json": (sp.pareto_from_json, ""),
-    "pareto_to_json": (sp.pareto_to_json, "tuple"),
-    "parse_size": (sp.parse_size, ""),
-    "plot_pareto": (lambda g: sp.plot_pareto(g, "f.svg"), "tuple"),
-    "plot_pareto.path": (lambda g: sp.plot_pareto([], g), "empty long text"),
+    "pareto": (sp.budget.pareto, ""),
+    "pareto.points": (lambda g: sp.budget.pareto(TRACE, points=g), "int"),
+    "pareto.backend": (lambda g: sp.budget.pareto(TRACE, backend=g), ""),
+    "pareto_from_json": (sp.budget.pareto_from_json, ""),
+    "pareto_to_json": (sp.budget.pareto_to_json, "tuple"),
+    "parse_size": (sp.budget.parse_size, ""),
+    "plot_pareto": (lambda g: sp.budget.plot_pareto(g, "f.svg"), "tuple"),
+    "plot_pareto.path": (lambda g: sp.budget.plot_pareto([], g), "empty long text"),
     "profile": (sp.profile, "type"),
     "profile_step": (lambda g: sp.profile_step(g, X), ""),
     "profile_step.loss": (lambda g: sp.profile_step(LAYER, X, loss=g), "none type"),
@@ -111,9 +114,12 @@ ENTRIES = {
     "save_by_bytes.at_least": (lambda g: sp.save_by_bytes(at_least=g), "int"),
     "save_by_bytes.at_most": (lambda g: sp.save_by_bytes(at_most=g), "none int"),
     "save_by_flops": (lambda g: sp.save_by_flops(at_least=g), "int"),
-    "save_by_index": (sp.save_by_index, "tuple"),
-    "save_by_index.call": (lambda g: sp.save_by_index([(g, sp.Decision.SAVE)]), ""),
-    "save_by_index.decision": (lambda g: sp.save_by_index([(("a", 0), g)]), ""),
+    "save_by_index": (sp.policies.save_by_index, "tuple"),
+    "save_by_index.call": (
+        lambda g: sp.policies.save_by_index([(g, sp.policies.Decision.SAVE)]),
+        "",
+    ),
+    "save_by_index.decision": (lambda g: sp.policies.save_by_index([(("a", 0), g)]), ""),
     "save_by_shape": (sp.save_by_shape, "list tuple"),
     "save_by_shape.size": (lambda g: sp.save_by_shape((g,)), "none int"),
     "save_every_nth": (lambda g: sp.save_every_nth(g, n=2), ""),
@@ -132,9 +138,9 @@ ENTRIES = {
     ),
     "solve.regions": (lambda g: sp.solve(TRACE, 1, regions=g), "int"),
     "solve.backend": (lambda g: sp.solve(TRACE, 1, backend=g), ""),
-    "to_json": (sp.to_json, ""),
-    "to_torch": (sp.to_torch, "none"),
-    "Trace.from_json": (sp.Trace.from_json, ""),
+    "to_json": (sp.policies.to_json, ""),
+    "to_torch": (sp.policies.to_torch, "none"),
+    "Trace.from_json": (sp.budget.Trace.from_json, ""),
 }
 
 

@@ -9,23 +9,19 @@ from typing import Any
 import pytest
 
 from sac_policies import (
-    Decision,
     Policy,
     PolicyError,
-    as_policy,
     first_match,
-    from_json,
     offload,
     save_by_bytes,
     save_by_flops,
-    save_by_index,
     save_by_shape,
     save_every_nth,
     save_modules,
     save_named,
     save_ops,
-    to_json,
 )
+from sac_policies.policies import Decision, as_policy, from_json, save_by_index, to_json
 
 
 @pytest.mark.parametrize(

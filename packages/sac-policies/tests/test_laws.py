@@ -9,20 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sac_policies import (
-    Decision,
-    OpView,
     first_match,
-    from_json,
     recompute_all,
     recompute_ops,
     save_all,
     save_by_bytes,
-    save_by_index,
     save_by_shape,
     save_ops,
     scoped,
-    to_json,
 )
+from sac_policies.policies import Decision, OpView, from_json, save_by_index, to_json
 
 aten = torch.ops.aten
 OPS = [aten.mm.default, aten.bmm.default, aten.sin.default, aten.relu_.default]

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from sac_policies import BudgetError, measure_host_bandwidth
-from sac_policies.budget import _measure
+from sac_policies import BudgetError
+from sac_policies.budget import _measure, measure_host_bandwidth
 from sac_policies.budget._measure import peak_growth, storage_bytes
 
 CPU = torch.device("cpu")

@@ -41,7 +41,7 @@ def test_room_is_what_the_limit_leaves():
 
 def test_stats_are_a_value():
     """Of this process; nothing moves on a CPU."""
-    assert isinstance(sp.offload_stats(), sp.OffloadStats)
+    assert isinstance(sp.offload_stats(), sp.reports.OffloadStats)
     assert sp.offload_stats() == sp.offload_stats()
 
 

@@ -13,21 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sac_policies import (
-    BudgetError,
-    BudgetPlan,
-    Decision,
-    Trace,
-    from_json,
-    pareto,
-    pareto_from_json,
-    pareto_to_json,
-    solve,
-    to_json,
-)
+from sac_policies import BudgetError, solve
+from sac_policies.budget import BudgetPlan, Trace, pareto, pareto_from_json, pareto_to_json
 from sac_policies.budget._knapsack import Packing, pack
 from sac_policies.budget._offloading import Copies
 from sac_policies.budget._solve import solve_with
+from sac_policies.policies import Decision, from_json, to_json
 
 from . import test_solve
 from ._copied import least_cost, random_region

@@ -11,21 +11,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sac_policies import (
-    BudgetError,
+from sac_policies import BudgetError, checkpoint, profile, save_ops
+from sac_policies.budget import (
     ParetoPoint,
     Trace,
     TracedOp,
     TracedPack,
-    checkpoint,
     pareto,
     pareto_from_json,
     pareto_to_json,
     plot_pareto,
-    profile,
-    save_ops,
-    to_json,
 )
+from sac_policies.policies import to_json
 
 
 @pytest.fixture(scope="module")

@@ -7,16 +7,10 @@ import re
 import pytest
 import torch
 
-from sac_policies import (
-    Decision,
-    OpView,
-    PolicyError,
-    Trace,
-    UnmatchedEntryWarning,
-    checkpoint,
-    solve,
-)
-from sac_policies import save_by_index as plan_of
+from sac_policies import PolicyError, UnmatchedEntryWarning, checkpoint, solve
+from sac_policies.budget import Trace
+from sac_policies.policies import Decision, OpView
+from sac_policies.policies import save_by_index as plan_of
 
 MM = ("aten.mm.default", 1)
 

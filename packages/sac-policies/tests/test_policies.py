@@ -9,10 +9,7 @@ import torch
 
 from sac_policies import (
     ConflictError,
-    Decision,
-    OpView,
     PolicyError,
-    as_policy,
     first_match,
     offload,
     recompute_all,
@@ -20,6 +17,7 @@ from sac_policies import (
     save_all,
     save_ops,
 )
+from sac_policies.policies import Decision, OpView, as_policy
 
 MM = torch.ops.aten.mm.default
 SIN = torch.ops.aten.sin.default

@@ -70,4 +70,4 @@ def test_saved_set_is_jaxs(member):
 def test_offloaded_names_are_offloaded():
     """Names of the second list go to the host."""
     policy = eval(_table()["save_and_offload_only_these_names"], {"sp": sp})
-    assert _kept(policy)[1] == {"a": sp.Decision.SAVE, "b": sp.Decision.OFFLOAD}
+    assert _kept(policy)[1] == {"a": sp.policies.Decision.SAVE, "b": sp.policies.Decision.OFFLOAD}

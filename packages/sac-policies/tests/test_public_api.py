@@ -13,60 +13,47 @@ import pytest
 
 import sac_policies
 
+SUBMODULES = ("budget", "policies", "reports")
 SURFACE = {
+    "": {
+        *("checkpoint", "checkpoint_name", "context_fn", "in_slices", "report"),
+        *("Policy", "first_match", "offload", "scoped", "recompute_all", "recompute_ops"),
+        *("save_all", "save_ops", "save_modules", "save_named"),
+        *("save_by_bytes", "save_by_flops", "save_by_shape", "save_every_nth"),
+        *("ATTENTION", "COLLECTIVES", "CONVOLUTIONS", "MATMULS", "MATMULS_2D"),
+        *("QUANTISED", "RANDOM"),
+        *("BudgetError", "ConflictError", "DecisionError", "EngineError", "MutationError"),
+        *("PolicyError", "RecomputeError", "SacError", "UnmatchedEntryWarning"),
+    },
     "policies": {
-        "Policy",
-        "Plan",
-        "as_policy",
-        "first_match",
-        "from_json",
-        "offload",
-        "recompute_all",
-        "recompute_ops",
-        "save_all",
-        "save_by_bytes",
-        "save_by_flops",
-        "save_by_index",
-        "save_by_shape",
-        "save_every_nth",
-        "save_modules",
-        "save_named",
-        "save_ops",
-        "scoped",
-        "to_json",
+        *("CATALOGUE", "Decision", "Group", "OpView", "Plan"),
+        *("as_policy", "from_json", "from_torch", "save_by_index", "to_json", "to_torch"),
     },
-    "decisions": {"Decision", "OpView", "from_torch", "to_torch"},
-    "catalogue": {
-        "ATTENTION",
-        "CATALOGUE",
-        "COLLECTIVES",
-        "CONVOLUTIONS",
-        "Group",
-        "MATMULS",
-        "MATMULS_2D",
-        "QUANTISED",
-        "RANDOM",
-    },
-    "running": {"Report", "Row", "checkpoint", "checkpoint_name", "context_fn", "report"},
-    "errors": {
-        "BudgetError",
-        "ConflictError",
-        "DecisionError",
-        "EngineError",
-        "MutationError",
-        "PolicyError",
-        "RecomputeError",
-        "SacError",
-        "UnmatchedEntryWarning",
-    },
+    "reports": {"OffloadStats", "Report", "Row", "report"},
+    "budget": {"BudgetPlan", "Infeasible", "Trace", "pareto", "parse_size", "format_size"},
 }
 
 
-def test_names_are_public():
+def public() -> list[tuple[str, object]]:
+    """Every public name of the package and its public modules."""
+    modules = [sac_policies, *(getattr(sac_policies, name) for name in SUBMODULES)]
+    return [(name, getattr(module, name)) for module in modules for name in module.__all__]
+
+
+@pytest.mark.parametrize("module", SURFACE)
+def test_names_are_public(module):
     """Every name listed here exists and is in __all__."""
-    listed = set().union(*SURFACE.values())
-    assert listed <= set(sac_policies.__all__)
-    assert all(hasattr(sac_policies, name) for name in sac_policies.__all__)
+    found = getattr(sac_policies, module) if module else sac_policies
+    assert SURFACE[module] <= set(found.__all__)
+    assert all(hasattr(found, name) for name in found.__all__)
+
+
+def test_public_modules_are_loaded_on_request():
+    """Without an import of their own."""
+    code = "import sac_policies as p; print(p.reports.Row.__name__, p.budget.Trace.__name__)"
+    command = [sys.executable, "-c", code]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert said.split() == ["Row", "Trace"]
 
 
 def test_all_is_sorted():
@@ -81,8 +68,7 @@ def test_all_is_sorted():
 
 def test_public_objects_have_docstrings():
     """Everything callable says what it does."""
-    objects = (getattr(sac_policies, name) for name in sac_policies.__all__)
-    assert [each for each in objects if callable(each) and not each.__doc__] == []
+    assert [name for name, each in public() if callable(each) and not each.__doc__] == []
 
 
 def test_records_are_frozen():
@@ -91,14 +77,13 @@ def test_records_are_frozen():
     for item in pkgutil.walk_packages(sac_policies.__path__, "sac_policies."):
         members = vars(importlib.import_module(item.name)).values()
         found |= {kind for kind in members if inspect.isclass(kind) and is_dataclass(kind)}
-    assert {sac_policies.OpView, sac_policies.BudgetPlan} < found
+    assert {sac_policies.policies.OpView, sac_policies.budget.BudgetPlan} < found
     assert [kind for kind in found if not kind.__dataclass_params__.frozen] == []
 
 
 def test_what_others_may_hold_never_changes():
     """Rules, plans, traces and findings are looked up by value: their fields cannot be set."""
-    objects = (getattr(sac_policies, name) for name in sac_policies.__all__)
-    records = [each for each in objects if isinstance(each, type) and is_dataclass(each)]
+    records = [each for _, each in public() if isinstance(each, type) and is_dataclass(each)]
     assert len(records) > 8
     for record in records:
         made = object.__new__(record)

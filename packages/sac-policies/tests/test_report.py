@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from sac_policies import (
-    Decision,
     checkpoint,
     checkpoint_name,
     first_match,
@@ -18,6 +17,7 @@ from sac_policies import (
     save_named,
     save_ops,
 )
+from sac_policies.policies import Decision
 
 
 def _body(p, q):

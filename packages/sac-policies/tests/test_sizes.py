@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sac_policies import BudgetError, format_size, parse_size
+from sac_policies import BudgetError
+from sac_policies.budget import format_size, parse_size
 from sac_policies.budget._sizes import budget_bytes
 
 

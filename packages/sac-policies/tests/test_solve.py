@@ -15,21 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.backends.common import aot_autograd
 
-from sac_policies import (
-    BudgetPlan,
-    Decision,
-    Infeasible,
-    Trace,
-    TracedOp,
-    TracedPack,
-    checkpoint,
-    from_json,
-    profile,
-    solve,
-    to_json,
-)
+from sac_policies import checkpoint, profile, solve
+from sac_policies.budget import BudgetPlan, Infeasible, Trace, TracedOp, TracedPack
 from sac_policies.budget._knapsack import Packing
 from sac_policies.budget._solve import solve_with
+from sac_policies.policies import Decision, from_json, to_json
 
 OFFLOAD = Decision.OFFLOAD
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sac_policies import BudgetError, fit, fit_
+from sac_policies import BudgetError, fit_, plan_region
 from sac_policies.budget._step import Step, check_step
 
 
@@ -219,7 +219,7 @@ def test_gradients_are_on_inside_whatever_is_around() -> None:
 
 
 @pytest.mark.parametrize("dry", [FakeTensorMode, partial(torch.device, "meta")])
-@pytest.mark.parametrize("search", [fit, fit_])
+@pytest.mark.parametrize("search", [plan_region, fit_])
 def test_tensors_without_data_are_not_measured(search: Any, dry: Any) -> None:
     """What a step of them allocates is nothing."""
     with dry():

@@ -15,15 +15,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from sac_policies import (
-    BudgetError,
-    BudgetPlan,
-    StepTrace,
-    checkpoint,
-    profile_step,
-    recompute_all,
-    solve,
-)
+from sac_policies import BudgetError, checkpoint, profile_step, recompute_all, solve
+from sac_policies.budget import BudgetPlan, StepTrace
 from sac_policies.budget._solve import spread
 from sac_policies.budget._step import Step
 

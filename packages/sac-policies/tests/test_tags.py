@@ -16,8 +16,6 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from sac_policies import (
     ATTENTION,
     MATMULS,
-    Decision,
-    as_policy,
     checkpoint,
     checkpoint_name,
     context_fn,
@@ -29,7 +27,6 @@ from sac_policies import (
     save_all,
     save_by_bytes,
     save_by_flops,
-    save_by_index,
     save_by_shape,
     save_every_nth,
     save_modules,
@@ -38,6 +35,7 @@ from sac_policies import (
     scoped,
 )
 from sac_policies.compiled._tags import tags
+from sac_policies.policies import Decision, as_policy, save_by_index
 
 POLICIES = {
     "save_ops": save_ops(MATMULS, ATTENTION),

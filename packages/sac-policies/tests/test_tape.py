@@ -30,7 +30,6 @@ from sac_policies import (
     save_all,
     save_by_bytes,
     save_by_flops,
-    save_by_index,
     save_by_shape,
     save_every_nth,
     save_modules,
@@ -39,6 +38,7 @@ from sac_policies import (
     scoped,
 )
 from sac_policies._torch_compat import storage_key
+from sac_policies.policies import save_by_index
 from sac_policies.policies._decisions import Decision
 
 NOTHING = recompute_all()

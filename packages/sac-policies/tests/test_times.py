@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from sac_policies import InPlaceFit, fit_
-from sac_policies.budget import _times
+from sac_policies import fit_
+from sac_policies.budget import InPlaceFit, _times
 from sac_policies.budget._times import Clock, are_long, clocked_in_rounds, costs, last_word
 
 from ._blocks import stack

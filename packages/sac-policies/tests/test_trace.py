@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from sac_policies import BudgetError, Item, Trace, TracedOp, TracedPack
+from sac_policies import BudgetError
+from sac_policies.budget import Item, Trace, TracedOp, TracedPack
 
 
 def op(name: str, out_bytes: int, cost: int, group: int, **more: bool) -> TracedOp:

@@ -13,21 +13,18 @@ from torch import nn
 
 from sac_policies import (
     ATTENTION,
-    Decision,
     UnmatchedEntryWarning,
     UnmatchedNameError,
     checkpoint,
     checkpoint_name,
-    from_json,
     report,
-    save_by_index,
     save_every_nth,
     save_modules,
     save_named,
     save_ops,
     scoped,
-    to_json,
 )
+from sac_policies.policies import Decision, from_json, save_by_index, to_json
 from sac_policies.policies._unmatched import watch_of
 from sac_policies.policies._views import RegionSummary
 

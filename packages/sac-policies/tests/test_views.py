@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from sac_policies import OpView
+from sac_policies.policies import OpView
 from sac_policies.policies._views import RegionState, RegionSummary, Unmatched, runs_of
 
 MM, SIN = torch.ops.aten.mm.default, torch.ops.aten.sin.default

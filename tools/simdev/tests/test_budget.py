@@ -9,14 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from sac_policies import (
-    BudgetError,
-    checkpoint,
-    fit_,
-    measure_host_bandwidth,
-    profile,
-    solve,
-)
+from sac_policies import BudgetError, checkpoint, fit_, profile, solve
+from sac_policies.budget import measure_host_bandwidth
 from sac_policies.budget._fit_in_place import LEVELS, _divisions, _Search
 from sac_policies.budget._intervals import forward_of
 from sac_policies.budget._measure import highest

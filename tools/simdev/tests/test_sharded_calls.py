@@ -88,7 +88,7 @@ def drop_in(rank):
     """Of a flat parameter of which each rank has a part."""
     torch.manual_seed(1)
     module = torch.nn.Linear(WIDTH, WIDTH).to(DEVICE)
-    handle = flat_param.FlatParamHandle(
+    handle = flat_param.handle.FlatParamHandle(
         list(module.parameters()), module, process_group=dist.group.WORLD
     )
     handle.shard()

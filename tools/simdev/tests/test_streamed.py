@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 
 import pytest
 import torch
@@ -47,8 +46,6 @@ def trained(rank, streamed, copy_us=0):
     built = model()
     if streamed:
         options = {"mesh": init_device_mesh("simdev", (1,)), "offload_policy": CPUOffloadPolicy()}
-        if "device" in inspect.signature(flat_param.fully_shard).parameters:
-            options["device"] = "simdev:0"
         for module in (*built, built):
             flat_param.fully_shard(module, **options)
     else:

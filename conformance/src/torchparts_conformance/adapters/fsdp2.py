@@ -97,7 +97,6 @@ def implementation() -> Implementation:
         lacks={
             "flat-param": {
                 "FP-004": "it has no flat parameters",
-                "FP-100": "it has no NO_SHARD",
                 "FP-111": "it cuts the first dimension of each parameter only",
             }
         },

@@ -14,6 +14,14 @@ _MODULES = {
     "flat-param": "flat_param",
     "sac-policies": "sac_policies",
 }
+_PARTS = {
+    **_MODULES,
+    "flat-param": "torchparts_conformance.adapters.inside_flat_param",
+    "sac-policies": "torchparts_conformance.adapters.inside_sac_policies",
+}
+
+
+_PARTS = {**_MODULES, "sac-policies": "torchparts_conformance.adapters.inside_sac_policies"}
 
 
 def _version() -> str:
@@ -29,6 +37,6 @@ def implementation() -> Implementation:
         name="torchparts",
         version=_version(),
         distributions=tuple(_MODULES),
-        parts=_MODULES,
+        parts=_PARTS,
         capabilities=profiles,
     )

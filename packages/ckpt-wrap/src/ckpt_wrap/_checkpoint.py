@@ -447,13 +447,15 @@ class Region:
             self._recompute()
         value, slot.value = slot.value, None
         if value is None:
-            raise self._error(f"saved fewer tensors in recomputation than the {len(self._slots)}")
+            raise self._error("fewer", len(self._slots))
         return value
 
-    def _error(self, what: str) -> RecomputeError:
+    def _error(self, less_or_more: str, expected: int) -> RecomputeError:
+        where = self._call.where
         return RecomputeError(
-            f"ckpt_wrap.{self._call.where.made_by}: module {self._call.where} {what} of its "
-            "forward, but the two must be the same. Make its forward depend on its inputs only."
+            f"ckpt_wrap.{where.made_by}: module {where} saved {less_or_more} tensors in "
+            f"recomputation than the {expected} of its forward, but the two must be the same. "
+            "Make its forward depend on its inputs only."
         )
 
     def stops_early(self) -> bool:
@@ -537,9 +539,7 @@ class _SecondRun:
             self.stopped = True
             raise EnoughRecomputed
         if self._region._check and self._region.finished:
-            self.failure = self._region._error(
-                f"saved more tensors in recomputation than the {self._expected}"
-            )
+            self.failure = self._region._error("more", self._expected)
             raise self.failure
         return _detached(tensor)
 

@@ -28,7 +28,7 @@ def _kept_bytes(model: Model) -> int:
     return sum(each.nbytes for each in kept if each is not None)
 
 
-def _parts(model: Model) -> list[flat_param.ShardPlan]:
+def _parts(model: Model) -> list[flat_param.plan.ShardPlan]:
     return [part.plan for block in model.blocks for part in block._flat_param.parts]
 
 

@@ -26,7 +26,9 @@ def model() -> nn.Module:
     return layers
 
 
-def shown(collectives: dict[str, flat_param.CommCount], params: int, grads: int) -> dict[str, Any]:
+def shown(
+    collectives: dict[str, flat_param.plan.CommCount], params: int, grads: int
+) -> dict[str, Any]:
     """As JSON has it."""
     counts = {kind: [c.calls, c.wire_bytes] for kind, c in collectives.items()}
     return {"collectives": counts, "params": params, "grads": grads}
@@ -34,8 +36,8 @@ def shown(collectives: dict[str, flat_param.CommCount], params: int, grads: int)
 
 def measured(world: str, way: str) -> list[dict[str, Any]]:
     """Two passes of one step, the first inside `no_sync`."""
-    units = flat_param.unit_shapes(model(), units=nn.Linear)
-    plan = flat_param.plan_training(units, **planned_as(way, int(world)), microbatches=2)
+    units = flat_param.plan.unit_shapes(model(), units=nn.Linear)
+    plan = flat_param.plan.plan_training(units, **planned_as(way, int(world)), microbatches=2)
     layers = model()
     for layer in layers:
         flat_param.fully_shard(layer, **options_of(way))

@@ -33,13 +33,15 @@ F32 = torch.float32
 BF16 = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
 
 
-def planned(world_size: int, **options: Any) -> flat_param.TrainingPlan:
+def planned(world_size: int, **options: Any) -> flat_param.plan.TrainingPlan:
     """For the harness's model."""
-    units = flat_param.unit_shapes(plain(), units=Block)
-    return flat_param.plan_training(units, world_size=world_size, **options)
+    units = flat_param.plan.unit_shapes(plain(), units=Block)
+    return flat_param.plan.plan_training(units, world_size=world_size, **options)
 
 
-def compare(model: Any, plan: flat_param.TrainingPlan, passes: int, rank: int, world: int) -> None:
+def compare(
+    model: Any, plan: flat_param.plan.TrainingPlan, passes: int, rank: int, world: int
+) -> None:
     """A step of so many passes, all but the last inside `no_sync`."""
     (ids,) = batches(world, 1)
     loss_of(model, share(ids, rank)).backward()  # the first step also asks who has what
@@ -101,7 +103,7 @@ def check_state_elsewhere(rank: int, world: int) -> None:
             mine = {**options, "rank": rank}
             plan = planned(world, **mine, offload_bucket_numel=numel)
             kept, brought, put = offloaded_bytes(sharded(**options), numel)
-            counted = flat_param.StateElsewhere(kept, sum(brought))
+            counted = flat_param.plan.StateElsewhere(kept, sum(brought))
             assert plan.elsewhere == counted, (options, numel, plan.elsewhere, counted)
             assert sum(put) == sum(brought)
             near = max(map(sum, pairwise([*brought, 0])), default=0)

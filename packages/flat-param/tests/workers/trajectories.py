@@ -50,9 +50,9 @@ def measure(rank: int, world: int, way: str, boundary: Any) -> dict[str, Any]:
     model = sharded(boundary=boundary, **options)
     got = mean_over_ranks(train(model, [share(ids, rank) for ids in inputs]))
     counts = {k: [c.calls, c.wire_bytes] for k, c in model.comm_counts().items()}
-    units = flat_param.unit_shapes(plain(), units=type(reference.blocks[0]))
+    units = flat_param.plan.unit_shapes(plain(), units=type(reference.blocks[0]))
     planned = (
-        flat_param.plan_training(
+        flat_param.plan.plan_training(
             units,
             **planned_as(way, world),
             boundary=boundary,
@@ -74,7 +74,7 @@ def measure(rank: int, world: int, way: str, boundary: Any) -> dict[str, Any]:
     }
 
 
-def three_steps(plan: flat_param.TrainingPlan) -> dict[str, list[int]]:
+def three_steps(plan: flat_param.plan.TrainingPlan) -> dict[str, list[int]]:
     """Collectives of the whole run."""
     return {kind: [3 * c.calls, 3 * c.wire_bytes] for kind, c in plan.collectives.items()}
 

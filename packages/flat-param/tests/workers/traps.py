@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from typing import Any
 
 import torch
@@ -70,8 +71,87 @@ class Scale(nn.Module):
         self.norm, self.out = nn.LayerNorm(8, bias=False), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.out(x) * self.norm.weight.mean()
+        weight = self.norm.weight
+        y: Tensor = self.out(x)[:, : weight.numel()] * weight
         return y
+
+
+def check_reductions_of_pieces_are_refused(rank: int, world: int) -> None:
+    """Of parameters and gradients, through copies and elementwise functions; helpers are right."""
+    model, plain = sharded(), sharded_not()
+    for net in (model, plain):
+        net(torch.ones(2, 6)).square().sum().backward()
+    param = next(each for each in model.parameters() if each.numel() > 0)
+    for call in (
+        lambda: param.grad.norm(),
+        lambda: param.grad.data.norm(2),
+        lambda: param.grad.detach().float().pow(2).sum(),
+        lambda: torch.linalg.vector_norm(param.grad),
+        lambda: torch._foreach_norm([each.grad for each in model.parameters()]),
+        lambda: torch.cat([each.grad.flatten() for each in model.parameters()]).norm(),
+        lambda: param.detach().abs().max(),
+        lambda: param.mean(),
+        lambda: (param.grad * 2).std(),
+        lambda: param.grad.view(-1, 1) @ param.grad.view(1, -1),
+    ):
+        raises(flat_param.ParameterError, "elements. Use the module's clip_grad_norm_", call)
+    expected = nn.utils.get_total_norm([each.grad for each in plain.parameters()])
+    grads = [each.grad for each in model.parameters()]
+    assert torch.isclose(nn.utils.get_total_norm(grads), expected)
+    assert torch.equal(torch.max(param.grad, param.grad), param.grad)
+    assert type(copy.deepcopy(param.grad)) is Tensor
+    assert type(copy.deepcopy(param)) is nn.Parameter
+
+
+def sharded_not() -> nn.Module:
+    """The same layers as one process has them."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+
+
+def check_rows_are_reduced_along_rows(rank: int, world: int) -> None:
+    """Where rows are whole, so are their norms; not those of columns."""
+    layer = flat_param.fully_shard(nn.Linear(6, 6, bias=False), boundary="row")
+    assert layer.weight.norm(dim=1).shape == (3,)
+    assert layer.weight.sum(-1).shape == (3,)
+    for call in (lambda: layer.weight.norm(dim=0), lambda: layer.weight.sum((0, 1))):
+        raises(flat_param.ParameterError, "but this rank has 18 of 36 elements", call)
+
+
+def check_groups_by_number_of_dimensions(rank: int, world: int) -> None:
+    """Those of the whole parameters; foreach and compiled steps are as before."""
+    model = sharded()
+    assert [each.ndim for each in model.parameters()] == [2, 1, 2, 1]
+    assert [each.dim() for each in model.parameters()] == [2, 1, 2, 1]
+    model(torch.ones(2, 6)).square().sum().backward()
+    for options in ({}, {"foreach": True}, {"fused": True}):
+        torch.optim.AdamW(model.parameters(), **options).step()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the compiler's own
+        torch.compile(optimizer.step, backend="eager")()
+
+
+def check_optimizers_of_whole_tensors_are_found_by_what_they_do(rank: int, world: int) -> None:
+    """Classes of any name; on whole tensors they step."""
+
+    class Mine(torch.optim.SGD):
+        def step(self) -> None:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None and param.ndim == 2:
+                        buffer = torch.zeros_like(param)
+                        update = param.grad.lerp(buffer, 0.1)
+                        param.data.mul_(update.flatten() @ update.flatten())
+
+    for boundary in ("element", "row", "tensor"):
+        layer = flat_param.fully_shard(nn.Linear(6, 6), boundary=boundary)
+        layer(torch.ones(2, 6)).square().sum().backward()
+        step = Mine(layer.parameters(), lr=0.1).step
+        if boundary == "tensor":
+            step()
+        else:
+            raises(flat_param.ParameterError, "shard with boundary='tensor'", step)
 
 
 class Stopped(Exception):
@@ -107,7 +187,7 @@ def check_second_backward_after_a_stopped_one(rank: int, world: int) -> None:
         assert all(map(torch.equal, found, expected))
 
 
-def check_mean_of_a_piece_is_refused(rank: int, world: int) -> None:
+def check_product_with_a_piece_is_refused(rank: int, world: int) -> None:
     """Each rank has four of eight elements, and torch has no objection."""
     model = Scale()
     for module in (model.norm, model):
@@ -125,9 +205,9 @@ def check_mean_of_a_piece_is_refused(rank: int, world: int) -> None:
 def check_loss_of_pieces_is_refused(rank: int, world: int) -> None:
     """A sum over the parameters, of which each rank has a part; whole ones give the plain one."""
     model = sharded()
-    text = "where the loss was computed with it, but only a call of its unit makes it whole"
+    text = "sum was called with parameter 'weight' or its gradient, but this rank has "
     raises(
-        flat_param.StateError,
+        flat_param.ParameterError,
         text,
         lambda: sum(param.square().sum() for param in model.parameters()).backward(),
     )

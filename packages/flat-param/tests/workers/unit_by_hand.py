@@ -24,7 +24,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.nn import functional
 
 import flat_param
-from flat_param import CommCount, fully_shard
+from flat_param import fully_shard
+from flat_param.plan import CommCount
 
 
 def _same_grads(model: nn.Module, ids: Tensor, rank: int, reference: nn.Module) -> int:

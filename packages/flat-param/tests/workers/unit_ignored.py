@@ -230,7 +230,8 @@ def check_clipping_is_the_same_on_all_ranks(rank: int, world: int) -> None:
 
 
 def _power(grads: list[Tensor | None], order: float) -> Tensor:
-    flat = torch.cat([each.flatten() for each in grads if each is not None] + [torch.zeros(1)])
+    held = [each.as_subclass(Tensor).flatten() for each in grads if each is not None]
+    flat = torch.cat([*held, torch.zeros(1)])
     return flat.abs().max() if order == float("inf") else flat.abs().pow(order).sum()
 
 

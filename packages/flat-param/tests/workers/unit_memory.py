@@ -55,7 +55,7 @@ def check_memory_of_whole_parameters_is_given_back(rank: int, world: int) -> Non
 
 def check_peak_of_whole_parameters_is_as_planned(rank: int, world: int) -> None:
     """Peak of whole parameters is as planned."""
-    units = flat_param.unit_shapes(plain(), units=Block)
+    units = flat_param.plan.unit_shapes(plain(), units=Block)
     for way in WAYS:
         model, seen = sharded(**options_of(way)), [0]
         told = partial(note, seen, whole_bytes, model)
@@ -64,20 +64,20 @@ def check_peak_of_whole_parameters_is_as_planned(rank: int, world: int) -> None:
             module.register_full_backward_hook(told)
         for ids in batches(world, 2):
             loss_of(model, share(ids, rank)).backward()
-        plan = flat_param.plan_training(units, **planned_as(way, world))
+        plan = flat_param.plan.plan_training(units, **planned_as(way, world))
         assert max(seen) == plan.rank_bytes.whole_params_peak, (way, max(seen), str(plan))
 
 
 def check_peak_of_whole_gradients_is_as_planned(rank: int, world: int) -> None:
     """The outermost unit ends with a head and begins with an embedding: its sum is the last."""
-    units = flat_param.unit_shapes(plain(), units=Block)
+    units = flat_param.plan.unit_shapes(plain(), units=Block)
     for way in WAYS:
         model, seen = sharded(**options_of(way)), [0]
         for module in model.blocks.modules():
             module.register_full_backward_hook(partial(note, seen, whole_grad_bytes, model))
         for ids in batches(world, 2):
             loss_of(model, share(ids, rank)).backward()
-        plan = flat_param.plan_training(units, **planned_as(way, world))
+        plan = flat_param.plan.plan_training(units, **planned_as(way, world))
         assert max(seen) == plan.rank_bytes.whole_grads_peak, (way, max(seen), str(plan))
 
 

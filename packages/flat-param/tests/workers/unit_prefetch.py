@@ -20,7 +20,8 @@ from _whole import whole_bytes, whole_grads
 from torch import Tensor, nn
 
 import flat_param
-from flat_param import CommCount, fully_shard
+from flat_param import fully_shard
+from flat_param.plan import CommCount
 
 
 def _step(model: nn.Module, ids: Tensor, rank: int) -> tuple[int, dict[str, Tensor]]:

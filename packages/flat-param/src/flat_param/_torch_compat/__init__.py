@@ -163,6 +163,28 @@ def make_wrapper(cls: Any, size: torch.Size, stride: tuple[int, ...], local: Ten
     )
 
 
+def allow_foreach(kind: type[Tensor]) -> None:
+    """Let torch's optimizers choose their foreach kernels for parameters of a class.
+
+    Fallback: they loop over the parameters.
+    """
+    from torch.optim import optimizer
+
+    known = getattr(optimizer, "_foreach_supported_types", None)
+    if isinstance(known, list) and kind not in known:
+        known.append(kind)
+
+
+def is_tracing() -> bool:
+    """Whether the compiler of this thread is at work, which asks tensors for their layout.
+
+    Fallback: False; an optimizer step over pieces then cannot be compiled.
+    """
+    guards = sys.modules.get("torch._guards")
+    context = getattr(guards, "TracingContext", None)
+    return context is not None and context.try_get() is not None
+
+
 without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
 """Context in which functions ignore `__torch_function__` of subclasses."""
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._errors import StateError
-from .._torch_compat import norms_of
+from .._torch_compat import norms_of, without_torch_function
 from ..memory._dtensors import DTensorPlace, local_of
 from ._comm import CommLog, Communicator
 
@@ -88,7 +88,8 @@ def _power_sum(grads: list[Tensor], norm_type: float) -> Tensor:
     filled = [grad for grad in grads if grad.numel()]
     if not filled:
         return torch.zeros((), device=grads[0].device if grads else None)
-    norms = torch.stack([norm.float() for norm in norms_of(filled, norm_type)])
+    with without_torch_function():  # pieces of gradients refuse to be reduced
+        norms = torch.stack([norm.float() for norm in norms_of(filled, norm_type)])
     return norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()
 
 

@@ -98,7 +98,7 @@ def parts_between(layout: FlatLayout, start: int, stop: int) -> tuple[ShardPart,
 
     Example:
         >>> import torch
-        >>> from flat_param import ParamSpec, plan_layout
+        >>> from flat_param.plan import ParamSpec, plan_layout
         >>> layout = plan_layout([ParamSpec("w", (6,), torch.float32)], align_bytes=1)
         >>> parts_between(layout, 4, 9)
         (ShardPart(index=0, offset=0, start=4, stop=6),)
@@ -131,7 +131,8 @@ def plan_shard(layout: FlatLayout, *, world_size: int, boundary: Boundary = "ele
 
     Example:
         >>> import torch
-        >>> from flat_param import Blocks, ParamSpec, plan_layout
+        >>> from flat_param import Blocks
+        >>> from flat_param.plan import ParamSpec, plan_layout
         >>> layout = plan_layout([ParamSpec("w", (3, 7), torch.float32)], align_bytes=16)
         >>> plan_shard(layout, world_size=2).ranges
         ((0, 12), (12, 24))

@@ -76,7 +76,7 @@ def unflatten(vector: Tensor, layout: FlatLayout) -> dict[str, Tensor]:
 
     Example:
         >>> import torch
-        >>> from flat_param import ParamSpec, plan_layout
+        >>> from flat_param.plan import ParamSpec, plan_layout
         >>> layout = plan_layout([ParamSpec("w", (2, 2), torch.float32)])
         >>> unflatten(torch.arange(4.0), layout)["w"].tolist()
         [[0.0, 1.0], [2.0, 3.0]]

@@ -275,7 +275,8 @@ def local_elements(value: Tensor, extent: Extent, owners: ShardOwners) -> Tensor
 
 def flat_view(tensor: Tensor, like: Tensor) -> Tensor:
     """The elements of a tensor in the memory order of `like`, 1-D; a view where it can be."""
-    tensor = tensor.detach()
+    with without_torch_function():  # a piece becomes a plain tensor
+        tensor = tensor.detach()
     if tensor.numel() < 2 or tensor.stride() == like.stride():
         return tensor.as_strided((tensor.numel(),), (1,))
     if tensor.is_contiguous() and like.is_contiguous():

@@ -4,7 +4,8 @@ Rule 1: `torch.nn.utils.clip_grad_norm_` gives the norm over all ranks. It is a 
         every rank that was given a gradient joins. Where parameters are cut between elements each
         has a (perhaps empty) piece of all; where tensors or rows stay whole a rank may have none of
         them, and only the module's own `clip_grad_norm_` knows that it has to join.
-Rule 2: an optimizer that looks at whole tensors refuses to step on parameters that may be cut.
+Rule 2: an optimizer that needs whole tensors fails where it calls a function that reads them, see
+        _piece_tensors.py.
 Rule 3: steps of optimizers on sharded parameters are counted. Fused ones change values without a
         word to torch's version counters, and a rank that has no piece of a parameter sees no change
         of it; but all ranks make the same steps.
@@ -25,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import utils
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -38,14 +39,11 @@ from .._torch_compat import replace_total_norm, replace_unscale
 from ..comm._clip import Spread, norm_over
 from ..comm._comm import CommLog, Communicator
 from ..memory._loaded_state import LoadedStates
-from ._optim_state import PIECE, install_state_hooks, piece_of
+from ._optim_state import install_state_hooks, piece_of
+from ._param_piece import ParamPiece
+from ._piece_tensors import be_piece
 
-WHOLE_TENSOR_OPTIMIZERS = frozenset(
-    {"Adafactor", "LAMB", "LARS", "Lamb", "Lars", "Muon", "SOAP", "Shampoo"}
-)
-WHOLE_MODEL_OPTIMIZERS = frozenset({"LBFGS"})
-
-UNMARKED = ("", False, 1)  # name, whether it may be cut, number of ranks
+UNMARKED = ("", 1)  # name, number of ranks
 
 _steps = [0]
 _any_replaced = [False]
@@ -55,7 +53,7 @@ _ALONE = Communicator(None, log=CommLog())
 @cache
 def install_guards() -> None:
     """Install the guards; a second call does nothing."""
-    register_optimizer_step_pre_hook(_refuse_cut_params)
+    register_optimizer_step_pre_hook(_refuse_replaced)
     _loaded_states.install()
     register_optimizer_step_post_hook(_count_step)
     install_state_hooks()
@@ -67,30 +65,29 @@ def install_guards() -> None:
 
 
 def mark_param(
-    param: Tensor,
+    param: nn.Parameter,
     *,
     name: str,
-    may_be_cut: bool,
     world_size: int,
     comms: Spread = (),
     whole: tuple[int, ...] | None = None,
-    piece: object = None,
+    piece: ParamPiece | None = None,
 ) -> None:
     """Tell the guards what a parameter is a piece of, and which ranks step it together.
 
     Args:
         param: this rank's piece.
         name: in its unit.
-        may_be_cut: whether ranks have pieces of it, and not all of it or nothing.
         world_size: number of ranks that it is spread over.
         comms: to the ranks that step it together.
         whole: shape of the whole parameter.
         piece: what the parameter is a piece of, see `ParamPiece`.
     """
-    param._flat_param_mark = (name, may_be_cut, world_size)  # type: ignore[attr-defined]  # ours
+    param._flat_param_mark = (name, world_size)  # type: ignore[attr-defined]  # ours
     param._flat_param_ranks = comms  # type: ignore[attr-defined]  # our own mark
     param._flat_param_whole = whole  # type: ignore[attr-defined]  # our own mark
-    setattr(param, PIECE, piece)
+    if isinstance(piece, ParamPiece):
+        be_piece(param, piece)
     _loaded_states.forget()
 
 
@@ -218,27 +215,14 @@ def _refuse_to_scale(original: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def _refuse_cut_params(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Refuse an optimizer that needs whole tensors, or has replaced ones (Rules 2 and 4)."""
+def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Refuse an optimizer that has replaced parameters (Rule 4)."""
     for param in _params_of(optimizer) if _any_replaced[0] else ():
         if hasattr(param, "_flat_param_replaced"):
             raise ParameterError(
                 f"flat_param.fully_shard: parameter '{param._flat_param_replaced}' was a "
                 "DTensor that the optimizer still has, but a plain one took its place. Make "
                 "the optimizer after fully_shard."
-            )
-    kinds = {cls.__name__ for cls in type(optimizer).__mro__}
-    whole_model = bool(kinds & WHOLE_MODEL_OPTIMIZERS)
-    if not whole_model and not kinds & WHOLE_TENSOR_OPTIMIZERS:
-        return
-    for param in _params_of(optimizer):
-        name, may_be_cut, world_size = getattr(param, "_flat_param_mark", UNMARKED)
-        if may_be_cut or (whole_model and world_size > 1):
-            raise ParameterError(
-                f"flat_param.fully_shard: parameter '{name}' is spread over {world_size} "
-                f"ranks, but {type(optimizer).__name__} needs "
-                f"{'all parameters' if whole_model else 'whole tensors'}. "
-                f"{_way_out(whole_model)}"
             )
 
 
@@ -249,7 +233,7 @@ def _params_of(optimizer: Optimizer) -> Iterator[Any]:
 def _first_spread(params: Iterable[Tensor]) -> tuple[str, int] | None:
     """Name and number of ranks of the first parameter that more than one rank has a piece of."""
     marks = (getattr(param, "_flat_param_mark", UNMARKED) for param in params)
-    return next(((name, size) for name, _, size in marks if size > 1), None)
+    return next(((name, size) for name, size in marks if size > 1), None)
 
 
 def _not_of_piece(param: Any, key: str, shape: tuple[int, ...]) -> StateError:
@@ -264,9 +248,3 @@ def _not_of_piece(param: Any, key: str, shape: tuple[int, ...]) -> StateError:
 
 
 _loaded_states = LoadedStates("_flat_param_mark", _not_of_piece, "_flat_param_whole")
-
-
-def _way_out(whole_model: bool) -> str:
-    if whole_model:
-        return "Pass a mesh whose second axis has one rank, which shards nothing."
-    return "Shard with boundary='tensor'."

@@ -25,8 +25,7 @@ from torch.optim import Optimizer
 from .._errors import StateError
 from ..memory._tensors import tensors_in
 from ._param_piece import ParamPiece
-
-PIECE = "_flat_param_piece"
+from ._piece_tensors import PIECE
 
 
 def piece_of(param: Any) -> ParamPiece | None:

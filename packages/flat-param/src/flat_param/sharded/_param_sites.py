@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from .._errors import ParameterError, StateError
+from .._torch_compat import without_torch_function
 from ._sharded_params import ShardedParams
 
 
@@ -144,6 +145,10 @@ class ParamSites:
                 "flat_param.whole_params: the module has copies of whole parameters, but only its "
                 "state_dict() can be called with them. Leave the block first."
             )
+        with without_torch_function():
+            return self._take_changes()
+
+    def _take_changes(self) -> bool:
         found = False
         for site, (registry, key, param, leaf) in zip(
             self._param_sites, self._entries, strict=True

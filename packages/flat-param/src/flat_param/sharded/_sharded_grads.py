@@ -27,7 +27,12 @@ import torch
 from torch import Tensor
 
 from .._errors import ParameterError
-from .._torch_compat import assign_grad, grad_hooks, post_accumulate_grad_hooks
+from .._torch_compat import (
+    assign_grad,
+    grad_hooks,
+    post_accumulate_grad_hooks,
+    without_torch_function,
+)
 from ..comm._clip import Spread, norm_over, spread_of
 from ..comm._comm import Pending
 from ..comm._groups import CommGroups
@@ -38,6 +43,7 @@ from ..memory._dtensors import DTensorPlace, place_of_dtensor
 from ..memory._home_stream import at_home, home_stream
 from ..memory._views import param_views
 from ._guards import by_comm, groups_of, mark_grad
+from ._piece_tensors import as_piece
 from ._sharded_params import ShardedParams
 
 
@@ -179,14 +185,18 @@ class ShardedGrads:
         if grad is None or grad.dtype != shard.dtype or grad.device != shard.device:
             pinned = self.owner.pins(shard.device)
             grad = zeros(shard.numel(), dtype=shard.dtype, device=shard.device, pinned=pinned)
-            self._pieces = tuple(piece.view(grad) for piece in self.owner.pieces)
+            self._pieces = tuple(
+                as_piece(piece.view(grad), whole)
+                for piece, whole in zip(self.owner.pieces, self.owner.param_pieces, strict=True)
+            )
             for piece, spread in zip(self._pieces, self.spreads, strict=True):
                 mark_grad(piece, spread)
             self._grad = grad
         return grad
 
     def _is_clear(self) -> bool:
-        return self._kept is None and all(param.grad is None for param in self.owner.params)
+        with without_torch_function():
+            return self._kept is None and all(param.grad is None for param in self.owner.params)
 
     def _after_reduce(self, how: Reduction, factor: float) -> None:
         self._free_full_grad()
@@ -247,13 +257,14 @@ class ShardedGrads:
             replaced = hook(part)
             if replaced is not None:
                 part.copy_(replaced)
-        if part is mine:
-            assign_grad(param, mine)
-        elif param.grad is not None:
-            param.grad.add_(part.to(device=mine.device, dtype=mine.dtype))
-        else:
-            mine.copy_(part)
-            assign_grad(param, mine)
+        with without_torch_function():
+            if part is mine:
+                assign_grad(param, mine)
+            elif param.grad is not None:
+                param.grad.add_(part.to(device=mine.device, dtype=mine.dtype))
+            else:
+                mine.copy_(part)
+                assign_grad(param, mine)
         for told in post_accumulate_grad_hooks(param):
             told(param)
 

@@ -15,11 +15,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from .._torch_compat import without_torch_function
 from ..comm._comm import Communicator, Pending
 from ..comm._groups import CommGroups
 from ..layout._layout import Segment
 from ..layout._options import UnitOptions
-from ..layout._param_shard import keeps_dims, make_param_shards, stays_whole
+from ..layout._param_shard import keeps_dims, make_param_shards
 from ..layout._shard import plan_shard
 from ..memory._buffer import zeros
 from ..memory._dtensors import DTensorPlace, as_plain, local_of, place_of_dtensor
@@ -94,7 +95,6 @@ class ShardedParams:
             mark_param(
                 param,
                 name=piece.spec.name,
-                may_be_cut=not stays_whole(self.plan, index),
                 world_size=world_size,
                 comms=self._ranks_with(self.places[index]),
                 whole=tuple(piece.spec.shape),
@@ -140,7 +140,8 @@ class ShardedParams:
     @property
     def version(self) -> int:
         """Changes with every in-place change of a parameter, such as an optimizer step."""
-        return sum(param._version for param in self.params)
+        with without_torch_function():
+            return sum(param._version for param in self.params)
 
     def leaves_out(self, index: int) -> bool:
         """Whether the optimizer has nothing to do here: another rank has the whole rows.

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from .._errors import StateError
-from .._torch_compat import will_run
+from .._torch_compat import will_run, without_torch_function
 from ..comm._capturing import is_capturing, refuse_capture
 from ..comm._comm import Communicator, Pending
 from ..comm._groups import CommGroups
@@ -160,7 +160,8 @@ class Unit:
         for part in self.parts:
             for param, piece in zip(part.params, part.param_pieces, strict=True):
                 if piece.is_cut and param.requires_grad:
-                    node = get_gradient_edge(param).node
+                    with without_torch_function():
+                        node = get_gradient_edge(param).node
                     found.append(node)  # kept: it and its hook last as long as somebody has it
                     if id(node) not in before:
                         node.register_prehook(partial(_refuse_grad, weakref.ref(self), piece))

@@ -4,7 +4,7 @@ Uses `policies`, and runs plans through `checkpoint`.
 """
 
 from sac_policies.budget._constants import TracedConstant
-from sac_policies.budget._fit import Fit, fit
+from sac_policies.budget._fit import Fit, plan_region
 from sac_policies.budget._fit_in_place import InPlaceFit, fit_
 from sac_policies.budget._levels import RegionFit
 from sac_policies.budget._measure import measure_host_bandwidth
@@ -20,10 +20,13 @@ from sac_policies.budget._sizes import format_size, parse_size
 from sac_policies.budget._solve import solve
 from sac_policies.budget._step_trace import StepTrace, profile_step
 from sac_policies.budget._trace import Item, Trace, TracedOp, TracedPack
+from sac_policies.policies._budget_plan import BudgetPlan, Infeasible
 
 __all__ = [
+    "BudgetPlan",
     "Fit",
     "InPlaceFit",
+    "Infeasible",
     "Item",
     "ParetoPoint",
     "RegionFit",
@@ -32,7 +35,6 @@ __all__ = [
     "TracedConstant",
     "TracedOp",
     "TracedPack",
-    "fit",
     "fit_",
     "format_size",
     "measure_host_bandwidth",
@@ -40,6 +42,7 @@ __all__ = [
     "pareto_from_json",
     "pareto_to_json",
     "parse_size",
+    "plan_region",
     "plot_pareto",
     "profile",
     "profile_step",

@@ -52,7 +52,7 @@ def largest_each(values: list[int]) -> list[int]:
     return [max(each) for each in zip(*_from_all(values), strict=False)]
 
 
-def check_equal(digest: str, *, what: str, where: str = "fit") -> None:
+def check_equal(digest: str, *, what: str, where: str = "plan_region") -> None:
     """Raise on every rank where not all ranks passed the same digest. Collective.
 
     Raises:

@@ -45,7 +45,7 @@ class Fit:
     predicted_bytes: int
 
 
-def fit(
+def plan_region(
     model: nn.Module,
     batch: Any,
     budget: Budget,
@@ -88,13 +88,13 @@ def fit(
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 8))
-        >>> found = fit(model, torch.ones(32, 64), "100 KiB")
+        >>> found = plan_region(model, torch.ones(32, 64), "100 KiB")
         >>> found.peak_bytes <= 100 * 1024
         True
     """
-    check_step("fit", model, loss)
+    check_step("plan_region", model, loss)
     limit = Limit(budget, reserve)
-    step = Step("fit", model, batch, loss, optimizer)
+    step = Step("plan_region", model, batch, loss, optimizer)
     step.check_data()
     limit.settle(step)
     with step.leaving_the_model():

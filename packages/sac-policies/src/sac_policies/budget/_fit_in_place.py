@@ -29,6 +29,7 @@ from .._torch_compat._module_calls import is_compiled
 from ..policies._budget_plan import Infeasible
 from ._agree import check_equal
 from ._checkpointed import Checkpointed, is_checkpointed, region_of, release
+from ._helps import what_helps
 from ._intervals import KeptSteps, Measured, Steps, forward_of, kept_bytes, marked
 from ._levels import HOLDING, KEEPING, LEVELS, Region, RegionFit
 from ._limit import Limit
@@ -292,7 +293,10 @@ class _Search:
             self.undo()
             smallest = min(size for _, size in self._rounds)
             share = f"{100 * smallest / sizes[0]:.0f} % of what it takes without checkpointing"
-            return Infeasible(allowed, smallest, ", ".join([share, *self._tried[smallest]]))
+            how = ", ".join([share, *self._tried[smallest]])
+            is_peak = self._of == "peak"
+            helps = what_helps(self._step, intervals[0], smallest, allowed) if is_peak else ""
+            return Infeasible(allowed, smallest, how, helps)
         best = min(fitting, key=lambda level: sum(cost[level] for cost in steps.costs))
         return self._found((best,) * count, uniform[best], sizes[best], uniform[0], allowed)
 

@@ -16,7 +16,7 @@ from weakref import ref
 import torch
 from torch.autograd.graph import increment_version
 
-from .._torch_compat import set_versions
+from .._torch_compat import set_versions, storage_key
 from .._torch_compat._dispatch import no_dispatch, no_torch_function
 from ..eager._masks import UNPACK
 from ..eager._recorders import Recorder, table_of
@@ -50,7 +50,7 @@ class Ledger:
     def add(self, tensor: torch.Tensor, size: int | None = None) -> None:
         """Count the storage of a tensor until it is freed, unless it is counted."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_key(tensor)
         if key in self._known:
             return
         size = storage.nbytes() if size is None else size

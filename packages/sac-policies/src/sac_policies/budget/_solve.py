@@ -33,7 +33,7 @@ def solve(
     """Plan what to keep so that backward repeats the least work within `budget`.
 
     The bytes are those kept between forward and backward, counted exactly and never over; use
-    `fit` for a budget on the measured peak of a whole step.
+    `plan_region` for a budget on the measured peak of a whole step.
 
     Args:
         trace: from `profile`.

@@ -199,9 +199,12 @@ class Step:
         batch = tensors_in((self._args, self._kwargs))
         return [*self.model.parameters(), *self.model.buffers(), *batch]
 
+    def optimizer_bytes(self) -> int:
+        """Bytes of the optimizer's state during a step."""
+        return state_bytes(self._optimizer, self.device) if self._optimizer else 0
+
     def _resident(self) -> int:
-        state = state_bytes(self._optimizer, self.device) if self._optimizer else 0
-        return storage_bytes(self._tensors(), device=self.device) + state
+        return storage_bytes(self._tensors(), device=self.device) + self.optimizer_bytes()
 
     def _settle(self) -> None:
         """Leave nothing of the step before in memory."""

@@ -108,7 +108,7 @@ class Save:
     needs_grad: bool
 
 
-@dataclass
+@dataclass(frozen=True)
 class StepRun:
     """What happened in a step.
 
@@ -156,9 +156,8 @@ def recorded(step: Step) -> StepRun:
         run()
         return recorder.run
     most = {each.key: each.most for each in marks.intervals(run)}
-    found = recorder.run
-    found.calls = [replace(call, most_bytes=most[at]) for at, call in enumerate(found.calls)]
-    return found
+    calls = [replace(call, most_bytes=most[at]) for at, call in enumerate(recorder.run.calls)]
+    return replace(recorder.run, calls=calls)
 
 
 class _Known(ref[torch.Tensor]):
@@ -339,7 +338,7 @@ class _StepRecorder(WatchingMode):
         return saved.tensor
 
     def _released(self, places: list[int]) -> None:
-        self.run.events += [("release", at) for at in places]
+        self.run.events.extend(("release", at) for at in places)
 
 
 def _mapped(value: Any, way: Callable[[torch.Tensor], Place]) -> Any:

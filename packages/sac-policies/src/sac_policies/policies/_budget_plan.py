@@ -66,11 +66,13 @@ class Infeasible:
         budget_bytes: the budget asked for.
         smallest_bytes: the smallest budget that has a plan.
         how: what takes no more than that; "" where a plan of the solver does.
+        helps: what would help next, with bytes; "" where only the budget is known.
     """
 
     budget_bytes: int
     smallest_bytes: int
     how: str = ""
+    helps: str = ""
 
     def __bool__(self) -> bool:
         return False
@@ -79,7 +81,8 @@ class Infeasible:
         """Say what is missing, and what would fit."""
         short = self.smallest_bytes - self.budget_bytes
         how = self.how and f" ({self.how})"
+        helps = self.helps or "divide the batch, or offload or shard what is left"
         return (
             f"nothing fits {self.budget_bytes:,} bytes: {self.smallest_bytes:,} are needed{how}, "
-            f"{short:,} more. Raise the budget, divide the batch, or offload or shard what is left"
+            f"{short:,} more. Raise the budget, or save memory: {helps}"
         )

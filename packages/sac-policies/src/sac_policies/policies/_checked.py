@@ -69,7 +69,7 @@ def field_problem(kind: type, given: dict[str, Any]) -> str:
         given: field name to value.
 
     Example:
-        >>> from sac_policies import TracedPack
+        >>> from sac_policies.budget import TracedPack
         >>> field_problem(TracedPack, {"producer": "", "made_by": "0"})
         "made_by is '0'"
     """

@@ -19,24 +19,263 @@ Rule 6: ranks are counted, not walked: a plan of 16,384 costs what one of 16 doe
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from ._errors import LayoutError
-from ._planned_part import Part, parts_of
-from ._training_plan import Counts, RankBytes, StateElsewhere, TrainingPlan, UnitShape
 from .comm._comm import CommCount
 from .comm._trail import ORDER_BYTES
-from .layout._boundary import Boundary
-from .layout._boundary_rules import BoundaryRules
+from .layout._boundary import Boundary, boundaries_of, check_boundary
+from .layout._boundary_rules import BoundaryRules, resolve
+from .layout._layout import FlatLayout, Segment, plan_layout, plan_segments
 from .layout._options import Precision, precision_of
+from .layout._shard import (
+    ShardPart,
+    ShardPlan,
+    boundary_in,
+    check_ranks,
+    cut_places,
+    even_numel,
+    parts_between,
+    plan_shard,
+)
 from .layout._spec import ParamSpec, collect_params
 from .offload._tiers import aligned
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
+
+
+__all__ = [
+    "CommCount",
+    "FlatLayout",
+    "ParamSpec",
+    "RankBytes",
+    "Segment",
+    "ShardPart",
+    "ShardPlan",
+    "StateElsewhere",
+    "TrainingPlan",
+    "UnitShape",
+    "collect_params",
+    "parts_between",
+    "plan_layout",
+    "plan_segments",
+    "plan_shard",
+    "plan_training",
+    "unit_shapes",
+]
+
+Counts = dict[str, CommCount]
+"""Calls and bytes sent, by kind of collective."""
+
+
+@dataclass(frozen=True)
+class UnitShape:
+    """The parameters of one unit, without values.
+
+    Args:
+        name: of the module.
+        specs: of the parameters that no inner unit has.
+    """
+
+    name: str
+    specs: tuple[ParamSpec, ...]
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """Bytes on one rank, by kind (Rules 1 and 2).
+
+    Args:
+        params: its shards.
+        grads: their gradients.
+        optimizer: what the optimizer keeps for them.
+        whole_params_peak: peak of full parameters that are gathered at one time.
+        whole_grads_peak: peak of full gradients that exist at one time.
+    """
+
+    params: int
+    grads: int
+    optimizer: int
+    whole_params_peak: int
+    whole_grads_peak: int
+
+    @property
+    def total(self) -> int:
+        """All kinds at their peak, without activations."""
+        kept = self.params + self.grads + self.optimizer
+        return kept + self.whole_params_peak + self.whole_grads_peak
+
+
+@dataclass(frozen=True)
+class StateElsewhere:
+    """What `offload_optimizer` keeps in CPU memory or in files for one rank, and how much it moves.
+
+    Attributes:
+        kept_bytes: bytes there, from the first step on.
+        moved_bytes: bytes that a step copies to the device, and the same number back; the first
+            step has none to fetch.
+    """
+
+    kept_bytes: int
+    moved_bytes: int
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """What one rank needs for a training step.
+
+    Args:
+        reshard_after_forward: of all units.
+        world_size: W.
+        replicas: R.
+        numel: parameters of the model.
+        padding_numel: elements, over all ranks, that belong to no parameter.
+        rank_bytes: memory of the rank the plan is for.
+        collectives: calls and bytes sent of one step, by kind.
+        between_copies: the part of them that is between copies.
+        elsewhere: optimizer state that is not in `rank_bytes`; None if all of it is.
+    """
+
+    reshard_after_forward: bool
+    world_size: int
+    replicas: int
+    numel: int
+    padding_numel: int
+    rank_bytes: RankBytes
+    collectives: Counts
+    between_copies: Counts = field(default_factory=dict)
+    elsewhere: StateElsewhere | None = None
+
+    @property
+    def padding_frac(self) -> float:
+        """Padding as a fraction of all elements."""
+        return self.padding_numel / max(1, self.numel + self.padding_numel)
+
+    def __str__(self) -> str:
+        """A table of bytes by kind and of collectives."""
+        sizes = self.rank_bytes
+        rows = [(kind, getattr(sizes, kind)) for kind in sizes.__dataclass_fields__]
+        head = (
+            f"{self.world_size} ranks x {self.replicas} copies, "
+            f"{self.numel:,} parameters, padding {self.padding_frac:.4%}"
+        )
+        lines = [f"  {kind:18s} {_gib(size)}" for kind, size in [*rows, ("total", sizes.total)]]
+        if self.elsewhere is not None:
+            lines += [
+                f"  {'state elsewhere':18s} {_gib(self.elsewhere.kept_bytes)}",
+                f"  {'moved, each way':18s} {_gib(self.elsewhere.moved_bytes)} a step",
+            ]
+        lines += [
+            f"  {kind:18s} {count.calls:6d} calls {_gib(count.wire_bytes)} sent"
+            for kind, count in self.collectives.items()
+        ]
+        return "\n".join([head, *lines])
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:12.4f} GiB"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A segment of a unit, as one of W ranks has it.
+
+    Args:
+        segment: all of it.
+        ways: W.
+        shard_numel: of the longest range.
+        numel: of the padded buffer.
+        pieces: elements of each parameter that the rank has some of, and whether its state is a
+            number, which stays with the optimizer.
+    """
+
+    segment: Segment
+    ways: int
+    shard_numel: int
+    numel: int
+    pieces: tuple[tuple[int, bool], ...]
+
+    def shard_bytes(self, dtype: torch.dtype) -> int:
+        """Of the longest range."""
+        return self.shard_numel * dtype.itemsize
+
+    def whole_bytes(self, dtype: torch.dtype) -> int:
+        """Of the padded buffer."""
+        return self.numel * dtype.itemsize
+
+    @property
+    def used_bytes(self) -> int:
+        """Of the parameters that the rank has."""
+        return sum(numel for numel, _ in self.pieces) * self.dtype.itemsize
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters."""
+        return self.segment.layout.dtype
+
+    def gathered_bytes(self, precision: Precision) -> int:
+        """Of the whole buffer; none where the shard itself serves."""
+        dtype = precision.compute_dtype(self.dtype)
+        alias = self.ways == 1 and dtype == self.dtype
+        return 0 if alias else self.whole_bytes(dtype)
+
+    def message_bytes(self, precision: Precision) -> int:
+        """Of what a rank gives to a gather."""
+        return self.shard_bytes(precision.compute_dtype(self.dtype))
+
+    def whole_grad_bytes(self, precision: Precision) -> int:
+        """Of the whole gradients; none where they are frozen."""
+        dtype = precision.reduction_dtype(self.dtype)
+        return self.whole_bytes(dtype) if self.segment.trainable else 0
+
+
+def parts_of(
+    specs: Sequence[ParamSpec],
+    ways: int,
+    chosen: Boundary | BoundaryRules,
+    rank: int,
+) -> tuple[Part, ...]:
+    segments = plan_segments(specs) if specs else ()
+    if isinstance(chosen, BoundaryRules):
+        chosen = replace(chosen, missing_ok=True)  # a plan is of all units
+    boundary = resolve(chosen, specs, None)
+    return tuple(_part(segment, ways, boundary, rank) for segment in segments)
+
+
+def _part(segment: Segment, ways: int, boundary: Boundary, rank: int) -> Part:
+    layout = segment.layout
+    check_ranks(ways)
+    check_boundary(boundary)
+    boundary = boundary_in(layout, boundary)
+    if boundary == "element":
+        longest = even_numel(layout, ways)
+        numel, start, stop = ways * longest, rank * longest, (rank + 1) * longest
+    else:
+        places = cut_places(layout, boundary)
+        longest, numel = places.shortest_longest(ways), layout.numel
+        start, stop = _range(places.runs(longest), rank, numel)
+        longest = max(length for _, length, _ in places.runs(longest))
+    own = boundaries_of(boundary, [spec.name for spec in layout.specs])
+    whole = [ways == 1 or each != "element" for each in own]  # if it is a number
+    pieces = tuple(
+        (part.numel, whole[part.index] and not layout.specs[part.index].shape)
+        for part in parts_between(layout, start, stop)
+    )
+    return Part(segment, ways, longest, numel, pieces)
+
+
+def _range(runs: Iterable[tuple[int, int, int]], rank: int, end: int) -> tuple[int, int]:
+    """One rank's, of runs of ranges that are alike."""
+    for start, length, count in runs:
+        if rank < count:
+            return start + rank * length, start + (rank + 1) * length
+        rank -= count
+    return end, end
 
 
 def unit_shapes(
@@ -108,7 +347,7 @@ def plan_training(
         LayoutError: no units, no microbatches, empty buckets, or a rank that does not exist.
 
     Example:
-        >>> from flat_param import ParamSpec, UnitShape
+        >>> from flat_param.plan import ParamSpec, UnitShape
         >>> shape = UnitShape("", (ParamSpec("w", (6, 4), torch.float32),))
         >>> plan = plan_training([shape], world_size=2)
         >>> plan.rank_bytes.params, plan.rank_bytes.optimizer

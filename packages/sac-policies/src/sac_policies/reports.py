@@ -15,6 +15,7 @@ from ._frames import user_line
 from ._options import split
 from ._torch_compat import is_traced
 from .eager import _run as tape
+from .eager._moved_stats import OffloadStats
 from .eager._observed import Observed
 from .policies._catalogue import ATTENTION, CONVOLUTIONS, MATMULS, Group
 from .policies._decisions import Decision
@@ -22,6 +23,8 @@ from .policies._flops import flops_of
 from .policies._functions import PolicyLike, as_policy
 from .policies._policies import DEPENDS, Answer, Constant, Policy
 from .policies._views import Operator, OpView
+
+__all__ = ["OffloadStats", "Report", "Row", "report"]
 
 
 @dataclass(frozen=True)

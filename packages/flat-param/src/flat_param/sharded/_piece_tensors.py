@@ -1,0 +1,181 @@
+"""Tensors that are one rank's piece of a parameter or gradient, and refuse to be taken for whole.
+
+Elementwise functions work as on any tensor, and their results are pieces too. A function that reads
+the whole tensor (a norm, a sum, a matmul) would silently give this rank's value, so it raises.
+Optimizers that need whole tensors are found by the functions they call.
+
+The number of dimensions is that of the whole parameter, as of FSDP2's DTensors: parameter groups
+are often chosen by it. The shape is that of the piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from .._errors import ParameterError
+from .._torch_compat import allow_foreach, is_tracing, without_torch_function
+from ..layout._param_shard import stays_whole
+
+if TYPE_CHECKING:
+    from ._param_piece import ParamPiece
+
+PIECE = "_flat_param_piece"
+"""The attribute of a tensor that says what it is a piece of."""
+
+_SELF_ONLY = {
+    *("argmax", "argmin", "count_nonzero", "cumsum", "kthvalue", "logsumexp"),
+    *("amax", "amin", "aminmax", "max", "mean", "median", "min", "mode", "nansum", "nanmean"),
+    *("norm", "prod", "quantile", "softmax", "std", "sum", "topk", "var"),
+    *("matrix_norm", "vector_norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm"),
+}
+"""Functions that reduce, by name; along rows or blocks they are allowed where these are whole."""
+
+_WHOLE = {
+    *("_foreach_norm", "_foreach_max", "addmm", "baddbmm", "bmm", "chain_matmul", "dot", "einsum"),
+    *("inner", "matmul", "__matmul__", "__rmatmul__", "mm", "mv", "outer", "tensordot", "vdot"),
+    *("eigh", "inverse", "linalg_eigh", "linalg_inv", "linalg_qr", "linalg_svd", "pinverse"),
+    *("qr", "svd", "svd_lowrank", "linalg_cholesky", "cholesky", "linalg_svdvals"),
+}
+"""Functions that need whole tensors in any case, by name."""
+
+_DIMS = {"dim", "ndimension"}
+_JOINS = {"cat", "stack", "concat", "concatenate", "hstack", "vstack"}
+
+
+class Piece(Tensor):
+    """A piece of a gradient, or what was computed from pieces element by element."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse functions that read the whole tensor."""
+        return _call(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        found = plain(self).clone()
+        memo[id(self)] = found
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return plain(self).__reduce_ex__(protocol)
+
+
+class PieceParameter(nn.Parameter):
+    """A parameter of an optimizer that is a piece."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse functions that read the whole tensor, and tell its number of dimensions."""
+        name = getattr(func, "__name__", "")
+        if name in _DIMS or (name == "__get__" and func == _get_ndim):
+            piece = getattr(args[0], PIECE, None)
+            if piece is not None and not is_tracing():
+                return len(piece.shape)
+        return _call(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        found = memo[id(self)] = nn.Parameter(plain(self).clone(), self.requires_grad)
+        return found
+
+
+allow_foreach(PieceParameter)
+_TENSOR: Any = Tensor
+_get_ndim = _TENSOR.ndim.__get__
+_VIEWS = frozenset(
+    getattr(_TENSOR, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real")
+)
+"""Attributes that are the same elements."""
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The same memory and version counter as a tensor without restrictions."""
+    with without_torch_function():
+        return tensor.detach().as_subclass(Tensor)
+
+
+def as_piece(tensor: Tensor, piece: ParamPiece) -> Tensor:
+    """A gradient as a piece; the same where this rank has all of the parameter."""
+    if _is_all(piece):
+        return tensor
+    with without_torch_function():
+        found = tensor.as_subclass(Piece)
+    setattr(found, PIECE, piece)
+    return found
+
+
+def be_piece(param: nn.Parameter, piece: ParamPiece) -> None:
+    """Make a parameter, which stays the same object, a piece."""
+    setattr(param, PIECE, piece)
+    if type(param) is nn.Parameter and not _is_all(piece):
+        param.__class__ = PieceParameter
+
+
+def _is_all(piece: ParamPiece) -> bool:
+    """Whether this rank has all elements of a parameter that is never cut."""
+    return piece.shard.numel == piece.shard.spec.numel and stays_whole(piece.plan, piece.index)
+
+
+def _call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    name = getattr(func, "__name__", "")
+    if name in _SELF_ONLY or name in _WHOLE:
+        for tensor, piece in _pieces_in(args):
+            if _is_wrong(name, tensor, piece, args, kwargs):
+                raise _refused(name, piece)
+    with without_torch_function():
+        found = func(*args, **kwargs)
+    if type(found) is not Tensor or (name == "__get__" and func not in _VIEWS):
+        return found
+    first = next(_pieces_in(args), None)
+    if first is None:
+        return found
+    with without_torch_function():
+        same = name in _JOINS or (found.numel() == first[0].numel() and name[-5:] != "_like")
+        in_place = name.endswith("_") and not name.endswith("__")
+        if in_place or name == "as_subclass" or not same or not found.is_floating_point():
+            return found
+    found.__class__ = Piece  # `as_subclass` would add a node to the graph
+    setattr(found, PIECE, first[1])
+    return found
+
+
+def _pieces_in(args: Iterable[Any]) -> Iterator[tuple[Tensor, ParamPiece]]:
+    for each in args:
+        if isinstance(each, (Piece, PieceParameter)):
+            piece = getattr(each, PIECE, None)
+            if piece is not None:
+                yield each, piece
+        elif isinstance(each, (list, tuple)):
+            yield from _pieces_in(each)
+
+
+def _is_wrong(
+    name: str, tensor: Tensor, piece: ParamPiece, args: Sequence[Any], kwargs: dict[str, Any]
+) -> bool:
+    if _is_all(piece):
+        return False
+    if name in _WHOLE:
+        return True
+    if len(args) > 1 and isinstance(args[1], Tensor):
+        return False  # max and min of two tensors, element by element
+    position = 2 if "norm" in name else 1
+    dims = kwargs.get("dim", kwargs.get("axis", args[position] if len(args) > position else None))
+    with without_torch_function():
+        count = tensor.dim()
+    cut = piece.plan.cuts[piece.index]
+    if dims is None or count < 2 or (cut.inner is None and cut.atom_numel == 1):
+        return True  # of everything, or without rows or blocks
+    dims = (dims,) if isinstance(dims, int) else tuple(dims)
+    return not dims or any(dim % count == 0 for dim in dims)
+
+
+def _refused(name: str, piece: ParamPiece) -> ParameterError:
+    shard = piece.shard
+    return ParameterError(
+        f"flat_param.fully_shard: {name} was called with parameter '{piece.name}' or its gradient, "
+        f"but this rank has {shard.numel} of {shard.spec.numel} elements. Use the module's "
+        "clip_grad_norm_ for norms, whole_params() or full_state_dict for values, unshard() to "
+        "compute a loss, as_subclass(torch.Tensor) for the elements of this rank, and for "
+        "optimizers of whole tensors shard with boundary='tensor'."
+    )
