@@ -60,6 +60,7 @@ TEST_TOOLS = [
 ]
 EXTRAS = ["matplotlib", "safetensors", "scipy"]
 TEST_OPTIONS = ["--timeout=600", "--durations=10"]
+GUIDES = [str(page) for page in sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("docs/how-*/*.md")])]
 NOT_NIGHTLY = ["-m", "not nightly"]
 
 
@@ -155,7 +156,7 @@ def repository(session: nox.Session) -> None:
     """Test what is neither a package nor the suite: structure, scripts, examples, pages."""
     install_parts(session, *PACKAGES)
     session.install(*constraint(), *TEST_TOOLS, *EXTRAS)
-    pages = ["README.md", *map(str, sorted(Path("docs").glob("*.md")))]
+    pages = ["README.md", *GUIDES]
     session.run("python", "-m", "pytest", *TEST_OPTIONS, *NOT_NIGHTLY, "tests/repository", *pages)
 
 
@@ -339,7 +340,7 @@ def examples(session: nox.Session) -> None:
         uninstall = ["uv", "pip", "uninstall"] if uv else ["python", "-m", "pip", "uninstall", "-y"]
         session.run(*uninstall, "torchvision", "timm", external=True)
         env = {}
-    tests = ["tests/repository/test_short_examples.py", *session.posargs]
+    tests = ["tests/repository/test_short_examples.py", *GUIDES, *session.posargs]
     session.run("python", "-m", "pytest", *TEST_OPTIONS, *tests, env=env)
 
 

@@ -5,10 +5,18 @@ const here = document.currentScript.src;
 // Where a pasted message names a file and a line, the search may take "my-model/f.py:9" for a
 // question about a field, and find nothing; a word that begins with a dash would exclude pages.
 const QUERY = 2;
+// Other words for a page are its tags. The index keeps a tag as one word, without its dash.
+const SYNONYMS = [
+  [/\bzero[- ]?([123])\b/gi, "zero$1"],
+  [/\bhf\b/gi, "huggingface"],
+  [/\b(?:gradient|activation)[- ]checkpointing\b/gi, "gradientcheckpointing"],
+];
+const asWords = (query) => SYNONYMS.reduce((text, [words, tag]) => text.replace(words, tag), query)
+  .replace(/[:^~]+|(?<!\S)[-+]+/g, " ");
 const post = window.Worker.prototype.postMessage;
 window.Worker.prototype.postMessage = function (message, ...rest) {
-  const asked = message.type === QUERY && message.data.replace(/[:^~]+|(?<!\S)[-+]+/g, " ");
-  post.call(this, message.type === QUERY ? { ...message, data: asked } : message, ...rest);
+  const isQuery = message.type === QUERY;
+  post.call(this, isQuery ? { ...message, data: asWords(message.data) } : message, ...rest);
 };
 
 if (location.protocol === "file:") {

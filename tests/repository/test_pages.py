@@ -121,10 +121,20 @@ def test_messages_and_names_are_found_in_the_source(part: str, pages: ModuleType
         assert inner in importlib.import_module(f"{package}.{module}").__all__
     page = (ROOT / f"docs/{part}/api.md").read_text(encoding="utf-8")
     entries = pages.on_page_markdown(page, config={"repo_url": "https://example.org/r/"})
-    modules = ["flat_param.plan", "flat_param.handle"] if package == "flat_param" else []
-    expected = [f"{package}.{name}" for name in names] + modules
-    assert re.findall(r"^::: (.+)$", entries, re.MULTILINE) == expected
+    shown = re.findall(r"^::: (.+)$", entries, re.MULTILINE)
+    assert sorted(shown) == sorted(f"{package}.{name}" for name in names)
     assert entries.count("](https://example.org/r/blob/main/packages/") == len(names)
+    listed = re.findall(r"^\| \[`[\w.]+`\]\(#([\w.]+)\) \| (.*) \|$", entries, re.MULTILINE)
+    assert [name for name, _ in listed] == shown
+    main = re.findall(rf"^<!-- names of {package}: (.+) -->$", page, re.MULTILINE)[0].split(", ")
+    assert shown[: len(main)] == [f"{package}.{name}" for name in main]
+    assert [name for name, said in listed if name.rpartition(".")[2] in main and not said] == []
+
+
+def test_main_name_that_a_package_lacks_is_an_error(pages: ModuleType) -> None:
+    """A renamed function would otherwise be missing from the top of its page."""
+    with pytest.raises(LookupError, match="checkpoint_all_"):
+        pages.ordered_names("ckpt_wrap", ["checkpoint_all_"])
 
 
 def test_readme_is_the_home_page(pages: ModuleType) -> None:
@@ -140,6 +150,20 @@ def test_readme_is_the_home_page(pages: ModuleType) -> None:
     assert "\ngit clone https://example.org/r/ torchparts && cd torchparts\n" in page
     assert "ADDRESS" not in page
     assert "](https://example.org/r/blob/main/CONTRIBUTING.md)" in page
+
+
+@pytest.mark.parametrize("part", sorted(PARTS))
+def test_page_of_a_package_begins_with_its_readme(part: str, pages: ModuleType) -> None:
+    """Its links lead to pages of the site, seen from the folder of the package."""
+    page = (ROOT / f"docs/{part}/manual.md").read_text(encoding="utf-8")
+    shown = pages.on_page_markdown(page, config={})
+    assert f"\n# {part}\n" in shown and "<!-- README" not in shown
+    targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", shown)
+    assert [name for name in targets if not (ROOT / "docs" / part / name).exists()] == [
+        name
+        for name in targets
+        if "conformance/spec-" in name  # made by the build
+    ]
 
 
 def test_message_that_nobody_says_is_noticed() -> None:

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -101,13 +102,13 @@ def test_first_script_of_readme_fits_a_llama(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.slow
-def test_three_lines_of_readme_checkpoint_the_layers() -> None:
-    """The layers of a Llama run twice."""
-    transformers = pytest.importorskip("transformers", exc_type=ImportError)
-    size = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
-    config = transformers.LlamaConfig(num_attention_heads=2, use_cache=False, **size)
-    model = transformers.LlamaForCausalLM(config)
-    exec(_blocks_of_readme()[1], {"model": model})
+def test_blocks_of_readme_run_one_after_the_other() -> None:
+    """As a reader types them; the second one makes the layers of a Llama run twice."""
+    pytest.importorskip("transformers", exc_type=ImportError)
+    typed: dict[str, Any] = {}
+    for block in _blocks_of_readme():
+        exec(block, typed)
+    model = typed["model"]
     runs: list[bool] = []
     model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: runs.append(is_recomputing()))
     ids = torch.arange(8)[None]

@@ -27,8 +27,7 @@ class ForReaders(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **rest: Any) -> None:
         """Called for everything that has a docstring."""
         if obj.docstring is not None:
-            rules = r"\s\((?:\w+ )?Rules? \d[^()]*\)|\sSee Rules? \d[^.]*\."
-            text = re.sub(rules, "", obj.docstring.value)
+            text = pages.RULES.sub("", obj.docstring.value)
             obj.docstring.value = re.sub(
                 r"^(\s*)Example:$", r"\1Examples:", text, flags=re.MULTILINE
             )

@@ -30,10 +30,16 @@ LEAST_PX = 8.5  # of a label in a chart, where a line of the page has 16
 PATIENCE_MS = 120_000  # of a machine that does something else, too
 WORDS = {
     "llama": "examples.html",
-    "OOM": "out-of-memory.html",
-    "gradient_checkpointing": "examples.html",
+    "OOM": "out-of-memory.html",  # this and the next are tags
+    "HF": "one-gpu.html",
+    "bf16": "many-gpus.html",
+    "ZeRO-3": "many-gpus.html",
+    "H100": "find-modules.html",
+    "offload": "ckpt-wrap/manual.html",
+    "gradient checkpointing": "one-gpu.html",
+    "gradient_checkpointing": "one-gpu.html",
     "deepspeed": "migrate.html",
-    "resume": "examples.html",
+    "resume": "many-gpus.html",
     # a whole message, as people paste it, leads to its explanation among the first three
     "Must flatten tensors with uniform dtype but got torch.bfloat16 and torch.half": "#must-flat",
     "but all ranks must run the same units in the same order. Look for": "#but-all-ranks-must-run",

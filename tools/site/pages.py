@@ -3,7 +3,9 @@
 `mkdocs.yml` names this file as a hook. It replaces these lines of a page:
 
 - `<!-- README.md -->`: the README, with links that work on the site.
-- `<!-- names of ckpt_wrap -->`: one API entry for each name of the package's `__all__`.
+- `<!-- README of packages/ckpt-wrap -->`: the README of one package.
+- `<!-- names of ckpt_wrap: unwrap, offload_ -->`: a table of all names in the package's `__all__`,
+  and an API entry for each. The listed names come first.
 - `<!-- messages of ckpt_wrap -->`: the errors and warnings of the package.
 - `<!-- changes of packages/ckpt-wrap -->`: the package's changelog.
 """
@@ -12,8 +14,9 @@ from __future__ import annotations
 
 import ast
 import functools
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = {
     path.name: path for path in (*ROOT.glob("packages/*/src/*"), *ROOT.glob("conformance/src/*"))
 }
+# References to numbered rules in a file's header, which readers of the site cannot look up.
+RULES = re.compile(r"\s\((?:\w+ )?Rules? \d[^()]*\)|\sSee Rules? \d[^.]*\.")
 GAP = "…"  # stands in a message for what differs from time to time
 
 
@@ -37,9 +42,14 @@ class Name(NamedTuple):
     name: str
     path: str
     line: int
+    kind: str
+    summary: str
 
 
-SUBMODULES = {"sac_policies": ("budget", "policies", "reports")}
+SUBMODULES = {
+    "flat_param": ("handle", "plan"),
+    "sac_policies": ("budget", "policies", "reports"),
+}
 """Modules of a package whose names are public, too."""
 
 
@@ -73,15 +83,65 @@ def _listed(path: Path) -> list[str]:
 
 
 def definition(package: str, name: str) -> Name:
-    """Where a public name is defined."""
-    name = name.rpartition(".")[2]
-    written = re.compile(rf"^(?:class|def) {name}\b|^{name}(?:: [^=\n]+)? = ", re.MULTILINE)
+    """Where a public name is defined, its kind, and the first sentence of its docstring."""
+    module, _, last = name.rpartition(".")
+    if last not in _definitions(package):
+        raise LookupError(f"pages: {package}.{name} is in __all__, but no file defines it.")
+    found = _definitions(package)[last]
+    return found._replace(name=name, kind=f"In {package}.{module}") if module else found
+
+
+@functools.lru_cache(None)
+def _definitions(package: str) -> dict[str, Name]:
+    """Functions, classes and constants at the top of the package's files, by name."""
+    found: dict[str, Name] = {}
     for path in sorted(SOURCES[package].rglob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        if found := written.search(text):
-            line = text.count("\n", 0, found.start()) + 1
-            return Name(name, path.relative_to(ROOT).as_posix(), line)
-    raise LookupError(f"pages: {package}.{name} is in __all__, but no file defines it.")
+        place = path.relative_to(ROOT).as_posix()
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+        for node, after in zip(body, [*body[1:], None], strict=True):
+            for name, kind in _defined(node):
+                row = Name(name, place, node.lineno, kind, _first_sentence(node, after))
+                if name not in found or found[name].kind == "Constants" != kind:
+                    found[name] = row  # a file may have an alias of the same name for its types
+    return found
+
+
+def _defined(node: ast.stmt) -> Iterator[tuple[str, str]]:
+    """Names that a statement defines, each with the heading under which it is listed."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        yield node.name, "Functions"
+    elif isinstance(node, ast.ClassDef):
+        is_error = node.name.endswith(("Error", "Warning"))
+        yield node.name, "Errors and warnings" if is_error else "Classes"
+    elif isinstance(node, ast.Assign):
+        yield from ((ast.unparse(target), "Constants") for target in node.targets)
+    elif isinstance(node, ast.AnnAssign) and node.value:
+        yield ast.unparse(node.target), "Constants"
+
+
+def _first_sentence(node: ast.stmt, after: ast.stmt | None) -> str:
+    """Of a docstring; that of a constant is the string below it."""
+    text = ""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        text = ast.get_docstring(node) or ""
+    elif isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+        text = str(after.value.value)
+    paragraph = " ".join(RULES.sub("", text).split("\n\n")[0].split())
+    first = re.split(r"(?<=[.!?])\s", paragraph)[0]
+    return first.replace("|", r"\|")
+
+
+def ordered_names(package: str, main: Sequence[str] = ()) -> dict[str, list[str]]:
+    """Public names by heading: main ones as listed, functions, classes, the rest, submodules."""
+    names = public_names(package)
+    if unknown := [name for name in main if name not in names]:
+        raise LookupError(f"pages: {', '.join(unknown)} of {package} is no public name.")
+    groups = {"Main": list(main), "Functions": [], "Classes": []}
+    groups |= {"Constants": [], "Errors and warnings": []}
+    for name in names:
+        if name not in main:
+            groups.setdefault(definition(package, name).kind, []).append(name)
+    return {heading: found for heading, found in groups.items() if found}
 
 
 def messages(package: str) -> list[Message]:
@@ -130,9 +190,16 @@ def _entry(package: str, name: str, repository: str) -> str:
     return f"::: {package}.{name}\n\nSource: {shown}\n"
 
 
-def names_page(package: str, repository: str = "") -> str:
-    """An entry for each public name."""
-    return "\n".join(_entry(package, name, repository) for name in public_names(package))
+def names_page(package: str, main: Sequence[str] = (), repository: str = "") -> str:
+    """A table of the public names, then an entry for each in the same order."""
+    groups = ordered_names(package, main)
+    lines = ["| name | |", "|---|---|"]
+    for heading, names in groups.items():
+        lines += [f"| **{heading}** | |"]
+        for name in names:
+            lines += [f"| [`{name}`](#{package}.{name}) | {definition(package, name).summary} |"]
+    entries = (_entry(package, name, repository) for names in groups.values() for name in names)
+    return "\n".join([*lines, "", *entries])
 
 
 def messages_page(package: str) -> str:
@@ -153,22 +220,29 @@ PLACES = [
     (r"docs/$", "examples.md"),
     (r"docs/(.+)", r"\1"),
     (r"conformance/README\.md", "conformance/index.md"),
-    (r"packages/([\w-]+)/README\.md", r"\1/tutorial.md"),
+    (r"packages/([\w-]+)/README\.md", r"\1/manual.md"),
 ]
 
 
-def readme(repository: str = "") -> str:
-    """The README with the site's links; other files of the repository need its address."""
+def readme(repository: str = "", folder: str = ".") -> str:
+    """A README with the site's links; other files of the repository need its address.
+
+    The page of a package is in a folder of the site, so its links start one level up.
+    """
+    up = "" if folder == "." else "../"
 
     def link(found: re.Match[str]) -> str:
         text, target = found.groups()
+        path, mark, anchor = target.partition("#")
+        path = os.path.normpath(os.path.join(folder, path)).replace(os.sep, "/")
+        if target.endswith("/"):
+            path += "/"
         for pattern, place in PLACES:
-            path, mark, anchor = target.partition("#")
             if re.fullmatch(pattern, path):
-                return f"[{text}]({re.sub(pattern, place, path)}{mark}{anchor})"
-        return f"[{text}]({repository.rstrip('/')}/blob/main/{target})" if repository else text
+                return f"[{text}]({up}{re.sub(pattern, place, path)}{mark}{anchor})"
+        return f"[{text}]({repository.rstrip('/')}/blob/main/{path})" if repository else text
 
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / folder / "README.md").read_text(encoding="utf-8")
     return re.sub(r"\[([^\]]*)\]\((?!https?:|#)([^)]+)\)", link, text)
 
 
@@ -181,7 +255,10 @@ def on_page_markdown(markdown: str, *, config: Any, **rest: Any) -> str:
         markdown = re.sub(r"(git clone |git\+)ADDRESS", rf"\g<1>{address}", markdown)
         markdown = markdown.replace("  # ADDRESS is that of this repository", "")
     fillers = {
-        r"names of (\w+)": lambda found: names_page(found[1], address),
+        r"README of ([\w/-]+)": lambda found: readme(address, found[1]),
+        r"names of (\w+)(?:: ([\w, ]+))?": lambda found: names_page(
+            found[1], found[2].split(", ") if found[2] else (), address
+        ),
         r"messages of (\w+)": lambda found: messages_page(found[1]),
         r"changes of ([\w/-]+)": lambda found: changes(found[1]),
     }

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 
 from mod_tracker import profile_flops
 
-PAGE = Path(__file__).parents[3] / "docs" / "mod-tracker" / "reference.md"
+PAGE = Path(__file__).parents[3] / "docs" / "mod-tracker" / "manual.md"
 RAISES = "raises"
 
 pytestmark = [

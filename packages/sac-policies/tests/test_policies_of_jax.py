@@ -10,7 +10,7 @@ import torch
 
 import sac_policies as sp
 
-PAGE = Path(__file__).parents[3] / "docs" / "sac-policies" / "how-to.md"
+PAGE = Path(__file__).parents[3] / "docs" / "sac-policies" / "manual.md"
 DOT, BATCHED, SIN = "aten.mm.default", "aten.bmm.default", "aten.sin.default"
 P, Q = sp.save_ops(sp.MATMULS_2D), sp.save_named("b")
 SAVED = {
