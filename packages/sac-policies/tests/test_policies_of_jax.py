@@ -1,4 +1,4 @@
-"""Each row of the how-to's table about jax.checkpoint_policies saves the values that JAX's does."""
+"""Each row of the manual's table about jax.checkpoint_policies saves the values that JAX's does."""
 
 from __future__ import annotations
 
