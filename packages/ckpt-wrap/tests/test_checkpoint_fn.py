@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from ckpt_wrap import CheckpointImpl, OptionError, checkpoint_wrapper
+from ckpt_wrap import CheckpointImpl, checkpoint_wrapper
 from ckpt_wrap._checkpoint_fn import (
     BoundCheckpointFn,
     make_checkpoint_fn,
@@ -68,14 +67,3 @@ def test_options_of_a_given_function_are_passed_to_it():
         "checkpoint_", checkpoint_fn=_echo, anything=1, use_reentrant=False, early_stop=False
     )
     assert made.keywords == {"anything": 1, "use_reentrant": False, "early_stop": False}
-
-
-@pytest.mark.parametrize("wrong", [3, "checkpoint"], ids=repr)
-def test_a_checkpoint_function_can_be_called(wrong):
-    """The error says how it would be."""
-    with pytest.raises(OptionError) as caught:
-        make_checkpoint_fn("checkpoint_wrapper", checkpoint_fn=wrong)
-    assert str(caught.value) == (
-        f"ckpt_wrap.checkpoint_wrapper: option 'checkpoint_fn' is {wrong!r}, but it must be a "
-        "function called as checkpoint_fn(function, *args, **kwargs). Pass such a function."
-    )

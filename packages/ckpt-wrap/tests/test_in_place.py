@@ -183,16 +183,6 @@ def test_copies_and_pickles_are_changed_too_and_independent(change):
     assert original.inner.weight.grad is None
 
 
-def test_own_hooks_fire_once_per_call():
-    """Hooks on the module run in forward only, and see the module itself."""
-    module = checkpoint_(Scaled())
-    seen = []
-    module.register_forward_pre_hook(lambda m, args: seen.append(m))
-    module.register_forward_hook(lambda m, args, out: seen.append(m))
-    module(torch.ones(1, 4)).sum().backward()
-    assert seen == [module, module]
-
-
 @pytest.mark.parametrize("wrap", [checkpoint_wrapper, offload_wrapper, torchs.checkpoint_wrapper])
 def test_unwrap_takes_every_layer_off(wrap):
     """After unwrap the model has its own objects and classes, and no trace."""
@@ -233,23 +223,6 @@ def test_the_last_options_count():
 def test_subclasses_are_made_once():
     """Two modules of a class get the same class, so that they compile and pickle alike."""
     assert type(checkpoint_(Scaled())) is type(offload_(Scaled()))
-
-
-def test_old_state_dicts_with_the_prefix_load():
-    """A state dict saved through torch's wrapper loads, whether root or child was wrapped."""
-    model = nn.Sequential(checkpoint_(Scaled()))
-    state = {k: torch.ones_like(v) for k, v in model.state_dict().items()}
-    old = {k.replace("0.", "0._checkpoint_wrapped_module."): v for k, v in state.items()}
-    model.load_state_dict(old)
-    assert model[0].inner.weight.eq(1).all()
-    root = checkpoint_(Scaled())
-    root.load_state_dict(
-        {
-            f"_checkpoint_wrapped_module.{k}": torch.ones_like(v)
-            for k, v in root.state_dict().items()
-        }
-    )
-    assert root.inner.weight.eq(1).all()
 
 
 def test_forward_set_on_the_instance_later_wins():

@@ -16,10 +16,8 @@ from ckpt_wrap import (
     OffloadError,
     OffloadStats,
     checkpoint_,
-    checkpoint_wrapper,
     offload_,
     offload_stats,
-    offload_wrapper,
 )
 from ckpt_wrap._offload import OffloadCall
 
@@ -213,20 +211,6 @@ def test_small_tensors_stay(tmp_path):
     assert offload_stats(module).kept == 5
 
 
-@pytest.mark.parametrize("wrap", [offload_, offload_wrapper])
-def test_tensors_of_the_cpu_are_not_copied_to_the_cpu(wrap, gradients, equal, monkeypatch):
-    """Offload to host memory of what is in host memory copies nothing."""
-    plain = Feed()
-    module = wrap(copy.deepcopy(plain))
-    x = torch.randn(4, 16, requires_grad=True)
-    expected = gradients(plain, lambda m: m(x), x)
-    monkeypatch.setattr(torch.Tensor, "copy_", None)
-    monkeypatch.setattr(torch.Tensor, "cpu", None)
-    assert equal(expected, gradients(module, lambda m: m(x), x))
-    if not torch.accelerator.is_available():
-        assert offload_stats(module) == OffloadStats()
-
-
 def test_a_kept_tensor_changed_in_place_is_an_error_that_names_the_module(tmp_path):
     """Changing what was kept before backward raises; what had left is what was saved."""
     module = offload_(Reuse(), to=tmp_path, min_bytes=10**9)
@@ -311,18 +295,6 @@ def test_tensor_subclasses_made_of_tensors_are_taken_apart(tmp_path, two_parts):
     assert type(back) is two_parts
     assert torch.equal(back.b, x + 1)
     assert offload_stats(module).copies_out == 2
-
-
-def test_composition_on_the_drop_in_layer_offloads_the_inputs(gradients, equal):
-    """The wrappers compose on the CPU too, where nothing is moved."""
-    plain = Feed()
-    x = torch.randn(8, 16, requires_grad=True)
-    expected = gradients(plain, lambda m: m(x), x)
-    for wrapped in (
-        checkpoint_wrapper(offload_wrapper(copy.deepcopy(plain))),
-        offload_wrapper(checkpoint_wrapper(copy.deepcopy(plain))),
-    ):
-        assert equal(expected, gradients(wrapped, lambda m: m(x), x))
 
 
 def test_tensors_without_bytes_of_their_own_stay(tmp_path):
