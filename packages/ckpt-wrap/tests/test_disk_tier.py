@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from ckpt_wrap import OffloadError, OptionError, offload_
-from ckpt_wrap._disk_tier import DiskTier
 
 
 class FullFile(contextlib.nullcontext):
@@ -111,7 +110,7 @@ def test_an_interrupt_while_the_folder_is_made_leaves_nothing(tmp_path, monkeypa
     monkeypatch.setattr(Path, function, interrupted)
     monkeypatch.setattr("atexit.register", lambda *call: registered.append(call))
     with pytest.raises(KeyboardInterrupt):
-        DiskTier(tmp_path)
+        offload_(nn.Tanh(), to=tmp_path)
     for call, *args in registered:
         call(*args)
     assert list(tmp_path.iterdir()) == []

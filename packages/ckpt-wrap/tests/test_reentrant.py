@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_wrap import CheckpointImpl, RecomputeError, checkpoint_
+from ckpt_wrap import CheckpointImpl, OptionError, RecomputeError, checkpoint_, checkpoint_wrapper
 
 REENTRANT = CheckpointImpl.REENTRANT
 
@@ -140,3 +140,25 @@ def test_random_numbers_are_drawn_again_unless_told_otherwise():
         module = checkpoint_(Layer(use), checkpoint_impl=REENTRANT, preserve_rng_state=preserve)
         module(given()).sum().backward()
         assert torch.equal(*masks) is preserve
+
+
+@pytest.mark.parametrize("value", [False, True])
+def test_use_reentrant_chooses_the_implementation(value):
+    """For both layers; options that the chosen implementation lacks are refused."""
+    impl = REENTRANT if value else CheckpointImpl.NO_REENTRANT
+    assert checkpoint_wrapper(nn.ReLU(), use_reentrant=value).checkpoint_impl is impl
+    x = torch.ones(1, 2, requires_grad=True)
+    node = checkpoint_(nn.Linear(2, 2), use_reentrant=value)(x).grad_fn
+    assert ("Reentrant" in type(node).__name__) is value
+    with pytest.raises(OptionError, match="'debug' is set with"):
+        checkpoint_(nn.ReLU(), use_reentrant=True, debug=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"debug": False}, {"preserve_rng_state": False}, {"determinism_check": "none"}],
+    ids=str,
+)
+def test_reentrant_takes_other_options(options):
+    """Among them `debug` where it is off."""
+    checkpoint_(nn.Linear(4, 4), checkpoint_impl=REENTRANT, **options)(given()).sum().backward()
