@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.fsdp.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
-    always_wrap_policy,
     lambda_auto_wrap_policy,
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
@@ -21,7 +20,6 @@ from ckpt_wrap import (
     CheckpointImpl,
     CheckpointWrapper,
     OffloadWrapper,
-    PolicyError,
     apply_activation_checkpointing,
     checkpoint_,
     checkpoint_wrapper,
@@ -78,25 +76,6 @@ def test_every_kind_of_policy_wraps_the_same(policy, wrapper):
     copy.deepcopy(model)
 
 
-def test_default_wraps_all_but_the_root():
-    """Without a policy, every module below the model is wrapped."""
-    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
-    apply_activation_checkpointing(model)
-    assert _count(model, CheckpointWrapper) == 2
-    assert type(model) is nn.Sequential
-
-
-def test_custom_policy_options_reach_the_wrapper():
-    """A dict from a CustomPolicy becomes the options of that module's wrapper."""
-    model = _build()
-    policy = CustomPolicy(
-        lambda m: {"checkpoint_impl": CheckpointImpl.REENTRANT} if m is model[0] else _is_linear(m)
-    )
-    apply_activation_checkpointing(model, auto_wrap_policy=policy)
-    assert model[0].checkpoint_impl is CheckpointImpl.REENTRANT
-    assert model[1][0].checkpoint_impl is CheckpointImpl.NO_REENTRANT
-
-
 def test_size_policy_counts_what_is_left_unwrapped():
     """A parent whose parameters are all in wrapped children is not wrapped itself."""
     model = nn.Sequential(nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10)), nn.Linear(2, 2))
@@ -105,18 +84,6 @@ def test_size_policy_counts_what_is_left_unwrapped():
     assert [type(m).__name__ for m in model[0]] == ["CheckpointWrapper"] * 2
     assert type(model[0]) is nn.Sequential
     assert type(model[1]) is nn.Linear
-
-
-@pytest.mark.parametrize("policy", ["check_fn", "custom"])
-def test_shared_modules_get_one_wrapper(policy):
-    """All places of a shared module, in one parent or several, get the same wrapper."""
-    shared, container = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))
-    model = nn.Sequential(shared, shared, nn.Sequential(shared), container, container)
-    apply_activation_checkpointing(model, **LINEAR_POLICIES[policy])
-    assert model[0] is model[1] is model[2][0]
-    assert isinstance(model[0], CheckpointWrapper)
-    assert _is_linear(model[3][0]._checkpoint_wrapped_module)
-    assert model[3] is model[4]
 
 
 def test_another_kind_of_wrapper_goes_inside():
@@ -158,16 +125,3 @@ def test_selecting_nothing_warns():
     with pytest.warns(UserWarning, match="no module below Sequential was selected"):
         apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, nn.Conv2d))
     assert _count(model, CheckpointWrapper) == 0
-
-
-def test_a_policy_that_is_none_of_the_kinds_is_an_error():
-    """The source's sentence is kept, in an error that is still a ValueError."""
-    with pytest.raises(PolicyError, match="to be callable or be a pre-defined wrap policy"):
-        apply_activation_checkpointing(_build(), auto_wrap_policy=3)
-
-
-def test_always_wrap_policy_wraps_everything_below():
-    """A function that answers anything is called the way torch calls policies."""
-    model = _build()
-    apply_activation_checkpointing(model, auto_wrap_policy=always_wrap_policy)
-    assert _count(model, CheckpointWrapper) == 6

@@ -7,11 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from ckpt_wrap import CheckpointImpl, OptionError, checkpoint_wrapper
-from ckpt_wrap._checkpoint_fn import (
-    BoundCheckpointFn,
-    make_checkpoint_fn,
-)
+from ckpt_wrap import CheckpointImpl, checkpoint_wrapper
 
 
 def test_an_engines_own_names_do_not_hide_the_modules_keywords():
@@ -43,39 +39,36 @@ def _echo(function, *args, **kwargs):
     return function, args, kwargs
 
 
-def _double(x, *, debug=1):
-    return x * debug
+class Times(nn.Module):
+    """Takes a keyword that is named like an option."""
+
+    def forward(self, x, *, debug=1):
+        return x * debug
 
 
-def test_all_keywords_go_by_position_where_tensors_are_looked_for_there():
-    """With REENTRANT, and with torch's own function."""
-    bound = BoundCheckpointFn(_echo, {}, positional=True)
-    function, args, kwargs = bound(_double, 4, debug=3)
-    assert (args, kwargs) == ((4, 3), {})
-    assert function(*args) == 12
-    for impl, fn, positional in [
-        (CheckpointImpl.REENTRANT, _echo, True),
-        (CheckpointImpl.NO_REENTRANT, torch_checkpoint, True),
-        (CheckpointImpl.NO_REENTRANT, _echo, False),
-    ]:
-        made = make_checkpoint_fn("checkpoint_wrapper", checkpoint_impl=impl, checkpoint_fn=fn)
-        assert made._positional is positional
+@pytest.mark.parametrize(
+    "options",
+    [{"checkpoint_fn": _echo, "checkpoint_impl": CheckpointImpl.REENTRANT}, {}],
+    ids=["reentrant", "other"],
+)
+def test_keywords_go_by_position_where_tensors_are_looked_for_there(options):
+    """With REENTRANT; other functions get them by keyword."""
+    wrapped = checkpoint_wrapper(Times(), **{"checkpoint_fn": _echo, **options})
+    function, args, kwargs = wrapped(4, debug=3)
+    assert function(*args, **kwargs) == 12
+    assert (args, kwargs) == (((4, 3), {}) if options else ((4,), {"debug": 3}))
+
+
+def test_torchs_function_gets_keywords_by_position():
+    """It looks for tensors among positional arguments only."""
+    wrapped = checkpoint_wrapper(Times(), checkpoint_fn=torch_checkpoint, use_reentrant=True)
+    x = torch.ones(2, requires_grad=True)
+    wrapped(torch.ones(2), debug=x).sum().backward()
+    assert torch.equal(x.grad, torch.ones(2))
 
 
 def test_options_of_a_given_function_are_passed_to_it():
     """Unknown ones, and those of this package that differ from their default."""
-    made = make_checkpoint_fn(
-        "checkpoint_", checkpoint_fn=_echo, anything=1, use_reentrant=False, early_stop=False
-    )
-    assert made.keywords == {"anything": 1, "use_reentrant": False, "early_stop": False}
-
-
-@pytest.mark.parametrize("wrong", [3, "checkpoint"], ids=repr)
-def test_a_checkpoint_function_can_be_called(wrong):
-    """The error says how it would be."""
-    with pytest.raises(OptionError) as caught:
-        make_checkpoint_fn("checkpoint_wrapper", checkpoint_fn=wrong)
-    assert str(caught.value) == (
-        f"ckpt_wrap.checkpoint_wrapper: option 'checkpoint_fn' is {wrong!r}, but it must be a "
-        "function called as checkpoint_fn(function, *args, **kwargs). Pass such a function."
-    )
+    options = {"anything": 1, "use_reentrant": False, "early_stop": False}
+    wrapped = checkpoint_wrapper(nn.ReLU(), checkpoint_fn=_echo, preserve_rng_state=True, **options)
+    assert wrapped(4)[1:] == ((4,), options)

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_wrap import OffloadError, OptionError, make_plan, offload_
-from ckpt_wrap._disk_tier import DiskTier, remove_abandoned
+from ckpt_wrap import OffloadError, OptionError, offload_
 
 
 class FullFile(contextlib.nullcontext):
@@ -27,25 +26,6 @@ class FullFile(contextlib.nullcontext):
 
     def write(self, data):
         raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def _stored(tier, source=None):
-    source = torch.zeros(8, dtype=torch.uint8) if source is None else source
-    stored = tier.place(source)
-    stored.take(source)
-    return stored
-
-
-def test_bytes_come_back_and_the_file_goes(tmp_path):
-    """A stored tensor reads back; writing to what was read changes no file."""
-    source = torch.arange(100, dtype=torch.uint8)
-    stored = _stored(DiskTier(tmp_path), source)
-    first = stored.fetch()
-    first.add_(1)
-    assert torch.equal(stored.fetch(), source)
-    stored.discard()
-    assert not list(tmp_path.glob("*/*.bin"))
-    assert torch.equal(first, source + 1)
 
 
 def test_a_full_disk_is_an_error_in_forward_that_says_what_to_do(tmp_path, monkeypatch):
@@ -116,24 +96,6 @@ def test_a_folder_in_the_home_directory(tmp_path, monkeypatch):
     assert (tmp_path / "acts").is_dir()
 
 
-def test_an_unwritable_folder_is_an_error_that_changes_nothing(tmp_path, monkeypatch):
-    """`offload_` raises before the module is touched."""
-
-    def deny(*_, **__):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    module = nn.Tanh()
-    monkeypatch.setattr(Path, "mkdir", deny)
-    with pytest.raises(OffloadError) as error:
-        offload_(module, to=tmp_path)
-    assert str(error.value) == (
-        f"ckpt_wrap.offload_: folder '{tmp_path}' cannot be made or written to (Permission "
-        "denied), but what is saved for backward must go there. Free some space or pass another "
-        "folder as 'to'."
-    )
-    assert type(module) is nn.Tanh
-
-
 @pytest.mark.parametrize("function", ["mkdir", "rename"])
 def test_an_interrupt_while_the_folder_is_made_leaves_nothing(tmp_path, monkeypatch, function):
     """Ctrl-C just after the effect: what is there is removed, at the latest at exit."""
@@ -148,59 +110,10 @@ def test_an_interrupt_while_the_folder_is_made_leaves_nothing(tmp_path, monkeypa
     monkeypatch.setattr(Path, function, interrupted)
     monkeypatch.setattr("atexit.register", lambda *call: registered.append(call))
     with pytest.raises(KeyboardInterrupt):
-        DiskTier(tmp_path)
+        offload_(nn.Tanh(), to=tmp_path)
     for call, *args in registered:
         call(*args)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_made_unwritable_meanwhile_is_an_error_of_forward(tmp_path, monkeypatch):
-    """The module is named, and works again once the folder can be written to."""
-
-    def deny(path, mode, buffering):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    model = nn.Sequential(nn.Tanh())
-    make_plan(model, lambda *_: True, action="offload", to=tmp_path).apply(model)
-    x = torch.randn(64, 64, requires_grad=True)
-    with monkeypatch.context() as patch:
-        patch.setattr("ckpt_wrap._disk_tier.open", deny, raising=False)
-        with pytest.raises(OffloadError) as error:
-            model(x)
-    assert str(error.value) == (
-        f"ckpt_wrap.offload_: folder '{tmp_path}' cannot take 16384 bytes (Permission denied), but "
-        "what is saved for backward must go there. Free some space or pass another folder as "
-        "'to'. This was for a tensor saved by module '0' (Tanh)."
-    )
-    model(x).sum().backward()
-
-
-def test_folders_without_a_lock_file_are_left_alone(tmp_path):
-    """Only what this package made, completely, is ever removed."""
-    (tmp_path / "ckpt_wrap-mine").mkdir()
-    (tmp_path / "ckpt_wrap-mine" / "precious").write_text("")
-    remove_abandoned(tmp_path)
-    assert (tmp_path / "ckpt_wrap-mine" / "precious").exists()
-
-
-def test_a_file_of_someone_else_is_never_removed(tmp_path):
-    """A name that is taken is an error, and what has the name stays as it is."""
-    tier = DiskTier(tmp_path)
-    number = int(next(iter(_stored_names(tier))).stem)
-    taken = tier.folder / f"{number + 1}.bin"
-    taken.write_bytes(b"precious")
-    source = torch.zeros(8, dtype=torch.uint8)
-    refused = tier.place(source)
-    with pytest.raises(OffloadError, match="File exists"):
-        refused.take(source)
-    refused.discard()
-    assert taken.read_bytes() == b"precious"
-    _stored(tier).discard()
-
-
-def _stored_names(tier):
-    _stored(tier)
-    return tier.folder.glob("*.bin")
 
 
 def test_what_others_keep_in_a_shared_place_is_no_obstacle(tmp_path):

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-import warnings
 
 import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.nn.utils import stateless
 
-from ckpt_wrap import CheckpointImpl, RecomputeError, checkpoint_, offload_
+from ckpt_wrap import CheckpointImpl, RecomputeError, checkpoint_
 
 
 class Tied(nn.Module):
@@ -97,49 +95,6 @@ def test_two_calls_with_different_weights_and_one_backward(wrap, equal):
     assert equal(values(plain), values(wrap(copy.deepcopy(plain))))
 
 
-def test_the_older_name_of_it(wrap, equal):
-    """`torch.nn.utils.stateless.functional_call` is known too."""
-    plain, x = Tied(), torch.ones(2, 4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        expected = _gradients(plain, GIVEN["leaves"], x, call=stateless.functional_call)
-        found = _gradients(
-            wrap(copy.deepcopy(plain)), GIVEN["leaves"], x, call=stateless.functional_call
-        )
-    assert equal(expected, found)
-
-
-def test_backward_inside_it(equal):
-    """As it always worked: nothing is exchanged."""
-
-    class Trains(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = Tied()
-            self.last = nn.Parameter(torch.ones(4))
-
-        def forward(self, x):
-            self.body(x).sum().backward()
-            return x + self.last
-
-    plain = Trains()
-    wrapped = copy.deepcopy(plain)
-    checkpoint_(wrapped.body)
-    x = torch.ones(2, 4)
-    assert equal(*[_gradients(m, GIVEN["leaves"], x) for m in (plain, wrapped)])
-
-
-def test_given_weights_changed_in_place_are_refused():
-    """As any input is; the module's own may change, as an optimizer does it."""
-    module = checkpoint_(Tied())
-    given = _others(module)
-    loss = functional_call(module, given, (torch.ones(2, 4),)).sum()
-    with torch.no_grad():
-        given["scale"].add_(1)
-    with pytest.raises(RecomputeError, match="buffer 'scale' of module Tied was changed in place"):
-        loss.backward()
-
-
 @pytest.mark.parametrize("inside", [True, False])
 def test_given_buffers_that_forward_changes(wrap, inside, equal):
     """BatchNorm, called twice over buffers that were given: they advance once a call."""
@@ -182,13 +137,6 @@ def test_a_given_tensor_that_is_no_parameter_is_refused():
     loss = functional_call(checkpoint_(Bare()), {"weight": given}, (torch.ones(2, 4),)).sum()
     with pytest.raises(RecomputeError, match="attribute 'weight' of module Bare changed"):
         loss.backward()
-
-
-def test_given_weights_are_seen_by_outer_hooks(tmp_path, equal):
-    """They are saved as inputs are: offload around a checkpoint leaves them where they are."""
-    plain, x = Tied(), torch.ones(2, 4)
-    wrapped = offload_(checkpoint_(copy.deepcopy(plain)), to=tmp_path, min_bytes=1)
-    assert equal(*[_gradients(m, GIVEN["computed"], x) for m in (plain, wrapped)])
 
 
 def test_a_replaced_parameter_is_refused(wrap):

@@ -162,20 +162,6 @@ def test_a_large_buffer_that_is_not_copied_is_refused_if_written(make, wrap):
         wrapped(torch.randn(2, 8, requires_grad=True)).sum().backward()
 
 
-def test_the_first_call_in_training_may_come_after_one_in_evaluation(wrap):
-    """What a module writes in training only is found there."""
-
-    class InTraining(Large):
-        def use(self, y):
-            return super().use(y) if self.training else y + self.b[:8]
-
-    plain = InTraining()
-    wrapped = wrap(copy.deepcopy(plain))
-    for module in (plain, wrapped):
-        results(module.eval(), steps=1)
-    assert_same(results(wrapped.train()), results(plain.train()))
-
-
 class Kept(TorchDispatchMode):
     """Counts clones."""
 
@@ -192,14 +178,6 @@ def test_copies_are_not_seen_by_modes_around_the_call(wrap):
     with Kept() as mode:
         wrapped(torch.randn(2, 8, requires_grad=True)).sum().backward()
     assert mode.clones == 0
-
-
-def test_a_layer_that_is_none_has_no_buffers(wrap):
-    """As where torch's modules leave one out."""
-    plain = ReadThenAdd()
-    plain.register_module("shortcut", None)
-    wrapped = wrap(copy.deepcopy(plain))
-    assert_same(results(wrapped), results(plain))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
@@ -234,14 +212,6 @@ def test_statistics_that_are_first_written_later_advance_once(norm, wrap):
     plain = SkippedFirst(copy.deepcopy(norm))
     wrapped = wrap(copy.deepcopy(plain))
     assert_same(results(wrapped), results(plain))
-
-
-def test_module_state_on_meta_are_followed_by_version(wrap):
-    """They have no content to compare."""
-    wrapped = wrap(ReadThenAdd().to("meta"))
-    for _ in range(2):
-        wrapped(torch.randn(2, 8, device="meta", requires_grad=True)).sum().backward()
-    assert wrapped.b.is_meta
 
 
 def test_a_backward_inside_forward_reads_buffers_as_they_were():

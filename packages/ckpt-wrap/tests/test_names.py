@@ -40,11 +40,3 @@ def test_a_clean_state_dict_has_the_same_tensors_in_order():
     assert all(clean[key] is value for key, value in state.items())
     assert list(torchs) == [PREFIX + "weight", PREFIX + "bias"]
     nn.Linear(2, 2).load_state_dict(clean)
-
-
-def test_versions_come_along_and_the_modules_counts():
-    """Not its wrapper's; a dict without any has none."""
-    state = OrderedDict()
-    state._metadata = {"": {"version": 1}, "0": {"version": 1}, f"0.{WRAPPED}": {"version": 7}}
-    assert clean_state_dict(state)._metadata == {"": {"version": 1}, "0": {"version": 7}}
-    assert not hasattr(clean_state_dict({}), "_metadata")

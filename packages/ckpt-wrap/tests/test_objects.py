@@ -11,16 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from ckpt_wrap import (
     RecomputeError,
     checkpoint_,
 )
-from ckpt_wrap._arguments import Arguments
-from ckpt_wrap._errors import Where
 
 
 class Slotted:
@@ -65,11 +61,6 @@ def _write(target, x):
     return target.count + len(target.items)
 
 
-def _bounded(target, x):
-    target.append(float(x.detach().sum()))
-    return 1 + len(target) + target.maxlen
-
-
 def _group(target, x):
     target["a"].append(1)
     return len(target["a"])
@@ -109,7 +100,6 @@ CHANGES = {
     "ordered": (OwnDict, _count),
     "reordered": (_reordered, _next_one),
     "default": (lambda: defaultdict(list), _group),
-    "deque": (lambda: deque([0.0], maxlen=2), _bounded),
     "set": (set, _add),
     "dataclass": (Record, _write),
     "namespace": (lambda: SimpleNamespace(items=[]), _write),
@@ -289,102 +279,13 @@ def _tensors_first(target, x):
     return float(target[0].sum()) * len(target)
 
 
-class NotCopied(Record):
-    def __copy__(self):
-        raise TypeError("not copied")
-
-
-def test_an_object_that_cannot_be_copied_is_refused_if_it_changes(wrap):
+def test_a_deque_is_refused_if_forward_changes_it(wrap):
     """The error names its class; unchanged it is passed as it is."""
-    target = NotCopied([])
-    loss = wrap(Changes(_write))(torch.ones(2, 4), target).sum()
-    with pytest.raises(RecomputeError, match="an object of class NotCopied cannot be copied"):
+    target = deque([0.0], maxlen=2)
+    loss = wrap(Changes(_append))(torch.ones(2, 4), target).sum()
+    with pytest.raises(RecomputeError, match="an object of class deque cannot be made again"):
         loss.backward()
-    wrap(Changes(lambda t, x: 1))(torch.ones(2, 4), target).sum().backward()
-
-
-class Scale(float):
-    """A number with an attribute."""
-
-    uses = 0
-
-
-def _use(target, x):
-    target.uses += 1
-    return target * target.uses
-
-
-def test_attributes_of_a_number_are_as_they_were(wrap):
-    """An instance of a subclass of `float` looks like a plain value."""
-    plain = Changes(_use)
-    wrapped = wrap(copy.deepcopy(plain))
-    grads = []
-    for module in (plain, wrapped):
-        given = Scale(0.5)
-        module(torch.ones(2, 4), given).sum().backward()
-        assert given.uses == 1
-        grads.append([p.grad for p in module.parameters()])
-    assert all(map(torch.equal, *grads))
-
-
-trees = st.recursive(
-    st.integers(0, 3),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
-        st.builds(lambda v: SimpleNamespace(v=v), inner),
-        st.builds(lambda *v: v, inner, inner),
-    ),
-    max_leaves=8,
-)
-
-
-def _mutable(tree):
-    if isinstance(tree, (list, dict, SimpleNamespace)):
-        yield tree
-    parts = vars(tree).values() if isinstance(tree, SimpleNamespace) else tree
-    for part in parts.values() if isinstance(tree, dict) else parts:
-        if not isinstance(part, int):
-            yield from _mutable(part)
-
-
-def _again(arguments):
-    return arguments.filled([], WHERE)[0]
-
-
-WHERE = Where(len, "", "checkpoint_")
-
-
-@given(tree=trees.filter(lambda t: not isinstance(t, int)), data=st.data())
-def test_law_values_are_those_of_before(tree, data):
-    """Whatever is changed wherever: equal to a copy from before; the tree is not touched."""
-    before, arguments = copy.deepcopy(tree), Arguments([tree], {})
-    places = list(_mutable(tree))
-    for place in data.draw(st.lists(st.sampled_from(places), max_size=3)) if places else ():
-        if isinstance(place, list):
-            place.append(9)
-        elif isinstance(place, dict):
-            place["z"] = 9
-        else:
-            place.v = 9
-    after = copy.deepcopy(tree)
-    arguments.end([], WHERE)
-    for _ in range(2):
-        assert _again(arguments) == [before]
-    assert tree == after
-
-
-def test_a_cycle_is_copied_as_a_cycle():
-    """An object that leads to itself."""
-    target = SimpleNamespace(n=0)
-    target.me = [target]
-    arguments = Arguments([target], {})
-    target.n = 1
-    arguments.end([], WHERE)
-    (again,) = _again(arguments)
-    assert again.n == 0
-    assert again.me[0] is again
-    assert again is not target
+    wrap(Changes(lambda t, x: len(t)))(torch.ones(2, 4), target).sum().backward()
 
 
 def test_a_call_that_saved_nothing_keeps_nothing():

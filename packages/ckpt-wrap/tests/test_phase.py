@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from torch import nn
 
 from ckpt_wrap import CheckpointImpl, checkpoint_, is_checkpointing, is_recomputing
-from ckpt_wrap._ambient import first_run, second_run
 
 
 def test_is_recomputing_only_while_recomputing(wrap):
@@ -55,37 +52,3 @@ def test_is_checkpointing_in_both_runs_and_nowhere_else(impl):
     with pytest.raises(ValueError):
         module(torch.randn(1, 2, requires_grad=True))
     assert (seen[-1], is_checkpointing()) == (True, False)
-
-
-class Note:
-    """State of a forward."""
-
-    asked = False
-
-
-class Asks(nn.Module):
-    """Calls `is_recomputing()`."""
-
-    def forward(self, x):
-        return is_recomputing()
-
-
-def test_another_thread_is_in_no_run():
-    """What it saves is kept."""
-    seen = []
-    with second_run():
-        thread = threading.Thread(
-            target=lambda: seen.append((is_recomputing(), is_checkpointing()))
-        )
-        thread.start()
-        thread.join()
-    assert seen == [(False, False)]
-
-
-def test_compiled_code_is_the_same_in_both_runs():
-    """Compiled code gets False in both runs, and its question is not noted."""
-    note = Note()
-    compiled = torch.compile(Asks(), backend="eager", fullgraph=True)
-    with second_run(), first_run(note):
-        assert not compiled(1)
-    assert not note.asked

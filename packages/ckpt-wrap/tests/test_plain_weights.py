@@ -7,7 +7,6 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import noop_context_fn
 
 from ckpt_wrap import CheckpointImpl, checkpoint_, checkpoint_wrapper
 
@@ -107,18 +106,10 @@ def test_a_weight_anywhere_is_recomputed(make, place):
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("options", ["reentrant", "contexts"])
-def test_options_do_not_lose_it(place, options):
-    """Where the weight is out of sight, what recomputes is the implementation without options."""
-    entered = []
-
-    def contexts():
-        entered.append(1)
-        return noop_context_fn()
-
-    reentrant = {"checkpoint_impl": CheckpointImpl.REENTRANT}
+def test_reentrant_recomputes_a_weight_anywhere(place):
+    """Where the weight is out of sight, the other implementation recomputes."""
     plain, changed = Weighted(place), Weighted(place)
-    checkpoint_(changed, **(reentrant if options == "reentrant" else {"context_fn": contexts}))
+    checkpoint_(changed, checkpoint_impl=CheckpointImpl.REENTRANT)
     x = torch.linspace(-1, 1, 8).reshape(2, 4)
     leaves = []
     for module in (plain, changed):
@@ -127,4 +118,3 @@ def test_options_do_not_lose_it(place, options):
         leaves.append(weight if weight._base is None else weight._base)
     assert torch.equal(leaves[0].grad, leaves[1].grad)
     assert changed.runs == 2
-    assert bool(entered) is (options == "contexts" and place in PLACES[:4])

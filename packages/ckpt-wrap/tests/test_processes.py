@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from ckpt_wrap import OffloadError, offload_
-from ckpt_wrap._disk_tier import DiskTier
 
 WORKER = """
 import os, signal, sys, torch
@@ -48,28 +47,12 @@ def test_the_folder_is_empty_after_the_process(tmp_path, ending, code):
 
 def test_a_killed_process_is_cleaned_up_after_by_the_next(tmp_path):
     """What SIGKILL left is removed at the next start; a living process's folder is not."""
-    mine = DiskTier(tmp_path).folder
+    offload_(nn.Tanh(), to=tmp_path)
+    (mine,) = tmp_path.iterdir()
     assert _run(tmp_path, "kill") == -signal.SIGKILL
     assert len(list(tmp_path.glob("ckpt_wrap-*"))) == 2
     assert _run(tmp_path, "normal") == 0
     assert list(tmp_path.iterdir()) == [mine]
-
-
-def test_an_interrupt_in_a_forked_child_does_not_give_it_its_parents_folder(tmp_path, monkeypatch):
-    """Until it has a folder of its own it has none: it is made at the next call."""
-    tier = DiskTier(tmp_path)
-    parents, process = tier.folder, os.getpid() + 1
-    monkeypatch.setattr(os, "getpid", lambda: process)
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", _raise_interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            tier.place(torch.zeros(8, dtype=torch.uint8))
-    tier.place(torch.zeros(8, dtype=torch.uint8))
-    assert tier.folder != parents
-
-
-def _raise_interrupt(*_):
-    raise KeyboardInterrupt
 
 
 TRAINING = """
@@ -182,23 +165,3 @@ def test_a_fork_between_forward_and_backward(tmp_path, first):
         os.close(go)
         os.close(wait)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def test_a_child_stores_anew_what_its_parent_has_stored(tmp_path):
-    """The parent may be done, and its file gone, before the child reads the same tensor."""
-    module = offload_(nn.Linear(32, 8), to=tmp_path, min_bytes=1)
-    x = torch.randn(16, 32)
-    module(x).sum().backward()
-    expected = module.weight.grad.clone()
-    loss = module(x).sum()  # stores x, and holds it until the end of this test
-
-    def step() -> bool:
-        module.zero_grad()
-        again = module(x).sum()
-        for file in tmp_path.glob(f"ckpt_wrap-{os.getppid()}-*/*.bin"):
-            file.unlink()
-        again.backward()
-        return torch.equal(module.weight.grad, expected)
-
-    assert _in_child(step)
-    assert loss.requires_grad

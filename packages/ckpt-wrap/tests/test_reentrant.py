@@ -8,25 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_wrap import CheckpointImpl, RecomputeError, checkpoint_, checkpoint_wrapper
+from ckpt_wrap import CheckpointImpl, OptionError, RecomputeError, checkpoint_, checkpoint_wrapper
 
 REENTRANT = CheckpointImpl.REENTRANT
-
-
-class OnlyKeywords(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(10, 10)
-
-    def forward(self, *, a=None, b=None):
-        return self.linear(a), self.linear(b)
-
-
-def test_keyword_only_arguments_work_reentrantly():
-    """A module that takes keywords only can be checkpointed with REENTRANT."""
-    model = checkpoint_wrapper(OnlyKeywords(), checkpoint_impl=CheckpointImpl.REENTRANT)
-    x = torch.ones(4, 10, requires_grad=True)
-    assert len(model(a=x, b=x)) == 2
 
 
 class Layer(nn.Module):
@@ -109,19 +93,6 @@ def test_a_result_may_be_of_any_form():
     assert torch.equal(module.linear.weight.grad, plain.linear.weight.grad)
 
 
-def test_a_result_of_another_number_of_tensors_is_an_error():
-    """Unless it is not to be compared, and torch finds that it fits."""
-    runs = []
-
-    def use(y):
-        runs.append(1)
-        return (torch.tanh(y), y) if len(runs) == 1 else (torch.tanh(y),)
-
-    loss = checkpoint_(Layer(use), checkpoint_impl=REENTRANT)(given())[0].sum()
-    with pytest.raises(RecomputeError, match=r"the result of module Layer is \[.*but was \[.*Make"):
-        loss.backward()
-
-
 def test_a_result_of_another_type_is_not_compared_on_request():
     """`determinism_check="none"` leaves it to autograd."""
     runs = []
@@ -169,3 +140,25 @@ def test_random_numbers_are_drawn_again_unless_told_otherwise():
         module = checkpoint_(Layer(use), checkpoint_impl=REENTRANT, preserve_rng_state=preserve)
         module(given()).sum().backward()
         assert torch.equal(*masks) is preserve
+
+
+@pytest.mark.parametrize("value", [False, True])
+def test_use_reentrant_chooses_the_implementation(value):
+    """For both layers; options that the chosen implementation lacks are refused."""
+    impl = REENTRANT if value else CheckpointImpl.NO_REENTRANT
+    assert checkpoint_wrapper(nn.ReLU(), use_reentrant=value).checkpoint_impl is impl
+    x = torch.ones(1, 2, requires_grad=True)
+    node = checkpoint_(nn.Linear(2, 2), use_reentrant=value)(x).grad_fn
+    assert ("Reentrant" in type(node).__name__) is value
+    with pytest.raises(OptionError, match="'debug' is set with"):
+        checkpoint_(nn.ReLU(), use_reentrant=True, debug=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"debug": False}, {"preserve_rng_state": False}, {"determinism_check": "none"}],
+    ids=str,
+)
+def test_reentrant_takes_other_options(options):
+    """Among them `debug` where it is off."""
+    checkpoint_(nn.Linear(4, 4), checkpoint_impl=REENTRANT, **options)(given()).sum().backward()

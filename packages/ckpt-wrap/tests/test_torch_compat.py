@@ -9,11 +9,6 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp.wrap import CustomPolicy
-from torch.utils.checkpoint import (
-    set_checkpoint_debug_enabled,
-    set_checkpoint_early_stop,
-)
 
 from ckpt_wrap import _torch_compat as compat
 
@@ -43,15 +38,6 @@ def test_a_saved_tensor_is_version_checked_and_seen_by_hooks(save):
     assert torch.equal(saved.unpack(), tensor * 3)
 
 
-def test_storage_keys_are_equal_for_views_only():
-    """Views share a key; other tensors do not."""
-    tensor, other = torch.ones(4), torch.ones(4)
-    keys = [compat.storage_key(t) for t in (tensor, tensor[1:], other)]
-    assert keys[0] == keys[1]
-    assert hash(keys[0]) == hash(keys[1])
-    assert keys[0] != keys[2]
-
-
 def test_without_dynamo_names_frames_stay_as_they_are(monkeypatch):
     """Export is seen by the public name, and the decorators return the function."""
     monkeypatch.delattr(torch.compiler, "_is_exporting_flag")
@@ -76,30 +62,6 @@ def test_missing_private_names_leave_the_fallbacks(monkeypatch):
     assert compat._nothing() is None
 
 
-def test_overrides_are_read():
-    """The context managers of torch.utils.checkpoint are seen."""
-    assert compat.early_stop_override() is None
-    assert compat.debug_override() is None
-    with set_checkpoint_early_stop(False), set_checkpoint_debug_enabled(True):
-        assert compat.early_stop_override() is False
-        assert compat.debug_override() is True
-
-
-def test_function_modes_are_noticed():
-    """A default device set by a context shows."""
-    assert not compat.may_have_function_mode()
-    with torch.device("meta"):
-        assert compat.may_have_function_mode()
-
-
-def test_transforms_are_noticed():
-    """`torch.func` shows while it differentiates."""
-    assert compat.active_transform() is None
-    seen = []
-    torch.func.vmap(lambda x: seen.append(compat.active_transform()) or x)(torch.ones(2))
-    assert seen[0] is not None
-
-
 def test_edges_list_every_alias():
     """A shared child is listed under each name; without torch's dict, under the first."""
     shared = nn.ReLU()
@@ -110,36 +72,6 @@ def test_edges_list_every_alias():
         named_children = staticmethod(partial(iter, [("a", shared)]))
 
     assert list(compat.edges(Plain())) == [("a", shared)]
-
-
-def test_torchs_policies_run():
-    """A policy object of torch's is recognised and asked."""
-    model = nn.Sequential(nn.ReLU())
-    policy = CustomPolicy(lambda m: isinstance(m, nn.ReLU) and {"a": 1})
-    assert compat.is_torch_policy(policy)
-    assert not compat.is_torch_policy(len)
-    assert compat.run_torch_policy(policy, model) == {model[0]: {"a": 1}}
-
-
-def test_versions_and_parameter_views():
-    """In-place changes count; views of parameters are told from other tensors."""
-    tensor = torch.ones(2)
-    before = compat.version_of(tensor)
-    tensor.add_(1)
-    assert compat.version_of(tensor.detach()) == before + 1
-    weight = nn.Parameter(torch.ones(2, 2))
-    assert compat.is_parameter_view(weight)
-    assert compat.is_parameter_view(weight.t())
-    assert not compat.is_parameter_view(weight * 1)
-
-
-def test_tensors_that_count_no_changes_are_never_changed():
-    """An inference tensor has no version; 0 stands for it."""
-    with torch.inference_mode():
-        tensor = torch.ones(2)
-    assert compat.version_of(tensor) == 0
-    changed = torch.ones(2).add_(1)
-    assert compat.versions_of([tensor, changed]) == [0, compat.version_of(changed)]
 
 
 def test_selective_contexts_bypass_hooks_where_torch_asks():

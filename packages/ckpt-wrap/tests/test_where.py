@@ -23,9 +23,7 @@ from ckpt_wrap import (
     checkpoint_wrapper,
     make_plan,
     offload_,
-    offload_wrapper,
 )
-from ckpt_wrap._errors import describe
 
 
 class Block(nn.Module):
@@ -313,13 +311,6 @@ def test_a_failing_apply_in_place_puts_back_what_was_there():
     with pytest.raises(OptionError):
         apply_activation_checkpointing(model, checkpoint_, auto_wrap_policy=policy)
     assert vars(model.layers[0])["_ckpt_wrap"] is before
-
-
-def test_functions_and_wrappers_are_described():
-    """A function by its name; a wrapper's module by its class."""
-    assert describe(_x, "") == "_x"
-    assert describe(offload_wrapper(nn.ReLU()), "a.b") == "'a.b' (OffloadWrapper)"
-    assert describe(nn.ReLU().forward, "a") == "'a' (ReLU)"
 
 
 class CallsWhatItIsGiven(nn.Module):

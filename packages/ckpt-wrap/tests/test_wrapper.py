@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import pickle
-from collections import OrderedDict
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import prune
-from torch.utils.checkpoint import checkpoint
 
 from ckpt_wrap import (
     CheckpointImpl,
     CheckpointWrapper,
-    OffloadWrapper,
     checkpoint_wrapper,
     offload_wrapper,
 )
@@ -27,93 +21,6 @@ WRAPPERS = [
     checkpoint_wrapper,
     offload_wrapper,
 ]
-
-
-class Keywords(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(10, 10)
-
-    def forward(self, a, b, c=None, d=None, **kwargs):
-        return tuple(self.linear(x) for x in (a, b, c, d))
-
-
-def test_state_dict_moves_between_wrapped_and_plain():
-    """A wrapped module's state dict loads into a plain one and back."""
-    wrapped = checkpoint_wrapper(
-        nn.Linear(10, 10, bias=False),
-        checkpoint_fn=checkpoint,
-        use_reentrant=True,
-        preserve_rng_state=False,
-    )
-    plain = nn.Linear(10, 10, bias=False)
-    plain.load_state_dict(copy.deepcopy(wrapped.state_dict()))
-    assert torch.equal(plain.weight, wrapped.weight)
-    with torch.no_grad():
-        plain.weight.add_(0.5)
-    wrapped.load_state_dict(copy.deepcopy(plain.state_dict()))
-    assert torch.equal(plain.weight, wrapped.weight)
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_keyword_arguments_reach_the_module(wrapper):
-    """Keyword tensors are passed on and change nothing about what requires grad."""
-    model = wrapper(Keywords())
-    assert isinstance(model, OffloadWrapper if wrapper is offload_wrapper else CheckpointWrapper)
-    x = torch.ones(4, 10, requires_grad=True)
-    with_keywords = model(x, x, c=x, d=x, e=x, f=x)
-    without = model(x, x, x, x)
-    assert len(with_keywords) == 4
-    for one, other in zip(with_keywords, without, strict=True):
-        assert torch.equal(one, other)
-        assert one.requires_grad == other.requires_grad
-
-
-@pytest.mark.parametrize("checkpoint_fn", [None, checkpoint])
-def test_context_fn_is_entered_for_forward_and_recompute(checkpoint_fn):
-    """Each of the two contexts is entered once per step."""
-    entered = []
-
-    @contextlib.contextmanager
-    def note(which):
-        entered.append(which)
-        yield
-
-    options = {} if checkpoint_fn is None else {"use_reentrant": False}
-    model = checkpoint_wrapper(
-        nn.Linear(1, 1),
-        checkpoint_fn=checkpoint_fn,
-        context_fn=lambda: (note("forward"), note("recompute")),
-        **options,
-    )
-    model(torch.randn(2, 1)).sum().backward()
-    assert entered == ["forward", "recompute"]
-
-
-def test_missing_attributes_are_the_inner_modules():
-    """Indexing and unknown attributes go to the wrapped module."""
-    linear = nn.Linear(1, 1)
-    inner = nn.Sequential(linear, linear)
-    wrapped = CheckpointWrapper(inner)
-    inner.note = "bar"
-    assert wrapped[0] is linear
-    assert wrapped.note == "bar"
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_names_are_those_of_the_plain_model(wrapper):
-    """Parameters, buffers, modules and state dict have the same names, at any depth."""
-
-    def build(wrap):
-        inner = nn.Sequential(wrap(nn.Linear(2, 2)), nn.BatchNorm1d(2))
-        return nn.Sequential(OrderedDict(a=wrap(inner), b=nn.Linear(2, 2)))
-
-    plain, wrapped = build(lambda module: module), build(wrapper)
-    for names in ("named_parameters", "named_buffers"):
-        assert list(dict(getattr(plain, names)())) == list(dict(getattr(wrapped, names)()))
-    assert {n for n, _ in plain.named_modules()} == {n for n, _ in wrapped.named_modules()}
-    assert list(plain.state_dict()) == list(wrapped.state_dict())
-    assert plain.state_dict()._metadata == wrapped.state_dict()._metadata
 
 
 class Versioned(nn.Module):
@@ -132,30 +39,6 @@ class Versioned(nn.Module):
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
         self.seen.append(local_metadata.get("version"))
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
-
-
-def test_versions_reach_the_module_whichever_side_was_wrapped():
-    """Loading wrapped into plain and plain into wrapped, a module sees its own version."""
-    plain, wrapped = nn.Sequential(Versioned()), nn.Sequential(checkpoint_wrapper(Versioned()))
-    plain.load_state_dict(wrapped.state_dict())
-    wrapped.load_state_dict(plain.state_dict())
-    wrapped[0].load_state_dict(plain[0].state_dict())
-    assert plain[0].seen == [2]
-    assert wrapped[0].seen == [2, 2]
-
-
-def test_old_checkpoints_and_named_parameters_load():
-    """Keys with the prefix load, at any depth, and so does `dict(named_parameters())`."""
-    model = nn.Sequential(checkpoint_wrapper(checkpoint_wrapper(nn.Linear(2, 2))))
-    prefix = "0._checkpoint_wrapped_module._checkpoint_wrapped_module."
-    model.load_state_dict({prefix + "weight": torch.ones(2, 2), prefix + "bias": torch.ones(2)})
-    assert model[0].weight.eq(1).all()
-    model.load_state_dict(dict(model.named_parameters()))
-    root = checkpoint_wrapper(nn.Linear(2, 2))
-    root.load_state_dict(
-        {"_checkpoint_wrapped_module.weight": torch.ones(2, 2), "bias": torch.ones(2)}
-    )
-    assert root.weight.eq(1).all()
 
 
 def test_load_errors_use_the_users_names():
@@ -253,20 +136,6 @@ def test_an_empty_instance_has_no_attributes_and_does_not_recurse():
         _ = CheckpointWrapper.__new__(CheckpointWrapper).anything
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_copies_and_pickles_work_and_are_independent(wrapper):
-    """deepcopy and pickle give wrappers of their own modules, whose dicts they reach."""
-    wrapped = wrapper(nn.BatchNorm1d(2))
-    for twin in (copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))):
-        twin(torch.randn(3, 2, requires_grad=True)).sum().backward()
-        assert wrapped.weight.grad is None
-        twin.weight = nn.Parameter(torch.zeros(2))
-        assert not twin.state_dict()["weight"].any()
-        assert wrapped.state_dict()["weight"].all()
-        twin.load_state_dict(wrapped.state_dict())
-        assert "running_mean" in twin._buffers
-
-
 def test_a_subclass_may_set_attributes_of_its_own():
     """A user's wrapper class keeps what its class defines and finds what it set."""
 
@@ -281,36 +150,6 @@ def test_a_subclass_may_set_attributes_of_its_own():
     wrapped = Mine(nn.Linear(1, 1))
     assert (wrapped.level, wrapped.note) == (3, "x")
     assert not hasattr(wrapped._checkpoint_wrapped_module, "level")
-
-
-def test_a_recompute_engine_of_ones_own():
-    """`checkpoint_fn` gets the function and its arguments, with the options bound."""
-    calls = []
-
-    def own_checkpoint(function, *args, label, **kwargs):
-        calls.append((label, len(args), sorted(kwargs)))
-        return checkpoint(function, *args, use_reentrant=False, **kwargs)
-
-    wrapped = checkpoint_wrapper(Keywords(), checkpoint_fn=own_checkpoint, label="mine")
-    x = torch.ones(1, 10, requires_grad=True)
-    wrapped(x, x, c=x, d=x)[3].sum().backward()
-    assert calls == [("mine", 2, ["c", "d"])]
-    assert wrapped.checkpoint_fn.func is own_checkpoint
-    assert wrapped.checkpoint_fn.keywords == {"label": "mine"}
-
-
-def test_checkpoint_and_offload_compose_in_either_order(gradients, equal, block_class):
-    """Both orders recompute once and give the plain gradients."""
-    plain = block_class()
-    orders = [
-        checkpoint_wrapper(offload_wrapper(copy.deepcopy(plain))),
-        offload_wrapper(checkpoint_wrapper(copy.deepcopy(plain))),
-    ]
-    x = torch.randn(2, 8, requires_grad=True)
-    expected = gradients(plain, lambda m: m(x), x)
-    for wrapped in orders:
-        assert equal(expected, gradients(wrapped, lambda m: m(x), x))
-        assert wrapped.calls == 2
 
 
 @pytest.mark.parametrize("name", ["__scale", "scale__", "_scale"])

@@ -16,6 +16,7 @@ from ckpt_wrap._errors import (
     about,
     describe,
     require_module,
+    takes,
 )
 from ckpt_wrap._in_place import behaviour, put_back, set_name
 from ckpt_wrap._plan import count_elements
@@ -50,7 +51,7 @@ def apply_activation_checkpointing(
 
     Raises:
         ModuleError: `model`, or what `checkpoint_wrapper_fn` returns, is not an `nn.Module`.
-        OptionError: `checkpoint_wrapper_fn` or `check_fn` is not a function.
+        OptionError: `checkpoint_wrapper_fn` or `check_fn` is not a function of a module.
         PolicyError: `auto_wrap_policy` is neither.
 
     Example:
@@ -62,8 +63,8 @@ def apply_activation_checkpointing(
     require_module(model, "apply_activation_checkpointing")
     for option, value in (("checkpoint_wrapper_fn", checkpoint_wrapper_fn), ("check_fn", check_fn)):
         # A module is callable, and a module class in the place of `check_fn` would be constructed.
-        is_class = option == "check_fn" and isinstance(value, type)
-        if not callable(value) or isinstance(value, nn.Module) or is_class:
+        wrong = option == "check_fn" and (isinstance(value, type) or not takes(value, model))
+        if not callable(value) or isinstance(value, nn.Module) or wrong:
             raise OptionError(
                 f"ckpt_wrap.apply_activation_checkpointing: option {option!r} is {value!r}, but "
                 "it must be a function of a module. Pass such a function."

@@ -5,13 +5,14 @@ such as dataclasses and caches. Instances of classes of torch and of the standar
 modules, are passed by reference.
 
 Recomputation gets the contents that the arguments had before forward. Builtin containers are built
-again. Another object is passed as it is while its contents are unchanged, and replaced by a copy
-with the old contents otherwise. Changes that recomputation makes to such a copy are dropped.
+again. Another object is passed as it is while its contents are unchanged. Otherwise it is replaced
+by a new object of its class with the old contents; a class whose objects hold more than items and
+attributes, such as a deque, is an error then. Changes that recomputation makes to a new object are
+dropped.
 """
 
 from __future__ import annotations
 
-import copy
 import enum
 import functools
 import sys
@@ -33,7 +34,9 @@ LIMIT = 4096  # objects in one call; further ones are passed by reference
 _ATOMS = frozenset(
     {int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size}
 )
-_BUILTIN = frozenset({tuple, list, dict, set, deque, OrderedDict, defaultdict})
+_BUILTIN = frozenset({tuple, list, dict, set, OrderedDict, defaultdict})
+# Bases of objects that are made again.
+_BASES: tuple[Any, ...] = (OrderedDict, dict, list, set, types.SimpleNamespace, object)
 _HEAP_TYPE = 1 << 9  # flag of classes written in Python
 _MISSING = object()
 
@@ -71,16 +74,14 @@ class Node:
         keys, items, attributes: the contents, as templates.
         live: the object, as long as recomputation may get it unchanged.
         before: its contents before forward, to notice changes.
-        blank: an empty object of its class, where the class does not make one itself.
     """
 
-    __slots__ = ("attributes", "before", "blank", "items", "keys", "kind", "live")
+    __slots__ = ("attributes", "before", "items", "keys", "kind", "live")
 
     def __init__(self, kind: type) -> None:
         self.kind = kind
         self.live: Any = None
         self.before: Contents | None = None
-        self.blank: Any = None
         self.keys: tuple[Any, ...] = ()
         self.items: list[Any] = []
         self.attributes: dict[str, Any] = {}
@@ -95,8 +96,6 @@ class Node:
 
     def forget(self) -> None:
         """Release the object, which recomputation does not get."""
-        if self.live is not None:
-            self.blank = _blank(self.live)
         self.live = self.before = None
 
     def build(self, fill: _Filler) -> None:
@@ -107,16 +106,16 @@ class Node:
                 self.kind(*items) if hasattr(self.kind, "_fields") else self.kind(items)
             )
             return
-        blank = self.blank if self.live is None else _blank(self.live)
-        if blank is _MISSING:
-            raise TypeError(self.kind.__name__)
-        new = fill.made[self] = self.kind() if blank is None else copy.copy(blank)
-        base = next((base for base in _BASES if isinstance(new, base)), None)
-        if base is not None and issubclass(base, dict):
+        base = next(base for base in _BASES if issubclass(self.kind, base))
+        try:
             # The methods of the builtin classes: subclasses may override their own.
+            new = fill.made[self] = base.__new__(self.kind)
+        except TypeError:
+            raise TypeError(self.kind.__name__) from None
+        if issubclass(base, dict):
             for key, item in zip(self.keys, self.items, strict=True):
                 base.__setitem__(new, key, fill(item))
-        elif base is not None:
+        elif base in (list, set):
             put: Any = base.update if base is set else base.extend
             put(new, map(fill, self.items))
         for name, part in self.attributes.items():
@@ -169,8 +168,6 @@ class Arguments:
         inside = inside or not (kind in _BUILTIN or issubclass(kind, tuple))
         if inside:
             self._watch(node, value, contents)
-        elif kind in (deque, defaultdict):
-            node.blank = _blank(value)
         node.keys = contents.keys
         node.items = [self._flatten(item, inside, depth + 1) for item in contents.items]
         node.attributes = {
@@ -208,7 +205,7 @@ class Arguments:
             rebuild: build every object that holds a tensor again, changed or not.
 
         Raises:
-            RecomputeError: an object has to be copied, and its class does not allow that.
+            RecomputeError: an object has to be made again, and its class does not allow that.
         """
         fill = _Filler(tensors, self._stale(rebuild=rebuild))
         try:
@@ -217,8 +214,8 @@ class Arguments:
             raise RecomputeError(
                 f"ckpt_wrap.{where.made_by}: an argument of module {where} was changed since its "
                 "forward started, and recomputation needs it as it was before, but an object of "
-                f"class {error} cannot be copied. Give the class a working __copy__, or leave this "
-                "module out of checkpointing."
+                f"class {error} cannot be made again. Pass a list, a dict or a dataclass instead, "
+                "or leave this module out of checkpointing."
             ) from error
 
     def _stale(self, *, rebuild: bool = False) -> set[Node]:
@@ -280,25 +277,6 @@ def _warn_if_grown(stale: set[Node], tensors: Sequence[torch.Tensor], where: Whe
 
 
 _warned: set[str] = set()  # classes of arguments that a warning was given for
-_BASES: tuple[Any, ...] = (OrderedDict, dict, list, deque, set)
-
-
-def _blank(value: Any) -> Any:
-    """An empty object of the same class, or `_MISSING` if the class cannot be copied."""
-    if isinstance(value, tuple):
-        return None
-    try:
-        new = copy.copy(value)
-        if new is value or type(new) is not type(value):
-            return _MISSING
-        base = next((base for base in _BASES if isinstance(new, base)), None)
-        if base is not None:
-            base.clear(new)
-        for name in _attributes(new):
-            object.__delattr__(new, name)
-    except Exception:  # whatever the class raises
-        return _MISSING
-    return new
 
 
 def _contents(value: Any) -> Contents:
@@ -312,7 +290,7 @@ def _contents(value: Any) -> Contents:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    if type(value) in _BUILTIN:
+    if type(value) in _BUILTIN and type(value) is not defaultdict:
         return {}
     found = dict(getattr(value, "__dict__", ()))
     for name in _slots(type(value)):
@@ -324,13 +302,13 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 @functools.cache
 def _slots_of(kind: Any) -> frozenset[str]:
-    """Names of the attributes in slots of classes written in Python."""
+    """Names of the attributes in slots of classes written in Python, and `default_factory`."""
     return frozenset(
         name
         for base in kind.__mro__
         for name, member in vars(base).items()
         if isinstance(member, types.MemberDescriptorType)
-        and base.__flags__ & _HEAP_TYPE
+        and (base.__flags__ & _HEAP_TYPE or base is defaultdict)
         and name not in ("__dict__", "__weakref__")
     )
 
@@ -341,7 +319,7 @@ def _follows(kind: Any) -> bool:
     if kind is types.SimpleNamespace or issubclass(kind, tuple):
         return True
     if not kind.__flags__ & _HEAP_TYPE:
-        return kind in _BUILTIN
+        return kind in _BUILTIN or kind is deque
     if issubclass(kind, (torch.Tensor, nn.Module, type, enum.Enum)):
         return False
     package = kind.__module__.partition(".")[0]

@@ -8,9 +8,8 @@
 | `torch.compile` traces | `torch.utils.checkpoint`, which the compiler knows; after a graph \
 break inside the function the call runs in eager mode, the function with it |
 | `torch.func` transforms the call | the function, as it is |
-| neither an input nor a tensor of the module requires grad | a `Region` without options: it \
-keeps nothing unless the function finds a tensor elsewhere that requires grad |
-| `REENTRANT` | `torch.utils.checkpoint` over all tensors of the call |
+| `REENTRANT`, and an input or a tensor of the module requires grad | `torch.utils.checkpoint` \
+over all tensors of the call |
 | `debug=True` | `torch.utils.checkpoint`, which can print operators |
 | otherwise | a `Region` |
 
@@ -35,6 +34,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -143,15 +143,6 @@ def _under_compile(
     )
 
 
-_ONLY_RECOMPUTE = CheckpointOptions()
-
-
-def _does_more_than_recompute(options: CheckpointOptions) -> bool:
-    """Whether the options would have an effect where nothing requires grad."""
-    contexts = options.context_fn is not noop_context_fn
-    return contexts or options.debug or options.impl is CheckpointImpl.REENTRANT
-
-
 class Call:
     """One call of a function, with everything needed to make the same call again."""
 
@@ -181,8 +172,8 @@ class Call:
         self.where = where
         self.module = owner(function)
         self.arguments = Arguments(args, kwargs)
-        if _does_more_than_recompute(options) and not self._finds_gradients():
-            options = _ONLY_RECOMPUTE
+        if options.impl is CheckpointImpl.REENTRANT and not self._finds_gradients():
+            options = replace(options, impl=CheckpointImpl.NO_REENTRANT)
         self.options = options
         self.contexts = _contexts(options, where)
         self.state = ModuleState(self.module, where, own_hooks=function is self.module)

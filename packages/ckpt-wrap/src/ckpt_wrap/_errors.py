@@ -6,11 +6,15 @@ A message begins with `ckpt_wrap.<function>: `, and says how to go on.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class CkptWrapError(Exception):
@@ -47,6 +51,40 @@ def about(what: str) -> Iterator[None]:
         yield
     except CkptWrapError as error:
         raise type(error)(f"{error} This was for {what}.") from error
+
+
+def explain_arguments(function: F) -> F:
+    """Decorator: arguments that the function does not take raise `OptionError`."""
+    signature = inspect.signature(function)
+    names = [
+        name
+        for name, parameter in signature.parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    ]
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise OptionError(
+                f"ckpt_wrap.{function.__name__}: {error}. Pass the module, and options by name: "
+                f"{', '.join(names)}."
+            ) from None
+        return function(*args, **kwargs)
+
+    return checked  # type: ignore[return-value]  # it has the signature of the function
+
+
+def takes(function: Callable[..., Any], *args: object) -> bool:
+    """Whether a function can be called with these arguments."""
+    try:
+        inspect.signature(function).bind(*args)
+    except TypeError:
+        return False
+    except ValueError:  # some built-in functions have no signature
+        return True
+    return True
 
 
 def owner(function: Callable[..., Any]) -> nn.Module | None:

@@ -33,6 +33,7 @@ from ckpt_wrap._errors import (
     ModuleError,
     OptionError,
     describe,
+    explain_arguments,
     has_forward,
     require_forward,
     require_module,
@@ -65,6 +66,7 @@ class Behaviour:
         return self.offload(self.checkpoint, forward, *args, **kwargs)
 
 
+@explain_arguments
 def checkpoint_(
     module: M,
     *,
@@ -104,7 +106,7 @@ def checkpoint_(
     Raises:
         ModuleError: not an `nn.Module`, one without a forward, such as `nn.ModuleList`, or one
             whose class cannot be changed.
-        OptionError: an option is unknown or invalid, or two options conflict.
+        OptionError: an option is unknown, invalid or not passed by name, or two conflict.
 
     Warns:
         UserWarning: the module contains a list of repeated blocks, which become one region, or
@@ -135,6 +137,7 @@ def checkpoint_(
     return become(module, checkpoint=made)
 
 
+@explain_arguments
 def offload_(
     module: M,
     *,
@@ -168,7 +171,8 @@ def offload_(
     Raises:
         ModuleError: not an `nn.Module`, one without a forward, such as `nn.ModuleList`, or one
             whose class cannot be changed.
-        OptionError: a value is invalid, or the folder does not exist and `create` is False.
+        OptionError: an option is unknown, invalid or not passed by name, or the folder does not
+            exist and `create` is False.
         OffloadError: the folder cannot be created or written to.
 
     Example:
@@ -436,7 +440,7 @@ def warn_of_own_switch(module: nn.Module, function: str) -> None:
                 f"ckpt_wrap.{function}: module {describe(below, name)} has checkpointing of its "
                 f"own switched on ({switch}=True), so it recomputes twice. Switch it off, for "
                 "example by model.gradient_checkpointing_disable().",
-                stacklevel=3,
+                stacklevel=4,
             )
             return
 
@@ -461,7 +465,7 @@ def warn_of_one_region(module: nn.Module, function: str) -> None:
                 f"{kinds.count(repeated)} {repeated.__name__} in {name!r} and becomes one region. "
                 "Recomputation then holds the tensors of all of them at once, and the peak is not "
                 "lower. Checkpoint the blocks: ckpt_wrap.checkpoint_layers_(model).",
-                stacklevel=3,
+                stacklevel=4,
             )
             return
 

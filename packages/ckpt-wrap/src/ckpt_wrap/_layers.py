@@ -13,7 +13,13 @@ from collections import Counter
 
 from torch import nn
 
-from ckpt_wrap._errors import ModuleError, OptionError, has_forward, require_module
+from ckpt_wrap._errors import (
+    ModuleError,
+    OptionError,
+    explain_arguments,
+    has_forward,
+    require_module,
+)
 from ckpt_wrap._in_place import warn_of_own_switch
 from ckpt_wrap._plan import Plan, count_elements, make_step
 
@@ -21,6 +27,7 @@ Blocks = list[tuple[str, nn.Module]]
 _STAGES_GROW = 3.0  # the largest entry has so many times the parameters of the smallest
 
 
+@explain_arguments
 def checkpoint_layers_(
     model: nn.Module, every: int = 1, offload: bool | str | os.PathLike[str] = False
 ) -> Plan:

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,9 +73,6 @@ class OffloadedTensor:
     storage: OffloadedStorage
     view: View
 
-    def __iter__(self) -> Iterator[Any]:
-        return _as_packed_by_torch(self.view.of(self.storage.read()))
-
 
 @dataclass(frozen=True, slots=True)
 class KeptTensor:
@@ -83,9 +80,6 @@ class KeptTensor:
 
     tensor: torch.Tensor
     version: int
-
-    def __iter__(self) -> Iterator[Any]:
-        return _as_packed_by_torch(self.tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +91,6 @@ class PackedSubclass:
     context: Any
     size: torch.Size
     stride: tuple[int, ...]
-
-
-def _as_packed_by_torch(tensor: torch.Tensor) -> Iterator[Any]:
-    # Code that replaces the unpack hook of saved_tensors_hooks, as a test of the source does,
-    # expects what torch's save_on_cpu packs: the device and the tensor on the host.
-    return iter((tensor.device, tensor.cpu()))
 
 
 class OffloadCall:

@@ -58,13 +58,6 @@ class CallOrder:
         self._leaving: deque[_Leaving] = deque()
         self._sent_bytes = 0
 
-    @property
-    def leaving_bytes(self) -> int:
-        """Bytes of sources that are held for their copies."""
-        with self.lock:
-            storages = [entry.ref() for entry in self._leaving]
-        return sum(s.nbytes for s in storages if s is not None)
-
     def leaves(self, storage: OffloadedStorage) -> None:
         """Note that a storage has begun to leave."""
         with self.lock:

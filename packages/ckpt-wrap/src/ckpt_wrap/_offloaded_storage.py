@@ -14,7 +14,6 @@ that a thread can go on after an exception from outside.
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 import weakref
 from dataclasses import dataclass
@@ -168,7 +167,6 @@ class OffloadedStorage:
         "counters",
         "device",
         "nbytes",
-        "process",
         "source",
         "stored",
         "version",
@@ -188,7 +186,6 @@ class OffloadedStorage:
         self.stored: Stored | None = None
         self._fetched: torch.Tensor | None = None
         self.counters = counters
-        self.process = os.getpid()  # that may remove the stored bytes
         self.where = where  # the module that saved it first, for messages
 
     def leave(self, tier: Tier) -> bool:
@@ -230,11 +227,9 @@ class OffloadedStorage:
         """Whether this tensor of the same storage can use this copy, too.
 
         Its bytes must not have changed since the copy was made. The version says so only for
-        tensors with the same version counter. A forked child makes a copy of its own, because
-        the parent removes what it stored.
+        tensors with the same version counter.
         """
-        same_counter = self._owner() is counter_owner(tensor)
-        return self.process == os.getpid() and same_counter and self.version == version_of(tensor)
+        return self._owner() is counter_owner(tensor) and self.version == version_of(tensor)
 
     def start_fetch(self, late: bool = False) -> None:
         """Start bringing the bytes back, if they are away; `late` if they are read now.

@@ -7,7 +7,6 @@ digest, and applied to any model with these names.
 from __future__ import annotations
 
 import hashlib
-import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from ckpt_wrap._errors import (
     describe,
     require_forward,
     require_module,
+    takes,
 )
 from ckpt_wrap._in_place import Action, become, planned, require_changeable, set_name
 from ckpt_wrap._wrapper import ActivationWrapper, innermost
@@ -161,7 +161,7 @@ def make_plan(
 def _require_rule(rule: object, model: nn.Module) -> None:
     if isinstance(rule, type) and issubclass(rule, nn.Module):
         advice = f"Pass lambda name, module: isinstance(module, {rule.__name__})."
-    elif not callable(rule) or not _takes(rule, "", model):
+    elif not callable(rule) or not takes(rule, "", model):
         advice = "Pass such a function."
     else:
         return
@@ -169,16 +169,6 @@ def _require_rule(rule: object, model: nn.Module) -> None:
         f"ckpt_wrap.make_plan: rule is {rule!r}, but it must be a function of a name and a "
         f"module that returns a bool or options. {advice}"
     )
-
-
-def _takes(function: Callable[..., Any], *args: object) -> bool:
-    try:
-        inspect.signature(function).bind(*args)
-    except TypeError:
-        return False
-    except ValueError:  # some built-in functions have no signature
-        return True
-    return True
 
 
 def make_step(name: str, module: nn.Module, action: Action, options: Mapping[str, Any]) -> Step:

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import noop_context_fn
 
 from ckpt_wrap._checkpoint import Checkpoint
 from ckpt_wrap._checkpoint_fn import CheckpointFn, make_checkpoint_fn
-from ckpt_wrap._errors import ModuleError, require_module
+from ckpt_wrap._errors import ModuleError, explain_arguments, require_module
 from ckpt_wrap._offload import Offload
 from ckpt_wrap._options import CheckpointImpl, ContextFn, OffloadOptions
 from ckpt_wrap._torch_compat import edges, is_parametrized_class
@@ -254,6 +254,7 @@ class OffloadWrapper(ActivationWrapper):
         return self._offload(self._inner(), *args, **kwargs)
 
 
+@explain_arguments
 def checkpoint_wrapper(
     module: nn.Module,
     checkpoint_impl: CheckpointImpl = CheckpointImpl.NO_REENTRANT,
@@ -305,6 +306,7 @@ def checkpoint_wrapper(
     )
 
 
+@explain_arguments
 def offload_wrapper(
     module: nn.Module,
     *,
