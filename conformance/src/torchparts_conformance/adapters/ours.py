@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
 from torchparts_conformance import Implementation
 from torchparts_conformance.requirements._areas import AREAS
@@ -14,11 +15,19 @@ _MODULES = {
     "flat-param": "flat_param",
     "sac-policies": "sac_policies",
 }
-_PARTS = {
-    **_MODULES,
-    "flat-param": "torchparts_conformance.adapters.inside_flat_param",
-    "sac-policies": "torchparts_conformance.adapters.inside_sac_policies",
-}
+
+
+class _Joined:
+    """The names of a package and of its public submodules, as the cases use them."""
+
+    def __init__(self, package: str, *submodules: str) -> None:
+        self._modules = (package, *(f"{package}.{name}" for name in submodules))
+
+    def __getattr__(self, name: str) -> Any:
+        for module in map(import_module, self._modules):
+            if name in module.__all__:
+                return getattr(module, name)
+        raise AttributeError(f"{self._modules[0]} has no {name}")
 
 
 def _version() -> str:
@@ -34,6 +43,10 @@ def implementation() -> Implementation:
         name="torchparts",
         version=_version(),
         distributions=tuple(_MODULES),
-        parts=_PARTS,
+        parts={
+            **_MODULES,
+            "flat-param": _Joined("flat_param", "plan", "handle"),
+            "sac-policies": _Joined("sac_policies", "budget", "policies", "reports"),
+        },
         capabilities=profiles,
     )

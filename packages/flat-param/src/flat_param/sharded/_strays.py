@@ -33,11 +33,6 @@ def _count(module: nn.Module, name: str, registered: Any) -> None:
     _registrations[0] += 1
 
 
-def registrations() -> int:
-    """How many there have been in this process, in any module."""
-    return _registrations[0]
-
-
 def check_strays(function: str, module: nn.Module, units: Iterable[Unit]) -> None:
     """Refuse a parameter of a sharded module whose gradients nothing reduces.
 
@@ -67,3 +62,13 @@ def check_strays(function: str, module: nn.Module, units: Iterable[Unit]) -> Non
                     "belongs to no unit, so each rank would train its own. Add it before "
                     "fully_shard, or pass it in ignored_params and reduce its gradients yourself."
                 )
+
+
+def look_for_strays(unit: Unit) -> None:
+    """Before a forward of an outermost unit, the first after a registration."""
+    now = _registrations[0]
+    if unit.looked_at == now:
+        return
+    for module in unit.modules() if not unit.schedule.depth else ():
+        check_strays("fully_shard", module, unit.schedule.units)
+    unit.looked_at = now

@@ -59,7 +59,8 @@ class Unit:
         reduction: how its gradients are summed.
         regroup: the smaller group that has the unit whole from forward to backward, if any.
         modules: gives its modules, as long as they are there; it holds none.
-        looked_at: how many registrations there were when strays were last looked for; _strays.py.
+        looked_at: how many registrations there were when strays were last looked for, which
+            `look_around` does before a forward; _strays.py.
         is_by_hand: whether its user has had it gathered, and no forward or backward has begun yet.
     """
 
@@ -71,12 +72,14 @@ class Unit:
         comms: CommGroups,
         options: UnitOptions,
         schedule: UnitSchedule[Unit],
+        look_around: Callable[[Unit], None],
         ignored: Sequence[nn.Parameter] = (),
         modules: Sequence[nn.Module] = (),
     ) -> None:
         self.name = ""
         self._modules = tuple(map(weakref.ref, modules))
         self.looked_at = -1
+        self._look_around = look_around
         self.owners: tuple[Owner, ...] = ()
         self.parts = tuple(parts)
         self.ignored = tuple(ignored)
@@ -292,6 +295,7 @@ class Unit:
         """Make the unit ready to compute. Collective."""
         if self.options.cpu_offload and self.parts:
             refuse_capture(self.name, self.parts[0].device)
+        self._look_around(self)
         self.schedule.enter(self)
         self.unshard()
         self._compute_with_leaves()

@@ -14,13 +14,11 @@ from types import TracebackType
 from typing import Any
 from weakref import WeakValueDictionary
 
-import torch
 from torch import nn
 
 from .._errors import FlatParamError, StateError
 from .._torch_compat import pass_over_frames
 from ._param_sites import ParamSite
-from ._strays import check_strays, registrations
 from ._unit import Unit
 
 _classes: WeakValueDictionary[tuple[object, ...], type] = WeakValueDictionary()
@@ -34,8 +32,6 @@ def run_unit(
     depth = unit.schedule.depth
     named = None
     try:
-        if unit.looked_at != registrations():
-            torch.compiler.disable(_look_for_strays)(unit)
         args, kwargs = unit.begin_forward(unit, args, kwargs)
         output = unit.end_forward(unit, module, run(*args, **kwargs))
     except BaseException as error:
@@ -47,14 +43,6 @@ def run_unit(
     finally:
         del named  # its traceback has this frame
     return output
-
-
-def _look_for_strays(unit: Unit) -> None:
-    """Before a forward of an outermost unit, the first after a registration."""
-    now = registrations()
-    for module in unit.modules() if not unit.schedule.depth else ():
-        check_strays("fully_shard", module, unit.schedule.units)
-    unit.looked_at = now
 
 
 def sharded_class(

@@ -124,14 +124,14 @@ def _called(where: str, name: str, batch: Batch) -> Any:
 
 def _of_config(source: str, batch: Batch) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        transformers = importlib.import_module("transformers")
     except ImportError as error:
         raise BudgetError(
             f"sac_policies plan: {source!r} is read as a transformers config, but transformers is "
             "not installed. Install it, or pass module:function."
         ) from error
     try:
-        config = AutoConfig.from_pretrained(source)
+        config = transformers.AutoConfig.from_pretrained(source)
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise BudgetError(
@@ -139,8 +139,8 @@ def _of_config(source: str, batch: Batch) -> tuple[nn.Module, dict[str, torch.Te
             "a config.json, a name on the hub, or module:function."
         ) from error
     config.use_cache = False
-    _register_attention()
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=_ATTENTION)
+    _register_attention(transformers)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=_ATTENTION)
     ids = torch.zeros(batch, dtype=torch.int64)
     return model, {"input_ids": ids, "labels": ids}
 
@@ -148,16 +148,14 @@ def _of_config(source: str, batch: Batch) -> tuple[nn.Module, dict[str, torch.Te
 _ATTENTION = "sac_policies_plan"
 
 
-def _register_attention() -> None:
+def _register_attention(transformers: Any) -> None:
     """Have transformers call sdpa without a mask, as on a device for batches without padding.
 
     With fake tensors it would make a mask of tokens by tokens, since it cannot read them.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    AttentionInterface.register(_ATTENTION, sdpa_attention_forward)
-    AttentionMaskInterface.register(_ATTENTION, lambda *args, **kwargs: None)
+    sdpa = importlib.import_module("transformers.integrations.sdpa_attention")
+    transformers.AttentionInterface.register(_ATTENTION, sdpa.sdpa_attention_forward)
+    transformers.AttentionMaskInterface.register(_ATTENTION, lambda *args, **kwargs: None)
 
 
 def _loss(out: Any, function: Callable[[Any], torch.Tensor] | None = None) -> torch.Tensor:
