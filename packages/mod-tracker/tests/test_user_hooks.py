@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import warnings
 
 import pytest
@@ -141,18 +140,6 @@ def test_late_module():
         model.append(linear())
         model(x)
     assert tracker.get_known_fqn(model[1]) == "Sequential.1"
-
-
-def test_pickle():
-    """A copy of a tracker that was used can be used."""
-    tracker, model, seen = mod_tracker.ModTracker(), MLP(), []
-    with tracker:
-        model(leaf())
-    twin = pickle.loads(pickle.dumps(tracker))
-    model.a.register_forward_pre_hook(lambda *_: seen.append(frozenset(twin.parents)))
-    with twin:
-        model(leaf())
-    assert seen == [names_of("MLP", "MLP.a")]
 
 
 def test_part_called_before_its_root():

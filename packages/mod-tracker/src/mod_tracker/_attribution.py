@@ -11,7 +11,7 @@ Rule 4: a gradient accumulation node has no number. It belongs to the module tha
 Rule 5: numbers mean something only within the thread that created the node. A backward in another
         thread is looked up in the state of the thread whose root outputs it started from. If
         modules ran in one thread only, their outputs carry no mark. Then this thread's state is
-        used or, if it made no nodes or fewer than the number, that of another thread.
+        used or, if it made no nodes, that of another thread.
         A backward thread of a device that makes nodes, in a backward that creates a graph, reuses
         numbers of other threads: a backward through them is attributed to other modules.
 Rule 6: a backward that keeps no graph runs nodes without gradients. If gradients are enabled
@@ -194,7 +194,7 @@ class Attribution:
     def maker_of(self, state: ThreadState | None, task: int, node: Any, number: int) -> Call:
         """Return the call that made a node with this number; `task` is the backward that runs."""
         known = state is not None and not self.threaded
-        owner = state if known else self._state_of(state, task, number)
+        owner = state if known else self._state_of(state, task)
         if owner is None:
             return NOWHERE
         if number < UNNUMBERED:
@@ -213,9 +213,7 @@ class Attribution:
                 return path.last
         return NOWHERE
 
-    def _state_of(
-        self, state: ThreadState | None, task: int, number: int = UNNUMBERED
-    ) -> ThreadState | None:
+    def _state_of(self, state: ThreadState | None, task: int) -> ThreadState | None:
         # See Rule 5.
         claimed = self._task_states.get(task)
         if claimed is not None:
@@ -223,15 +221,7 @@ class Attribution:
         if state is not None and not self.threaded:
             return state  # the only one
         made = [known for known in self.states if not known.inner and len(known.record)]
-        others = [known for known in made if known is not state]
-        own = len(others) < len(made)
-        if own and not next_number() <= number < UNNUMBERED:
-            return state
-        if own and len(others) == 1:
-            # Only the other thread has reached this number. So the rest of this backward, with
-            # smaller numbers that both threads have used, is of that thread, too.
-            self.claim(task, others[0])
-        return others[-1] if others else state
+        return state if state in made or not made else made[-1]
 
     def _listeners_of(self, path: Path) -> PathListeners | None:
         # With several threads, outputs are marked; see Rule 5.

@@ -1,4 +1,4 @@
-"""Allocated and freed bytes by module, through a dispatch mode.
+"""Allocated bytes by module, and live bytes, through a dispatch mode.
 
 Note [Storages]
 A tensor's bytes are those of its storage, which views share. A storage is counted when an operator
@@ -92,7 +92,6 @@ class AllocationMode(MeasuringMode):
         peak: largest value of `live`.
         peaks: largest value of `live` while a module ran, by name.
         allocated: bytes by module and phase.
-        freed: bytes by the module and phase in which they were freed.
         saw_any: whether any operator ran.
         optimizers: the optimizers that made a step.
         went_back: whether a backward ran since this was set to False.
@@ -114,7 +113,7 @@ class AllocationMode(MeasuringMode):
         super().__init__(attribution)
         self.live = self.peak = 0
         self.peaks: defaultdict[str, int] = defaultdict(int)
-        self.allocated, self.freed = PhaseTotals(), PhaseTotals()
+        self.allocated = PhaseTotals()
         self.saw_any = self.went_back = False
         self.optimizers: list[torch.optim.Optimizer] = []
         self.logits = LogitsAndLoss()
@@ -205,8 +204,6 @@ class AllocationMode(MeasuringMode):
             if gone.number <= self._peak_number:
                 self._gone_since_peak.append(gone)
             self.live -= gone.size
-            call, phase = self.attribution.locate()
-            self.freed.add(call[0].stack, phase, gone.size)
             if self._changed is not None:
                 self._changed(self.live)
 

@@ -38,7 +38,6 @@ class MemoryRow:
     Attributes:
         peak: most bytes alive at once, of all modules, while this one ran, in any phase.
         allocated: bytes that operators allocated.
-        freed: bytes freed while the module ran, also those that other modules allocated.
         saved: bytes saved for backward: distinct storages other than parameters and buffers,
             counted in the module that saved them first.
         parameters: bytes of the parameters; a shared storage counts where it is first registered.
@@ -49,22 +48,15 @@ class MemoryRow:
     name: str
     peak: int = 0
     self_allocated: int = 0
-    self_freed: int = 0
     self_saved: int = 0
     self_parameters: int = 0
     self_gradients: int = 0
     self_optimizer: int = 0
     allocated: int = 0
-    freed: int = 0
     saved: int = 0
     parameters: int = 0
     gradients: int = 0
     optimizer: int = 0
-
-    @property
-    def delta(self) -> int:
-        """Bytes allocated and not freed while the module ran."""
-        return self.allocated - self.freed
 
 
 class MemoryReport(Report[MemoryRow]):
@@ -273,7 +265,6 @@ def profile_memory(
                 counted.add(key)
     totals_by_kind = {
         "allocated": mode.allocated,
-        "freed": mode.freed,
         "saved": saved.totals(permanent),
         **held,
     }
