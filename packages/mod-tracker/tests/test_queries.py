@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import mod_tracker
 
@@ -36,19 +35,6 @@ class MLP(nn.Module):
         return self.b(self.a(x).relu())
 
 
-class Checkpointed(nn.Module):
-    """A checkpointed MLP and a layer."""
-
-    def __init__(self, *, use_reentrant):
-        super().__init__()
-        self.m, self.out = MLP(), linear()
-        self.use_reentrant = use_reentrant
-
-    def forward(self, x):
-        """Compute."""
-        return self.out(checkpoint(self.m, x, use_reentrant=self.use_reentrant))
-
-
 class Asked(nn.Module):
     """Asks a question in forward and in backward."""
 
@@ -63,18 +49,6 @@ class Asked(nn.Module):
         if y.requires_grad:
             y.register_hook(lambda _: self.answers.append(self.question()))
         return y
-
-
-def test_phase():
-    """All four, with non-reentrant checkpointing."""
-    tracker, model, phases = mod_tracker.ModTracker(), Checkpointed(use_reentrant=False), []
-    model.m.a.register_forward_pre_hook(lambda *_: phases.append(tracker.phase))
-    with tracker:
-        phases.append(tracker.phase)
-        y = model(leaf())
-        y.register_hook(lambda _: phases.append(tracker.phase))
-        y.sum().backward()
-    assert phases == ["outside", "forward", "backward", "recompute"]
 
 
 def test_filters():

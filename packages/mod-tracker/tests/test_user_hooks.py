@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 
-import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -185,19 +184,6 @@ def test_frozen_layer():
     model[0].requires_grad_(False)
     events = events_in(lambda: step(model, torch.randn(2, 4)))
     assert not [e for e in backward_of(events) if e.endswith(".0")]
-
-
-def test_refused_registration_registers_nothing():
-    """All or nothing."""
-    tracker, kinds = mod_tracker.ModTracker(), []
-    tracker.register_user_hooks(post_fw_hook=lambda *_: kinds.append("old"))
-    with pytest.raises(AssertionError):
-        tracker.register_user_hooks(
-            pre_fw_hook=lambda *_: kinds.append("new"), post_fw_hook=lambda *_: None
-        )
-    with tracker:
-        linear()(leaf())
-    assert kinds == ["old"]
 
 
 def test_graph_from_before_the_block():
