@@ -9,13 +9,6 @@ from torchparts_conformance.mutants import mutant, overlay
 AREA = "mod-tracker"
 
 
-def _with(part, kind):
-    """The part with another ModTracker."""
-    kind.__qualname__ = "ModTracker"
-    globals()["ModTracker"] = kind  # where pickle looks for it
-    return overlay(part, ModTracker=kind)
-
-
 @mutant(area=AREA, kills={"MT-401"})
 def compiled_code_is_thrown_away(part):
     """Drops what was compiled without it when it is entered, to see the modules inside."""
@@ -25,4 +18,4 @@ def compiled_code_is_thrown_away(part):
             torch.compiler.reset()
             return super().__enter__()
 
-    return _with(part, ModTracker)
+    return overlay(part, ModTracker=ModTracker)

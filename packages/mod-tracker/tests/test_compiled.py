@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
 from mod_tracker import (
@@ -35,11 +36,14 @@ class Model(nn.Module):
         return self.head(x)
 
 
-@pytest.fixture
-def model():
-    """With one block compiled in place."""
+@pytest.fixture(params=["in place", "in a wrapper"])
+def model(request):
+    """With one block compiled."""
     made = Model()
-    made.blocks[0].compile(backend="aot_eager")
+    if request.param == "in place":
+        made.blocks[0].compile(backend="aot_eager")
+    else:
+        made.blocks[0] = torch.compile(made.blocks[0], backend="aot_eager")
     return made
 
 

@@ -131,6 +131,15 @@ def test_report_read_too_early():
             assert "Read it after the block" in str(report)
 
 
+@pytest.mark.parametrize("of", [profile_flops, profile_memory, profile_time, trace, watch_memory])
+def test_report_read_without_its_block(of):
+    said = f"use it as `with {of.__name__}(...) as report:`, and read table from the report"
+    with pytest.raises(StateError) as error:
+        of().table()
+    assert str(error.value) == f"mod_tracker.{of.__name__}: {said}."
+    assert not hasattr(of(), "table")
+
+
 @pytest.mark.parametrize("name", ["Liner", "", 0])
 def test_row_of_a_module_that_did_not_run(name):
     """Similar names are shown, if there are any."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import mod_tracker
 
@@ -36,19 +35,6 @@ class MLP(nn.Module):
         return self.b(self.a(x).relu())
 
 
-class Checkpointed(nn.Module):
-    """A checkpointed MLP and a layer."""
-
-    def __init__(self, *, use_reentrant):
-        super().__init__()
-        self.m, self.out = MLP(), linear()
-        self.use_reentrant = use_reentrant
-
-    def forward(self, x):
-        """Compute."""
-        return self.out(checkpoint(self.m, x, use_reentrant=self.use_reentrant))
-
-
 class Asked(nn.Module):
     """Asks a question in forward and in backward."""
 
@@ -63,63 +49,6 @@ class Asked(nn.Module):
         if y.requires_grad:
             y.register_hook(lambda _: self.answers.append(self.question()))
         return y
-
-
-def test_stack_and_current():
-    """Ordered from the root; the innermost is the last."""
-    tracker = mod_tracker.ModTracker()
-    asked = Asked(lambda: (tracker.stack, tracker.current))
-    with tracker:
-        step(nn.Sequential(nn.Sequential(asked)), leaf())
-    names = ("Sequential", "Sequential.0", "Sequential.0.0")
-    assert asked.answers == [(names, names[-1])] * 2
-    assert (tracker.stack, tracker.current) == ((), None)
-
-
-def test_phase():
-    """All four, with non-reentrant checkpointing."""
-    tracker, model, phases = mod_tracker.ModTracker(), Checkpointed(use_reentrant=False), []
-    model.m.a.register_forward_pre_hook(lambda *_: phases.append(tracker.phase))
-    with tracker:
-        phases.append(tracker.phase)
-        y = model(leaf())
-        y.register_hook(lambda _: phases.append(tracker.phase))
-        y.sum().backward()
-    assert phases == ["outside", "forward", "backward", "recompute"]
-
-
-def test_call_index_and_iteration():
-    """Two iterations of a module that is called twice in each."""
-    tracker = mod_tracker.ModTracker()
-    asked = Asked(lambda: (tracker.iteration, tracker.call_index))
-
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.asked = asked
-
-        def forward(self, x):
-            return self.asked(self.asked(x))
-
-    model = Twice()
-    with tracker:
-        for _ in range(2):
-            step(model, leaf())
-    forward = [(0, 0), (0, 1), (1, 2), (1, 3)]
-    assert asked.answers == [*forward[:2], *forward[1::-1], *forward[2:], *forward[:1:-1]]
-
-
-def test_subscriptions():
-    """Two listeners, ended one by one."""
-    tracker, heard, model = mod_tracker.ModTracker(), [], linear()
-    first = tracker.subscribe(pre_forward=lambda call, args, kwargs: heard.append("first"))
-    with tracker:
-        with tracker.subscribe(pre_forward=lambda call, args, kwargs: heard.append("second")):
-            model(leaf())
-        model(leaf())
-        first.remove()
-        model(leaf())
-    assert heard == ["first", "second", "first"]
 
 
 def test_filters():
@@ -161,25 +90,6 @@ def test_module_of_a_name():
     assert tracker.module("MLP.a") is None
 
 
-def test_called_path():
-    """A shared module: one name, two ways."""
-    tracker = mod_tracker.ModTracker()
-    asked = Asked(lambda: (tracker.current, tracker.called_as))
-
-    class Shared(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = asked
-            self.seq = nn.Sequential(asked)
-
-        def forward(self, x):
-            return self.seq(self.a(x))
-
-    with tracker, torch.no_grad():
-        Shared()(leaf())
-    assert asked.answers == [("Shared.a", "Shared.a"), ("Shared.a", "Shared.seq.0")]
-
-
 def test_double_backward():
     """FLOPs of a gradient penalty: nothing is left outside of the modules."""
     model, x = nn.Sequential(linear(), nn.Tanh(), linear()), leaf()
@@ -190,15 +100,3 @@ def test_double_backward():
     # Products of 64: layer 2 has one in the first backward, and one for its weight in the second;
     # layer 0 one, two for that product's factors, and two for those of its forward product.
     assert (report["Sequential.0"].backward, report["Sequential.2"].backward) == (5 * 64, 2 * 64)
-
-
-def test_name_of_a_module_that_is_gone():
-    """The name outlives the module."""
-    tracker, heard = mod_tracker.ModTracker(), []
-    tracker.subscribe(pre_backward=lambda call, grads: heard.append((call.name, call.module)))
-    with tracker:
-        model = linear()
-        loss = model(leaf()).sum()
-        del model
-        loss.backward()
-    assert heard == [("Linear", None)]

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import pickle
-import threading
 import warnings
 
-import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -42,26 +38,6 @@ class MLP(nn.Module):
         return self.b(self.a(x).relu())
 
 
-class Note(nn.Module):
-    """Two products; notes what the tracker says in forward, and at the first one's gradient."""
-
-    def __init__(self):
-        super().__init__()
-        self.tracker = None
-        self.forwards, self.backwards = [], []
-
-    def forward(self, x):
-        """Compute."""
-        y = x * 2
-        self.forwards.append((frozenset(self.tracker.parents), self.tracker.is_bw))
-        if y.requires_grad:
-            y.register_hook(self._note)
-        return y * 3
-
-    def _note(self, grad):
-        self.backwards.append((frozenset(self.tracker.parents), self.tracker.is_bw))
-
-
 def events_of(tracker):
     """A list to which the four user hooks write "+fw name", "-fw name", "+bw name", "-bw name"."""
     events = []
@@ -85,18 +61,6 @@ def backward_of(events):
 def names_of(*names):
     """A set of parents."""
     return frozenset(("Global", *names))
-
-
-def input_gradients_of(tracker):
-    """A dictionary to which the hook that leaves a module in backward writes its gradients."""
-    given = {}
-
-    def leave(module, grads):
-        nested = len(grads) == 1 and isinstance(grads[0], list)  # as torch's tracker does
-        given[tracker.get_known_fqn(module)] = list(grads[0] if nested else grads)
-
-    tracker.register_user_hooks(post_bw_hook=leave)
-    return given
 
 
 class Products(TorchDispatchMode):
@@ -142,21 +106,6 @@ class Recursive(nn.Module):
         return self.inner(x) if n == 0 else self(x, n - 1)
 
 
-class Fails(nn.Module):
-    """Raises once, after a layer ran."""
-
-    def __init__(self, error):
-        super().__init__()
-        self.a, self.error = linear(), error
-
-    def forward(self, x):
-        """Compute."""
-        y, error, self.error = self.a(x), self.error, None
-        if error is not None:
-            raise error
-        return y
-
-
 def _names_of_calls(tracker, module):
     names = []
     tracker.register_user_hooks(
@@ -165,32 +114,6 @@ def _names_of_calls(tracker, module):
         )
     )
     return names
-
-
-class Shared(nn.Module):
-    """One layer under two names."""
-
-    def __init__(self):
-        super().__init__()
-        self.a = linear()
-        self.seq = nn.Sequential(self.a)
-
-    def forward(self, x):
-        """Compute."""
-        return self.seq(self.a(x))
-
-
-class Halves(nn.Module):
-    """One operation makes what two layers get."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = linear(), nn.Tanh()
-
-    def forward(self, x):
-        """Compute."""
-        first, second = x.unbind()
-        return self.b(second).sum() * 3 + self.a(first).sum()
 
 
 def test_recursion():
@@ -216,27 +139,6 @@ def test_late_module():
         model.append(linear())
         model(x)
     assert tracker.get_known_fqn(model[1]) == "Sequential.1"
-
-
-def test_keyboard_interrupt():
-    """An exception that is not an Exception."""
-    model = nn.Sequential(Fails(KeyboardInterrupt()))
-    with mod_tracker.ModTracker() as tracker:
-        with pytest.raises(KeyboardInterrupt):
-            model(leaf())
-        assert tracker.parents == {"Global"}
-
-
-def test_pickle():
-    """A copy of a tracker that was used can be used."""
-    tracker, model, seen = mod_tracker.ModTracker(), MLP(), []
-    with tracker:
-        model(leaf())
-    twin = pickle.loads(pickle.dumps(tracker))
-    model.a.register_forward_pre_hook(lambda *_: seen.append(frozenset(twin.parents)))
-    with twin:
-        model(leaf())
-    assert seen == [names_of("MLP", "MLP.a")]
 
 
 def test_part_called_before_its_root():
@@ -276,15 +178,6 @@ def test_modules_in_a_plain_list():
     assert len({tracker.get_known_fqn(module) for module in model.parts}) == 2
 
 
-def test_shared_module():
-    """The first name, both times."""
-    tracker, model = mod_tracker.ModTracker(), Shared()
-    names = _names_of_calls(tracker, model.a)
-    with tracker:
-        model(leaf())
-    assert names == ["Shared.a"] * 2
-
-
 def test_frozen_layer():
     """No backward, no events."""
     model = nn.Sequential(linear(), linear())
@@ -293,121 +186,8 @@ def test_frozen_layer():
     assert not [e for e in backward_of(events) if e.endswith(".0")]
 
 
-def test_several_outputs_of_one_operation():
-    """The halves of the input's gradient, each with its module."""
-    model, x = Halves(), leaf()
-    expected = torch.autograd.grad(model(x), x)[0]
-    tracker = mod_tracker.ModTracker()
-    given = input_gradients_of(tracker)
-    with tracker:
-        model(x).backward()
-    assert torch.equal(given["Halves.a"][0], expected[0])
-    assert torch.equal(given["Halves.b"][0], expected[1])
-
-
-def test_hooks_registered_one_by_one():
-    """Both are called."""
-    tracker, kinds = mod_tracker.ModTracker(), []
-    tracker.register_user_hooks(pre_fw_hook=lambda *_: kinds.append("pre"))
-    tracker.register_user_hooks(post_fw_hook=lambda *_: kinds.append("post"))
-    with tracker:
-        linear()(leaf())
-    assert kinds == ["pre", "post"]
-
-
-def test_refused_registration_registers_nothing():
-    """All or nothing."""
-    tracker, kinds = mod_tracker.ModTracker(), []
-    tracker.register_user_hooks(post_fw_hook=lambda *_: kinds.append("old"))
-    with pytest.raises(AssertionError):
-        tracker.register_user_hooks(
-            pre_fw_hook=lambda *_: kinds.append("new"), post_fw_hook=lambda *_: None
-        )
-    with tracker:
-        linear()(leaf())
-    assert kinds == ["old"]
-
-
-def test_cleared_hooks():
-    """Cleared hooks are silent, and their places are free."""
-    tracker, kinds = mod_tracker.ModTracker(), []
-    tracker.register_user_hooks(pre_fw_hook=lambda *_: kinds.append("old"))
-    tracker.clear_user_hooks()
-    tracker.register_user_hooks(post_fw_hook=lambda *_: kinds.append("new"))
-    with tracker:
-        linear()(leaf())
-    assert kinds == ["new"]
-
-
-def test_trackers_in_any_order():
-    """The first is entered again while the second is around its old place."""
-    original, module, x = nn.Module.__call__, nn.ReLU(), torch.ones(1)
-    trackers, seen = [mod_tracker.ModTracker() for _ in range(2)], []
-    for number, tracker in enumerate(trackers):
-        tracker.register_user_hooks(pre_fw_hook=lambda *_, number=number: seen.append(number))
-    try:
-        for number, enter, active in (
-            *((0, True, [0]), (1, True, [0, 1]), (0, False, [1])),
-            *((0, True, [0, 1]), (1, False, [0]), (0, False, [])),
-        ):
-            if enter:
-                trackers[number].__enter__()
-            else:
-                trackers[number].__exit__(None, None, None)
-            seen.clear()
-            module(x)
-            assert sorted(seen) == active
-        assert nn.Module.__call__ is original
-    finally:
-        nn.Module.__call__ = original
-
-
-def test_hook_that_raises_in_backward():
-    """Whatever becomes of the exception, the tracker is clean afterwards."""
-    tracker, model = mod_tracker.ModTracker(), MLP()
-
-    def bad(module, grads):
-        raise ZeroDivisionError
-
-    tracker.register_user_hooks(pre_bw_hook=bad)
-    with tracker:
-        with contextlib.suppress(ZeroDivisionError):
-            step(model, leaf())
-        assert tracker.parents == {"Global"}
-
-
 def test_graph_from_before_the_block():
     """What was not seen is not guessed."""
     loss = MLP()(leaf()).sum()
     products = products_of(loss.backward)
     assert set(products) == {(True, names_of())}
-
-
-def test_gradient_between_two_modules():
-    """The hook gets the gradient that the caller gets."""
-    first, second = linear(), nn.Tanh()
-    tracker = mod_tracker.ModTracker()
-    given = input_gradients_of(tracker)
-    with tracker:
-        between = first(leaf())
-        grad = torch.autograd.grad(second(between).sum(), between)[0]
-    assert torch.equal(given["Tanh"][0], grad)
-
-
-def test_backward_in_a_thread_that_appeared_later():
-    """It ran a module before, which made no node."""
-    note, without_gradients, ended = Note(), torch.no_grad()(linear()), []
-    note.tracker = tracker = mod_tracker.ModTracker()
-
-    def work():
-        without_gradients(leaf())
-        loss.backward()
-        ended.append(True)
-
-    with tracker:
-        loss = nn.Sequential(note)(leaf()).sum()
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join(timeout=60)
-    assert ended
-    assert note.backwards == [(names_of("Sequential", "Sequential.0"), True)]

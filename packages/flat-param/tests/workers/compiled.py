@@ -29,7 +29,7 @@ def losses(model: Any, rank: int, world: int) -> list[float]:
     return found
 
 
-def check_breaks() -> None:
+def require_no_breaks() -> None:
     """None; torch 2.9 follows calls of units nevertheless, and breaks where each begins."""
     reasons = list(counters["graph_break"])
     if torch.__version__.startswith("2.9."):
@@ -46,7 +46,7 @@ def compare(model: nn.Module, rank: int, world: int) -> None:
     counters.clear()
     compiled = losses(model, rank, world)
     assert counters["stats"]["unique_graphs"] > 0
-    check_breaks()
+    require_no_breaks()
     assert compiled == losses(sharded(), rank, world)
 
 
@@ -66,7 +66,7 @@ def check_blocks_of_a_kind_share_one_graph(rank: int, world: int) -> None:
     compiled = torch.compile(flat_param.fully_shard(model), backend="aot_eager")
     loss_of(compiled, share(batches(world, 1)[0], rank)).backward()
     assert counters["stats"]["unique_graphs"] == 1, dict(counters["stats"])
-    check_breaks()
+    require_no_breaks()
 
 
 def check_a_model_without_a_loop_breaks_where_a_unit_begins(rank: int, world: int) -> None:

@@ -11,11 +11,10 @@ Rule 4: a gradient accumulation node has no number. It belongs to the module tha
 Rule 5: numbers mean something only within the thread that created the node. A backward in another
         thread is looked up in the state of the thread whose root outputs it started from. If
         modules ran in one thread only, their outputs carry no mark. Then this thread's state is
-        used or, if it made no nodes or fewer than the number, that of another thread.
-Rule 6: a backward thread of torch also makes nodes during a backward that creates a graph, and
-        reuses numbers of other threads. During such a backward `_makers` notes on each node which
-        thread made it.
-Rule 7: a backward that keeps no graph runs nodes without gradients. If gradients are enabled
+        used or, if it made no nodes, that of another thread.
+        A backward thread of a device that makes nodes, in a backward that creates a graph, reuses
+        numbers of other threads: a backward through them is attributed to other modules.
+Rule 6: a backward that keeps no graph runs nodes without gradients. If gradients are enabled
         there, forward code runs again: a recompute outside of the modules that it calls. It
         belongs to the call around those modules once one of them has run for the same node, and
         until then to the call whose node asked for it.
@@ -31,7 +30,6 @@ from typing import Any
 from torch import is_grad_enabled, nn
 
 from ._listeners import INTERNAL, NOTHING, Listeners, PathListeners
-from ._makers import Makers
 from ._names import Names, keys_below, module_at
 from ._record import Call, Path, ThreadState, outside, recompute_base
 from ._torch_compat import (
@@ -83,7 +81,6 @@ class Attribution:
         self.states: deque[ThreadState] = deque(maxlen=KEPT_STATES)
         self.threaded = False
         self._task_states: dict[int, ThreadState] = {}
-        self._makers: Makers | None = None
 
     def open_state(self) -> ThreadState:
         """Create the state of a thread that is seen for the first time."""
@@ -111,7 +108,7 @@ class Attribution:
         if state.shown is not None:
             return state.shown, BACKWARD
         if task != state.task:
-            if is_grad_enabled() and not keeps_graph():  # see Rule 7
+            if is_grad_enabled() and not keeps_graph():  # see Rule 6
                 return state.recomputed() or self._run_by(state, task), RECOMPUTE
             return self._run_by(state, task), BACKWARD
         if task != NO_TASK:
@@ -122,8 +119,6 @@ class Attribution:
         """`locate` for an operator; also attributes nodes that a backward creates."""
         call, phase = self.locate()
         state = self.state()
-        if phase is BACKWARD and (state is None or state.inner) and is_grad_enabled():
-            state = self._follow_makers(state)
         if state is not None:
             if (state.owner is not None or call is not state.call) and is_grad_enabled():
                 state.explain(call)
@@ -137,23 +132,6 @@ class Attribution:
             call, phase = self.locate()
             for notify in self.listeners.switched:
                 notify(call, phase)
-
-    def _follow_makers(self, state: ThreadState | None) -> ThreadState | None:
-        # See Rule 6.
-        node = current_node()
-        if node is None:
-            return state
-        maker = self._state_of(state, graph_task(), number_of(node))
-        if maker is None or maker is state:
-            return state
-        if self._makers is None:
-            self._makers = Makers(lambda: self.state() or self.open_state())
-        self._makers.follow(node, maker)
-        if state is None:
-            state = self.open_state()
-            # The first operator that is seen has made its node already.
-            state.number = state.seen = 0
-        return state
 
     def resting_place(self, task: int) -> tuple[Call, str]:
         """Return call and phase of the thread that called a backward, after that backward."""
@@ -215,12 +193,8 @@ class Attribution:
 
     def maker_of(self, state: ThreadState | None, task: int, node: Any, number: int) -> Call:
         """Return the call that made a node with this number; `task` is the backward that runs."""
-        if self._makers is not None and number < UNNUMBERED:
-            maker = self._makers.of(node)
-            if maker is not None:
-                return maker.find(number)
         known = state is not None and not self.threaded
-        owner = state if known else self._state_of(state, task, number)
+        owner = state if known else self._state_of(state, task)
         if owner is None:
             return NOWHERE
         if number < UNNUMBERED:
@@ -239,9 +213,7 @@ class Attribution:
                 return path.last
         return NOWHERE
 
-    def _state_of(
-        self, state: ThreadState | None, task: int, number: int = UNNUMBERED
-    ) -> ThreadState | None:
+    def _state_of(self, state: ThreadState | None, task: int) -> ThreadState | None:
         # See Rule 5.
         claimed = self._task_states.get(task)
         if claimed is not None:
@@ -249,15 +221,7 @@ class Attribution:
         if state is not None and not self.threaded:
             return state  # the only one
         made = [known for known in self.states if not known.inner and len(known.record)]
-        others = [known for known in made if known is not state]
-        own = len(others) < len(made)
-        if own and not next_number() <= number < UNNUMBERED:
-            return state
-        if own and len(others) == 1:
-            # Only the other thread has reached this number. So the rest of this backward, with
-            # smaller numbers that both threads have used, is of that thread, too.
-            self.claim(task, others[0])
-        return others[-1] if others else state
+        return state if state in made or not made else made[-1]
 
     def _listeners_of(self, path: Path) -> PathListeners | None:
         # With several threads, outputs are marked; see Rule 5.

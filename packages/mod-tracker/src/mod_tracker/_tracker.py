@@ -53,7 +53,6 @@ class ModTracker:
 
     def __init__(self, *roots: nn.Module, history: int = DEFAULT_LIMIT // 2) -> None:
         check_int("ModTracker", "history", history, 1)
-        self._history = history
         self._attribution = Attribution(limit=2 * history + 1)
         self._backward = Backward(self._attribution)
         self._call_patch = CallPatch(self._backward)
@@ -67,10 +66,6 @@ class ModTracker:
                     "Pass the model first, and options by keyword, such as optimizer=."
                 )
             self._attribution.names.adopt(root)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A copy starts empty: names and records refer to modules and graphs of this process.
-        return _fresh, (type(self), self._history)
 
     def __enter__(self) -> ModTracker:
         with self._lock:
@@ -299,10 +294,6 @@ def _without_keywords(hook: Hook | None) -> Hook | None:
         if hook is None
         else (lambda module, args, kwargs, *output: hook(module, args, *output))
     )
-
-
-def _fresh(kind: type[ModTracker], history: int) -> ModTracker:
-    return kind(history=history)
 
 
 def _tuple(name: str, value: Any, kind: type) -> tuple:

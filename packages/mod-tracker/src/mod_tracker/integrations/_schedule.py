@@ -61,8 +61,7 @@ class ReportSchedule:
     ) -> None:
         check_int("ReportSchedule", "every_n_steps", every_n_steps, 1)
         check_int("ReportSchedule", "skip_first", skip_first, 0)
-        # The result of calling a report can be called, too, as a decorator.
-        if not callable(report) or isinstance(report, AbstractContextManager):
+        if not callable(report):
             raise OptionError(
                 f"mod_tracker.ReportSchedule: report must be a function, called in each measured "
                 f"step; got {type(report).__name__}. {_PASS}"

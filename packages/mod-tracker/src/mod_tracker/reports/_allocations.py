@@ -1,4 +1,4 @@
-"""Allocated and freed bytes by module, through a dispatch mode.
+"""Allocated bytes by module, and live bytes, through a dispatch mode.
 
 Note [Storages]
 A tensor's bytes are those of its storage, which views share. A storage is counted when an operator
@@ -21,7 +21,7 @@ import threading
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path as FilePath
 from types import FrameType
 from typing import Any, NamedTuple
@@ -92,7 +92,6 @@ class AllocationMode(MeasuringMode):
         peak: largest value of `live`.
         peaks: largest value of `live` while a module ran, by name.
         allocated: bytes by module and phase.
-        freed: bytes by the module and phase in which they were freed.
         saw_any: whether any operator ran.
         optimizers: the optimizers that made a step.
         went_back: whether a backward ran since this was set to False.
@@ -114,7 +113,7 @@ class AllocationMode(MeasuringMode):
         super().__init__(attribution)
         self.live = self.peak = 0
         self.peaks: defaultdict[str, int] = defaultdict(int)
-        self.allocated, self.freed = PhaseTotals(), PhaseTotals()
+        self.allocated = PhaseTotals()
         self.saw_any = self.went_back = False
         self.optimizers: list[torch.optim.Optimizer] = []
         self.logits = LogitsAndLoss()
@@ -205,8 +204,6 @@ class AllocationMode(MeasuringMode):
             if gone.number <= self._peak_number:
                 self._gone_since_peak.append(gone)
             self.live -= gone.size
-            call, phase = self.attribution.locate()
-            self.freed.add(call[0].stack, phase, gone.size)
             if self._changed is not None:
                 self._changed(self.live)
 
@@ -256,7 +253,11 @@ class AllocationMode(MeasuringMode):
     def following_optimizers(self) -> Iterator[None]:
         """Set the causes of gradients and optimizer state at every optimizer's steps."""
 
+        thread = threading.get_ident()  # the hooks are called in all threads
+
         def before(optimizer: torch.optim.Optimizer, *step: Any) -> None:
+            if threading.get_ident() != thread:
+                return
             if not any(optimizer is known for known in self.optimizers):
                 self.optimizers.append(optimizer)
             groups = optimizer.param_groups
@@ -265,6 +266,8 @@ class AllocationMode(MeasuringMode):
             self._in_step = True
 
         def after(optimizer: torch.optim.Optimizer, *step: Any) -> None:
+            if threading.get_ident() != thread:
+                return
             self._in_step = False
             self.mark(tensors_in(dict(optimizer.state)), OPTIMIZER)
 
@@ -317,15 +320,6 @@ def measuring_storages(
                     kind.resize_ = _torchs_resize
 
 
-_PARTS = {
-    torch.sparse_coo: ("_indices", "_values"),
-    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
-}
-"""Methods that return the parts of a sparse tensor, by layout."""
-
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -333,45 +327,29 @@ def storages_of(tensors: Iterable[torch.Tensor]) -> list[Stored]:
     """Return the tensors with their storages.
 
     A tensor that consists of others has their storages: a `DTensor` that of this rank's part, a
-    quantized one those of its numbers and scales, a sparse one those of its indices and values.
-    Tensors with unknown parts are left out.
+    quantized one those of its numbers and scales. Sparse tensors, and those with unknown parts, are
+    left out.
     """
     found: list[Stored] = []
     for tensor in tensors:
-        try:
-            parts = None if type(tensor) in _PLAIN else _flattened(tensor)
-            if parts is None:
+        # Any tensor that Python holds may come here, also one in an invalid state.
+        with suppress(Exception):
+            if type(tensor) in _PLAIN:
                 found.append((tensor, tensor.untyped_storage()))
             else:
-                found += storages_of(parts)
-        except Exception:  # any tensor subclass may come here
-            found += _asked_as_tensor(tensor)
+                with without_torch_function():
+                    found += _stored_in(tensor)
     return found
 
 
-def _flattened(tensor: torch.Tensor) -> list[torch.Tensor] | None:
-    """Return the inner tensors of a wrapper subclass; None for other tensors."""
+def _stored_in(tensor: torch.Tensor) -> list[Stored]:
+    """Return the storages of a tensor of a subclass: of its inner tensors if it has any."""
     flatten = getattr(type(tensor), "__tensor_flatten__", None)
     if flatten is None or getattr(type(tensor), "__tensor_unflatten__", None) is None:
-        return None
-    with without_torch_function():
-        names, _ = flatten(tensor)
-        held = (getattr(tensor, name) for name in names)
-        return [each for each in held if isinstance(each, torch.Tensor)]
-
-
-def _asked_as_tensor(tensor: torch.Tensor) -> list[Stored]:
-    """Return the storages of a tensor whose class raised, or that has none of its own."""
-    # Any tensor that Python holds may come here, also one in an invalid state.
-    try:
-        with without_torch_function():
-            whole = tensor.detach()
-            if whole.layout is torch.strided:
-                return [(whole, whole.untyped_storage())]
-            parts = [getattr(whole, part)() for part in _PARTS.get(whole.layout, ())]
-            return [(part, part.untyped_storage()) for part in parts]
-    except Exception:
-        return []
+        return [(tensor, tensor.untyped_storage())]
+    names, _ = flatten(tensor)
+    held = (getattr(tensor, name) for name in names)
+    return storages_of(each for each in held if isinstance(each, torch.Tensor))
 
 
 def registered(

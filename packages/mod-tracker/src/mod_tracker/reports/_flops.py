@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from numbers import Real
 from typing import Any, ClassVar
 
@@ -28,7 +27,7 @@ from ._formulas import FLEX, OWN, Count, Formula, of_shapes, of_torch
 from ._free_operators import is_free
 from ._mode import MeasuringMode, has_own_way, is_sharded, measuring
 from ._phase_totals import PhaseTotals
-from ._report import PhaseRow, Report, phase_rows
+from ._report import PhaseRow, Report, phase_rows, reporting
 
 SHOWN = 8
 """Operators that a note shows."""
@@ -245,11 +244,14 @@ def _check(key: Any, formula: Any) -> None:
         )
 
 
-@contextmanager
+@reporting
 def profile_flops(
     *roots: nn.Module, formulas: Mapping[Any, Formula] | None = None
 ) -> Iterator[FlopReport]:
     """Count the floating-point operations of each module in forward, recompute and backward.
+
+    On an accelerator a backward through another one, as of a gradient penalty, may be counted in
+    other modules; totals are right.
 
     Args:
         roots: models to name before they are called; see `ModTracker`.

@@ -15,7 +15,6 @@ from torch import nn
 from .._torch_compat import SAVED, saved_values, value_in
 from ._allocations import AllocationMode, registered, storages_of
 from ._causes import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS
-from ._memory import KeptTensor
 from ._phase_totals import stack_of
 
 KINDS = (
@@ -153,9 +152,8 @@ class _Graphs:
         waiting = list(saved_values(roots))
         seen: set[int] = set()
         for value in waiting:
-            own = value.data.tensor if isinstance(value.data, KeptTensor) else value.data
-            if value.hook is None or own is not value.data:
-                self._add([own], self._instead if value.of_checkpoint else self._saved)
+            if value.hook is None:
+                self._add([value.data], self._instead if value.of_checkpoint else self._saved)
             else:
                 for kept in _reached([value.data, value.hook], seen):
                     if isinstance(kept, torch.Tensor):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -29,7 +28,7 @@ from ._causes import CAUSES, GRADIENTS, OPTIMIZER, PARAMETERS
 from ._compiled import compiled_note
 from ._flame_page import Amounts, Stack
 from ._phase_totals import PhaseTotals, by_module, stack_of
-from ._report import OUTSIDE_NAME, Report
+from ._report import OUTSIDE_NAME, Report, reporting
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,6 @@ class MemoryRow:
     Attributes:
         peak: most bytes alive at once, of all modules, while this one ran, in any phase.
         allocated: bytes that operators allocated.
-        freed: bytes freed while the module ran, also those that other modules allocated.
         saved: bytes saved for backward: distinct storages other than parameters and buffers,
             counted in the module that saved them first.
         parameters: bytes of the parameters; a shared storage counts where it is first registered.
@@ -50,22 +48,15 @@ class MemoryRow:
     name: str
     peak: int = 0
     self_allocated: int = 0
-    self_freed: int = 0
     self_saved: int = 0
     self_parameters: int = 0
     self_gradients: int = 0
     self_optimizer: int = 0
     allocated: int = 0
-    freed: int = 0
     saved: int = 0
     parameters: int = 0
     gradients: int = 0
     optimizer: int = 0
-
-    @property
-    def delta(self) -> int:
-        """Bytes allocated and not freed while the module ran."""
-        return self.allocated - self.freed
 
 
 class MemoryReport(Report[MemoryRow]):
@@ -215,7 +206,7 @@ def _stacks(totals_by_kind: dict[str, PhaseTotals]) -> dict[str, dict[Stack, Amo
     return found
 
 
-@contextmanager
+@reporting
 def profile_memory(
     *roots: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> Iterator[MemoryReport]:
@@ -223,11 +214,11 @@ def profile_memory(
 
     Under `FakeTensorMode`, entered first, nothing is allocated, so models of any size can be
     measured. Saved bytes are counted by hooks for saved tensors, which `torch.func` does not
-    support; see `watch_memory`.
+    support; see `watch_memory`. Sparse tensors are not counted.
 
     Args:
-        roots: models to name before they are called, and whose parameters count even if they are
-            not called; see `ModTracker`.
+        roots: models to name before they are called; see `ModTracker`. Parameters and gradients
+            are those of these models and of the models that this thread calls.
         optimizer: optimizer whose state to count.
 
     Raises:
@@ -260,9 +251,10 @@ def profile_memory(
                 "tensors that count what is kept for backward. Use watch_memory or "
                 "trace(memory=True) for this model."
             ) from error
+    models = _models_of_this_thread(tracker, roots)
     held = {kind: PhaseTotals() for kind in (PARAMETERS, GRADIENTS, OPTIMIZER)}
     permanent, counted = set[int](), set[int]()
-    for kind, name, tensor in registered(tracker.roots, [] if optimizer is None else [optimizer]):
+    for kind, name, tensor in registered(models, [] if optimizer is None else [optimizer]):
         for _, storage in storages_of([tensor]):
             key = id(storage)
             if kind in ("buffers", PARAMETERS):
@@ -273,17 +265,28 @@ def profile_memory(
                 counted.add(key)
     totals_by_kind = {
         "allocated": mode.allocated,
-        "freed": mode.freed,
         "saved": saved.totals(permanent),
         **held,
     }
     report.peak = mode.peak
     report.totals = {kind: totals.total for kind, totals in totals_by_kind.items()}
-    report.causes = _causes(mode, tracker.roots, optimizer)
+    report.causes = _causes(mode, models, optimizer)
     report.notes = compiled_note(attribution, "bytes that compiled code allocates are missing")
     rows = _rows(totals_by_kind, {**mode.peaks, "": mode.peak})
     ran = mode.saw_any or bool(permanent)
     report._fill(rows, mode.allocated.total, _stacks(totals_by_kind), ran=ran)
+
+
+def _models_of_this_thread(tracker: ModTracker, roots: Iterable[nn.Module]) -> dict[str, nn.Module]:
+    """Return the roots, and the models that were called in this thread, by label.
+
+    Models of other threads may be in a backward, and reading their gradients would be a race.
+    """
+    state = tracker._attribution.state()
+    names = {path.name for path in state.walk()} if state is not None else set()
+    names |= {tracker.get_known_fqn(root) or "" for root in roots}
+    labels = {name.partition(".")[0] for name in names}
+    return {label: model for label, model in tracker.roots.items() if label in labels}
 
 
 def _causes(

@@ -48,11 +48,6 @@ class PhaseTotals:
         amounts = self.stacks.setdefault(stack, {})
         amounts[phase] = amounts.get(phase, 0) + amount
 
-    def add_all(self, other: PhaseTotals) -> None:
-        for stack, amounts in other.stacks.items():
-            for phase, amount in amounts.items():
-                self.add(stack, phase, amount)
-
 
 def by_module(
     stacks: Mapping[Stack, Mapping[str, int]],

@@ -5,12 +5,15 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from functools import wraps
 from os import PathLike
 from pathlib import Path as FilePath
-from typing import Any, ClassVar, Generic, TypeVar
+from types import TracebackType
+from typing import Any, ClassVar, Generic, NoReturn, ParamSpec, TypeVar
 
 from .._errors import OptionError, StateError, UnknownNameError, check_int
 from .._numbers import with_unit
@@ -50,6 +53,48 @@ class PhaseRow:
 
 
 R = TypeVar("R")
+P = ParamSpec("P")
+
+
+class _NoReportError(StateError, AttributeError):
+    """An attribute of a report was read from its context."""
+
+
+class ReportContext(AbstractContextManager[R]):
+    """The context of a report. Reading a report from it is an error that says how."""
+
+    def __init__(self, function: str, context: AbstractContextManager[R]) -> None:
+        self._function, self._context = function, context
+
+    def __enter__(self) -> R:
+        return self._context.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool | None:
+        return self._context.__exit__(kind, error, traceback)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise _NoReportError(
+            f"mod_tracker.{self._function}: use it as `with {self._function}(...) as report:`, and "
+            f"read {name} from the report."
+        )
+
+
+def reporting(function: Callable[P, Iterator[R]]) -> Callable[P, AbstractContextManager[R]]:
+    """Make a context manager of a generator function; see `ReportContext`."""
+    begin = contextmanager(function)
+
+    @wraps(function)
+    def report(*args: P.args, **kwargs: P.kwargs) -> AbstractContextManager[R]:
+        return ReportContext(function.__name__, begin(*args, **kwargs))
+
+    return report
 
 
 def values_of(row: Any) -> dict[str, int]:

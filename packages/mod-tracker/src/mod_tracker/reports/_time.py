@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from .._attribution import NOWHERE, OUTSIDE, Attribution
@@ -16,11 +18,14 @@ from .._listeners import Listener
 from .._names import walk
 from .._numbers import time_shown
 from .._record import Call
+from .._torch_compat import buffers_of, parameters_of
 from .._tracker import ModTracker
 from ._compiled import WHOLE, compiled_note, nothing_called_note
-from ._device_time import DeviceTimelines, accelerator_kind, totals_of
 from ._phase_totals import PhaseTotals
-from ._report import PhaseRow, Report, phase_rows
+from ._report import PhaseRow, Report, phase_rows, reporting
+
+Reading = tuple[Any, Call, str]
+"""Clock, and the call and phase from then on."""
 
 
 class TimeReport(Report[PhaseRow]):
@@ -28,18 +33,11 @@ class TimeReport(Report[PhaseRow]):
 
     In backward a module's time begins at the first node that made one of its outputs. Time before
     the first module of a backward, such as that of the loss, is outside.
-
-    Attributes:
-        by_device: nanoseconds of each device, such as "cuda:0"; {} with the host's clock.
     """
 
     unit = "s"
     title = "Time"
     scalar_unit: ClassVar[tuple[str, int]] = ("s", 10**9)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.by_device: dict[str, int] = {}
 
     def show(self, value: int) -> str:
         """Return a time in the unit that fits."""
@@ -56,14 +54,14 @@ class Timeline:
         read: reads the clock; must be cheap, and must not wait for a device.
 
     Attributes:
-        readings: clock, call and phase.
+        readings: all readings.
         switch: called with the call and phase that run from now on; takes a reading if this thread
             is followed, and returns whether it did. A closure, since it is half of the cost of a
             report of times.
     """
 
     def __init__(self, attribution: Attribution, read: Callable[[], Any]) -> None:
-        self.readings: list[tuple[Any, Call, str]] = []
+        self.readings: list[Reading] = []
         thread, this_thread = threading.get_ident(), threading.get_ident
         append, state_of = self.readings.append, attribution.state
 
@@ -78,19 +76,28 @@ class Timeline:
         self.switch = switch
 
 
-@contextmanager
+def totals_of(readings: list[Reading], nanoseconds: Callable[[Any, Any], int]) -> PhaseTotals:
+    """Add up the time between readings by the call that ran."""
+    totals = PhaseTotals()
+    for (begin, call, phase), (end, _, _) in pairwise(readings):
+        totals.add(call[0].stack, phase, nanoseconds(begin, end))
+    return totals
+
+
+@reporting
 def profile_time(*roots: nn.Module, clock: str = "cpu") -> Iterator[TimeReport]:
     """Measure how long each module runs in forward, recompute and backward.
 
     Args:
         roots: models to name before they are called; see `ModTracker`.
         clock: "cpu" is the wall clock of the host. "device", or the type of this machine's
-            accelerators such as "cuda", uses events on the current stream of every device with
-            parameters or buffers of the modules, and waits for the devices once, at the end. Times
-            of several devices are added; `TimeReport.by_device` has each.
+            accelerators such as "cuda", uses events on the current stream of one device, and waits
+            for it once, at the end: the device of `roots`, or without them the current device. A
+            graph may be replayed in the block, but not captured.
 
     Raises:
-        OptionError: `clock` is not one of these, or there is no such device.
+        OptionError: `clock` is not one of these, there is no such device, or `roots` are on
+            several.
 
     Example:
         >>> import torch
@@ -101,35 +108,52 @@ def profile_time(*roots: nn.Module, clock: str = "cpu") -> Iterator[TimeReport]:
         >>> report.total == report.sum("self_total")
         True
     """
-    kind = None if clock == "cpu" else _kind_of(clock)
     report = TimeReport()
     with ModTracker(*roots) as tracker:
-        if kind is None:
-            line = Timeline(tracker._attribution, time.perf_counter_ns)
-            with tracker._listen(Listener(switched=line.switch)):
-                line.switch(NOWHERE, OUTSIDE)
-                yield report
-                line.switch(NOWHERE, OUTSIDE)
-            totals = totals_of(line.readings, lambda begin, end: end - begin)
-        else:
-            lines = DeviceTimelines(tracker._attribution, kind)
-            for module in (module for root in roots for _, module in walk(root)):
-                lines.use_those_of(module)
-            with tracker._listen(Listener(switched=lines.switch)):
-                yield report
-            totals = PhaseTotals()
-            for index, found in sorted(lines.finish().items()):
-                totals.add_all(found)
-                report.by_device[f"{kind}:{index}"] = found.total
+        device = None if clock == "cpu" else _device_of(clock, roots)
+        read = time.perf_counter_ns if device is None else partial(_event_on, device)
+        line = Timeline(tracker._attribution, read)
+        with tracker._listen(Listener(switched=line.switch)):
+            line.switch(NOWHERE, OUTSIDE)
+            yield report
+            line.switch(NOWHERE, OUTSIDE)
+    if device is None:
+        totals = totals_of(line.readings, lambda begin, end: end - begin)
+    else:
+        torch.accelerator.synchronize(device)
+        totals = totals_of(line.readings, _nanoseconds_between)
     rows = phase_rows(totals)
     report.notes = compiled_note(tracker._attribution, WHOLE) + nothing_called_note(rows)
     report._fill(rows, totals.total, {"total": totals.stacks})
 
 
-def _kind_of(clock: str) -> str:
-    there = accelerator_kind()
-    if there is None or clock not in ("device", there):
-        what = "'cpu'" if there is None else f"'cpu', 'device' or {there!r}"
-        here = "; there is no accelerator here" if there is None else ""
+def _device_of(clock: str, roots: tuple[nn.Module, ...]) -> torch.device:
+    accelerator = torch.accelerator
+    found = accelerator.current_accelerator() if accelerator.is_available() else None
+    if found is None or clock not in ("device", found.type):
+        what = "'cpu'" if found is None else f"'cpu', 'device' or {found.type!r}"
+        here = "; there is no accelerator here" if found is None else ""
         raise OptionError(f"mod_tracker.profile_time: clock must be {what}{here}; got {clock!r}.")
-    return there
+    devices = {
+        tensor.device
+        for root in roots
+        for _, module in walk(root)
+        for tensor in (*parameters_of(module).values(), *buffers_of(module).values())
+        if tensor is not None and tensor.device.type == found.type
+    }
+    if len(devices) > 1:
+        raise OptionError(
+            "mod_tracker.profile_time: one device is measured, and the model is on "
+            f"{', '.join(sorted(map(str, devices)))}. Pass the part that is on one of them."
+        )
+    return next(iter(devices), torch.device(found.type, accelerator.current_device_index()))
+
+
+def _event_on(device: torch.device) -> torch.Event:
+    event = torch.Event(device, enable_timing=True)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
+def _nanoseconds_between(begin: torch.Event, end: torch.Event) -> int:
+    return round(begin.elapsed_time(end) * 1_000_000)

@@ -12,23 +12,22 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from .._attribution import BACKWARD, FORWARD, NOWHERE, OUTSIDE
+from .._attribution import NOWHERE, OUTSIDE
 from .._errors import OptionError
 from .._listeners import Listener
 from .._record import Call, root_of
 from .._tracker import ModTracker
 from ._allocations import AllocationMode, measuring_storages
 from ._compiled import WHOLE, compiled_note, nothing_called_note
-from ._device_time import totals_of
-from ._report import phase_rows
-from ._time import Timeline, TimeReport
+from ._report import phase_rows, reporting
+from ._time import Timeline, TimeReport, totals_of
 
 Event = dict[str, Any]
 Frame = tuple[Call, str]
@@ -134,14 +133,6 @@ def _frames(call: Call, phase: str) -> list[Frame]:
     return frames[::-1]
 
 
-def has_ended(last: str, phase: str) -> bool:
-    """Whether the backward of the last reading has ended, by the phase that the caller is in now.
-
-    If a backward fails, the thread of a device may report its end late.
-    """
-    return last is BACKWARD and phase in (FORWARD, OUTSIDE)
-
-
 def _emitter(ranges: str) -> Slices:
     if ranges == "record_function":
         opened: list[Any] = []
@@ -163,7 +154,7 @@ def _emitter(ranges: str) -> Slices:
     return Slices(lambda _, frame: begin(f"{frame[0][0].name} [{frame[1]}]"), lambda *_: end())
 
 
-@contextmanager
+@reporting
 def trace(
     *roots: nn.Module,
     memory: bool = False,
@@ -192,9 +183,6 @@ def trace(
     emitted = None if ranges is None else _emitter(ranges)
     report = TraceReport()
     live: list[tuple[int, int]] = []
-
-    thread = threading.get_ident()
-
     with ModTracker(*roots) as tracker:
         attribution = tracker._attribution
         line = Timeline(attribution, time.perf_counter_ns)
@@ -204,10 +192,6 @@ def trace(
                 emitted.switch(*line.readings[-1])
 
         def count(live_bytes: int) -> None:
-            if threading.get_ident() == thread:
-                call, phase = attribution.locate()
-                if has_ended(line.readings[-1][2], phase):
-                    switch(call, phase)
             live.append((time.perf_counter_ns(), live_bytes))
 
         listener = line.switch if emitted is None else switch

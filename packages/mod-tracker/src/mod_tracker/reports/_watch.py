@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,11 +24,9 @@ from ._allocator import allocators
 from ._compiled import compiled_note
 from ._holders import what_is_held
 from ._memory_page import MemoryPage, tensor_shown
+from ._report import reporting
 
 _log = logging.getLogger("mod_tracker")
-
-MOST_CALLS = 8
-"""Outermost calls after which a step has ended, although there was no backward."""
 
 
 class MemoryWatch:
@@ -52,7 +48,7 @@ class MemoryWatch:
         above = None if limit_bytes is None else self._above
         self._mode = AllocationMode(self._attribution, changed=above, lines=True)
         self._given: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._steps = self._calls = 0
+        self._steps = 0
         self._thread = threading.get_ident()
         self._since: Counter[tuple[str, str]] = Counter()
         self._grown: dict[tuple[str, str], int] = {}
@@ -82,10 +78,8 @@ class MemoryWatch:
         """Begin a step at a call of an outermost module, after a backward or without gradients."""
         if graph_task() != NO_TASK or threading.get_ident() != self._thread:
             return
-        self._calls += 1
-        first = self._steps == 0
-        if first or self._mode.went_back or not is_grad_enabled() or self._calls > MOST_CALLS:
-            self._calls, self._mode.went_back = 1, False
+        if self._steps == 0 or self._mode.went_back or not is_grad_enabled():
+            self._mode.went_back = False
             self._steps += 1
             self._begin_step(tensors_in((args, kwargs)))
 
@@ -109,25 +103,10 @@ class MemoryWatch:
             self._observed = self.write(f"memory ran out on cuda:{device}, {wanted}")
 
     def _ran_out(self, error: BaseException) -> None:
-        """Write one page for an error, unless the observer wrote it, and add it to the error.
-
-        Called at every outermost call that the error passes, and when it leaves the block.
-        """
-        pages = error.__dict__.setdefault("mod_tracker_pages", {})
-        if id(self) in pages:
-            return
-        page, self._observed = self._observed, None
-        if page is None:
-            page = self.write(f"memory ran out ({type(error).__name__})")
-        pages[id(self)] = page
+        """Write a page for an error, unless the observer wrote it, and add it to the error."""
+        page = self._observed or self.write(f"memory ran out ({type(error).__name__})")
         if hasattr(error, "add_note"):
             error.add_note(str(page))
-
-    def _has_left(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Write a page if an outermost call was left because memory ran out."""
-        error = sys.exc_info()[1] if output is None else None
-        if error is not None and is_out_of_memory(error):
-            self._ran_out(error)
 
     def write(self, reason: str) -> MemoryPage:
         """Log a page, and add it to `pages`."""
@@ -137,7 +116,7 @@ class MemoryWatch:
         return page
 
 
-@contextmanager
+@reporting
 def watch_memory(
     *roots: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
@@ -149,10 +128,10 @@ def watch_memory(
     `profile_memory`. On CUDA the page also shows the allocator's reserved memory, and the modules
     that keep it fragmented.
 
-    When memory runs out the page is logged and added to `MemoryWatch.pages`, and to the error as a
-    note (Python 3.11 and later). On CUDA it is written before torch raises. On other devices it is
-    written when the error leaves an outermost module or the block, also if your code catches the
-    error above the module; an error in backward that is caught inside the block has no page there.
+    When memory runs out the page is logged and added to `MemoryWatch.pages`. On CUDA it is written
+    before torch raises, also if your code catches the error. On other devices it is written when
+    the error leaves the block. An error that leaves the block has the page as a note (Python 3.11
+    and later). A page reads the models of all threads, so other threads must not train meanwhile.
 
     Args:
         roots: models to name before they are called; see `ModTracker`.
@@ -178,11 +157,7 @@ def watch_memory(
     with ModTracker(*roots) as tracker:
         watch = MemoryWatch(tracker, optimizer, limit_bytes)
         guard = Subscription()
-        outermost = Listener(
-            pre_forward=guard._guard(watch._called),
-            post_forward=guard._guard(watch._has_left),
-            max_depth=1,
-        )
+        outermost = Listener(pre_forward=guard._guard(watch._called), max_depth=1)
         end_observing = on_out_of_memory(watch._ran_out_on)
         try:
             with (
