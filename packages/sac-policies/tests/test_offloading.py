@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from dataclasses import replace
@@ -168,16 +167,6 @@ def test_rates_are_bytes_per_second(rate: float | str) -> None:
     """As text or number."""
     trace = random_trace(3)
     assert offloading(trace, 0.2, rate) == offloading(trace, 0.2, 25_000_000_000)
-
-
-def test_plan_from_before_waits_were_told_is_read() -> None:
-    """Its text has no such field; it is told as none."""
-    plan = offloading(random_trace(3), 0, "200 GB")
-    assert plan.copy_cost > 0
-    old = json.loads(to_json(plan))
-    del old["copy_cost"]
-    assert from_json(json.dumps(old)) == replace(plan, copy_cost=0)
-    assert replace(plan, copy_cost=0).digest == plan.digest
 
 
 @pytest.mark.parametrize(
