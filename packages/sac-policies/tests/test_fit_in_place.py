@@ -419,3 +419,23 @@ def test_blocks_with_unrestored_noise_do_not_run_again() -> None:
         one(x).sum().backward()
         grads.append([p.grad for p in one.parameters()])
     assert all(map(torch.equal, *grads))
+
+
+class _Again(nn.Module):
+    """Calls one block three times; its norm updates statistics in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(24, nn.BatchNorm1d)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = self.block(x)
+        return x
+
+
+def test_shared_block_with_batch_norm_runs_again() -> None:
+    """Each second forward reads the statistics that its own call found."""
+    found = fit_(nn.Sequential(_Again()), ROWS[:256].repeat(1, 3), 1)
+    assert isinstance(found, Infeasible)
+    assert "runs again" in found.how

@@ -15,7 +15,9 @@ Rule 3. What the function is given is held, with its version, and so are the par
         it is given, so there are none around.
 Rule 4. Random numbers and autocast are those of the first run.
 Rule 5. Where it is asked for, the bits of saved values are compared too, at the end of both runs:
-        a second run may draw other random numbers from a generator that is not restored.
+        a second run may draw other random numbers from a generator that is not restored. Integers
+        are not compared, nor on accelerators what needs no gradient: kernels leave seeds that they
+        do not need, workspaces and the padding of sums unwritten.
 """
 
 from __future__ import annotations
@@ -115,7 +117,7 @@ class _Region:
         compares: bool,
     ) -> None:
         self.name = name
-        self._compared: list[tuple[torch.Tensor, int]] | None = [] if compares else None
+        self._compared: list[tuple[torch.Tensor | None, int]] | None = [] if compares else None
         self.guards: list[Guard | None] = []
         self.stops_early = stops_early()
         self.saved: list[ref[_Saved]] = []
@@ -136,7 +138,8 @@ class _Region:
         is_input = tensor.requires_grad or not tensor.is_floating_point()
         self._may_be_unwritten.append(not is_input)
         if self._compared is not None:
-            self._compared.append((tensor.detach(), tensor._version))
+            is_written = tensor.requires_grad or (tensor.is_cpu and tensor.is_floating_point())
+            self._compared.append((tensor.detach() if is_written else None, tensor._version))
         saved = _Saved()
         self.saved.append(ref(saved))
         self.facts.append((compared_shape(tensor), tensor.dtype, tensor.device))
@@ -177,6 +180,7 @@ class _Region:
                     raise
             finally:
                 pop_hooks()
+            second.compare()
         second.settle()
         self._versions = [parameter._version for parameter in self._parameters]
 
@@ -242,6 +246,17 @@ class _Second:
             raise _SecondRunEnds
         return value  # for a gradient that the function itself takes
 
+    def compare(self) -> None:
+        """Compare bits with the first run, before buffers are put back (Rule 5)."""
+        if self._error is not None:
+            return
+        for at, (saved, guard) in enumerate(
+            zip(self._region.saved, self._region.guards, strict=False)  # no guards: none compared
+        ):
+            found = saved()
+            if guard is not None and found is not None and found.value is not None:
+                guard.check(found.value, partial(self._differs, at))
+
     def settle(self) -> None:
         """Raise what a function may have hidden, or where it saved too little."""
         if self._error is not None:
@@ -251,12 +266,6 @@ class _Second:
                 f"sac_policies.fit_: {self._region.name} saves {self._count} tensors in its second "
                 f"forward, but saved {len(self._region.saved)} in its first. {_HELP}"
             )
-        for at, (saved, guard) in enumerate(
-            zip(self._region.saved, self._region.guards, strict=False)  # no guards: none compared
-        ):
-            found = saved()
-            if guard is not None and found is not None and found.value is not None:
-                guard.check(found.value, partial(self._differs, at))
 
     def _differs(self, at: int) -> RecomputeError:
         return RecomputeError(
@@ -271,8 +280,10 @@ _HELP = (
 )
 
 
-def _guard_of(tensor: torch.Tensor, version: int) -> Guard | None:
+def _guard_of(tensor: torch.Tensor | None, version: int) -> Guard | None:
     """Note the bits of a tensor; None where it was written to since, or has no plain memory."""
+    if tensor is None:
+        return None
     is_dense = tensor.layout is torch.strided and not tensor.is_nested
     if type(tensor) is not torch.Tensor or not is_dense or tensor._version != version:
         return None
