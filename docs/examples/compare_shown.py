@@ -194,7 +194,7 @@ def plot(rows: list[Row], config: Config, out: Path) -> None:
     from matplotlib.figure import Figure
 
     from sac_policies import profile, solve
-    from sac_policies.budget import pareto, plot_pareto
+    from sac_policies.budget import pareto
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
@@ -213,5 +213,11 @@ def plot(rows: list[Row], config: Config, out: Path) -> None:
     block = GPT(config).to(config.device).blocks[0]
     trace = profile(block, sample, unit="flops")
     title = f"What memory buys in a block of width {config.width} (budget_half has the mark)"
-    path = out / "pareto_of_a_block.png"
-    plot_pareto(pareto(trace), path, chosen=solve(trace, "50%"), title=title)
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    points, half = pareto(trace), solve(trace, "50%")
+    axes.step([p.bytes / 2**20 for p in points], [p.seconds for p in points], where="post")
+    axes.plot([half.kept_bytes / 2**20], [half.recompute_cost], "o", label="budget_half")
+    axes.legend()
+    axes.set(xlabel="kept, MiB", ylabel="work repeated in backward, FLOP", title=title)
+    figure.savefig(out / "pareto_of_a_block.png", dpi=120)

@@ -52,12 +52,6 @@ def test_choice_costs_no_more_than_simple_ones(
         assert cost <= sum(each) - pack(sizes, each, capacity=capacity).value
 
 
-def test_of_nothing_nothing_is_chosen() -> None:
-    """An empty forward costs nothing."""
-    copies = Copies.of((), 10**9, 3)
-    assert choose((), copies, capacity=0, solver=pack) == Choice((), (), 0, 0)
-
-
 def test_nobody_waits_where_copies_are_hidden() -> None:
     """Late values are kept, early ones offloaded, at most as many as are hidden: the order counts
     and not the worth, which is the same for all.

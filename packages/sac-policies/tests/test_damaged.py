@@ -31,7 +31,7 @@ from sac_policies import (
     save_ops,
     solve,
 )
-from sac_policies.budget import Trace, pareto, pareto_from_json, pareto_to_json
+from sac_policies.budget import Trace
 from sac_policies.policies import Decision, from_json, save_by_index, to_json
 from sac_policies.reports import report
 
@@ -49,7 +49,6 @@ POLICY = first_match(
 READERS = {
     "policy": (from_json, to_json(POLICY), to_json),
     "trace": (Trace.from_json, TRACE.to_json(), Trace.to_json),
-    "front": (pareto_from_json, pareto_to_json(pareto(TRACE, points=3)), pareto_to_json),
 }
 FOREIGN = [None, True, -1, 2**64, 0.5, "", "aten.mm", "@nothing", [], [1], {}, {"rule": "Always"}]
 FOREIGN += [{"decision": "save"}, {"decision": []}, [["aten.mm.default", 0], {"decision": "save"}]]
@@ -223,15 +222,6 @@ def test_trace_of_an_impossible_operator_is_refused(field, value):
     data["ops"][0][field] = value
     with pytest.raises(BudgetError, match=r"Trace\.from_json: text cannot be read \(operator 0"):
         Trace.from_json(json.dumps(data))
-
-
-@pytest.mark.parametrize("field", [0, 1])
-def test_front_says_what_its_plans_do(field):
-    """Bytes and seconds of a point are those of its plan."""
-    rows = json.loads(READERS["front"][1])
-    rows[0][field] += 1
-    with pytest.raises(BudgetError, match=r"pareto_from_json: text cannot be read \(a point"):
-        pareto_from_json(json.dumps(rows))
 
 
 def _nested(depth: int) -> str:

@@ -94,11 +94,7 @@ ENTRIES = {
     "pareto": (sp.budget.pareto, ""),
     "pareto.points": (lambda g: sp.budget.pareto(TRACE, points=g), "int"),
     "pareto.backend": (lambda g: sp.budget.pareto(TRACE, backend=g), ""),
-    "pareto_from_json": (sp.budget.pareto_from_json, ""),
-    "pareto_to_json": (sp.budget.pareto_to_json, "tuple"),
     "parse_size": (sp.budget.parse_size, ""),
-    "plot_pareto": (lambda g: sp.budget.plot_pareto(g, "f.svg"), "tuple"),
-    "plot_pareto.path": (lambda g: sp.budget.plot_pareto([], g), "empty long text"),
     "profile": (sp.profile, "type"),
     "profile_step": (lambda g: sp.profile_step(g, X), ""),
     "profile_step.loss": (lambda g: sp.profile_step(LAYER, X, loss=g), "none type"),
@@ -152,7 +148,7 @@ def test_garbage_is_refused_with_help(entry, kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     call, takes = ENTRIES[entry]
     if kind in takes.split():
-        if "plot" not in entry and kind != "type":  # matplotlib may be missing; int(x) raises
+        if kind != "type":  # int(x) raises
             call(GARBAGE[kind])
         return
     with pytest.raises(SacError) as raised:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sac_policies import RecomputeError
-from sac_policies.eager import _doubts, _guards
+from sac_policies.eager import _guards
 from sac_policies.eager._guards import Guard, fingerprint
 
 
@@ -116,7 +116,7 @@ def test_comparison_on_an_accelerator_is_read_when_backward_ends(later: Guard) -
     with pytest.raises(RecomputeError):
         y.sum().backward()
     assert seen == [x.shape]
-    assert not _doubts._doubts
+    assert not _guards._running
 
 
 def test_comparison_outlives_a_backward_inside_its_own(later: Guard) -> None:
@@ -139,16 +139,16 @@ def test_comparison_outlives_a_backward_inside_its_own(later: Guard) -> None:
     with pytest.raises(RecomputeError, match="outside"):
         outer.sum().backward()
     assert ended
-    assert not _doubts._doubts
+    assert not _guards._running
 
 
 def test_comparison_is_read_by_whichever_thread_ends_the_backward(
     later: Guard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A device's thread compares, and the caller's may be the last."""
-    monkeypatch.setattr(_doubts, "backward_id", lambda: 7)
+    monkeypatch.setattr(_guards, "backward_id", lambda: 7)
     at_the_end: list[Any] = []
-    monkeypatch.setattr(_doubts, "after_backward", lambda callback: not at_the_end.append(callback))
+    monkeypatch.setattr(_guards, "after_backward", lambda callback: not at_the_end.append(callback))
     device = threading.Thread(target=later.check, args=(torch.ones(70, 70), refuse))
     device.start()
     device.join()
@@ -161,4 +161,4 @@ def test_comparison_outside_of_backward_is_made_at_once(later: Guard) -> None:
     """Nobody would read it later."""
     with pytest.raises(RecomputeError, match="changed"):
         later.check(torch.ones(70, 70), refuse)
-    assert not _doubts._doubts
+    assert not _guards._running

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from dataclasses import replace
@@ -14,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sac_policies import BudgetError, solve
-from sac_policies.budget import BudgetPlan, Trace, pareto, pareto_from_json, pareto_to_json
+from sac_policies.budget import BudgetPlan, Trace, pareto
 from sac_policies.budget._knapsack import Packing, pack
 from sac_policies.budget._offloading import Copies
 from sac_policies.budget._solve import solve_with
@@ -57,10 +56,9 @@ def test_figures_of_plans_are_true(seed: int) -> None:
 
 @pytest.mark.parametrize("regions", [1, 3])
 def test_fronts_have_such_plans(regions: int) -> None:
-    """As `solve` gives them; JSON gives them back."""
+    """As `solve` gives them."""
     trace = random_trace(2, n=12)
     front = pareto(trace, host_bandwidth="25 GB", regions=regions, points=5)
-    assert pareto_from_json(pareto_to_json(front)) == front
     for point in front:
         plan = offloading(trace, point.bytes, "25 GB", regions)
         assert point.seconds == plan.recompute_cost / 1e9
@@ -169,16 +167,6 @@ def test_rates_are_bytes_per_second(rate: float | str) -> None:
     """As text or number."""
     trace = random_trace(3)
     assert offloading(trace, 0.2, rate) == offloading(trace, 0.2, 25_000_000_000)
-
-
-def test_plan_from_before_waits_were_told_is_read() -> None:
-    """Its text has no such field; it is told as none."""
-    plan = offloading(random_trace(3), 0, "200 GB")
-    assert plan.copy_cost > 0
-    old = json.loads(to_json(plan))
-    del old["copy_cost"]
-    assert from_json(json.dumps(old)) == replace(plan, copy_cost=0)
-    assert replace(plan, copy_cost=0).digest == plan.digest
 
 
 @pytest.mark.parametrize(

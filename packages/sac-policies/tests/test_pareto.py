@@ -1,28 +1,22 @@
-"""Pareto fronts: non-dominated, JSON both ways, drawn on request."""
+"""Pareto fronts: the plans that no other plan beats."""
 
 from __future__ import annotations
 
-import sys
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from sac_policies import BudgetError, checkpoint, profile, save_ops
+from sac_policies import BudgetError, checkpoint, profile
 from sac_policies.budget import (
     ParetoPoint,
     Trace,
     TracedOp,
     TracedPack,
     pareto,
-    pareto_from_json,
-    pareto_to_json,
-    plot_pareto,
 )
-from sac_policies.policies import to_json
 
 
 @pytest.fixture(scope="module")
@@ -50,43 +44,6 @@ def test_front_ends_where_nothing_is_repeated(front: list[ParetoPoint]) -> None:
     """The last point keeps all that saves work."""
     assert front[-1].seconds == 0
     assert [point.policy.kept_bytes for point in front] == [point.bytes for point in front]
-
-
-def test_json_round_trip_is_exact(front: list[ParetoPoint]) -> None:
-    """Plans included."""
-    assert pareto_from_json(pareto_to_json(front)) == front
-
-
-def test_front_is_drawn(front: list[ParetoPoint], tmp_path: Path) -> None:
-    """With matplotlib the front becomes a picture."""
-    pytest.importorskip("matplotlib", reason="the plot extra is not installed")
-    plot_pareto(front, str(tmp_path / "front.svg"))
-    assert (tmp_path / "front.svg").read_text().count("<path") > 5
-
-
-def test_chosen_plan_is_marked(
-    front: list[ParetoPoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At its bytes and cost, and named; the title is there; what is no plan is refused."""
-    figure = pytest.importorskip("matplotlib.figure").Figure
-    drawn: list[Any] = []
-    monkeypatch.setattr(figure, "savefig", lambda self, path: drawn.append(self.axes[0]))
-    plot_pareto(front, "front.svg", chosen=front[1].policy, title="A block")
-    (axes,) = drawn
-    (mark,) = axes.get_lines()[1:]
-    assert [*mark.get_xdata(), *mark.get_ydata()] == [front[1].bytes / 2**20, front[1].seconds]
-    assert axes.get_title() == "A block" and mark.get_label().startswith("chosen: ")
-    with pytest.raises(BudgetError, match=r"chosen .* only a plan has bytes"):
-        plot_pareto(front, "front.svg", chosen=front[1])  # type: ignore[arg-type]
-
-
-def test_missing_matplotlib_is_explained(
-    front: list[ParetoPoint], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without the extra the error names it."""
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(BudgetError, match=r"module matplotlib is missing.*sac-policies\[plot\]"):
-        plot_pareto(front, "front.svg")
 
 
 def test_one_point_is_no_front(front: list[ParetoPoint]) -> None:
@@ -120,13 +77,6 @@ def test_where_there_is_a_trade_there_are_several_points(body: Any) -> None:
     for point in found:
         out = checkpoint(body, x, w, policy=point.policy)
         assert all(map(torch.equal, torch.autograd.grad(out.sum(), (x, w)), plain))
-
-
-def test_json_of_another_policy_is_refused() -> None:
-    """A point holds a plan."""
-    text = f"[[1, 2.0, {to_json(save_ops('aten.mm'))}]]"
-    with pytest.raises(BudgetError, match="a point holds a OpRule and no BudgetPlan"):
-        pareto_from_json(text)
 
 
 def test_budgets_are_spread_from_what_is_fixed_to_everything() -> None:

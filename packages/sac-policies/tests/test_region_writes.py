@@ -90,3 +90,32 @@ def test_region_inside_a_checkpoint_of_torch(function, early_stop):
         expected = torch.autograd.grad(function(x, True).sum(), x)[0]
         torch_checkpoint(around, x, use_reentrant=False, early_stop=early_stop).sum().backward()
         assert torch.equal(x.grad, expected)
+
+
+@pytest.mark.parametrize("policy", [[], ["aten.mul"]], ids=["nothing", "products"])
+@pytest.mark.parametrize("is_view", [False, True], ids=["whole", "view"])
+@pytest.mark.parametrize("is_first", [False, True], ids=["after", "before"])
+def test_statistics_read_beside_batch_norm_match_plain(policy, is_view, is_first):
+    """Batch norm counts no version of its writes: autograd reads what the buffer holds then."""
+
+    def gradients(call):
+        torch.manual_seed(0)
+        norm, x, w = torch.nn.BatchNorm2d(4), torch.randn(3, 4, 2, 2), torch.randn(4)
+        norm.running_mean.normal_()
+        w = (w.view(4, 1, 1) if is_view else w).requires_grad_()
+
+        def scaled():
+            return w * (norm.running_mean[:, None, None] if is_view else norm.running_mean)
+
+        def function(x):
+            first = scaled() if is_first else None
+            y = norm(x)
+            scale = scaled() if first is None else first
+            return (y * scale.reshape(4, 1, 1)).sin()
+
+        call(function, x.requires_grad_()).sum().backward()
+        return x.grad, w.grad, norm.running_mean
+
+    found = gradients(lambda function, x: sac_policies.checkpoint(function, x, policy=policy))
+    expected = gradients(lambda function, x: function(x))
+    assert all(map(torch.equal, found, expected))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
@@ -19,7 +18,7 @@ from sac_policies import checkpoint, profile, solve
 from sac_policies.budget import BudgetPlan, Infeasible, Trace, TracedOp, TracedPack
 from sac_policies.budget._knapsack import Packing
 from sac_policies.budget._solve import solve_with
-from sac_policies.policies import Decision, from_json, to_json
+from sac_policies.policies import Decision
 
 OFFLOAD = Decision.OFFLOAD
 
@@ -92,23 +91,6 @@ def test_whole_budget_keeps_everything_that_saves_work() -> None:
     """At 100% nothing is repeated."""
     plan = solve(random_trace(0), "100%")
     assert plan.recompute_cost == plan.bound_cost == 0
-
-
-def test_plan_survives_json() -> None:
-    """A plan is a policy like any other: JSON gives an equal one with an equal digest."""
-    plan = solve(random_trace(1), 0.7)
-    again = from_json(to_json(plan))
-    assert isinstance(again, BudgetPlan)
-    assert again == plan
-    assert again.digest == plan.digest
-
-
-def test_digest_tells_plans_apart() -> None:
-    """Plans for other budgets have other digests, of sixteen hexadecimal digits."""
-    trace = random_trace(1)
-    digests = [solve(trace, share).digest for share in (0.7, 1.0)]
-    assert digests[0] != digests[1]
-    assert all(re.fullmatch("[0-9a-f]{16}", digest) for digest in digests)
 
 
 def network() -> tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]:

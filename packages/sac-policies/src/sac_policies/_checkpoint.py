@@ -97,6 +97,7 @@ def run_again(
     kwargs: dict[str, Any],
     around: Callable[[], Contexts] | None,
     rewrites: bool = False,
+    compares: bool = False,
 ) -> T:
     """Call `function` so that backward runs it a second time and keeps nothing else.
 
@@ -110,13 +111,14 @@ def run_again(
         kwargs: its keyword arguments.
         around: makes the contexts of both runs; None for no contexts.
         rewrites: whether the function writes to tensors that it is given.
+        compares: whether a second forward compares the bits that it saves with those of the first.
     """
     call = None if rewrites or torch.compiler.is_compiling() else parted(function, args, kwargs)
     if call is None:
         return checkpoint(function, *args, policy=RECOMPUTE_ALL, **kwargs)
     if second_forward.is_possible(call[1]):
         name = getattr(function, "__qualname__", type(function).__name__)
-        return second_forward.run(*call, name, None if around is None else around())
+        return second_forward.run(*call, name, None if around is None else around(), compares)
     options: dict[str, Any] = {} if around is None else {"context_fn": around}
     return checkpoint(call[0], *call[1], **options)
 

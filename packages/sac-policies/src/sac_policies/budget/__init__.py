@@ -8,13 +8,7 @@ from sac_policies.budget._fit import Fit, plan_region
 from sac_policies.budget._fit_in_place import InPlaceFit, fit_
 from sac_policies.budget._levels import RegionFit
 from sac_policies.budget._measure import measure_host_bandwidth
-from sac_policies.budget._pareto import (
-    ParetoPoint,
-    pareto,
-    pareto_from_json,
-    pareto_to_json,
-    plot_pareto,
-)
+from sac_policies.budget._pareto import ParetoPoint, pareto
 from sac_policies.budget._record import profile
 from sac_policies.budget._sizes import format_size, parse_size
 from sac_policies.budget._solve import solve
@@ -39,11 +33,8 @@ __all__ = [
     "format_size",
     "measure_host_bandwidth",
     "pareto",
-    "pareto_from_json",
-    "pareto_to_json",
     "parse_size",
     "plan_region",
-    "plot_pareto",
     "profile",
     "profile_step",
     "solve",

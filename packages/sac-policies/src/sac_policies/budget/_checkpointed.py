@@ -35,6 +35,7 @@ class Checkpointed:
         place: the attribute of the module that it belongs in.
         forward: what is called of the module without it.
         is_undone: whether it only calls that forward.
+        compares: whether a second forward compares the bits that it saves with those of the first.
 
     Args:
         module: whose it is; what somebody else had put in the place of its class's is put back.
@@ -44,6 +45,7 @@ class Checkpointed:
     """
 
     is_undone = False
+    compares = False
 
     def __init__(
         self,
@@ -65,7 +67,7 @@ class Checkpointed:
         if self.is_undone or in_func_transform():
             return self.forward(*args, **kwargs)
         if self.policy is None:
-            return run_again(self.forward, args, kwargs, self._around, self.rewrites)
+            return run_again(self.forward, args, kwargs, self._around, self.rewrites, self.compares)
         return checkpoint(self.forward, *args, policy=self.policy, **kwargs)
 
     def put(self) -> None:

@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .._errors import BudgetError, shown
+from .._errors import BudgetError, RecomputeError, shown
 from .._torch_compat._module_calls import is_compiled
 from ..policies._budget_plan import Infeasible
-from ._agree import check_equal
+from ._agree import check_equal, largest
 from ._checkpointed import Checkpointed, is_checkpointed, region_of, release
 from ._helps import what_helps
 from ._intervals import KeptSteps, Measured, Steps, forward_of, kept_bytes, marked
@@ -131,10 +131,11 @@ def fit_(
     Finds the modules that repeat (layers of a transformer, blocks of a network), measures a step
     without checkpointing and one with all of them on each of three levels (four on
     accelerators, where values can be offloaded), and lets each do what costs least time in all. A
-    last step confirms that it fits, or a second one. At most eleven steps are run for that. If
+    last step confirms that it fits, or a second one. At most twelve steps are run for that. If
     they are short, two to five on each level are clocked: a profiler takes much of them. If no
     choice fits and the blocks are stages with lists of blocks, those blocks are tried in turn.
-    Collective.
+    Blocks do not run again if that gives other bits, as with random numbers from a generator that
+    is not torch's own. Collective.
 
     Args:
         model: on the device it trains on, in the mode it trains in. Parameters, buffers,
@@ -344,11 +345,27 @@ class _Search:
         return InPlaceFit(self._of, *taken, *plain, predicted, allowed, done, idle, rounds, put)
 
     def _learn(self) -> None:
-        """Have the first forward and backward of each policy over: they compare bits."""
+        """Have the first forward and backward of each level over: they compare bits.
+
+        Where a second forward has other bits on any rank, no region runs again. Collective.
+        """
         for level in range(1, self._levels):
+            self.put((level,) * len(self._regions))
             if level not in HOLDING:
-                self.put((level,) * len(self._regions))
                 self._step.run(self._model)
+            elif largest(self._varies()):
+                self._regions = [replace(each, wrote=None) for each in self._regions]
+                self._idle = [replace(each, wrote=None) for each in self._idle]
+
+    def _varies(self) -> bool:
+        """Whether a second forward of regions differs from the first: a router may draw noise."""
+        for region in filter(None, (region_of(each.module) for each in self._regions)):
+            region.compares = True
+        try:
+            self._step.run(self._model)
+        except RecomputeError:
+            return True
+        return False
 
     def _intervals(self, level: int) -> list[Interval]:
         done = self.put((level,) * len(self._regions))

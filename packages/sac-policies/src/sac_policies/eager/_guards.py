@@ -6,22 +6,23 @@ change of up to three words is always seen; a change of more unless every sum st
 modulo 2**64.
 
 Each operator costs an accelerator a launch. So rows of the table overlap rather than leave words
-over, sums lie in one tensor, and many are compared at once (`_doubts`).
+over, and sums lie in one tensor. Results of comparisons are read when backward ends: reading one
+earlier would make the host wait for the device's queue at each replay.
 """
 
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable
 from ctypes import string_at
 from functools import lru_cache
 
 import torch
 
-from .._torch_compat import is_freed
+from .._torch_compat import after_backward, backward_id, is_freed
 from .._torch_compat._dispatch import no_dispatch
 from ._capturing import is_capturing
-from ._doubts import doubts_here
 
 _SMALL_BYTES = 4096
 _SMALL_VECTOR_BYTES = 65536
@@ -59,8 +60,8 @@ class Guard:
     def check(self, tensor: torch.Tensor, error: Callable[[], Exception]) -> None:
         """Raise `error` if the tensor is not as it was, bit by bit, or its memory was freed.
 
-        On an accelerator the result is read when backward ends: reading it earlier would make each
-        replay wait for the device's queue. In a graph capture nothing is compared.
+        On an accelerator the result is read when backward ends. In a graph capture nothing is
+        compared.
         """
         if is_freed(tensor):
             raise error()
@@ -75,12 +76,7 @@ class Guard:
             sums, size_bytes = self._sums
             if tensor.nbytes != size_bytes:
                 raise error()
-            doubts = doubts_here()
-            after = fingerprint(tensor)
-            if doubts is not None:
-                doubts.compare(sums, after, error)
-            elif not torch.equal(sums, after):
-                raise error()
+            _raise_unless((sums == fingerprint(tensor)).all(), error)
 
 
 def _compare_copies(
@@ -88,10 +84,48 @@ def _compare_copies(
 ) -> None:
     if before.shape != now.shape or before.dtype != now.dtype:
         raise error()
-    same = (_bits(before) == _bits(now)).all()
-    doubts = doubts_here()
-    if doubts is not None:
-        doubts.ask(same, error)
+    _raise_unless((_bits(before) == _bits(now)).all(), error)
+
+
+class _Comparisons:
+    """Results of comparisons in one backward, read when it ends.
+
+    The autograd engine holds them, and drops them with a backward that fails. A backward inside
+    another has its own, and the thread that ends a backward need not be one that compared.
+    """
+
+    __slots__ = ("__weakref__", "_results")
+
+    def __init__(self) -> None:
+        self._results: list[tuple[torch.Tensor, Callable[[], Exception]]] = []
+
+    def add(self, same: torch.Tensor, error: Callable[[], Exception]) -> None:
+        """Note a result; `error` is raised if it is False."""
+        self._results.append((same, error))
+
+    def settle(self) -> None:
+        """Raise for the first that found a difference."""
+        for same, error in self._results:
+            if not same:
+                raise error()
+
+
+_running: weakref.WeakValueDictionary[int, _Comparisons] = weakref.WeakValueDictionary()
+"""By the number of the backward."""
+
+
+def _raise_unless(same: torch.Tensor, error: Callable[[], Exception]) -> None:
+    """Raise `error` when the backward ends if `same` is False; at once outside of a backward."""
+    backward = backward_id()
+    found = _running.get(backward)
+    if found is None and backward >= 0:
+        found = _Comparisons()
+        if after_backward(found.settle):
+            _running[backward] = found
+        else:
+            found = None
+    if found is not None:
+        found.add(same, error)
     elif not same:
         raise error()
 

@@ -14,12 +14,17 @@ Rule 3. What the function is given is held, with its version, and so are the par
         saves: what was written to since is refused. Hooks of saved tensors would have to see what
         it is given, so there are none around.
 Rule 4. Random numbers and autocast are those of the first run.
+Rule 5. Where it is asked for, the bits of saved values are compared too, at the end of both runs:
+        a second run may draw other random numbers from a generator that is not restored. Integers
+        are not compared, nor on accelerators what needs no gradient: kernels leave seeds that they
+        do not need, workspaces and the padding of sums unwritten.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 from weakref import ref
 
@@ -29,6 +34,7 @@ from .._errors import MutationError, RecomputeError
 from .._torch_compat import (
     base_of,
     in_func_transform,
+    is_fake,
     is_traced,
     modes_entered,
     pop_hooks,
@@ -38,6 +44,7 @@ from .._torch_compat import (
 from .._torch_compat._checkpoint_ends import stops_early
 from .._torch_compat._nested import compared_shape
 from ._ambient_state import AmbientState
+from ._guards import Guard
 
 T = TypeVar("T")
 Facts = tuple[tuple[int, ...], torch.dtype, torch.device]
@@ -58,7 +65,11 @@ def is_possible(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def run(
-    function: Callable[..., T], tensors: Sequence[torch.Tensor], name: str, around: Around | None
+    function: Callable[..., T],
+    tensors: Sequence[torch.Tensor],
+    name: str,
+    around: Around | None,
+    compares: bool = False,
 ) -> T:
     """Call `function` so that backward calls it again.
 
@@ -67,13 +78,14 @@ def run(
         tensors: its arguments; whatever else it reads is to be the same in both runs.
         name: what errors call it.
         around: what both runs are in; None for nothing.
+        compares: whether bits of what both runs save are compared.
 
     Raises:
         RecomputeError: in backward, where the second run saves other values.
         MutationError: in backward, where an argument or a parameter was written to since.
     """
     first, second = (nullcontext(), nullcontext()) if around is None else around
-    region = _Region(function, tensors, name, second)
+    region = _Region(function, tensors, name, second, compares)
     with first:
         push_hooks(region.pack, region.unpack)
         try:
@@ -102,8 +114,11 @@ class _Region:
         tensors: Sequence[torch.Tensor],
         name: str,
         around: AbstractContextManager[Any],
+        compares: bool,
     ) -> None:
         self.name = name
+        self._compared: list[tuple[torch.Tensor | None, int]] | None = [] if compares else None
+        self.guards: list[Guard | None] = []
         self.stops_early = stops_early()
         self.saved: list[ref[_Saved]] = []
         self.facts: list[Facts] = []
@@ -122,6 +137,9 @@ class _Region:
         # Results require a gradient when they are saved, and are written by then.
         is_input = tensor.requires_grad or not tensor.is_floating_point()
         self._may_be_unwritten.append(not is_input)
+        if self._compared is not None:
+            is_written = tensor.requires_grad or (tensor.is_cpu and tensor.is_floating_point())
+            self._compared.append((tensor.detach() if is_written else None, tensor._version))
         saved = _Saved()
         self.saved.append(ref(saved))
         self.facts.append((compared_shape(tensor), tensor.dtype, tensor.device))
@@ -138,6 +156,9 @@ class _Region:
         """Note what the function left: it may have drawn no numbers, or clipped its weights."""
         self._ambient.settle()
         self._versions = [parameter._version for parameter in self._parameters]
+        if self._compared is not None:
+            self.guards = [_guard_of(*each) for each in self._compared]
+            self._compared = None
 
     def unpack(self, saved: _Saved) -> torch.Tensor:
         if saved.value is None:
@@ -159,6 +180,7 @@ class _Region:
                     raise
             finally:
                 pop_hooks()
+            second.compare()
         second.settle()
         self._versions = [parameter._version for parameter in self._parameters]
 
@@ -224,6 +246,17 @@ class _Second:
             raise _SecondRunEnds
         return value  # for a gradient that the function itself takes
 
+    def compare(self) -> None:
+        """Compare bits with the first run, before buffers are put back (Rule 5)."""
+        if self._error is not None:
+            return
+        for at, (saved, guard) in enumerate(
+            zip(self._region.saved, self._region.guards, strict=False)  # no guards: none compared
+        ):
+            found = saved()
+            if guard is not None and found is not None and found.value is not None:
+                guard.check(found.value, partial(self._differs, at))
+
     def settle(self) -> None:
         """Raise what a function may have hidden, or where it saved too little."""
         if self._error is not None:
@@ -234,11 +267,27 @@ class _Second:
                 f"forward, but saved {len(self._region.saved)} in its first. {_HELP}"
             )
 
+    def _differs(self, at: int) -> RecomputeError:
+        return RecomputeError(
+            f"sac_policies.fit_: tensor {at} that {self._region.name} saves has other bits in its "
+            f"second forward than in its first. {_HELP}"
+        )
+
 
 _HELP = (
     "Make both do the same, by reading nothing but its arguments, parameters and buffers; or "
     "checkpoint it with a policy, which runs it once."
 )
+
+
+def _guard_of(tensor: torch.Tensor | None, version: int) -> Guard | None:
+    """Note the bits of a tensor; None where it was written to since, or has no plain memory."""
+    if tensor is None:
+        return None
+    is_dense = tensor.layout is torch.strided and not tensor.is_nested
+    if type(tensor) is not torch.Tensor or not is_dense or tensor._version != version:
+        return None
+    return None if is_fake(tensor) or tensor.is_conj() or tensor.is_neg() else Guard(tensor)
 
 
 def _shown(facts: Facts) -> str:

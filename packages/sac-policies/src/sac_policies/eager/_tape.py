@@ -525,7 +525,8 @@ class Tape(TorchDispatchMode):
     def saved(self, tensor: torch.Tensor, needs_grad: bool) -> Value:
         """Return the value of a tensor that autograd saves; hold an unknown tensor."""
         known = None if needs_grad else self.known_value(tensor)
-        if known is None and not needs_grad:
+        is_alone = known is None or (not self._marked and _views_held(known))
+        if is_alone and not needs_grad:
             value = self._held(tensor, version_of(tensor))
             self._saved_alone.add(value)
         else:
@@ -668,6 +669,15 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     parts = [part for name in names if isinstance(part := getattr(tensor, name), torch.Tensor)]
     return [each for part in parts for each in parts_of(part)]
+
+
+def _views_held(value: Value) -> bool:
+    """Whether a value is a view of a held tensor, as of a buffer: both are one storage."""
+    call = value.made_by
+    while value.held is None and call is not None and call.recorder.shares:
+        value = call.inputs[0]
+        call = value.made_by
+    return type(value) is Value and value.held is not None
 
 
 def _reads_freed(value: Value) -> bool:
