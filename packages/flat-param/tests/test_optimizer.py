@@ -11,6 +11,7 @@ import re
 import resource
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.optim import LBFGS, SGD, Adafactor, Adagrad, AdamW, NAdam, Optimizer,
 
 import flat_param
 from flat_param import StateError, flatten, offload_optimizer
+from flat_param._offload_optimizer import _Copies, _Storage, _Stored
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "AdamW": lambda params: AdamW(params, lr=0.01),
@@ -495,3 +497,32 @@ def test_cpu_memory_is_pinned_where_there_is_an_accelerator() -> None:
     optimizer = offload_optimizer(SGD([param], lr=1.0, momentum=0.5))
     optimizer.step()
     assert optimizer.state[param]["momentum_buffer"].is_pinned()
+
+
+@pytest.mark.accelerator
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+def test_fetched_state_is_not_freed_while_it_is_read() -> None:
+    """Its memory belongs to the stream of copies, which has nothing else to wait for here."""
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    device, module = torch.device(kind.type, 0), torch.get_device_module(kind)
+    simulated = hasattr(module, "simulate")
+    if simulated:
+        module.reset()
+        module.simulate(virtual=True, kernel_us=100)
+    place = torch.ones(1 << 10, pin_memory=True)
+    with ThreadPoolExecutor(1) as thread:
+        copies = _Copies(thread, _Storage(None))
+        fetched = copies.fetch([_Stored(place, device)]).result()
+        total = torch.zeros(1 << 10, device=device)
+        for _ in range(50):
+            total += fetched[0]
+        copies.write_back([], fetched=fetched)
+        copies.wait()
+        assert fetched == []
+        copies.fetch([_Stored(place.clone().fill_(2), device)]).result()
+    assert bool((total == 50).all())
+    if simulated:
+        found = module.races()
+        module.reset()
+        assert found == []
