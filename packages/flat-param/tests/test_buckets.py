@@ -6,8 +6,8 @@ import ctypes
 import gc
 import re
 import sys
+import time
 from pathlib import Path
-from threading import Event, Semaphore
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from flat_param import StateError, flatten, offload_optimizer
-from flat_param.offload import _mover, _tiers
+from flat_param._offload_optimizer import _Storage
 
 NUMEL = 512 * 512
 
@@ -93,31 +93,29 @@ def _in_use() -> int:
 
 
 class Measured(AdamW):
-    """Notes what is in use when a bucket has stepped and the next one's state has just come."""
+    """Notes the most that is in use while a bucket has stepped and the next one's state comes."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.seen: list[int] = []
-        self.came, self.looked = Semaphore(0), Semaphore(0)
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.expected, self.seen = 0, list[int]()
 
     def step(self, closure: Any = None) -> Any:
-        """Step, and look; nothing else of this process runs then."""
+        """Step, wait for what is expected, and a while for what is not."""
         found = super().step(closure)
-        assert self.came.acquire(timeout=30)
+        until = time.monotonic() + (5 if len(self.seen) < 7 else 0)
+        while _in_use() < self.expected and time.monotonic() < until:
+            time.sleep(0.001)
+        time.sleep(0.05)
         self.seen.append(_in_use())
-        self.looked.release()
         return found
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other C libraries do not tell")
 @pytest.mark.parametrize("flat", [False, True])
-def test_state_of_two_buckets_is_in_memory_at_most(
-    flat: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_state_of_two_buckets_is_in_memory_at_most(flat: bool, tmp_path: Path) -> None:
     """By the allocator: AdamW's two tensors for two of eight buckets.
 
-    Looked at where the most is there: the next bucket's state has been brought, the thread that
-    brings it waits, this one's is not put away yet, and what its step needed is free again.
+    The next bucket's state comes while one is stepped, and none after it.
     """
     try:
         _in_use()
@@ -130,82 +128,35 @@ def test_state_of_two_buckets_is_in_memory_at_most(
     assert all(param.grad is not None for param in params)  # moved into the flat one here
     optimizer = Measured(params, foreach=False)
     offload_optimizer(optimizer, folder=tmp_path, bucket_numel=NUMEL)
-    fetch = _mover.Mover.fetch
-
-    def waiting(_: Any) -> None:
-        optimizer.came.release()
-        assert optimizer.looked.acquire(timeout=30)
-
-    def pausing(self: Any, *args: Any) -> Any:
-        found = fetch(self, *args)
-        if fetches:  # nothing has stepped before the first
-            found.add_done_callback(waiting)
-        fetches.append(found)
-        return found
-
-    monkeypatch.setattr(_mover.Mover, "fetch", pausing)
-    of_state, fetches = 2 * 4 * NUMEL, list[Any]()
+    of_state = 2 * 4 * NUMEL
     for step in range(3):
         gc.collect()
         before, optimizer.seen = _in_use(), []
+        # At first, there is no state to bring.
+        optimizer.expected = before + of_state * (2 if step else 1) - of_state // 8
         optimizer.step()
-        fetches.clear()
         assert len(optimizer.seen) == 8
-        most = max(optimizer.seen) - before
-        held = of_state * (1 if step == 0 else 2)  # at first, there is none to bring
-        assert abs(most - held) < of_state // 8
+        assert max(optimizer.seen) < before + 2 * of_state + of_state // 8
+        assert min(optimizer.seen[:-1]) >= optimizer.expected
         assert abs(_in_use() - before) < of_state // 8  # nothing stays
 
 
-class Waiting(SGD):
-    """Waits in its step for what a test says."""
-
-    until: Event | None = None
-
-    def step(self, closure: Any = None) -> Any:
-        """Wait, and step."""
-        if self.until is not None:
-            vars(self).setdefault("waited", []).append(self.until.wait(5))
-        return super().step(closure)
-
-
-def test_state_of_the_next_bucket_comes_while_one_is_stepped(
+def test_error_of_the_last_copy_is_raised_by_its_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first bucket's step waits until the second one's state has come, and it comes."""
-    params = _params(4, 4)
-    optimizer = Waiting(params, lr=1.0, momentum=0.5)
-    offload_optimizer(optimizer, folder=tmp_path, bucket_numel=4)
-    optimizer.step()
-    came, of_second = Event(), optimizer.state[params[1]]["momentum_buffer"]
-    fetch = _mover.Mover.fetch
-
-    def noting(self: Any, stored: Any, devices: Any) -> Any:
-        found = fetch(self, stored, devices)
-        if any(tensor is of_second for tensor in stored):
-            found.add_done_callback(lambda _: came.set())
-        return found
-
-    monkeypatch.setattr(_mover.Mover, "fetch", noting)
-    optimizer.until = came
-    optimizer.step()
-    assert optimizer.waited == [True, True]
-
-
-def test_error_of_the_last_store_is_raised_by_its_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No store comes after it that would tell."""
+    """No copy comes after it that would raise it."""
     optimizer = SGD(_params(4), lr=1.0, momentum=0.5)
     offload_optimizer(optimizer, folder=tmp_path)
     optimizer.step()
     calls = list[Any]()
 
-    def settle(self: Any, stored: Any) -> None:
+    def release(self: Any, stored: Any) -> None:
         calls.append(stored)
-        if len(calls) == 3:  # fetched for this bucket, and for none after it; stored
+        if len(calls) == 3:  # fetched for this bucket, and for none after it; written back
             raise OSError("the disk is gone")
 
-    monkeypatch.setattr(_tiers.FolderTier, "settle", settle)
+    monkeypatch.setattr(_Storage, "release_pages", release)
     with pytest.raises(OSError, match="the disk is gone"):
+        optimizer.step()
+    with pytest.raises(StateError, match="a step was stopped in bucket 1 of 1"):
         optimizer.step()

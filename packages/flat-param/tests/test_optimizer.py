@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import errno
 import inspect
+import os
 import pickle
 import re
 import resource
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from torch.optim import LBFGS, SGD, Adafactor, Adagrad, AdamW, NAdam, Optimizer,
 
 import flat_param
 from flat_param import StateError, flatten, offload_optimizer
+from flat_param._offload_optimizer import _Copies, _Storage, _Stored
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "AdamW": lambda params: AdamW(params, lr=0.01),
@@ -237,7 +241,7 @@ def test_gradient_scaler_steps_it(folder: Path | None) -> None:
 
 
 def test_load_that_fails_leaves_everything(folder: Path | None, monkeypatch: Any) -> None:
-    """What torch refuses, and a tier that is full."""
+    """What torch refuses, and a folder that is full."""
     model = _model()
     optimizer = offload_optimizer(AdamW(model.parameters()), folder=folder)
     _train(model, optimizer)
@@ -247,12 +251,12 @@ def test_load_that_fails_leaves_everything(folder: Path | None, monkeypatch: Any
     other = copy.deepcopy(before)
     other["state"][0]["exp_avg"] += 1
 
-    def full(*_: Any) -> None:
-        raise StateError("full")
+    def full(*_: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, "full")
 
     with monkeypatch.context() as patch:
-        patch.setattr("flat_param.offload._buckets.lay_out", full)
-        if folder is not None:  # in CPU memory nothing is laid out on the CPU
+        patch.setattr(torch, "from_file", full)
+        if folder is not None:  # in CPU memory nothing is allocated on the CPU
             with pytest.raises(StateError, match="full"):
                 optimizer.load_state_dict(other)
     assert _same(optimizer.state_dict(), before)
@@ -304,11 +308,11 @@ def test_what_cannot_be_offloaded_is_refused(call: Any, words: str) -> None:
         call([nn.Parameter(torch.ones(1))])
 
 
-SOURCE = str(Path(flat_param.__file__).parent / "offload")
+SOURCE = str(Path(flat_param.__file__).parent / "_offload_optimizer.py")
 
 
 class Interrupter:
-    """Raises at the n-th line, call or return in the files of the room, in this thread."""
+    """Raises at the n-th line, call or return in `offload_optimizer`'s file, in this thread."""
 
     def __init__(self, at: int) -> None:
         self.at, self.seen = at, 0
@@ -394,3 +398,131 @@ def test_disk_that_is_full_in_a_step_is_told(tmp_path: Path) -> None:
     other = _model()
     _train(other, AdamW(other.parameters()))
     assert _same(model.state_dict(), other.state_dict())
+
+
+def test_layouts_and_dtypes_of_state_are_kept(folder: Path | None) -> None:
+    """Transposed, expanded, in 16 bits: each steps as without it."""
+    found = []
+    for offloaded in (False, True):
+        params = [
+            nn.Parameter(torch.arange(6.0).view(2, 3).t()),
+            nn.Parameter(torch.arange(5, dtype=torch.bfloat16)),
+            nn.Parameter(torch.arange(4.0, dtype=torch.float64)),
+        ]
+        optimizer = SGD(params, lr=0.5, momentum=0.5)
+        if offloaded:
+            offload_optimizer(optimizer, folder=folder, bucket_numel=11)
+        for _ in range(3):
+            for param in params:
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+        state = [optimizer.state[param]["momentum_buffer"] for param in params]
+        assert [each.stride() for each in state] == [param.stride() for param in params]
+        found.append((state, params))
+    assert _same(*found)
+
+
+def test_files_have_no_name(tmp_path: Path) -> None:
+    """Nothing is left in the folder, even if the process is killed."""
+    model = _model()
+    optimizer = offload_optimizer(AdamW(model.parameters()), folder=tmp_path)
+    _train(model, optimizer)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+    """At once, and by its path."""
+    text = (
+        "flat_param.offload_optimizer: 64 bytes of state cannot be written to folder "
+        f"'{tmp_path}/none' ({os.strerror(errno.ENOENT)}), but state is kept in files there. Pass "
+        "a writable folder that has room for all of it."
+    )
+    with pytest.raises(StateError, match=re.escape(text)):
+        offload_optimizer(SGD(_model().parameters()), folder=tmp_path / "none")
+
+
+def test_zeros_are_written_where_space_cannot_be_reserved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as reserved elsewhere: 64 bytes at first, then state aligned to 64 bytes."""
+    monkeypatch.delattr(os, "posix_fallocate", raising=False)
+    written: list[int] = []
+    write = os.write
+
+    def note(handle: int, data: Any) -> int:
+        written.append(len(data))
+        return write(handle, data)
+
+    monkeypatch.setattr(os, "write", note)
+    param = nn.Parameter(torch.zeros(5))
+    param.grad = torch.ones(5)
+    offload_optimizer(SGD([param], lr=1.0, momentum=0.5), folder=tmp_path).step()
+    assert written == [64, 64]
+    param = nn.Parameter(torch.zeros(1 << 19))
+    param.grad = torch.ones(1 << 19)
+    offload_optimizer(SGD([param], lr=1.0, momentum=0.5), folder=tmp_path).step()
+    assert sum(written[2:]) == 64 + (2 << 20)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_forked_process_cannot_use_files_of_its_parent(tmp_path: Path) -> None:
+    """The message names both processes; the parent goes on."""
+    said, param = tmp_path / "said", nn.Parameter(torch.zeros(5))
+    param.grad = torch.ones(5)
+    optimizer = offload_optimizer(SGD([param], lr=1.0, momentum=0.5), folder=tmp_path)
+    child = os.fork()
+    if not child:
+        try:
+            optimizer.step()
+        except StateError as error:
+            said.write_text(str(error))
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert said.read_text() == (
+        f"flat_param.offload_optimizer: process {child} was forked from {os.getpid()}, whose state "
+        f"is in folder '{tmp_path}', but both would write to it. Build an optimizer in the new "
+        "process."
+    )
+    optimizer.step()
+    assert param.tolist() == [-1.0] * 5
+
+
+@pytest.mark.accelerator
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+def test_cpu_memory_is_pinned_where_there_is_an_accelerator() -> None:
+    """So that copies run beside the step."""
+    param = nn.Parameter(torch.zeros(5, device=torch.accelerator.current_accelerator()))
+    param.grad = torch.ones_like(param)
+    optimizer = offload_optimizer(SGD([param], lr=1.0, momentum=0.5))
+    optimizer.step()
+    assert optimizer.state[param]["momentum_buffer"].is_pinned()
+
+
+@pytest.mark.accelerator
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+def test_fetched_state_is_not_freed_while_it_is_read() -> None:
+    """Its memory belongs to the stream of copies, which has nothing else to wait for here."""
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    device, module = torch.device(kind.type, 0), torch.get_device_module(kind)
+    simulated = hasattr(module, "simulate")
+    if simulated:
+        module.reset()
+        module.simulate(virtual=True, kernel_us=100)
+    place = torch.ones(1 << 10, pin_memory=True)
+    with ThreadPoolExecutor(1) as thread:
+        copies = _Copies(thread, _Storage(None))
+        fetched = copies.fetch([_Stored(place, device)]).result()
+        total = torch.zeros(1 << 10, device=device)
+        for _ in range(50):
+            total += fetched[0]
+        copies.write_back([], fetched=fetched)
+        copies.wait()
+        assert fetched == []
+        copies.fetch([_Stored(place.clone().fill_(2), device)]).result()
+    assert bool((total == 50).all())
+    if simulated:
+        found = module.races()
+        module.reset()
+        assert found == []

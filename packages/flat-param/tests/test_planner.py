@@ -209,7 +209,7 @@ def test_very_large_model_is_planned_in_seconds() -> None:
 
 
 PLANNED = (
-    *("boundaries", "copies", "every_strategy", "mp_policy"),
+    *("boundaries", "copies", "every_strategy", "mixed_precision"),
     "state_elsewhere",
 )
 

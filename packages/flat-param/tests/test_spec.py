@@ -1,4 +1,3 @@
-import pytest
 import torch
 from torch import nn
 
@@ -20,24 +19,6 @@ def test_collect_leaves_out_ignored_parameters():
     layer = nn.Linear(2, 3)
     specs, _ = collect_params(layer, ignored=[layer.bias])
     assert [spec.name for spec in specs] == ["weight"]
-
-
-@pytest.mark.parametrize(
-    ("shape", "stride", "kept"),
-    [
-        ((4, 3), (3, 1), (3, 1)),
-        ((4, 3), (1, 4), (1, 4)),
-        ((4, 3), (6, 1), (3, 1)),
-        ((4, 3), (0, 1), (3, 1)),
-        ((2, 3, 4, 4), (48, 1, 12, 3), (48, 1, 12, 3)),
-        ((20, 10, 1, 1), (10, 1, 10, 10), (10, 1, 10, 10)),
-        ((), (), ()),
-        ((0, 3), (3, 1), (3, 1)),
-    ],
-)
-def test_dense_stride_keeps_dense_ones_and_packs_the_rest(shape, stride, kept):
-    """Holes and overlaps go; every dense stride stays as it is."""
-    assert dense_stride(shape, stride) == kept
 
 
 def test_dense_stride_packs_as_clone_does():

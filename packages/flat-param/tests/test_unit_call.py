@@ -1,4 +1,4 @@
-"""A module that is called past its unit, on four ranks."""
+"""Modules called past their unit, and copies that differ, on four ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from ._claims import holds_on_every_rank
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 CLAIMS = (
+    "copies_in_another_order_are_named",
     "errors_of_whole_modules_are_their_own",
+    "layer_unused_by_one_copy_gets_the_mean_with_zero",
     "module_called_past_its_unit_is_named",
 )
 

@@ -19,6 +19,7 @@ from ._errors import (
     StateError,
     VectorError,
 )
+from ._offload_optimizer import offload_optimizer
 from .checkpoint._load import load_sharded
 from .checkpoint._save import async_save_sharded, save_sharded
 from .checkpoint._state_dict import (
@@ -30,7 +31,6 @@ from .in_process._flat_params import FlatParams
 from .in_process._flatten import flat_params_of, flatten, unflatten
 from .layout._boundary import Blocks
 from .layout._boundary_rules import by_class, by_name
-from .offload._optimizer import offload_optimizer
 from .sharded._sharded_module import ShardedModule
 from .sharded._units import fully_shard
 

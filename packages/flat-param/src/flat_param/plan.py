@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from ._errors import LayoutError
+from ._offload_optimizer import aligned_nbytes
 from .comm._comm import CommCount
 from .comm._trail import ORDER_BYTES
 from .layout._boundary import Boundary, boundaries_of, check_boundary
@@ -43,7 +44,6 @@ from .layout._shard import (
     plan_shard,
 )
 from .layout._spec import ParamSpec, collect_params
-from .offload._tiers import aligned
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -445,7 +445,7 @@ def _offloaded(
     stays = sum(n * size for size, n, stays in sizes if stays)
     largest = bucket_numel * max((size for size, _, _ in sizes), default=0)
     near = min(sum(moved), sum(max(largest, each) for each in moved[:2]))
-    kept = sum(aligned(each) for each in moved)
+    kept = sum(aligned_nbytes(each) for each in moved)
     elsewhere = StateElsewhere(state_tensors * kept, state_tensors * sum(moved))
     return elsewhere, state_tensors * (near + stays)
 

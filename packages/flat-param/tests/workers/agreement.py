@@ -80,14 +80,24 @@ def check_another_stride_is_named(rank: int, world: int) -> None:
 
 
 def check_missing_parameter_is_named(rank: int, world: int) -> None:
-    """What the first rank has and another has not."""
+    """What the first rank has and another has not, even where settings differ too."""
     text = "parameter 'second' is (5,) of torch.float32 on rank 0 and missing on rank 1"
-    differ(rank, {"second": None}, text)
+    differ(rank, {"second": None}, text, boundary="tensor" if rank else "row")
 
 
 def check_surplus_parameter_is_named(rank: int, world: int) -> None:
     """What the first rank has not and another has."""
     differ(rank, {"fourth": torch.zeros(2)}, "'fourth' is missing on rank 0 and (2,) of torch.floa")
+
+
+def check_another_tie_is_named(rank: int, world: int) -> None:
+    """A second name of a parameter is a difference."""
+    module = layers()
+    if rank:
+        module.register_parameter("tied", module.third)
+    text = "parameter 'third' is (6,) of torch.float32 on rank 0 and (6,) of torch.float32, tied to"
+    refused(lambda: fully_shard(module), text)
+    unchanged(module)
 
 
 def check_another_order_is_named(rank: int, world: int) -> None:

@@ -1,7 +1,11 @@
-"""Units that smaller groups keep from forward to backward, on four ranks."""
+"""Units that smaller groups keep from forward to backward, and copies, on four ranks."""
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
+import pytest
 import torch
 from _harness import (
     Model,
@@ -17,6 +21,7 @@ from _harness import (
 )
 from _whole import plain_grads, whole_bytes, whole_grads
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import flat_param
 
@@ -148,6 +153,49 @@ def check_errors_of_whole_modules_are_their_own(rank: int, world: int) -> None:
     model.blocks[0].up.register_forward_pre_hook(lambda *_: torch.ones(2, 3))
     (ids,) = batches(world, 1)
     raises(RuntimeError, "shapes cannot be multiplied", lambda: loss_of(model, share(ids, rank)))
+
+
+def _copies() -> Model:
+    """Two copies, each divided over two ranks."""
+    return sharded(mesh=init_device_mesh("cpu", (2, 2)))
+
+
+def check_copies_in_another_order_are_named(rank: int, world: int) -> None:
+    """Ranks that divide the parameters agree, but the copies do not: no gradient is there."""
+    model, (ids,) = _copies(), batches(world, 1)
+    in_order = [model.blocks[index] for index in ((0, 1, 2) if rank < 2 else (1, 0, 2))]
+
+    def forward(part: Tensor) -> Tensor:
+        x = model.embed(part) * model.scale
+        for block in in_order:
+            x = block(x)
+        return model.head(x)
+
+    model.forward = forward
+    with pytest.raises(flat_param.CommError) as caught:
+        loss_of(model, share(ids, rank)).backward()
+    first, other = (rank % 2), (rank % 2) + 2
+    assert str(caught.value).startswith(f"flat_param.fully_shard: rank {first} did "), caught.value
+    assert f" where rank {other} did " in str(caught.value)
+    assert all(param.grad is None for param in model.parameters())
+
+
+def check_layer_unused_by_one_copy_gets_the_mean_with_zero(rank: int, world: int) -> None:
+    """Both copies have its gradient."""
+    reference, model, (ids,) = plain(), _copies(), batches(world, 1)
+
+    def loss(module: Any, part: Tensor, *, skip: bool) -> Tensor:
+        x = module.embed(part)
+        for index, block in enumerate(module.blocks):
+            out = block(x)
+            x = x if skip and index == 1 else out
+        return module.head(x).square().mean()
+
+    model.forward = partial(loss, model, skip=rank >= 2)
+    for other in range(world):
+        (loss(reference, share(ids, other), skip=other >= 2) / world).backward()
+    model(share(ids, rank)).backward()
+    assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
 
 
 if __name__ == "__main__":

@@ -26,8 +26,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import flat_param
-from flat_param.offload._mover import Mover
-from flat_param.offload._tiers import FolderTier
 
 F32 = torch.float32
 BF16 = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
@@ -113,34 +111,43 @@ def check_state_elsewhere(rank: int, world: int) -> None:
             assert plan.rank_bytes.optimizer <= most + 3 * 8  # and the scalars, which stay
 
 
+class Measured(torch.optim.AdamW):
+    """Counts the bytes of each bucket's state when its step begins and ends."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.brought, self.put = list[int](), list[int]()
+
+    def _bytes(self) -> int:
+        params = [param for group in self.param_groups for param in group["params"]]
+        values = [value for param in params for value in self.state.get(param, {}).values()]
+        return sum(value.nbytes for value in values if value.dim())
+
+    def step(self, closure: Any = None) -> Any:
+        """Step a bucket between two counts."""
+        self.brought.append(self._bytes())
+        super().step(closure)
+        self.put.append(self._bytes())
+
+
 def offloaded_bytes(model: Any, numel: int) -> tuple[int, list[int], list[int]]:
     """In files; brought for each bucket of a second step, and put away."""
     for param in model.parameters():
         param.grad = torch.ones_like(param)
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    kept, brought, put = list[int](), list[int](), list[int]()
-    allocate, fetch, store = FolderTier.allocate, Mover.fetch, Mover.store
+    optimizer = Measured(model.parameters(), foreach=False)
+    kept, from_file = list[int](), torch.from_file
 
-    def allocating(tier: Any, nbytes: int) -> Any:
-        kept.append(nbytes)
-        return allocate(tier, nbytes)
-
-    def fetching(mover: Any, stored: Any, devices: Any) -> Any:
-        brought.append(sum(tensor.nbytes for tensor in stored))
-        return fetch(mover, stored, devices)
-
-    def storing(mover: Any, near: Any, stored: Any, *, used: Any) -> None:
-        put.append(sum(tensor.nbytes for tensor in near))
-        store(mover, near, stored, used=used)
+    def mapping(path: str, *, size: int, **options: Any) -> Any:
+        kept.append(size)
+        return from_file(path, size=size, **options)
 
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         flat_param.offload_optimizer(optimizer, folder=folder, bucket_numel=numel)
-        patch.setattr(FolderTier, "allocate", allocating)
+        patch.setattr(torch, "from_file", mapping)
         optimizer.step()
-        patch.setattr(Mover, "fetch", fetching)
-        patch.setattr(Mover, "store", storing)
+        optimizer.brought, optimizer.put = [], []
         optimizer.step()
-    return sum(kept), brought, put
+    return sum(kept), optimizer.brought, optimizer.put
 
 
 def run(rank: int, world: int) -> dict[str, str]:

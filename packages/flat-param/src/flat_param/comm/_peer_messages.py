@@ -42,9 +42,6 @@ class MessageStore(Protocol):
     def check(self, keys: list[str]) -> bool:
         """Whether all notes are there."""
 
-    def delete_key(self, key: str) -> bool:
-        """Forget a note."""
-
     def add(self, key: str, amount: int) -> int:
         """Add to a number that starts at zero, and read it."""
 
