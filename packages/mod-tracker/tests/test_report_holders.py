@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import mod_tracker
+from mod_tracker._torch_compat import SAVED
 
 
 def leaf():
@@ -46,6 +47,9 @@ def test_what_nobody_goes_back_through_is_let_go_of(name):
         gc.enable()
 
 
+@pytest.mark.skipif(
+    not hasattr(SAVED, "data"), reason="a node of torch 2.9 does not show what it keeps"
+)
 @pytest.mark.parametrize("kind", ["none", "reentrant", "non-reentrant", "selective"])
 def test_what_a_checkpoint_keeps(kind):
     """Its input, and the products where a policy says so."""

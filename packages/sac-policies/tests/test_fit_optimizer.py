@@ -157,7 +157,8 @@ def test_device_budget_is_what_is_free_and_what_the_step_has(
 
 @pytest.mark.accelerator
 @pytest.mark.skipif(
-    not hasattr(torch.get_device_module(KIND), "mem_get_info"),
+    not torch.accelerator.is_available()
+    or not hasattr(torch.get_device_module(KIND), "mem_get_info"),
     reason="needs an accelerator that tells its free memory",
 )
 def test_device_budget_is_met_on_an_accelerator() -> None:

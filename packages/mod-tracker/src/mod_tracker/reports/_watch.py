@@ -149,8 +149,8 @@ def watch_memory(
         >>> with watch_memory(model) as watch:
         ...     loss = model(torch.ones(1, 4)).sum()
         ...     page = watch.page()
-        >>> page.by_kind()["parameters"], page.inside("saved")["Sequential.1"]
-        (232, 32)
+        >>> page.by_kind()["parameters"], page.by_kind()["inputs"]
+        (232, 16)
     """
     check_optimizer(optimizer, "watch_memory")
     check_int("watch_memory", "limit_bytes", limit_bytes, 1, or_none="no limit")
