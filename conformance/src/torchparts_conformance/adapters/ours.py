@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 from torchparts_conformance import Implementation
@@ -17,17 +18,19 @@ _MODULES = {
 }
 
 
-class _Joined:
-    """The names of a package and of its public submodules, as the cases use them."""
+_SUBMODULES = {
+    "flat_param": ("plan", "handle"),
+    "sac_policies": ("budget", "policies", "reports"),
+}
 
-    def __init__(self, package: str, *submodules: str) -> None:
-        self._modules = (package, *(f"{package}.{name}" for name in submodules))
 
-    def __getattr__(self, name: str) -> Any:
-        for module in map(import_module, self._modules):
-            if name in module.__all__:
-                return getattr(module, name)
-        raise AttributeError(f"{self._modules[0]} has no {name}")
+def __getattr__(name: str) -> Any:
+    """Return the names of a package and of its public submodules, as the cases use them."""
+    if name not in _SUBMODULES:
+        raise AttributeError(name)
+    modules = (name, *(f"{name}.{each}" for each in _SUBMODULES[name]))
+    found = map(import_module, modules)
+    return SimpleNamespace(**{each: getattr(m, each) for m in found for each in m.__all__})
 
 
 def _version() -> str:
@@ -45,8 +48,8 @@ def implementation() -> Implementation:
         distributions=tuple(_MODULES),
         parts={
             **_MODULES,
-            "flat-param": _Joined("flat_param", "plan", "handle"),
-            "sac-policies": _Joined("sac_policies", "budget", "policies", "reports"),
+            "flat-param": f"{__name__}:flat_param",
+            "sac-policies": f"{__name__}:sac_policies",
         },
         capabilities=profiles,
     )

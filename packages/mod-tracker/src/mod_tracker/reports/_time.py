@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -92,8 +91,8 @@ def profile_time(*roots: nn.Module, clock: str = "cpu") -> Iterator[TimeReport]:
         roots: models to name before they are called; see `ModTracker`.
         clock: "cpu" is the wall clock of the host. "device", or the type of this machine's
             accelerators such as "cuda", uses events on the current stream of one device, and waits
-            for it once, at the end: the device of `roots`, or without them the current device. A
-            graph may be replayed in the block, but not captured.
+            for it once, at the end: the device of `roots`, or without them the current device.
+            While a graph is captured nothing runs, and nothing is read.
 
     Raises:
         OptionError: `clock` is not one of these, there is no such device, or `roots` are on
@@ -111,7 +110,7 @@ def profile_time(*roots: nn.Module, clock: str = "cpu") -> Iterator[TimeReport]:
     report = TimeReport()
     with ModTracker(*roots) as tracker:
         device = None if clock == "cpu" else _device_of(clock, roots)
-        read = time.perf_counter_ns if device is None else partial(_event_on, device)
+        read = time.perf_counter_ns if device is None else _events_on(device)
         line = Timeline(tracker._attribution, read)
         with tracker._listen(Listener(switched=line.switch)):
             line.switch(NOWHERE, OUTSIDE)
@@ -121,7 +120,8 @@ def profile_time(*roots: nn.Module, clock: str = "cpu") -> Iterator[TimeReport]:
         totals = totals_of(line.readings, lambda begin, end: end - begin)
     else:
         torch.accelerator.synchronize(device)
-        totals = totals_of(line.readings, _nanoseconds_between)
+        readings = [reading for reading in line.readings if reading[0] is not None]
+        totals = totals_of(readings, _nanoseconds_between)
     rows = phase_rows(totals)
     report.notes = compiled_note(tracker._attribution, WHOLE) + nothing_called_note(rows)
     report._fill(rows, totals.total, {"total": totals.stacks})
@@ -149,10 +149,19 @@ def _device_of(clock: str, roots: tuple[nn.Module, ...]) -> torch.device:
     return next(iter(devices), torch.device(found.type, accelerator.current_device_index()))
 
 
-def _event_on(device: torch.device) -> torch.Event:
-    event = torch.Event(device, enable_timing=True)
-    event.record(torch.accelerator.current_stream(device))
-    return event
+def _events_on(device: torch.device) -> Callable[[], torch.Event | None]:
+    """Return what records an event; None while a graph is captured, where events have no time."""
+    module = torch.get_device_module(device)
+    is_capturing = getattr(module, "is_current_stream_capturing", lambda: False)
+
+    def read() -> torch.Event | None:
+        if is_capturing():
+            return None
+        event = torch.Event(device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(device))
+        return event
+
+    return read
 
 
 def _nanoseconds_between(begin: torch.Event, end: torch.Event) -> int:
