@@ -217,7 +217,8 @@ def plot(rows: list[Row], config: Config, out: Path) -> None:
     axes = figure.subplots()
     points, half = pareto(trace), solve(trace, "50%")
     axes.step([p.bytes / 2**20 for p in points], [p.seconds for p in points], where="post")
-    axes.plot([half.kept_bytes / 2**20], [half.recompute_cost], "o", label="budget_half")
+    size = half.kept_bytes / 2**20
+    axes.plot([size], [half.recompute_cost], "o", label=f"chosen: {size:.2f} MiB")
     axes.legend()
     axes.set(xlabel="kept, MiB", ylabel="work repeated in backward, FLOP", title=title)
     figure.savefig(out / "pareto_of_a_block.png", dpi=120)
