@@ -151,7 +151,7 @@ def _device_of(clock: str, roots: tuple[nn.Module, ...]) -> torch.device:
 
 def _events_on(device: torch.device) -> Callable[[], torch.Event | None]:
     """Return what records an event; None while a graph is captured, where events have no time."""
-    module = torch.get_device_module(device)
+    module = getattr(torch, device.type, None)
     is_capturing = getattr(module, "is_current_stream_capturing", lambda: False)
 
     def read() -> torch.Event | None:
