@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchparts_conformance.mutants import mutant, overlay
@@ -16,7 +16,7 @@ from .faults.flat_param_distributed import with_sharded
 AREA = "flat-param"
 
 
-def _with_grad(part, read):
+def _with_grad(part, read, *, base=None):
     """The part whose parameters give the gradient that `read(owner, param)` gives."""
 
     def change(module, options):
@@ -25,7 +25,7 @@ def _with_grad(part, read):
                 kind = type(param)
                 if kind.__name__ != "Read":
                     grad = property(partial(read, owner), Tensor.grad.__set__)
-                    param.__class__ = type("Read", (kind,), {"grad": grad})
+                    param.__class__ = type("Read", (base or kind,), {"grad": grad})
         return module
 
     return with_sharded(part, change)
@@ -83,7 +83,7 @@ def gradients_do_not_tell_their_ranks(part):
 
     def grad(owner, param):
         piece = Tensor.grad.__get__(param)
-        return None if piece is None else piece.detach()
+        return None if piece is None else piece.as_subclass(Tensor)
 
     return _with_grad(part, grad)
 
@@ -125,15 +125,14 @@ def no_sync_sums_all_the_same(part):
 
 
 @mutant(area=AREA, kills={"FP-111"})
-def cut_parameters_are_not_marked(part):
-    """Forgets that parameters are cut, so that no optimizer is refused."""
+def cut_parameters_are_plain(part):
+    """Hands out parameters and gradients that nothing shows to be cut: no optimizer is refused."""
 
-    def change(module, options):
-        for param in module.parameters():
-            vars(param).pop("_flat_param_mark", None)
-        return module
+    def grad(owner, param):
+        piece = Tensor.grad.__get__(param)
+        return None if piece is None else piece.as_subclass(Tensor)
 
-    return with_sharded(part, change)
+    return _with_grad(part, grad, base=nn.Parameter)
 
 
 @mutant(area=AREA, kills={"FP-130"})
