@@ -7,6 +7,7 @@ import operator
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from inspect import signature
 from typing import Any
 
 import torch
@@ -63,6 +64,17 @@ LETS_COMPILE: bool = _selective_mode_ignores()
 
 Until torch 2.9 it runs eagerly there: guards see the mode, so each call would compile again. Lost
 without the name: that.
+"""
+
+
+HOOKS_PASSED_BY: dict[str, Any] = (
+    {"respect_saved_tensors_hooks": False}
+    if "respect_saved_tensors_hooks" in signature(_checkpoint.checkpoint).parameters
+    else {}
+)
+"""For torch's checkpoint, so that its selective mode keeps what it saves by itself, as until 2.13.
+
+Lost without the name: nothing; there is no other way then.
 """
 
 

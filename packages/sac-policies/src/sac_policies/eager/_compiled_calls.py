@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from .._torch_compat._dispatch import LETS_COMPILE
+from .._torch_compat._dispatch import HOOKS_PASSED_BY, LETS_COMPILE
 from .._torch_compat._module_calls import called_at, is_compiled
 from ..policies._modules import ModulePath
 from ..policies._names import NAME_OP
@@ -116,6 +116,7 @@ def _run(
     if is_selective(region.policy):
         ask = selective(region.policy)
         options["context_fn"] = partial(create_selective_checkpoint_contexts, ask)
+        options |= HOOKS_PASSED_BY
     return checkpoint(call[0], *call[1], use_reentrant=False, **options)
 
 
