@@ -14,32 +14,7 @@ from torch import nn
 
 import mod_tracker
 
-
-def linear():
-    """A 4 x 4 layer without bias: each product has 2 * rows * 16 operations."""
-    return nn.Linear(4, 4, bias=False)
-
-
-def leaf():
-    """An input that requires a gradient."""
-    return torch.randn(2, 4, requires_grad=True)
-
-
-def step(model, *args, **kwargs):
-    """One forward and backward."""
-    model(*args, **kwargs).sum().backward()
-
-
-class MLP(nn.Module):
-    """Two layers with a relu between them."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = linear(), linear()
-
-    def forward(self, x):
-        """Compute."""
-        return self.b(self.a(x).relu())
+from ._small import MLP, leaf, step
 
 
 def _gradients(measure, kind):
