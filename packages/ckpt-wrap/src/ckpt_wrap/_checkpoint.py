@@ -457,8 +457,8 @@ class Region:
     def last_may_be_unwritten(self) -> bool:
         """Whether the operator that saved last may have saved before it wrote.
 
-        Recomputation then goes on to the next saved tensor, or to the end. What is left does no
-        matmul: that would save something.
+        Recomputation then runs on to the next saved tensor, or to the end of forward. That is
+        cheap: a matmul would have saved a tensor.
         """
         return self._node == self._unwritten
 
@@ -557,8 +557,8 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 def _metadata(tensor: torch.Tensor) -> Metadata:
     """Shape, dtype, device and the name of the node that made the tensor.
 
-    The name is None for nodes of `torch.autograd.Function`: FSDP2 and hooks add nodes of their own
-    in forward alone.
+    The name is None for nodes of `torch.autograd.Function`, which are not compared: FSDP2 and
+    hooks add such nodes in forward but not in recomputation.
     """
     node: Any = tensor.grad_fn
     name = "" if node is None else None if is_custom_node(node) else node.name()

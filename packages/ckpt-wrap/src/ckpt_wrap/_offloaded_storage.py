@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -106,35 +107,35 @@ class Counters:
         )
 
 
-class Stored:
+class Stored(ABC):
     """The bytes of one storage, somewhere else; here, a place that has them after `take`."""
 
     is_immediate = True  # whether all bytes are there when `take` returns
 
+    @abstractmethod
     def take(self, source: torch.Tensor) -> None:
         """Start copying the bytes of a flat tensor."""
-        raise NotImplementedError
 
     def copied(self) -> bool:
         """Whether the source is no longer read."""
         return True
 
-    def release_source(self) -> None:
+    def release_source(self) -> None:  # noqa: B027  # where there is something to do
         """Release the source, in the order of the device's work."""
 
+    @abstractmethod
     def fetch(self) -> torch.Tensor:
         """Start bringing the bytes back; call `wait_fetched` before using them."""
-        raise NotImplementedError
 
-    def wait_fetched(self) -> None:
+    def wait_fetched(self) -> None:  # noqa: B027  # where there is something to do
         """Make the device's later work wait for the fetched bytes."""
 
-    def release_fetched(self) -> None:
+    def release_fetched(self) -> None:  # noqa: B027  # where there is something to do
         """Release the fetched bytes, if there are any; they may not have been waited for."""
 
+    @abstractmethod
     def discard(self) -> None:
         """Forget the bytes, if it took any; may be called again."""
-        raise NotImplementedError
 
 
 class Tier(Protocol):
