@@ -9,7 +9,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -121,7 +123,7 @@ class OffloadCall:
             packed = {name: self.pack(part) for name, part in parts[0].items()}
             return PackedSubclass(type(tensor), packed, parts[1], tensor.size(), tensor.stride())
         if not self._leaves(tensor):
-            self._counters.kept += 1
+            self._counters.counts.kept += 1
             return KeptTensor(tensor.detach(), version_of(tensor))
         return OffloadedTensor(self._storage_of(tensor), view_of(tensor))
 
@@ -179,16 +181,15 @@ class OffloadCall:
         key = storage_key(tensor), id(counter_owner(tensor))
         storage = self._scheduler.storages.get(key)
         if storage is not None and storage.shares(tensor):
-            self._counters.shared += 1
+            self._counters.counts.shared += 1
             return storage
         storage = OffloadedStorage(tensor, self._counters, self._where)
         self._scheduler.storages[key] = storage
         call.add(storage)
-        if self._scheduler.options.keep_last == 0:
-            if tensor.requires_grad:
-                self._scheduler.send(storage, call.order)
-            else:
-                self._pending.append((storage, call))
+        if tensor.requires_grad:
+            self._scheduler.send(storage, call.order)
+        else:
+            self._pending.append((storage, call))
         return storage
 
     def _send_pending(self) -> None:
@@ -202,9 +203,9 @@ class OffloadCall:
             self._scheduler.send(storage, call.order)
 
     def finish(self) -> None:
-        """The call has ended: start copying the rest, and what older calls kept."""
+        """The call has ended: start copying the rest."""
         self._send_pending()
-        self._scheduler.finish(iter(self._by_device.values()))
+        self._scheduler.finish(self._by_device.values())
 
 
 _COMPILED = (
@@ -212,6 +213,16 @@ _COMPILED = (
     "are saved, so nothing could be offloaded. Compile modules inside of the offloaded one, or "
     "take offload_ off with unwrap."
 )
+
+
+@functools.cache
+def _warn_of_no_device() -> None:
+    warnings.warn(
+        "ckpt_wrap.offload_: this machine has no accelerator, and the tensors of the CPU are in "
+        "host memory already, so offload to 'cpu' moves nothing. Pass a folder as 'to' to move "
+        "them to disk.",
+        stacklevel=4,
+    )
 
 
 class Offload:
@@ -222,19 +233,22 @@ class Offload:
     while `torch.export` traces.
 
     Raises:
-        OffloadError: the folder cannot be made or written to.
+        OffloadError: the folder cannot be written to.
+
+    Warns:
+        UserWarning: it goes to host memory, and there is no accelerator. Once in a process.
     """
 
-    def __init__(
-        self, options: OffloadOptions, scheduler: OffloadScheduler | None = None, name: str = ""
-    ) -> None:
+    def __init__(self, options: OffloadOptions, name: str = "") -> None:
         self.options = options
         self.name = name  # of the module, where it is known; for messages
-        self._scheduler = scheduler_for(options) if scheduler is None else scheduler
+        self._scheduler = scheduler_for(options)
         self._counters = Counters(self._scheduler.away)
+        if self._scheduler.tier.idle:
+            _warn_of_no_device()
 
-    def __reduce__(self) -> tuple[type[Offload], tuple[OffloadOptions, None, str]]:
-        return Offload, (self.options, None, self.name)
+    def __reduce__(self) -> tuple[type[Offload], tuple[OffloadOptions, str]]:
+        return Offload, (self.options, self.name)
 
     def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """`function(*args, **kwargs)`, with its saved tensors kept elsewhere."""

@@ -178,11 +178,6 @@ def early_stop_override() -> bool | None:
     return getattr(torch.utils.checkpoint, "_enable_checkpoint_early_stop", None)
 
 
-def debug_override() -> bool | None:
-    """The value of `torch.utils.checkpoint.set_checkpoint_debug_enabled`, or None."""
-    return getattr(torch.utils.checkpoint, "_checkpoint_debug_enabled", None)
-
-
 def bypass_hooks(context: Any) -> None:
     """Let torch's selective context keep results as they are, past the hooks around it.
 
