@@ -65,7 +65,7 @@ def test_folder_that_cannot_be_written_to_changes_nothing(tmp_path, monkeypatch)
 def test_path_that_is_no_folder_is_refused(tmp_path, place):
     """A typo makes no folder."""
     (tmp_path / "file").write_text("")
-    with pytest.raises(OptionError, match="there is no such folder"):
+    with pytest.raises(OptionError, match="the path of a folder that exists"):
         offload_(module := nn.Tanh(), to=tmp_path / place)
     assert type(module) is nn.Tanh
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
@@ -94,16 +94,6 @@ def test_relative_folder_and_home_directory(tmp_path, monkeypatch):
     for module in modules:
         module(_x()).sum().backward()
         assert offload_stats(module).copies_in == 1
-
-
-def test_folder_named_like_a_device_can_be_meant(tmp_path, monkeypatch):
-    """With the dot that the error names."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "cuda").mkdir()
-    for to in ("cuda", "cuda:1", "cpu:0", "meta"):
-        with pytest.raises(OptionError, match=rf"Pass '\./{to}' if you mean a folder"):
-            offload_(nn.Tanh(), to=to)
-    offload_(nn.Tanh(), to="./cuda")(_x()).sum().backward()
 
 
 WORKER = """

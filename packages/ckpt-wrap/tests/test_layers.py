@@ -167,7 +167,7 @@ def test_shared_and_wrapped_modules_have_their_first_plain_name():
         (3, {}, PolicyError, "rule is 3, but it must be a function"),
         (nn.ReLU, {}, PolicyError, "such as lambda name, module: isinstance"),
         (_is_layer, {"erly_stop": True}, OptionError, "option 'erly_stop' needs checkpoint_fn="),
-        (_is_layer, {"offload": "no/such"}, OptionError, "there is no such folder"),
+        (_is_layer, {"offload": "no/such"}, OptionError, "the path of a folder that exists"),
     ],
 )
 def test_mistakes_are_explained_and_change_nothing(rule, options, error, message):

@@ -258,43 +258,6 @@ def test_a_tensor_beside_what_forward_changed_is_refused_when_changed_since(wrap
         loss.backward()
 
 
-def test_what_was_changed_since_beside_what_forward_changed_is_as_it_was(wrap):
-    """A list that the forward only read, in an object that it changed."""
-    grads = []
-    for module in (Changes(_count_and_read), wrap(Changes(_count_and_read))):
-        _ones(module)
-        target = Counted()
-        loss = module(torch.ones(2, 4), target).sum()
-        target.lists[0].append(torch.ones(2, 4))
-        loss.backward()
-        grads.append(module.get_parameter("linear.weight").grad)
-        assert (target.count, len(target.lists[0])) == (1, 2)
-    assert torch.equal(*grads)
-
-
-def _ones(module):
-    for parameter in module.parameters():
-        nn.init.constant_(parameter, 0.1)
-
-
-def test_a_tensor_of_inference_mode_in_an_object_that_forward_changes():
-    """Autograd saves no such tensor; it is kept as it is."""
-    grads = []
-    for module in (Changes(_tensors_first), checkpoint_(Changes(_tensors_first))):
-        _ones(module)
-        with torch.inference_mode():
-            target = [torch.full((4,), 0.5)]
-        module(torch.ones(2, 4), target).sum().backward()
-        assert len(target) == 2
-        grads.append(module.linear.weight.grad)
-    assert torch.equal(*grads)
-
-
-def _tensors_first(target, x):
-    target.append(1)
-    return float(target[0].sum()) * len(target)
-
-
 def test_a_call_that_saved_nothing_keeps_nothing():
     """Neither tensors nor objects among the arguments."""
     target = Record([1])

@@ -129,24 +129,6 @@ def test_a_recomputation_that_differs(how):
     assert _backward_fails(loss).startswith(f"{module} more tensors in recomputation, but 3 in")
 
 
-@pytest.mark.parametrize("how", CHECKPOINTS)
-def test_contexts_that_are_no_contexts(how):
-    """What `context_fn` returned is shown; the module works again with one that is right."""
-    change, where = CHECKPOINTS[how]
-    wrong = [3]
-    model = change(
-        Model(Block()),
-        context_fn=lambda: wrong.pop() if wrong else (contextlib.nullcontext(),) * 2,
-    )
-    with pytest.raises(OptionError) as raised:
-        model(_x())
-    assert str(raised.value) == (
-        f"ckpt_wrap.checkpoint_: option 'context_fn' of module {where} returned 3, but it must "
-        "return two context managers. Return one for forward and one for recomputation."
-    )
-    model(_x()).sum().backward()
-
-
 def test_a_context_that_suppresses_an_exception():
     """There is no result to return."""
     module = checkpoint_(

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ from torch.utils.checkpoint import noop_context_fn
 
 from ckpt_wrap._ambient import capture, first_run, replay, second_run
 from ckpt_wrap._arguments import Arguments, warn_if_grown
-from ckpt_wrap._errors import OptionError, RecomputeError, describe, owner
+from ckpt_wrap._errors import RecomputeError, describe, owner
 from ckpt_wrap._module_state import ModuleState
 from ckpt_wrap._options import CheckpointOptions
 from ckpt_wrap._torch_compat import (
@@ -162,7 +161,8 @@ class Call:
         self.where = where  # the module, for messages
         self.module = owner(function)
         self.arguments = Arguments(args, kwargs)
-        self.contexts = _contexts(options, where)
+        self.contexts = options.context_fn()
+        bypass_hooks(self.contexts[0])
         self._state = ModuleState(self.module, where, own_hooks=function is self.module)
         self._ambient = capture(
             self.arguments.tensors,
@@ -248,23 +248,6 @@ class Call:
             "an inplace operation since the forward, but recomputation needs it as it was. Change "
             "a clone of it, or change it after backward."
         ) from cause
-
-
-def _contexts(
-    options: CheckpointOptions, where: str
-) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The contexts that `context_fn` returns for one call."""
-    made = options.context_fn()
-    try:
-        forward_context, context = made
-    except (TypeError, ValueError):
-        raise OptionError(
-            f"ckpt_wrap.checkpoint_: option 'context_fn' of module {where} returned "
-            f"{made!r}, but it must return two context managers. Return one for forward and "
-            "one for recomputation."
-        ) from None
-    bypass_hooks(forward_context)
-    return forward_context, context
 
 
 Metadata = tuple[torch.Size, torch.dtype, torch.device, str | None]

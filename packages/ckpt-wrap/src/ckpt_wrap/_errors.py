@@ -75,18 +75,13 @@ def path_of(module: nn.Module, root: nn.Module | None) -> str:
 
 
 def require_module(value: object, function: str) -> None:
-    """Raise `ModuleError` unless `value` is an `nn.Module` that has been initialised."""
+    """Raise `ModuleError` unless `value` is an `nn.Module`."""
     if not isinstance(value, nn.Module):
         several = isinstance(value, (list, tuple, set, dict))
         advice = "Call it for each module." if several else "Pass the module itself."
         raise ModuleError(
             f"ckpt_wrap.{function}: module is {value!r} of type {type(value).__name__}, but it "
             f"must be an nn.Module. {advice}"
-        )
-    if not hasattr(value, "_modules"):
-        raise ModuleError(
-            f"ckpt_wrap.{function}: module of class {type(value).__name__} is not initialised, "
-            "but nn.Module.__init__ must have run. Call super().__init__() in its __init__."
         )
 
 

@@ -29,8 +29,6 @@ from ckpt_wrap._offloaded_storage import Stored
 class _HostStored(Stored):
     """The bytes of one storage in a host buffer."""
 
-    is_immediate = False
-
     def __init__(self, tier: HostTier) -> None:
         self._tier = tier
         self._out: StreamCopy | None = None

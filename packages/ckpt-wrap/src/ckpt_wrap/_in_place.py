@@ -313,8 +313,6 @@ def require_changeable(module: nn.Module, function: str, name: str = "") -> None
 
 
 def _why_not(module: nn.Module) -> str:
-    if isinstance(module, torch.jit.ScriptModule):
-        return "is scripted, but its class must be changeable. Wrap it before scripting."
     if "_orig_mod" in module._modules:
         return (
             "is compiled, but it is the module inside that must be changed. "

@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import weakref
@@ -25,7 +24,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt_wrap._disk_tier import DiskTier
-from ckpt_wrap._errors import OffloadError
 from ckpt_wrap._host_tier import HostTier
 from ckpt_wrap._offloaded_storage import OffloadedStorage, Tier
 from ckpt_wrap._options import OffloadOptions
@@ -156,8 +154,7 @@ class OffloadScheduler:
             order.reading = weakref.ref(call)
         previous = call.previous() if call.previous is not None else None
         for early in previous.alive() if previous is not None else ():
-            with contextlib.suppress(OffloadError):  # raised again by the backward that reads it
-                early.start_fetch()
+            early.start_fetch()
         for late in before.alive() if before is not None else ():
             late.drop_fetched()
 

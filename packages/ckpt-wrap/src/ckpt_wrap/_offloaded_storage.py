@@ -101,8 +101,6 @@ class Stored:
     The defaults are those of a place that has all bytes when `take` returns.
     """
 
-    is_immediate = True
-
     def take(self, source: torch.Tensor) -> None:
         """Start copying the bytes of a flat tensor."""
         raise NotImplementedError
@@ -168,7 +166,7 @@ class OffloadedStorage:
     def __init__(self, tensor: torch.Tensor, counters: Counters, where: str) -> None:
         self._lock = threading.RLock()
         # Shares the tensor's version counter, also when its bytes are gone.
-        self._guard: torch.Tensor | None = tensor.detach()
+        self._guard = tensor.detach()
         self._owner = weakref.ref(counter_owner(tensor))
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         self.source: torch.Tensor | None = flat.set_(tensor.untyped_storage())
@@ -208,11 +206,8 @@ class OffloadedStorage:
         with self._lock:
             if self.source is not None and self.stored is not None:
                 self.source = None
-                if self.stored.is_immediate:
-                    self._guard = None
-                elif self._guard is not None:  # it keeps the version counter alone
-                    empty = torch.empty(0, dtype=self._guard.dtype, device=self.device)
-                    self._guard.data = empty
+                # The guard keeps the version counter alone.
+                self._guard.data = torch.empty(0, dtype=self._guard.dtype, device=self.device)
                 self.stored.release_source()
 
     def shares(self, tensor: torch.Tensor) -> bool:
@@ -224,15 +219,10 @@ class OffloadedStorage:
         return self._owner() is counter_owner(tensor) and self.version == version_of(tensor)
 
     def start_fetch(self, late: bool = False) -> None:
-        """Start bringing the bytes back, if they are away; `late` if they are read now.
-
-        Raises:
-            OffloadError: the stored bytes are gone.
-        """
+        """Start bringing the bytes back, if they are away; `late` if they are read now."""
         with self._lock:
             if self._fetched is None and self.source is None and self.stored is not None:
-                with about(f"a tensor saved by module {self.where}"):
-                    self._fetched = self.stored.fetch()
+                self._fetched = self.stored.fetch()
                 self.counters.back(self.nbytes, late)
 
     def drop_fetched(self) -> None:
@@ -246,7 +236,7 @@ class OffloadedStorage:
         """The bytes, flat, ready to be used by the current stream.
 
         Raises:
-            OffloadError: they were changed in place since, or cannot be brought back.
+            OffloadError: they were changed in place since.
         """
         with self._lock:
             if self._is_changed():
@@ -260,7 +250,7 @@ class OffloadedStorage:
             return self._fetched
 
     def _is_changed(self) -> bool:
-        return self._guard is not None and version_of(self._guard) != self.version
+        return version_of(self._guard) != self.version
 
 
 def _forget(stored: Stored, counters: Counters, number: int) -> None:

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.utils.checkpoint import noop_context_fn
 
 from ckpt_wrap._errors import OptionError
@@ -38,13 +37,6 @@ class CheckpointOptions:
     early_stop: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("preserve_rng_state", "early_stop"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise OptionError(
-                    f"ckpt_wrap.checkpoint_: option {name!r} is {value!r}, but it must be a bool. "
-                    "Pass True or False."
-                )
         if self.determinism_check not in ("default", "none"):
             raise OptionError(
                 f"ckpt_wrap.checkpoint_: option 'determinism_check' is {self.determinism_check!r}, "
@@ -75,35 +67,14 @@ class OffloadOptions:
                     f"ckpt_wrap.offload_: option {name!r} is {value!r}, but it must be an int "
                     "of at least 0. Pass such a number."
                 )
-        object.__setattr__(self, "to", self._place())
-
-    def _place(self) -> str:
-        to = os.fspath(self.to) if isinstance(self.to, os.PathLike) else self.to
-        if not isinstance(to, str) or not to:
+        if self.to == "cpu":
+            return
+        is_path = isinstance(self.to, (str, os.PathLike))
+        # Absolute: the process may change its working directory before backward.
+        folder = os.path.abspath(os.path.expanduser(self.to)) if is_path else ""
+        if not os.path.isdir(folder) or not self.to:
             raise OptionError(
-                f"ckpt_wrap.offload_: option 'to' is {self.to!r}, but it must be 'cpu' or the "
-                "path of a folder. Pass one of them."
+                f"ckpt_wrap.offload_: option 'to' is {self.to!r}, but it must be 'cpu' for host "
+                "memory, or the path of a folder that exists. Make the folder first."
             )
-        if to == "cpu":
-            return to
-        if _names_device(to):
-            raise OptionError(
-                f"ckpt_wrap.offload_: option 'to' is {to!r}, but offload goes to 'cpu' or to a "
-                f"folder. Pass './{to}' if you mean a folder."
-            )
-        # The process may change its working directory before backward.
-        folder = os.path.abspath(os.path.expanduser(to))
-        if not os.path.isdir(folder):
-            raise OptionError(
-                f"ckpt_wrap.offload_: option 'to' is {to!r}, but there is no such folder. Make "
-                "the folder first, or pass 'cpu' for host memory."
-            )
-        return folder
-
-
-def _names_device(text: str) -> bool:
-    try:
-        torch.device(text)
-    except RuntimeError:
-        return False
-    return True
+        object.__setattr__(self, "to", folder)

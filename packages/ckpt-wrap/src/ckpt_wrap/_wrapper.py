@@ -227,18 +227,8 @@ def checkpoint_wrapper(
 ) -> nn.Module:
     """Wrap a module so that backward recomputes what its forward would have saved.
 
-    The options and errors are those of `checkpoint_`.
-
-    Args:
-        module: the module to wrap; it becomes `_checkpoint_wrapped_module` of the result.
-        checkpoint_impl: accepted as in torch; both values run the same implementation.
-        checkpoint_fn: a checkpoint function, instead of this package's own.
-        use_reentrant: as `checkpoint_impl`; a `checkpoint_fn` receives it.
-        preserve_rng_state: replay random numbers in recomputation.
-        context_fn: returns two context managers, for forward and for recomputation.
-        determinism_check: "default" compares recomputed tensors with those they replace.
-        early_stop: end recomputation at the last tensor that backward needs.
-        **checkpoint_fn_options: further options of `checkpoint_fn`.
+    The module becomes `_checkpoint_wrapped_module` of the result. The options and errors are those
+    of `checkpoint_`.
 
     Example:
         >>> import torch
@@ -269,12 +259,6 @@ def offload_wrapper(
     """Wrap a module so that the tensors it saves for backward are kept elsewhere.
 
     The options and errors are those of `offload_`.
-
-    Args:
-        module: the module to wrap.
-        to: `"cpu"` for host memory, or the path of an existing folder.
-        min_bytes: tensors with a smaller storage stay where they are.
-        max_bytes_away: how many bytes may be elsewhere at one time.
 
     Example:
         >>> import tempfile, torch
