@@ -54,16 +54,10 @@ class _HostStored(Stored):
         assert self._back is not None
         self._back.wait()
 
-    def release_fetched(self) -> None:
-        back, self._back = self._back, None
-        if back is not None:
-            back.release()
-
     def discard(self) -> None:
-        out, self._out = self._out, None
-        self.release_fetched()
-        if out is not None:
-            out.release()
+        for copy in (self._back, self._out):
+            if copy is not None:
+                copy.release()
 
 
 class StreamCopy:

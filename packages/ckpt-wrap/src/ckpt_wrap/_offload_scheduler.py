@@ -148,15 +148,12 @@ class OffloadScheduler:
         order.settle()
         storage.start_fetch(late=True)
         with order.lock:
-            before = order.reading() if order.reading is not None else None
-            if before is call:
+            if order.reading is not None and order.reading() is call:
                 return
             order.reading = weakref.ref(call)
         previous = call.previous() if call.previous is not None else None
         for early in previous.alive() if previous is not None else ():
             early.start_fetch()
-        for late in before.alive() if before is not None else ():
-            late.drop_fetched()
 
 
 @functools.cache

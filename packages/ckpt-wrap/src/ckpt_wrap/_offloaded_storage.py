@@ -34,7 +34,7 @@ class OffloadStats:
     Args:
         copies_out: storages that left.
         bytes_out: their bytes.
-        copies_in: storages that were copied back; one that is read twice may count twice.
+        copies_in: storages that were copied back.
         bytes_in: their bytes.
         shared: saved tensors that needed no copy because their storage had left already.
         kept: saved tensors that stayed: parameters, buffers, small ones, those on the host, and
@@ -119,11 +119,8 @@ class Stored:
     def wait_fetched(self) -> None:
         """Make the device's later work wait for the fetched bytes."""
 
-    def release_fetched(self) -> None:
-        """Release the fetched bytes, if there are any; they may not have been waited for."""
-
     def discard(self) -> None:
-        """Forget the bytes, if it took any; may be called again."""
+        """Forget the bytes, and those that were fetched, if there are any."""
         raise NotImplementedError
 
 
@@ -224,13 +221,6 @@ class OffloadedStorage:
             if self._fetched is None and self.source is None and self.stored is not None:
                 self._fetched = self.stored.fetch()
                 self.counters.back(self.nbytes, late)
-
-    def drop_fetched(self) -> None:
-        """Release the fetched bytes; reading them again brings them back again."""
-        with self._lock:
-            if self._fetched is not None and self.stored is not None:
-                self._fetched = None
-                self.stored.release_fetched()
 
     def read(self) -> torch.Tensor:
         """The bytes, flat, ready to be used by the current stream.
