@@ -67,8 +67,6 @@ class Checkpoint:
     All further arguments are the function's own.
     """
 
-    __slots__ = ("name", "options")
-
     def __init__(self, options: CheckpointOptions, name: str = "") -> None:
         self.options = options
         self.name = name  # of the module, where it is known; for messages
@@ -133,20 +131,6 @@ def _under_compile(
 
 class Call:
     """One call of a function, with everything needed to make the same call again."""
-
-    __slots__ = (
-        "_ambient",
-        "_live",
-        "_saved",
-        "_state",
-        "_versions",
-        "arguments",
-        "contexts",
-        "function",
-        "module",
-        "options",
-        "where",
-    )
 
     def __init__(
         self,
@@ -277,17 +261,6 @@ class SavedSlot:
 class Region:
     """The saved tensors of one call, none of which is kept."""
 
-    __slots__ = (
-        "_call",
-        "_check",
-        "_metadata",
-        "_node",
-        "_slots",
-        "_unwritten",
-        "finished",
-        "stops_early",
-    )
-
     def __init__(self, call: Call) -> None:
         override = early_stop_override()
         self._call = call
@@ -358,8 +331,6 @@ class Region:
 
 class _SecondRun:
     """Hands each tensor saved in a recomputation to its slot."""
-
-    __slots__ = ("_expected", "_region", "_seen", "failure", "stopped")
 
     def __init__(self, region: Region, expected: int) -> None:
         self._region = region

@@ -71,8 +71,6 @@ class StreamCopy:
         by: that stream.
     """
 
-    __slots__ = ("_by", "_ended", "_has_waited", "host", "stream", "tensor")
-
     def __init__(
         self,
         tensor: torch.Tensor,
@@ -185,8 +183,6 @@ class _On:
     `torch.Stream` as a context keeps the previous stream in itself, so two threads could not enter
     the same one.
     """
-
-    __slots__ = ("_before", "_device", "_stream")
 
     def __init__(self, stream: torch.Stream) -> None:
         self._stream = stream

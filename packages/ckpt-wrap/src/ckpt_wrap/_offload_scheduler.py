@@ -4,8 +4,7 @@
   copy, never the host: when the next call ends, or once more than `INFLIGHT_BYTES` are leaving. So
   the bytes held do not grow with how far the host is ahead of the device.
 - The first read of a call's storages starts fetching the storages of the call before it.
-- Each thread that runs forward has an order of its own for each device. Calls keep their order,
-  whichever threads run backward.
+- Each thread that runs forward has an order. Calls keep it, whichever threads run backward.
 - The lock of an order guards its lists. A storage's lock is taken inside it, never the other way
   about; finalizers take neither.
 - An order holds storages by weak references: they go when the graph releases them.
@@ -18,10 +17,8 @@ import functools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
-
-import torch
 
 from ckpt_wrap._disk_tier import DiskTier
 from ckpt_wrap._host_tier import HostTier
@@ -38,7 +35,7 @@ class _Leaving(NamedTuple):
 
 
 class CallOrder:
-    """The calls of one thread on one device, and the storages that are leaving.
+    """The calls of one thread, and the storages that are leaving.
 
     Attributes:
         latest: the call that began last.
@@ -76,7 +73,7 @@ class CallOrder:
 
 
 class CallStorages:
-    """The storages made in one call on one device, and those of the call before it."""
+    """The storages made in one call, and those of the call before it."""
 
     def __init__(self, order: CallOrder) -> None:
         with order.lock:
@@ -107,17 +104,13 @@ class OffloadScheduler:
         )
         self.away: dict[int, int] = {}  # bytes by the number that a storage left under
         self._room = threading.RLock()  # taken before a storage's lock
-        self._orders = threading.local()
+        self._local = threading.local()
 
     @property
-    def orders(self) -> dict[torch.device, CallOrder]:
-        """The orders of this thread's calls, by device."""
-        orders: dict[torch.device, CallOrder] = self._orders.__dict__.setdefault("by_device", {})
-        return orders
-
-    def begin(self, device: torch.device) -> CallStorages:
-        """A place for what a call of this thread saves on a device."""
-        return CallStorages(self.orders.setdefault(device, CallOrder()))
+    def order(self) -> CallOrder:
+        """The order of this thread's calls."""
+        order: CallOrder = self._local.__dict__.setdefault("order", CallOrder())
+        return order
 
     def send(self, storage: OffloadedStorage, order: CallOrder) -> None:
         """Start moving a storage, if there is room for it."""
@@ -134,13 +127,6 @@ class OffloadScheduler:
                 return storage.leave(self.tier)
         storage.counters.counts.kept += 1
         return False
-
-    def finish(self, calls: Iterable[CallStorages]) -> None:
-        """Calls have ended: release sources that are copied, or of older calls."""
-        for order in self.orders.values():
-            order.settle()
-        for call in calls:
-            call.order.settle(before_call=call.number)
 
     def read_from(self, call: CallStorages, storage: OffloadedStorage) -> None:
         """Backward reads this storage of this call: fetch those of the call before it."""

@@ -145,21 +145,6 @@ class Tier(Protocol):
 class OffloadedStorage:
     """The bytes of one storage; its states are in the table above."""
 
-    __slots__ = (
-        "__weakref__",
-        "_fetched",
-        "_guard",
-        "_lock",
-        "_owner",
-        "counters",
-        "device",
-        "nbytes",
-        "source",
-        "stored",
-        "version",
-        "where",
-    )
-
     def __init__(self, tensor: torch.Tensor, counters: Counters, where: str) -> None:
         self._lock = threading.RLock()
         # Shares the tensor's version counter, also when its bytes are gone.
