@@ -37,7 +37,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
-from ckpt_wrap._ambient import capture, first_run, replay, second_run
+from ckpt_wrap._ambient import capture, replay, running
 from ckpt_wrap._arguments import Arguments, warn_if_grown
 from ckpt_wrap._errors import RecomputeError, describe, owner
 from ckpt_wrap._module_state import ModuleState
@@ -164,7 +164,7 @@ class Call:
 
     def first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make the call as forward."""
-        with self.contexts[0], first_run():
+        with self.contexts[0], running(again=False):
             return self.function(*args, **kwargs)
         raise RecomputeError(
             "ckpt_wrap.checkpoint_: option 'context_fn' gave a forward context that "
@@ -201,7 +201,7 @@ class Call:
                 self._state.put_in(inputs),
                 replay(self._ambient),
                 self.contexts[1],
-                second_run(),
+                running(again=True),
             ):
                 return self.function(*args, **kwargs)
         finally:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from ckpt_wrap._disk_tier import DiskTier
 from ckpt_wrap._host_tier import HostTier
-from ckpt_wrap._offloaded_storage import OffloadedStorage, Tier
+from ckpt_wrap._offloaded_storage import OffloadedStorage
 from ckpt_wrap._options import OffloadOptions
 
 INFLIGHT_BYTES = 1 << 30
@@ -96,7 +96,7 @@ class CallStorages:
 class OffloadScheduler:
     """What all calls with the same options share: the tier, and the storages that left."""
 
-    def __init__(self, tier: Tier, options: OffloadOptions) -> None:
+    def __init__(self, tier: HostTier | DiskTier, options: OffloadOptions) -> None:
         self.tier = tier
         self.options = options
         self.storages: weakref.WeakValueDictionary[Any, OffloadedStorage] = (
@@ -121,10 +121,10 @@ class OffloadScheduler:
     def _has_left(self, storage: OffloadedStorage) -> bool:
         most = self.options.max_bytes_away
         if most is None:
-            return storage.leave(self.tier)
+            return storage.leave(self.tier.place())
         with self._room:
             if sum(self.away.values()) + storage.nbytes <= most:
-                return storage.leave(self.tier)
+                return storage.leave(self.tier.place())
         storage.counters.counts.kept += 1
         return False
 

@@ -17,7 +17,6 @@ import itertools
 import threading
 import weakref
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
@@ -124,24 +123,6 @@ class Stored:
         raise NotImplementedError
 
 
-class Tier(Protocol):
-    """A place for tensors.
-
-    Attributes:
-        idle: whether there is no device whose tensors are to be moved.
-    """
-
-    idle: bool
-
-    def takes(self, device: torch.device) -> bool:
-        """Whether the tensors of this device are to be moved."""
-        ...
-
-    def place(self) -> Stored:
-        """A place for the bytes of a storage; nothing is there before it takes them."""
-        ...
-
-
 class OffloadedStorage:
     """The bytes of one storage; its states are in the table above."""
 
@@ -160,8 +141,8 @@ class OffloadedStorage:
         self.counters = counters
         self.where = where  # the module that saved it first, for messages
 
-    def leave(self, tier: Tier) -> bool:
-        """Start copying the source elsewhere; whether it began to leave now.
+    def leave(self, stored: Stored) -> bool:
+        """Start copying the source to a place; whether it began to leave now.
 
         Raises:
             OffloadError: it cannot be stored.
@@ -171,7 +152,6 @@ class OffloadedStorage:
                 return False
             number = next(_numbers)
             with about(f"a tensor saved by module {self.where}"):
-                stored = tier.place()
                 weakref.finalize(self, _forget, stored, self.counters, number).atexit = False
                 stored.take(self.source)
             self.stored = stored
