@@ -7,7 +7,6 @@ from sac_policies.budget._constants import TracedConstant
 from sac_policies.budget._fit import Fit, plan_region
 from sac_policies.budget._fit_in_place import InPlaceFit, fit_
 from sac_policies.budget._levels import RegionFit
-from sac_policies.budget._measure import measure_host_bandwidth
 from sac_policies.budget._pareto import ParetoPoint, pareto
 from sac_policies.budget._record import profile
 from sac_policies.budget._sizes import format_size, parse_size
@@ -31,7 +30,6 @@ __all__ = [
     "TracedPack",
     "fit_",
     "format_size",
-    "measure_host_bandwidth",
     "pareto",
     "parse_size",
     "plan_region",

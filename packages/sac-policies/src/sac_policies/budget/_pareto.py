@@ -9,7 +9,6 @@ from .._errors import BudgetError, shown
 from ..policies._budget_plan import BudgetPlan
 from ..policies._checked import is_count
 from ..policies._plans import Backend
-from ._sizes import Budget
 from ._solve import check_backend, solve
 from ._trace import Trace
 
@@ -21,8 +20,7 @@ class ParetoPoint(NamedTuple):
 
     Attributes:
         bytes: kept between forward and backward.
-        seconds: work that backward repeats, and waits for copies; floating point operations for a
-            trace in "flops".
+        seconds: work that backward repeats; floating point operations for a trace in "flops".
         policy: the plan, for `checkpoint`.
     """
 
@@ -36,8 +34,6 @@ def pareto(
     *,
     points: int = 33,
     backend: Backend = "eager",
-    host_bandwidth: Budget | None = None,
-    regions: int = 1,
 ) -> list[ParetoPoint]:
     """Solve for evenly spaced budgets and return the plans none of which beats another.
 
@@ -45,8 +41,6 @@ def pareto(
         trace: from `profile`.
         points: budgets to solve for, from the smallest to everything kept; 2 to 10,000.
         backend: as for `solve`.
-        host_bandwidth: as for `solve`.
-        regions: as for `solve`.
 
     Returns:
         Points by rising bytes and strictly falling seconds.
@@ -66,10 +60,7 @@ def pareto(
         )
     low, high = trace.fixed_bytes(backend), trace.total_bytes(backend)
     budgets = (low + (high - low) * step // (points - 1) for step in range(points))
-    plans = (
-        solve(trace, b, backend=backend, host_bandwidth=host_bandwidth, regions=regions)
-        for b in budgets
-    )
+    plans = (solve(trace, budget, backend=backend) for budget in budgets)
     return _front(point_of(plan) for plan in plans if isinstance(plan, BudgetPlan))
 
 
