@@ -94,7 +94,7 @@ def measure_offloading(
     for seed in range(seeds):
         weights, costs, _ = instance(n, seed, sizes)
         ops = (
-            TracedOp("aten.mm.default", i, weight, cost, (), i)
+            TracedOp("aten.mm.default", i, weight, cost, ())
             for i, (weight, cost) in enumerate(zip(weights, costs, strict=True))
         )
         packs = (TracedPack("aten.mm.default", i, 0, weight) for i, weight in enumerate(weights))

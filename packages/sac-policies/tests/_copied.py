@@ -12,7 +12,7 @@ from sac_policies.budget._offloading import Copies
 def traced(sizes: list[int], costs: list[int]) -> Trace:
     """Operators that make one value each, in nanoseconds."""
     rows = zip(sizes, costs, strict=True)
-    ops = (TracedOp("aten.mm.default", n, size, cost, (), n) for n, (size, cost) in enumerate(rows))
+    ops = (TracedOp("aten.mm.default", n, size, cost, ()) for n, (size, cost) in enumerate(rows))
     packs = (TracedPack("aten.mm.default", n, 0, size) for n, size in enumerate(sizes))
     return Trace("ns", tuple(ops), tuple(packs))
 

@@ -93,7 +93,6 @@ ENTRIES = {
     "offload": (sp.offload, ""),
     "pareto": (sp.budget.pareto, ""),
     "pareto.points": (lambda g: sp.budget.pareto(TRACE, points=g), "int"),
-    "pareto.backend": (lambda g: sp.budget.pareto(TRACE, backend=g), ""),
     "parse_size": (sp.budget.parse_size, ""),
     "profile": (sp.profile, "type"),
     "profile_step": (lambda g: sp.profile_step(g, X), ""),
@@ -133,10 +132,8 @@ ENTRIES = {
         "none int",
     ),
     "solve.regions": (lambda g: sp.solve(TRACE, 1, regions=g), "int"),
-    "solve.backend": (lambda g: sp.solve(TRACE, 1, backend=g), ""),
     "to_json": (sp.policies.to_json, ""),
     "to_torch": (sp.policies.to_torch, "none"),
-    "Trace.from_json": (sp.budget.Trace.from_json, ""),
 }
 
 
