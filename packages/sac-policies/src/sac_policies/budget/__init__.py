@@ -6,7 +6,6 @@ Uses `policies`, and runs plans through `checkpoint`.
 from sac_policies.budget._fit import Fit, plan_region
 from sac_policies.budget._fit_in_place import InPlaceFit, fit_
 from sac_policies.budget._levels import RegionFit
-from sac_policies.budget._measure import measure_host_bandwidth
 from sac_policies.budget._pareto import ParetoPoint, pareto
 from sac_policies.budget._profile import profile
 from sac_policies.budget._sizes import format_size, parse_size
@@ -30,7 +29,6 @@ __all__ = [
     "TracedPack",
     "fit_",
     "format_size",
-    "measure_host_bandwidth",
     "pareto",
     "parse_size",
     "plan_region",

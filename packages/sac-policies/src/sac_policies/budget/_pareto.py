@@ -8,7 +8,6 @@ from typing import NamedTuple
 from .._errors import BudgetError, shown
 from ..policies._budget_plan import BudgetPlan
 from ..policies._checked import is_count
-from ._sizes import Budget
 from ._solve import check_trace, solve
 from ._trace import Trace
 
@@ -20,8 +19,7 @@ class ParetoPoint(NamedTuple):
 
     Attributes:
         bytes: kept between forward and backward.
-        seconds: work that backward repeats, and waits for copies; floating point operations for a
-            trace in "flops".
+        seconds: work that backward repeats; floating point operations for a trace in "flops".
         policy: the plan, for `checkpoint`.
     """
 
@@ -30,20 +28,12 @@ class ParetoPoint(NamedTuple):
     policy: BudgetPlan
 
 
-def pareto(
-    trace: Trace,
-    *,
-    points: int = 33,
-    host_bandwidth: Budget | None = None,
-    regions: int = 1,
-) -> list[ParetoPoint]:
+def pareto(trace: Trace, *, points: int = 33) -> list[ParetoPoint]:
     """Solve for evenly spaced budgets and return the plans none of which beats another.
 
     Args:
         trace: from `profile`.
         points: budgets to solve for, from the smallest to everything kept; 2 to 10,000.
-        host_bandwidth: as for `solve`.
-        regions: as for `solve`.
 
     Returns:
         Points by rising bytes and strictly falling seconds.
@@ -63,7 +53,7 @@ def pareto(
         )
     low, high = trace.fixed_bytes(), trace.total_bytes()
     budgets = (low + (high - low) * step // (points - 1) for step in range(points))
-    plans = (solve(trace, b, host_bandwidth=host_bandwidth, regions=regions) for b in budgets)
+    plans = (solve(trace, budget) for budget in budgets)
     return _front(point_of(plan) for plan in plans if isinstance(plan, BudgetPlan))
 
 
