@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from flat_param import StateError
-from flat_param.memory._dtensors import DTensorPlace, place_of_dtensor
+from flat_param.buffers._dtensors import DTensorPlace, place_of_dtensor
 
 from ._claims import all_are_listed, holds_on_every_rank
 
