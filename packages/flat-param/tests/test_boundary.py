@@ -15,12 +15,12 @@ from flat_param.layout._boundary import Boundary, Cut, cut_of
 from flat_param.plan import ParamSpec
 
 CASES: list[tuple[tuple[int, ...], Boundary, Cut]] = [
-    ((6, 4), "element", Cut(1, None, whole=False)),
+    ((6, 4), "element", Cut(1, (), whole=False)),
     ((6, 4), "row", Cut(4, (4,), whole=False)),
     ((6, 4), "tensor", Cut(24, (4,), whole=True)),
     ((5,), "row", Cut(1, (), whole=False)),
     ((), "row", Cut(1, (), whole=True)),
-    ((6, 4), Blocks(5), Cut(5, None, whole=False)),
+    ((6, 4), Blocks(5), Cut(5, (), whole=False)),
     ((6, 4), Blocks(24), Cut(24, (4,), whole=True)),
     ((6, 4), Blocks((2, 2)), Cut(8, (4,), whole=False)),
     ((6, 4), Blocks((4, 3)), Cut(16, (4,), whole=False)),

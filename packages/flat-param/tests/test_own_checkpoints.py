@@ -13,16 +13,17 @@ CLAIMS = (
     "async_save_is_of_its_call",
     "bad_full_state_changes_nothing",
     "damage_is_an_error_and_changes_nothing",
+    "error_of_an_async_save",
     "error_of_one_rank_is_one_of_all",
     "files_of_whole_tensors",
     "full_state",
     "full_state_of_a_plain_model",
     "hostile_files_run_nothing",
+    "offloaded_steps_count_once",
     "other_models_are_refused",
     "ranks_at_different_steps_are_refused",
     "saved_and_loaded",
     "torch_loads_it",
-    "unread_error_of_an_async_save",
 )
 
 

@@ -40,11 +40,23 @@ def test_pieces_are_the_parameters(boundary: Boundary, world: int) -> None:
         assert found[spec.name] == [offset + element for element in range(spec.numel)]
 
 
-def test_pieces_cut_at_elements_are_vectors() -> None:
-    """Whatever the parameter was, and also where all of it is on one rank."""
-    for shard, piece in _pieces("element", 2):
-        assert piece.view(shard).dim() == 1
-        assert piece.view(shard).stride() == (1,)
+@pytest.mark.parametrize("boundary", ["element", Blocks(3)])
+def test_pieces_of_elements_are_columns(boundary: Boundary) -> None:
+    """`(elements, 1)`, so that they have as many dimensions as the parameter."""
+    for shard, piece in _pieces(boundary, 2):
+        whole, view = SHAPES[piece.spec.name], piece.view(shard)
+        assert view.is_contiguous()
+        assert view.dim() == len(whole) or (not whole and not piece.numel)
+        if piece.numel < piece.spec.numel:
+            assert tuple(view.shape[1:]) == (1,) * (len(whole) - 1)
+
+
+def test_pieces_of_rows_inside_matrices_keep_the_rows() -> None:
+    """The dimensions before them are one; those between have one element."""
+    specs = [ParamSpec("batch", (2, 6, 4), torch.float32)]
+    plan = plan_shard(plan_layout(specs), world_size=2, boundary=Blocks((2, 1)))
+    shapes = [make_param_shards(plan, rank)[0].shape for rank in range(2)]
+    assert shapes == [(6, 1, 4), (6, 1, 4)]
 
 
 @pytest.mark.parametrize(("boundary", "world"), [("row", 3), ("tensor", 3), ("element", 1)])

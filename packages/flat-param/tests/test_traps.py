@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 CLAIMS = (
     "forward_after_a_failed_export",
     "gradient_penalty",
+    "gradients_are_copied",
     "groups_by_number_of_dimensions",
     "loss_of_pieces_is_refused",
     "optimizers_of_whole_tensors_are_found_by_what_they_do",
