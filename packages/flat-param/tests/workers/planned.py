@@ -14,7 +14,6 @@ from _harness import (
     Block,
     batches,
     loss_of,
-    main,
     options_of,
     plain,
     planned_as,
@@ -150,10 +149,5 @@ def offloaded_bytes(model: Any, numel: int) -> tuple[int, list[int], list[int]]:
     return sum(kept), optimizer.brought, optimizer.put
 
 
-def run(rank: int, world: int) -> dict[str, str]:
-    """All checks."""
-    return run_checks(globals(), rank, world)
-
-
 if __name__ == "__main__":
-    main(run)
+    run_checks(globals())
