@@ -1,4 +1,4 @@
-"""Notes of a report about modules that ran compiled, each of which is one row."""
+"""Notes in a report about compiled modules. A compiled module is one row, without its children."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def compiled_modules(attribution: Attribution) -> list[str]:
 
 
 def compiled_note(attribution: Attribution, what: str) -> tuple[str, ...]:
-    """Return a note that names the compiled modules; `what` says what is missing for them."""
+    """Return a note that names the compiled modules; `what` is the missing measurement."""
     names = compiled_modules(attribution)
     if not names:
         return ()
