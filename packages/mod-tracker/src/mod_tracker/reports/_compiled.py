@@ -11,7 +11,7 @@ from .._torch_compat import is_compiled
 SHOWN = 3
 """Names that a note shows."""
 
-WHOLE = "time inside is charged to it"
+WHOLE = "its time includes that of its children"
 
 
 def ran_compiled(path: Path) -> bool:
@@ -44,4 +44,5 @@ def compiled_note(attribution: Attribution, what: str) -> tuple[str, ...]:
     if not names:
         return ()
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return (f"compiled, and seen as one module each: {', '.join(names[:SHOWN])}{more}; {what}",)
+    shown = ", ".join(names[:SHOWN])
+    return (f"compiled, so each is one row without its children: {shown}{more}; {what}",)

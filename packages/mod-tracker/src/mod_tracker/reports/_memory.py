@@ -247,8 +247,8 @@ def profile_memory(
             if "support saved tensor hooks" not in str(error):
                 raise
             raise StateError(
-                "mod_tracker.profile_memory: torch.func does not run with the hooks for saved "
-                "tensors that count what is kept for backward. Use watch_memory or "
+                "mod_tracker.profile_memory: torch.func does not support the saved-tensor "
+                "hooks that count bytes saved for backward. Use watch_memory or "
                 "trace(memory=True) for this model."
             ) from error
     models = _models_of_this_thread(tracker, roots)

@@ -367,8 +367,8 @@ class Report(Generic[R]):
         """
         if type(other) is not type(self):
             raise OptionError(
-                f"mod_tracker.diff: a {type(self).__name__} is compared with another one; got "
-                f"{type(other).__name__}."
+                f"mod_tracker.diff: both reports must be of the same kind; got "
+                f"{type(self).__name__} and {type(other).__name__}."
             )
         mine, theirs = self._complete(), other._complete()
         rows = {name: _difference(mine.get(name), theirs.get(name)) for name in {**mine, **theirs}}

@@ -99,7 +99,7 @@ class MemoryWatch:
     def _ran_out_on(self, device: int, asked: int, free: int) -> None:
         """Write a page when CUDA has no memory left, before torch raises; at most one per step."""
         if self._observed is None:
-            wanted = f"{bytes_shown(asked)} were asked for where {bytes_shown(free)} are free"
+            wanted = f"{bytes_shown(asked)} requested, {bytes_shown(free)} free"
             self._observed = self.write(f"memory ran out on cuda:{device}, {wanted}")
 
     def _ran_out(self, error: BaseException) -> None:
