@@ -219,7 +219,7 @@ def test_checkpoint_fn_is_called_with_its_options(part, device):
     since="0.1.0",
     profile="core",
 )
-def test_no_more_is_kept_than_by_a_direct_checkpoint(part, device):
+def test_no_more_is_saved_than_by_a_direct_checkpoint(part, device):
     """Bytes that saved-tensor hooks see, per implementation, without parameters."""
     block = nn.Sequential(*[nn.Linear(16, 16, device=device) for _ in range(3)])
     x = torch.randn(5, 16, device=device, requires_grad=True)
@@ -424,7 +424,7 @@ def test_apply_with_custom_policy_options(part, device):
     since="0.1.0",
     profile="core",
 )
-def test_apply_with_something_else(part, device):
+def test_apply_with_an_invalid_policy(part, device):
     """The message has torch's sentence."""
     with pytest.raises(ValueError, match="to be callable or be a pre-defined wrap policy"):
         part.apply_activation_checkpointing(build().to(device), auto_wrap_policy=3)

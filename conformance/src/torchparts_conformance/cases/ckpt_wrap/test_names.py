@@ -139,7 +139,7 @@ class CopiesItself(nn.Module):
     since="0.1.0",
     profile="robust",
 )
-def test_deepcopy_around_a_module_that_copies_itself(part, device):
+def test_deepcopy_of_a_module_with_its_own_deepcopy(part, device):
     """The copy is a wrapper around a module of the same class."""
     twin = copy.deepcopy(part.checkpoint_wrapper(CopiesItself().to(device)))
     assert isinstance(twin, part.CheckpointWrapper)

@@ -229,7 +229,7 @@ def test_a_dict_result_carries_gradients_under_reentrant(part, device):
     since="0.1.0",
     profile="robust",
 )
-def test_parameters_get_gradients_without_an_input_that_requires_any(part, device):
+def test_parameters_get_gradients_without_input_gradients(part, device):
     """The first layer of a network under REENTRANT."""
     plain = nn.Linear(4, 4, device=device)
     wrapped = part.checkpoint_wrapper(copy.deepcopy(plain), part.CheckpointImpl.REENTRANT)

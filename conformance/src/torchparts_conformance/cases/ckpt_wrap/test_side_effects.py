@@ -157,7 +157,7 @@ def test_a_cache_grows_once_a_step(part, device):
 
 
 @requirement("CW-095")
-def test_what_comes_into_a_cache_before_backward_is_not_read(part, device):
+def test_cache_entries_from_after_forward_are_not_read(part, device):
     """Other code appends to a list that forward reads."""
     plain = CachedPast().to(device)
     wrapped = part.checkpoint_wrapper(copy.deepcopy(plain))
@@ -218,7 +218,7 @@ def test_a_tensor_changed_in_place_is_never_silently_wrong(part, device):
     since="0.1.0",
     profile="robust",
 )
-def test_weights_of_a_functional_call_are_recomputed_with(part, device):
+def test_weights_of_a_functional_call_are_used_in_recompute(part, device):
     """Backward runs after the module has its own weights again."""
     plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).to(device)
     wrapped = part.checkpoint_wrapper(copy.deepcopy(plain))
@@ -268,7 +268,7 @@ class Centred(nn.Module):
     since="0.1.0",
     profile="robust",
 )
-def test_a_buffer_that_forward_writes_is_read_as_it_was(part, device):
+def test_a_buffer_that_forward_writes_has_its_value_in_recompute(part, device):
     """Gradients and the buffer equal the plain module's after each of three steps."""
     for impl in part.CheckpointImpl:
         for in_place in (True, False):
@@ -330,7 +330,7 @@ def step(parameter: nn.Parameter) -> None:
 
 
 @requirement("CW-111")
-def test_a_step_after_backward_or_in_it_is_allowed(part, device):
+def test_an_optimizer_step_in_or_after_backward_is_allowed(part, device):
     """Weights after three steps equal those of the plain model."""
     for impl in part.CheckpointImpl:
         for in_backward in (True, False):

@@ -53,6 +53,6 @@ def _trained_meanwhile(part: Any, rank: int, world_size: int, folder: str) -> li
     profile="distributed",
     devices=("cpu",),
 )
-def test_async_save_is_of_its_call(part, ranks, tmp_path):
+def test_async_save_has_the_state_of_its_call(part, ranks, tmp_path):
     """A step after the call, before the save has ended, is not saved."""
     assert ranks(2, _trained_meanwhile, str(tmp_path / "saved")) == [[True, True, 0.0]] * 2

@@ -34,7 +34,7 @@ def _state_dict(part: Any, rank: int, world_size: int) -> list[Any]:
     profile="distributed",
     devices=("cpu",),
 )
-def test_state_dict_is_the_plain_one(part, ranks):
+def test_state_dict_equals_the_plain_one(part, ranks):
     """Keys, shapes, dtypes and values, on both ranks, also after loading."""
     assert ranks(2, _state_dict) == [[True, 0.0], [True, 0.0]]
 
@@ -73,7 +73,7 @@ def _hostile(part: Any, rank: int, world_size: int, folder: str) -> list[bool]:
     profile="distributed",
     devices=("cpu",),
 )
-def test_hostile_checkpoint_is_an_error_not_an_execution(part, ranks, tmp_path):
+def test_hostile_checkpoint_is_refused_without_running_code(part, ranks, tmp_path):
     """Loading raises, and the file was not created."""
     assert ranks(2, _hostile, str(tmp_path)) == [[True, False], [True, False]]
 

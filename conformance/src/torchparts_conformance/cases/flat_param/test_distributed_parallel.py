@@ -81,7 +81,7 @@ def _whole(state: dict[str, Tensor]) -> dict[str, Tensor]:
     profile="distributed",
     devices=("cpu",),
 )
-def test_parameters_cut_by_tensor_parallel_train_as_in_one_process(part, ranks):
+def test_tensor_parallel_parameters_train_as_in_one_process(part, ranks):
     """A 2 x 2 mesh: data parallel over one axis, tensor parallel over the other."""
     numel = sum(param.numel() for param in _even().parameters())
     for kept, error in ranks(4, _on_two_axes):
@@ -114,7 +114,7 @@ def _outer_first(part: Any, rank: int, world_size: int) -> list[Any]:
     profile="distributed",
     devices=("cpu",),
 )
-def test_outer_modules_first_are_right_or_named(part, ranks):
+def test_outer_module_sharded_first_is_right_or_refused(part, ranks):
     """The whole model is sharded, and then its blocks."""
     for text, error in ranks(2, _outer_first):
         assert not text or "weight" in text, text

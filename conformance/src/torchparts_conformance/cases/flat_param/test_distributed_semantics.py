@@ -127,7 +127,7 @@ def _twice(part: Any, rank: int, world_size: int) -> float:
     profile="distributed",
     devices=("cpu",),
 )
-def test_backward_adds_to_the_gradients_that_are_there(part, ranks):
+def test_backward_adds_to_existing_gradients(part, ranks):
     """Two full steps of communication without zero_grad between them."""
     errors = ranks(2, _twice)
     assert max(errors) < LIMIT, errors
@@ -188,7 +188,7 @@ def _unit_by_itself(part: Any, rank: int, world_size: int) -> float:
     profile="distributed",
     devices=("cpu",),
 )
-def test_unit_called_by_itself_before_the_whole(part, ranks):
+def test_unit_called_alone_before_the_whole_module(part, ranks):
     """An inner unit trains alone, and then as a part of the whole module."""
     errors = ranks(2, _unit_by_itself)
     assert max(errors) < LIMIT, errors
@@ -219,7 +219,7 @@ def _low_precision(part: Any, rank: int, world_size: int) -> list[Any]:
     profile="distributed",
     devices=("cpu",),
 )
-def test_mixed_precision_computes_low_and_keeps_high(part, ranks):
+def test_mixed_precision_computes_low_and_stores_high(part, ranks):
     """Outputs in bfloat16, gradients and state in float32, close to the plain model's."""
     for is_low, is_whole, error in ranks(2, _low_precision):
         assert is_low
@@ -260,7 +260,7 @@ def _looking(part: Any, rank: int, world_size: int) -> list[Any]:
     profile="distributed",
     devices=("cpu",),
 )
-def test_evaluation_leaves_no_trace(part, ranks):
+def test_evaluation_does_not_change_the_next_step(part, ranks):
     """Outputs without gradients equal the plain ones, and the next training step is right."""
     for no_grads, error in ranks(2, _looking):
         assert no_grads

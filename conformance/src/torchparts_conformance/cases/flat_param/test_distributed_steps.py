@@ -102,7 +102,7 @@ def _frozen_head(part: Any, rank: int, world_size: int) -> float:
     profile="distributed",
     devices=("cpu",),
 )
-def test_a_frozen_head_stays_for_the_unit_before_it(part, ranks):
+def test_a_frozen_head_is_readable_until_backward_is_done(part, ranks):
     """A trained unit followed by a frozen layer of the outermost unit."""
     errors = ranks(2, _frozen_head)
     assert max(errors) < 1e-5, errors
@@ -182,7 +182,7 @@ def _left_out(part: Any, rank: int, world_size: int) -> str:
     profile="distributed",
     devices=("cpu",),
 )
-def test_unit_left_out_by_one_rank_is_named_soon(part, ranks):
+def test_unit_called_by_some_ranks_only_is_named(part, ranks):
     """Both ranks name the block that only one of them called."""
     for message in ranks(2, _left_out, timeout_s=_SOON_S):
         assert "inner.1" in message, message

@@ -100,7 +100,7 @@ def _switched(part: Any, rank: int, world_size: int) -> list[Any]:
     profile="distributed",
     devices=("cpu",),
 )
-def test_sums_are_switched_off_and_on(part, ranks):
+def test_gradient_sync_is_switched_off_and_on(part, ranks):
     """Two backward passes without reduction, and one that reduces all three."""
     for silent, error in ranks(2, _switched):
         assert silent == [True, True, False]
@@ -150,7 +150,7 @@ def _gathered_by_hand(part: Any, rank: int, world_size: int) -> list[Any]:
     profile="distributed",
     devices=("cpu",),
 )
-def test_units_are_gathered_by_hand(part, ranks):
+def test_units_are_unsharded_by_hand(part, ranks):
     """A step gathers as often as without, except for the unit that is already gathered."""
     for usual, error, *others in ranks(2, _gathered_by_hand):
         shown, gathers, errors = others[::3], others[1::3], others[2::3]

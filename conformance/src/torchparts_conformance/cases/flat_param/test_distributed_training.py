@@ -51,7 +51,7 @@ def _every_way(part: Any, rank: int, world_size: int) -> list[float]:
     profile="distributed",
     devices=("cpu",),
 )
-def test_every_way_follows_one_process(part, ranks):
+def test_training_equals_one_process(part, ranks):
     """Parameters after three steps equal those of one process."""
     for errors in ranks(2, _every_way):
         assert max(errors) < 1e-6, errors
@@ -74,7 +74,7 @@ def _hybrid(part: Any, rank: int, world_size: int) -> float:
     profile="distributed",
     devices=("cpu",),
 )
-def test_hybrid_follows_one_process(part, ranks):
+def test_hybrid_training_equals_one_process(part, ranks):
     """Two replicas of two shards train like one process."""
     errors = ranks(4, _hybrid)
     assert max(errors) < 1e-6, errors

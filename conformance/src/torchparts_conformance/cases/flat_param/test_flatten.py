@@ -122,7 +122,7 @@ def test_an_unused_parameter_keeps_no_gradient(part, device):
     profile="flatten",
 )
 @pytest.mark.parametrize("max_norm", [0.1, 1e9])
-def test_clipping_is_torchs(part, device, max_norm):
+def test_clipping_equals_torchs(part, device, max_norm):
     """Same norm and gradients as `clip_grad_norm_`, with sizes that need padding."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).to(device)
@@ -148,7 +148,7 @@ def test_clipping_is_torchs(part, device, max_norm):
     profile="flatten",
 )
 @pytest.mark.parametrize("change", ["to", "load", "assign", "parameter"])
-def test_aliasing_survives_what_modules_go_through(part, device, change):
+def test_aliasing_survives_casts_loads_and_assignments(part, device, change):
     """After a cast, a load, a load with assign, or a new parameter: still one storage."""
     model, _ = blocks(device, torch.float32)
     flat = part.flatten(model)
@@ -172,7 +172,7 @@ def test_aliasing_survives_what_modules_go_through(part, device, change):
     since="0.1.0",
     profile="flatten",
 )
-def test_dtypes_and_frozen_parts_have_segments_of_their_own(part, device):
+def test_dtypes_and_frozen_parts_have_separate_segments(part, device):
     """One vector per (dtype, requires_grad); values are kept in each."""
     frozen = nn.Parameter(torch.full((5,), 3.0), requires_grad=False)
     tensors = [torch.ones(3), torch.full((4,), 2.0, dtype=torch.bfloat16), frozen]

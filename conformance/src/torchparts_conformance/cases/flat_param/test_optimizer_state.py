@@ -56,7 +56,7 @@ def _assert_same(one, other, device):
     profile="flatten",
 )
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_goes_on_over_chunks_and_back(part, device, name):
+def test_training_continues_over_chunks_and_back(part, device, name):
     """Three steps apart, three over chunks and three apart equal nine steps apart."""
     plain, x = _model(device)
     optimizer = OPTIMIZERS[name](plain.parameters())

@@ -121,7 +121,7 @@ def test_parameters_move_in_place(part, device):
     since="0.1.0",
     profile="robust",
 )
-def test_memory_that_parameters_share_is_not_parted_silently(part, device):
+def test_shared_memory_of_parameters_stays_shared_or_is_refused(part, device):
     """Writing to one writes to the other, or an error names both."""
     base = torch.ones(6, device=device)
     module = holder(nn.Parameter(base[:4]), nn.Parameter(base[2:]))

@@ -140,7 +140,7 @@ def test_a_module_without_parameters_is_wrapped(part, device, ranks):
         ),
     ],
 )
-def test_numel_is_kept(part, device, dtype, tied):
+def test_numel_is_unchanged(part, device, dtype, tied):
     """A flat parameter has as many elements as its parameters, tied ones counted once."""
     model, _ = blocks(device, dtype, tied=tied)
     numel = sum(param.numel() for param in model.parameters())
@@ -175,7 +175,7 @@ def test_numel_is_kept(part, device, dtype, tied):
         ),
     ],
 )
-def test_the_output_is_kept(part, device, dtype, tied):
+def test_the_output_is_unchanged(part, device, dtype, tied):
     """Bit-identical, since the same numbers reach the same kernels."""
     model, x = blocks(device, dtype, tied=tied)
     expected = model(x)
@@ -195,7 +195,7 @@ def test_the_output_is_kept(part, device, dtype, tied):
     profile="core",
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_step_moves_tied_parameters_as_it_should(part, device, dtype):
+def test_a_step_moves_tied_parameters_like_the_plain_module(part, device, dtype):
     """The norm after a step of SGD is that of the plain model."""
     norms = []
     for flattened in (False, True):
@@ -310,7 +310,7 @@ def test_gradients_reach_the_flat_parameter(part, device):
     profile="core",
 )
 @pytest.mark.parametrize("world_size", [1, 2, 5])
-def test_shards_make_the_whole(part, device, world_size):
+def test_shards_form_the_whole_parameter(part, device, world_size):
     """Every rank has an equal part; the parts in order are the parameters."""
     shards = []
     for rank in range(world_size):
@@ -350,6 +350,6 @@ def _cycle(part: Any, rank: int, world_size: int) -> list[bool]:
     since="0.1.0",
     profile="core",
 )
-def test_two_ranks_gather_and_let_go(part, device, ranks):
+def test_two_ranks_unshard_and_reshard(part, device, ranks):
     """Unsharded, the flat parameter has all elements; resharded, each rank has its own part."""
     assert ranks(2, _cycle) == [[True] * 5] * 2

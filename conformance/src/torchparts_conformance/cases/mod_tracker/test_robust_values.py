@@ -127,7 +127,7 @@ def test_dataclass_output(part, device):
     since="0.1.0",
     profile="robust",
 )
-def test_module_that_returns_its_input(part, device):
+def test_module_returning_its_input(part, device):
     """It is entered and left, and not in `parents` when the layer before it runs."""
     model = nn.Sequential(linear(device), nn.Identity(), linear(device))
     events = backward_of(events_in(part, lambda: step(model, leaf(device))))

@@ -197,7 +197,7 @@ def test_state_while_user_hooks_run(part, device):
     since="0.1.0",
     profile="core",
 )
-def test_taken_hook_is_refused(part, device):
+def test_second_hook_of_a_kind_is_refused(part, device):
     """One hook of each kind."""
     tracker = part.ModTracker()
     events_of(tracker)

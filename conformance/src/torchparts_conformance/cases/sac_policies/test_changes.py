@@ -213,7 +213,7 @@ def nothing(ctx, op, *args, **kwargs):
 )
 @pytest.mark.parametrize("change", [add_unseen, replace_data])
 @pytest.mark.parametrize("size", [6, 96])
-def test_leaf_is_changed_before_its_region_runs_again(part, device, change, size):
+def test_leaf_is_changed_before_recomputation(part, device, change, size):
     """Each parameter and the input in turn, small and large; recomputation reads each."""
 
     def checkpoint(*call):
@@ -251,7 +251,7 @@ def write_in_place(tensor):
 @pytest.mark.parametrize("at", range(3), ids=["weight", "given", "found"])
 @pytest.mark.parametrize("policy", [nothing, PRODUCTS], ids=["nothing", "products"])
 @pytest.mark.parametrize("nested", [False, True])
-def test_what_a_region_read_is_changed_after_it(part, device, nested, policy, at, change):
+def test_inputs_of_a_region_are_changed_after_forward(part, device, nested, policy, at, change):
     """Operators are recomputed or saved; gradients ignore the change or are plain autograd's.
 
     Autograd reads the changed value if it saved the tensor itself, and the old value if it saved a

@@ -24,7 +24,7 @@ from torchparts_conformance import requirement
 )
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's
 @pytest.mark.parametrize("keeps", [False, True])
-def test_compiled_part_runs_as_its_graph(part, device, keeps):
+def test_compiled_code_in_a_region_runs_compiled(part, device, keeps):
     """In forward and in recomputation: one graph, never run eagerly."""
     torch.compiler.reset()
     graphs, calls = [], []
@@ -66,7 +66,7 @@ def test_compiled_part_runs_as_its_graph(part, device, keeps):
     devices=("cpu",),
 )
 @pytest.mark.parametrize("policy", [[], [torch.ops.aten.mm.default]], ids=["nothing", "products"])
-def test_compiled_region_draws_once(part, device, policy):
+def test_compiled_region_uses_one_dropout_mask(part, device, policy):
     """Dropout in a compiled region: one mask; the generator as without the region."""
 
     def function(t):

@@ -86,7 +86,7 @@ def test_checkpoint_is_found_through_a_global(part, device):
     since="0.1.0",
     profile="core",
 )
-def test_options_of_checkpoint_are_not_the_functions(part, device):
+def test_options_of_checkpoint_do_not_reach_the_function(part, device):
     """`preserve_rng_state` is an option of checkpoint and does not reach the function."""
 
     def fn(x, y):
@@ -214,7 +214,7 @@ def test_tags_survive_decomposition(part, device):
     profile="core",
 )
 @pytest.mark.parametrize("compiles", [False, True])
-def test_random_operator_is_replayed(part, device, compiles):
+def test_random_operator_is_recomputed_with_the_same_numbers(part, device, compiles):
     """Gradients use the masks that the outputs show; compiled code may draw other masks."""
 
     def body(x):

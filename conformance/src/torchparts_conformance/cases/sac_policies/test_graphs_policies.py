@@ -339,7 +339,7 @@ def _not_modes():
     since="0.1.0",
     profile="core",
 )
-def test_contexts_that_are_no_modes_are_refused(part, device):
+def test_contexts_that_are_not_modes_are_refused(part, device):
     """Under compilation, contexts have to be dispatch modes; the message says so."""
 
     def fn(x, y):
@@ -403,7 +403,7 @@ def test_wrapped_module_under_compile(part, device):
     since="0.1.0",
     profile="core",
 )
-def test_attribute_of_a_wrapped_module_is_no_frame_of_its_own(part, device):
+def test_attributes_of_a_wrapped_module_do_not_break_the_graph(part, device):
     """Reading attributes through a wrapper does not break the graph."""
     torch.compiler.reset()
     linear = nn.Linear(1, 1, device=device)

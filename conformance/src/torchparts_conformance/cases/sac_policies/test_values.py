@@ -281,7 +281,7 @@ def test_saved_values_pass_through_hooks(part, device):
     since="0.1.0",
     profile="robust",
 )
-def test_inner_region_keeps_its_value_for_the_outer_one(part, device):
+def test_outer_region_does_not_recompute_saved_inner_values(part, device):
     """Four products in backward: two gradients for each; the inner one is not recomputed."""
     a, b = _leaves(device)
 
@@ -388,7 +388,7 @@ def test_any_part_of_the_operators_saved(part, device, make, every):
     since="0.1.0",
     profile="robust",
 )
-def test_answer_that_is_no_decision(part, device):
+def test_policy_that_returns_none_is_refused(part, device):
     """A policy that returns None raises an error that names the operator."""
     a, b = _leaves(device)
     with pytest.raises(Exception, match=r"aten\.mm"):
@@ -410,7 +410,7 @@ def test_answer_that_is_no_decision(part, device):
     profile="robust",
 )
 @pytest.mark.parametrize("through", [True, False])
-def test_saved_view_of_what_is_written_to(part, device, through):
+def test_saved_view_of_a_written_tensor(part, device, through):
     """Written through the view and read at the base, and the other way round."""
     a, b = _leaves(device)
 

@@ -108,7 +108,7 @@ def norms(ctx, op, *args, **kwargs):
 )
 @pytest.mark.parametrize("forwards", [1, 2])
 @pytest.mark.parametrize("policy", [nothing, norms])
-def test_statistics_that_are_read_after_their_batch_norm(part, device, policy, forwards):
+def test_running_statistics_read_after_batch_norm(part, device, policy, forwards):
     """Two steps, with one or two batches whose forwards both run before any backward."""
     results = []
     for checkpointed in (False, True):
