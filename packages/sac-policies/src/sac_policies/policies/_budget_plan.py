@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 
+from .._errors import PolicyError
 from ._plans import Backend, Plan, Unit
 
 
@@ -33,17 +34,19 @@ class BudgetPlan(Plan):
     offloaded_bytes: int = 0
     copy_cost: int = 0
 
-    @property
-    def problem(self) -> str:
-        """Numbers that no solver returns."""
-        counts = (self.kept_bytes, self.recompute_cost, self.bound_cost)
-        if min(counts) < 0 or self.bound_cost > self.recompute_cost:
-            return "its bytes and costs are {}, {} and {}".format(*counts)
-        if self.offloaded_bytes < 0:
-            return f"it moves {self.offloaded_bytes} bytes to the host"
-        if not 0 <= self.copy_cost <= self.recompute_cost:
-            return f"it waits {self.copy_cost} for copies, of {self.recompute_cost} in all"
-        return super().problem
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        counts = (self.kept_bytes, self.recompute_cost, self.bound_cost, self.offloaded_bytes)
+        if (
+            min(counts) < 0
+            or self.bound_cost > self.recompute_cost
+            or not 0 <= self.copy_cost <= self.recompute_cost
+        ):
+            raise PolicyError(
+                f"sac_policies.BudgetPlan: bytes and costs {(*counts, self.copy_cost)} are of no "
+                "plan, but none may be negative, and bound_cost and copy_cost are parts of "
+                "recompute_cost. Take the plan that solve(...) returned."
+            )
 
     @cached_property
     def digest(self) -> str:
