@@ -37,7 +37,7 @@ from sac_policies import (
     save_ops,
     scoped,
 )
-from sac_policies._torch_compat import storage_key
+from sac_policies._torch_compat import saved_tensor_hooks, storage_key
 from sac_policies.policies import save_by_index
 from sac_policies.policies._decisions import Decision
 
@@ -560,6 +560,22 @@ def test_exception_in_forward_leaves_nothing(xw):
     with pytest.raises(ValueError, match="8, 8"):
         taped(fail, x)
     assert agrees(lambda t: (t @ w).sin(), x, w)
+
+
+def test_held_error_of_nested_region_leaves_nothing():
+    """While its error is held, later operators are not the region's, nor are their tensors."""
+    x = torch.ones(2, 2, requires_grad=True)
+
+    def fail(t):
+        raise KeyError(t @ t)
+
+    def inner(t):
+        return checkpoint(fail, t, policy=save_ops("aten.mm"))
+
+    with pytest.raises(KeyError) as held:
+        checkpoint(inner, x, policy=save_ops("aten.mm"))
+    assert saved_tensor_hooks() is None
+    assert held.traceback
 
 
 def test_exception_in_backward_leaves_no_cached_values(xw):
