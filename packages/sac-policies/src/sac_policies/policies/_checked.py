@@ -53,9 +53,9 @@ def field_problem(kind: type, given: dict[str, Any]) -> str:
         given: field name to value.
 
     Example:
-        >>> from sac_policies.budget import TracedPack
-        >>> field_problem(TracedPack, {"producer": "", "made_by": "0"})
-        "made_by is '0'"
+        >>> from sac_policies.policies import OpView
+        >>> field_problem(OpView, {"op": None, "index": "0"})
+        "index is '0'"
     """
     declared = {each.name: each for each in dataclasses.fields(kind) if each.compare}
     for name in given:
