@@ -86,7 +86,6 @@ ENTRIES = {
     "format_size": (sp.budget.format_size, "int negative"),
     "from_json": (sp.policies.from_json, ""),
     "from_torch": (sp.policies.from_torch, "true"),
-    "limit_offload": (lambda g: (sp.limit_offload(g), sp.limit_offload(None)), "none int huge"),
     "checkpoint_name.tensor": (lambda g: sp.checkpoint_name(g, "a"), "tensor"),
     "checkpoint_name.label": (lambda g: sp.checkpoint_name(X, g), "empty long text"),
     "offload": (sp.offload, ""),

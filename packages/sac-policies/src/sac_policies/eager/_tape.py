@@ -41,7 +41,6 @@ from ._fsdp import Ranges
 from ._guards import Guard
 from ._masks import UNPACK, packed, takes
 from ._moved import MovedTensor, is_movable, leaving, to_host
-from ._moved_stats import counters
 from ._recorders import Recorder, Table
 from ._values import Call, Replay, Value, changed, want
 
@@ -492,7 +491,7 @@ class Tape(TorchDispatchMode):
         self._pending = waiting
 
     def _move(self, value: Value, tensor: torch.Tensor) -> None:
-        if is_fake(tensor) or not is_movable(tensor) or not counters.has_room(tensor.nbytes):
+        if is_fake(tensor) or not is_movable(tensor):
             return
         moved = MovedTensor(tensor)
         if self.region.observer is not None:
