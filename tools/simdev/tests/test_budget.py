@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import takewhile
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from torch import nn
 
 from sac_policies import fit_
 from sac_policies.budget._fit_in_place import LEVELS, _divisions, _Search
-from sac_policies.budget._intervals import forward_of
 from sac_policies.budget._measure import highest
+from sac_policies.budget._run import BACKWARD
 from sac_policies.budget._step import Step
 
 
@@ -29,7 +30,7 @@ class Block(nn.Module):
 
 def _search(model, step):
     """Over the outermost blocks."""
-    return _Search(model, step, "peak", next(iter(_divisions(model, step))))
+    return _Search(model, step, next(iter(_divisions(model, step))))
 
 
 def gradients(model, x):
@@ -98,9 +99,8 @@ def test_regions_that_offload_fit_as_predicted(sim, device, choice, copy_us):
     plain = search._intervals(0)
     search._learn()
     measured = [plain, *(search._intervals(level) for level in range(1, search._levels))]
-    steps, before = search._steps(measured, [[]] * search._levels)
-    peak = search._measured(choice).peak
-    assert before + steps.growth(choice) == peak
+    steps = search._steps(measured, [[]] * search._levels)
+    assert step.resident() + steps.growth(choice) == search._measured(choice)
     search.undo()
 
 
@@ -115,7 +115,7 @@ def test_what_is_measured_is_that_of_a_host_far_ahead(sim, device):
             block.down.register_forward_hook(lambda *_: torch.accelerator.synchronize())
         step = Step("here", model, torch.randn(512, 32, device=device), None)
         search = _search(model, step)
-        forward = forward_of(search._intervals(4))[1:]
+        forward = takewhile(lambda each: each.key != BACKWARD, search._intervals(4)[1:])
         found.append([(each.grown, each.most, each.moved) for each in forward])
         search.undo()
     assert any(moved.out for *_, moved in found[0])
