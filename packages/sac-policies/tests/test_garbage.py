@@ -92,7 +92,6 @@ ENTRIES = {
     "offload": (sp.offload, ""),
     "pareto": (sp.budget.pareto, ""),
     "pareto.points": (lambda g: sp.budget.pareto(TRACE, points=g), "int"),
-    "pareto.backend": (lambda g: sp.budget.pareto(TRACE, backend=g), ""),
     "parse_size": (sp.budget.parse_size, ""),
     "profile": (sp.profile, "type"),
     "profile_step": (lambda g: sp.profile_step(g, X), ""),
@@ -127,10 +126,8 @@ ENTRIES = {
     "scoped.path": (lambda g: sp.scoped(ALL, g), "text"),
     "solve": (lambda g: sp.solve(g, 1), ""),
     "solve.budget": (lambda g: sp.solve(TRACE, g), "int huge"),
-    "solve.backend": (lambda g: sp.solve(TRACE, 1, backend=g), ""),
     "to_json": (sp.policies.to_json, ""),
     "to_torch": (sp.policies.to_torch, "none"),
-    "Trace.from_json": (sp.budget.Trace.from_json, ""),
 }
 
 

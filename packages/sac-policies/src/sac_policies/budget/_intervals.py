@@ -29,7 +29,7 @@ from .._tensors import tensors_in
 from .._torch_compat._module_calls import around_calls
 from ._measure import Interval, Marks
 from ._offloaded import Offloaded
-from ._step import BACKWARD
+from ._run import BACKWARD
 from ._times import Clock, Spent, costs, last_word
 
 Key = tuple[int, int, bool | None]

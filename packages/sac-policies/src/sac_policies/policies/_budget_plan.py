@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import dataclass
-from functools import cached_property
 
-from ._plans import Backend, Plan, Unit
+from ._plans import Plan, Unit
 
 
 @dataclass(frozen=True, repr=False)
@@ -19,14 +16,12 @@ class BudgetPlan(Plan):
         recompute_cost: work that backward repeats, in `unit`.
         bound_cost: no plan within the budget repeats less; equal when the plan is optimal.
         unit: "ns" or "flops".
-        backend: what it was solved for, "eager" or "compile".
     """
 
     kept_bytes: int
     recompute_cost: int
     bound_cost: int
     unit: Unit
-    backend: Backend = "eager"
 
     @property
     def problem(self) -> str:
@@ -35,12 +30,6 @@ class BudgetPlan(Plan):
         if min(counts) < 0 or self.bound_cost > self.recompute_cost:
             return "its bytes and costs are {}, {} and {}".format(*counts)
         return super().problem
-
-    @cached_property
-    def digest(self) -> str:
-        """Sixteen hexadecimal digits; equal on every rank that holds the same plan."""
-        rows = [[name, index, choice.value] for (name, index), choice in self.choices]
-        return hashlib.sha256(json.dumps([rows, self.backend]).encode()).hexdigest()[:16]
 
     @property
     def gap(self) -> float:
