@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from sac_policies import fit_, offload_stats
-from sac_policies.budget import _record, _times
+from sac_policies.budget import _run, _times
 from sac_policies.budget._fit_in_place import _divisions, _Search
 from sac_policies.budget._intervals import forward_of, kept_bytes
 from sac_policies.budget._levels import AGAIN, HIDDEN_AWAY, INPUTS_AWAY, LEVELS
@@ -120,7 +120,7 @@ def virtual(sim, monkeypatch):
     costs = {"kernel_us": 100, "virtual": True}
     sim.simulate(**costs, copy_gbps=1)
     clock = SimpleNamespace(perf_counter_ns=lambda: int(sim.host_us() * 1e3))
-    for module in (_record, _times):
+    for module in (_run, _times):
         monkeypatch.setattr(module, "time", clock)
     return costs
 
