@@ -96,7 +96,8 @@ def unseen_alias(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
     kind = type(tensor)
     if kind is _FAKE:  # hidden from its mode it would be a tensor of the meta device
-        return tensor.detach()
+        with _INCLUDE(_KEYS.ADInplaceOrView, False):
+            return tensor.detach()
     if kind is torch.Tensor or kind is torch.nn.Parameter:
         with _INCLUDE(_KEYS.ADInplaceOrView, False), _NO_DISPATCH():
             return tensor.detach()
