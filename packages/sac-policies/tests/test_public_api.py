@@ -30,7 +30,7 @@ SURFACE = {
         *("as_policy", "from_json", "from_torch", "save_by_index", "to_json", "to_torch"),
     },
     "reports": {"OffloadStats", "Report", "Row", "report"},
-    "budget": {"BudgetPlan", "Infeasible", "Trace", "pareto", "parse_size", "format_size"},
+    "budget": {"BudgetPlan", "Infeasible", "Trace", "parse_size", "format_size"},
 }
 
 
