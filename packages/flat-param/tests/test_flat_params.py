@@ -198,7 +198,7 @@ def test_a_failed_backward_does_not_stop_the_next(mlp, own_all):
     mlp.zero_grad()
     mlp(torch.ones(1, 5)).sum().backward()
     grads = [param.grad for param in mlp.parameters()]
-    assert own_all(grads, flat._flat_segments.all[0].grad._flat)
+    assert own_all(grads, flat._flat_segments.all[0].grad._held.flat)
 
 
 def test_repr_says_what_is_flat(mlp):

@@ -33,9 +33,8 @@ from .._torch_compat import (
     post_accumulate_grad_hooks,
     without_torch_function,
 )
-from ..buffers._buffer import zero_gaps_, zeros
 from ..buffers._dtensors import DTensorPlace, place_of_dtensor
-from ..buffers._views import param_views
+from ..buffers._views import param_views, zero_gaps_, zeros
 from ..comm._buffer_pool import acquire, release
 from ..comm._clip import Spread, norm_over, spread_of
 from ..comm._comm import Pending

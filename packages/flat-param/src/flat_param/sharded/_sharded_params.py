@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from .._torch_compat import without_torch_function
-from ..buffers._buffer import zeros
 from ..buffers._dtensors import DTensorPlace, as_plain, local_of, place_of_dtensor
-from ..buffers._views import memory_order, param_view, param_views
+from ..buffers._views import memory_order, param_view, param_views, zeros
 from ..comm._comm import Communicator, Pending
 from ..comm._groups import CommGroups
 from ..layout._layout import Segment
