@@ -90,7 +90,7 @@ def test_stopped_before_all_is_shown_nothing_is(monkeypatch: pytest.MonkeyPatch)
     def stops(_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sites, "show_copies", stops)
+    monkeypatch.setattr(sites, "show", stops)
     with pytest.raises(KeyboardInterrupt), model.whole_params(write_back=True):
         pass
     assert all(a is b for a, b in zip(model.parameters(), params, strict=True))

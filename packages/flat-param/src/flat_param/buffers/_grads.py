@@ -19,19 +19,19 @@ class GradBuffer:
     Args:
         flat: at least `(layout.numel,)`, with zeros in its gaps; other values do not matter.
         layout: where each gradient is.
+        arrived: a list of the caller's, set to True where a gradient arrives.
 
     Attributes:
         views: of each gradient.
-        arrived: whether each gradient is there.
     """
 
-    def __init__(self, flat: Tensor, layout: FlatLayout) -> None:
+    def __init__(self, flat: Tensor, layout: FlatLayout, arrived: list[bool]) -> None:
         self.flat = flat
         # `.data`: each view has a version counter, so one gradient's arrival does not look like
         # a write to another that a user has saved for backward.
         count = len(layout.specs)
-        self.views = tuple(param_view(flat.data, layout, index) for index in range(count))
-        self.arrived = [False] * count
+        self.views = tuple([param_view(flat.data, layout, index) for index in range(count)])
+        self.arrived = arrived
 
     def take(self, index: int, grad: Tensor) -> None:
         """Copy a gradient, or add it to the one that is there."""

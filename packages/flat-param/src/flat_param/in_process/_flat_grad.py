@@ -143,7 +143,7 @@ class FlatGrad:
             buffer = self._buffer
             with torch.inference_mode(False):
                 flat = zeros(buffer.numel(), dtype=buffer.dtype, device=buffer.device)
-                self._held = GradBuffer(flat, self.segment.layout)
+                self._held = GradBuffer(flat, self.segment.layout, [False] * len(self._params))
         return self._held
 
     def arrive(self, index: int, param: Tensor) -> None:
