@@ -1,16 +1,22 @@
 import torch
 from torch import nn
 
-from flat_param.buffers._buffer import allocate, migrate, zero_gaps_
+from flat_param.buffers._views import ParamViews, allocate, param_views, zero_gaps_
 from flat_param.plan import collect_params, plan_layout
 
 
-def test_migrate_keeps_identity_values_and_strides(mlp):
+def _move(params, layout, buffer):
+    ParamViews(params, param_views(buffer, layout)).take_all()
+    return buffer
+
+
+def test_move_keeps_identity_values_and_strides(mlp):
     """Parameters are the objects they were, with the values they had, in one buffer."""
     mlp[0].weight = nn.Parameter(torch.randn(5, 7).t())
     specs, params = collect_params(mlp)
     before = [(param, param.detach().clone(), param.stride()) for param in params]
-    buffer = migrate(params, plan_layout(specs))
+    layout = plan_layout(specs)
+    buffer = _move(params, layout, allocate(layout))
     for param, value, stride in before:
         assert torch.equal(param, value)
         assert param.stride() == stride
@@ -18,7 +24,7 @@ def test_migrate_keeps_identity_values_and_strides(mlp):
     assert all(now is then for now, (then, _, _) in zip(mlp.parameters(), before, strict=True))
 
 
-def test_migrate_lets_go_of_each_original_before_the_next(mlp):
+def test_move_frees_each_original_before_the_next(mlp):
     """When a parameter is copied, those before it have given their memory back."""
     specs, params = collect_params(mlp)
     freed = []
@@ -32,7 +38,7 @@ def test_migrate_lets_go_of_each_original_before_the_next(mlp):
     buffer = allocate(plan_layout(specs))
     home = buffer.untyped_storage().data_ptr
     with Watched():
-        migrate(params, plan_layout(specs), buffer=buffer)
+        _move(params, plan_layout(specs), buffer)
     assert freed == [0, 1, 2, 3]
 
 
@@ -53,9 +59,11 @@ def test_zero_gaps_leaves_parameters_alone(mlp):
     assert int(buffer.sum()) == layout.used_numel
 
 
-def test_migrate_works_on_the_meta_device():
+def test_move_works_on_the_meta_device():
     """Shapes alone can be flattened, for planning."""
     with torch.device("meta"):
         layer = nn.Linear(3, 5)
     specs, params = collect_params(layer)
-    assert migrate(params, plan_layout(specs)).is_meta
+    layout = plan_layout(specs)
+    assert _move(params, layout, allocate(layout, device="meta")).is_meta
+    assert all(param.is_meta for param in params)

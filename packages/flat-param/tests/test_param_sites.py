@@ -80,12 +80,12 @@ def test_site_has_its_parameters_name(part: ShardedParams) -> None:
 def test_nothing_is_new_where_nothing_was_put(part: ShardedParams) -> None:
     """Nor where the leaves are in place, or a parameter was changed in place."""
     _, sites = _sites(part, 0, 1)
-    assert not sites.absorb_changes()
+    assert not sites.take_changes()
     with torch.no_grad():
         part.params[0].add_(1)
-    assert not sites.absorb_changes()
+    assert not sites.take_changes()
     sites.swap_in()
-    assert not sites.absorb_changes()
+    assert not sites.take_changes()
 
 
 def _whole(dtype: torch.dtype) -> Tensor:
@@ -104,12 +104,12 @@ def test_whole_value_is_taken_in_its_piece(
         param.data = _whole(torch.float32)
     else:
         module.weight = nn.Parameter(_whole(dtype), requires_grad=False)
-    assert sites.absorb_changes()
+    assert sites.take_changes()
     assert module.weight is param
     assert param.requires_grad
     assert torch.equal(param, _whole(torch.float32).flatten()[: param.numel()])
     assert param.data_ptr() == part.shard.data_ptr()
-    assert not sites.absorb_changes()
+    assert not sites.take_changes()
 
 
 def test_value_of_a_pieces_shape_is_that_piece(part: ShardedParams) -> None:
@@ -117,7 +117,7 @@ def test_value_of_a_pieces_shape_is_that_piece(part: ShardedParams) -> None:
     (module,), sites = _sites(part, 0)
     param, value = module.weight, module.weight.detach() + 5
     module.weight = nn.Parameter(value.clone())
-    assert sites.absorb_changes()
+    assert sites.take_changes()
     assert module.weight is param
     assert torch.equal(param, value)
 
@@ -128,7 +128,7 @@ def test_value_is_taken_from_any_site_of_a_tied_parameter(part: ShardedParams) -
         modules, sites = _sites(part, 0, 0)
         param = modules[0].weight
         modules[index].weight = nn.Parameter(torch.full((3, 4), float(index)))
-        assert sites.absorb_changes()
+        assert sites.take_changes()
         assert modules[0].weight is modules[1].weight is param
         assert torch.equal(param, torch.full_like(param, index))
 
@@ -138,8 +138,8 @@ def test_removed_parameter_is_refused(part: ShardedParams) -> None:
     (module,), sites = _sites(part, 0)
     del module.weight
     with pytest.raises(ParameterError, match="'p0' was re-assigned with shape None"):
-        sites.absorb_changes()
-    assert part.pointers[0] == part.shard.data_ptr()
+        sites.take_changes()
+    assert part.held.pointers[0] == part.shard.data_ptr()
 
 
 def test_leaves_are_frozen_as_parameters_are(part: ShardedParams) -> None:
@@ -147,7 +147,7 @@ def test_leaves_are_frozen_as_parameters_are(part: ShardedParams) -> None:
     _, sites = _sites(part, 0, 1)
     for trainable in (False, True):
         part.params[0].requires_grad_(trainable)
-        assert not sites.absorb_changes()
+        assert not sites.take_changes()
         assert [leaf.requires_grad for leaf in part.leaves] == [trainable, True]
 
 
@@ -161,7 +161,7 @@ def test_frozen_segment_cannot_be_trained(parts_of_ranks: Make) -> None:
         "now, but frozen segments have no gradient buffers. Make it trainable before fully_shard."
     )
     with pytest.raises(ParameterError, match=re.escape(text)):
-        sites.absorb_changes()
+        sites.take_changes()
     assert not part.leaves[0].requires_grad
 
 
@@ -185,22 +185,6 @@ def test_leaves_are_shown_until_they_are_not(part: ShardedParams) -> None:
     assert all(module.weight is param for module, param in zip(modules, params, strict=True))
 
 
-@pytest.mark.parametrize("shows", [False, True])
-def test_shown_tensors_are_hidden_for_a_while(part: ShardedParams, shows: bool) -> None:
-    """Until the block ends, by an exception too; what is not shown stays so."""
-    (module,), sites = _sites(part, 0)
-    param = module.weight
-    shown = _show(part, sites)[0] if shows else param
-    with pytest.raises(KeyboardInterrupt), sites.hidden():
-        assert module.weight is param
-        raise KeyboardInterrupt
-    assert module.weight is shown
-    if shows:
-        with sites.hidden():
-            sites.end_show()
-    assert module.weight is param
-
-
 @pytest.mark.parametrize("by_data", [False, True])
 def test_what_is_put_in_place_of_shown_tensors_is_taken(part: ShardedParams, by_data: bool) -> None:
     """And said; also where it is other memory of the leaf, which then has its own again."""
@@ -211,7 +195,7 @@ def test_what_is_put_in_place_of_shown_tensors_is_taken(part: ShardedParams, by_
         modules[0].weight.data = _whole(torch.float64).float()
     else:
         modules[0].weight = nn.Parameter(_whole(torch.float64))
-    assert sites.end_show()
+    assert sites.write(sites.checked(sites.end_show()))
     assert modules[0].weight is param
     assert torch.equal(param, _whole(torch.float32).flatten()[: param.numel()])
     assert shown[0].data_ptr() == part.full.data_ptr()
@@ -243,17 +227,17 @@ def test_copies_are_shown_in_place_of_parameters(part: ShardedParams) -> None:
     """Until their end, which says what was at each site, re-assigned ones last."""
     modules, sites = _sites(part, 0, 1, 0)
     copies = tuple(nn.Parameter(torch.ones(shape)) for shape in ((3, 4), (4,)))
-    sites.show_copies({part: copies})
+    sites.show({part: copies})
     assert sites.shows_copies
     sites.swap_in()
     sites.swap_out()
     assert [module.weight for module in modules] == [copies[0], copies[1], copies[0]]
     text = "flat_param.whole_params: the module has copies of whole parameters, but only its"
     with pytest.raises(StateError, match=re.escape(text)):
-        sites.absorb_changes()
+        sites.take_changes()
     modules[0].weight = other = nn.Parameter(torch.zeros(3, 4))
     del modules[1].weight
-    found = [value for _, value in sites.end_copies()]
+    found = [value for _, value in sites.end_show()]
     assert [id(each) for each in found] == [id(each) for each in (copies[0], other, None)]
     assert not sites.shows_copies
     for module, index in zip(modules, (0, 1, 0), strict=True):

@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flat_param import ParameterError, fully_shard
 from flat_param.buffers._views import memory_order
+from flat_param.comm import _buffer_pool
+from flat_param.comm._buffer_pool import release
 from flat_param.comm._comm import CommLog, Communicator, Pending
 from flat_param.layout._options import Precision
 from flat_param.sharded import _sharded_grads
@@ -129,8 +131,10 @@ def test_what_no_rank_used_is_zero_in_the_sum(parts_of_ranks: Make, boundary: st
     """Gaps and leaves without a gradient too, though the buffer was somebody's before."""
     parts = parts_of_ranks(2, torch.zeros(3), torch.zeros(5), boundary=boundary)
     all_grads = [ShardedGrads(part) for part in parts]
+    _buffer_pool._free.clear()
     for grads in all_grads:
-        grads._need_full_grad().fill_(float("nan"))
+        release(torch.full((64,), float("nan")))
+        assert grads.need_held().flat.isnan().any()
     _give(all_grads[0], torch.ones(3), None)
     for pending in [grads.start_reduce(Reduction()) for grads in all_grads]:
         pending.wait()
@@ -217,7 +221,7 @@ def test_sums_and_gradients_are_of_the_dtypes_asked_for(
         for grads in all_grads:
             assert grads.dtype == summed
             _give(grads, torch.ones(8, dtype=grads.leaves[0].dtype))
-            assert grads._need_full_grad().dtype == summed
+            assert grads.need_held().flat.dtype == summed
         _reduce(all_grads)
         for part in parts:
             (param,) = part.params

@@ -53,17 +53,6 @@ def test_engine_questions_without_an_answer_assume_the_safe_one(
         compat.at_end_of_backward(lambda: None)
 
 
-def test_versions_count_writes_of_each_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Writing through one `data` alias is not counted by another."""
-    base = torch.zeros(2)
-    aliases = [base.data, base.data]
-    before = compat.versions(aliases)
-    aliases[0].add_(1)
-    assert [now - old for now, old in zip(compat.versions(aliases), before, strict=True)] == [1, 0]
-    monkeypatch.setattr(compat, "Tensor", object)
-    assert compat.versions(aliases) is None
-
-
 def test_view_is_told_from_its_base() -> None:
     """A slice is a view, a sum is not."""
     base = torch.ones(4)
