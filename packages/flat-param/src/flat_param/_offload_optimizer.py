@@ -176,9 +176,10 @@ def _check(optimizer: Optimizer, bucket_numel: int) -> None:
             "has a scheduler around its step, but that would go past its state. Make the scheduler "
             "after this call"
         )
-    elif bucket_numel < 1:
+    elif type(bucket_numel) is not int or bucket_numel < 1:
         wrong = (
-            f"was to step buckets of {bucket_numel} elements, but a bucket has at least one. Pass 1"
+            f"cannot be stepped with bucket_numel={bucket_numel!r}, but a bucket has at least one "
+            "element. Pass a whole number above 0"
         )
     if wrong:
         raise StateError(f"flat_param.offload_optimizer: {name} {wrong}.")
@@ -533,7 +534,7 @@ def _map_file(folder: str, nbytes: int) -> Tensor:
         raise StateError(
             f"flat_param.offload_optimizer: {nbytes} bytes of state cannot be written to folder "
             f"'{folder}' ({error.strerror}), but state is kept in files there. Pass a writable "
-            "folder that has room for all of it."
+            "folder that exists and has room for all of it, or leave it out to use CPU memory."
         ) from error
 
 
