@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from flat_param.memory._buffer import allocate, migrate, zero_gaps_
+from flat_param.buffers._buffer import allocate, migrate, zero_gaps_
 from flat_param.plan import collect_params, plan_layout
 
 

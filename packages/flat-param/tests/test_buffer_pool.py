@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from flat_param.memory import _buffer_pool
-from flat_param.memory._buffer_pool import acquire, release
+from flat_param.comm import _buffer_pool
+from flat_param.comm._buffer_pool import acquire, release
 
 CPU = torch.device("cpu")
 

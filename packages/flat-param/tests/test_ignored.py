@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from flat_param.memory._ignored import set_aside
+from flat_param.sharded._ignored import set_aside
 
 
 def test_stand_ins_are_on_meta_and_gone_after_it_also_after_an_error() -> None:

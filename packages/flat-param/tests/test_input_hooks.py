@@ -7,7 +7,7 @@ import weakref
 
 import torch
 
-from flat_param.memory._input_hooks import InputHooks
+from flat_param.sharded._input_hooks import InputHooks
 
 
 class Listener:

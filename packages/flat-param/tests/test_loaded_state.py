@@ -11,7 +11,7 @@ from torch import nn, optim
 
 import flat_param
 from flat_param import StateError
-from flat_param.memory._loaded_state import ELEMENTWISE, LoadedStates
+from flat_param.buffers._loaded_state import ELEMENTWISE, LoadedStates
 from flat_param.sharded import _guards
 
 SEPARATE = r"state '\w+' has shape \(4, 3\), but the chunk .* has \(8,\).*load_optimizer_state"

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from flat_param import flatten
-from flat_param.memory._norm import _BLOCK, joint_norm
+from flat_param.in_process._norm import _BLOCK, joint_norm
 
 
 def test_norm_of_many_elements_is_accurate():

@@ -296,7 +296,8 @@ REFUSED: list[tuple[Callable[[list[nn.Parameter]], Any], str]] = [
     ),
     (
         lambda params: offload_optimizer(SGD(params), bucket_numel=0),
-        "SGD cannot be stepped with bucket_numel=0, but a bucket has at least one element. Pass a whole number above 0.",
+        "SGD cannot be stepped with bucket_numel=0, but a bucket has at least one element. "
+        "Pass a whole number above 0.",
     ),
     (
         lambda params: copy.deepcopy(offload_optimizer(SGD(params))),
@@ -445,7 +446,8 @@ def test_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
     text = (
         "flat_param.offload_optimizer: 64 bytes of state cannot be written to folder "
         f"'{tmp_path}/none' ({os.strerror(errno.ENOENT)}), but state is kept in files there. Pass "
-        "a writable folder that exists and has room for all of it, or leave it out to use CPU memory."
+        "a writable folder that exists and has room for all of it, "
+        "or leave it out to use CPU memory."
     )
     with pytest.raises(StateError, match=re.escape(text)):
         offload_optimizer(SGD(_model().parameters()), folder=tmp_path / "none")

@@ -3,8 +3,8 @@ import torch
 from torch import nn
 
 from flat_param import ParameterError, flatten
+from flat_param.buffers._overlap import overlap
 from flat_param.handle import FlatParamHandle
-from flat_param.memory._overlap import overlap
 
 
 def same(base):

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flat_param import ParameterError, fully_shard
+from flat_param.buffers._views import memory_order
 from flat_param.comm._comm import CommLog, Communicator, Pending
 from flat_param.layout._options import Precision
-from flat_param.memory._views import memory_order
 from flat_param.sharded import _sharded_grads
 from flat_param.sharded._guards import by_comm
 from flat_param.sharded._sharded_grads import Reduction, ShardedGrads

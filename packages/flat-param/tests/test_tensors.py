@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from flat_param.memory._tensors import cast_floats, map_tensors, tensors_in
+from flat_param.sharded._tensors import cast_floats, map_tensors, tensors_in
 
 
 class Batch(dict):

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
+from flat_param.buffers import _views
+from flat_param.buffers._views import memory_order, param_views, unflatten
 from flat_param.layout._spec import spec_of
-from flat_param.memory import _views
-from flat_param.memory._views import memory_order, param_views, unflatten
 from flat_param.plan import ParamSpec, plan_layout
 
 

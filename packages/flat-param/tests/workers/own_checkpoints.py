@@ -13,14 +13,14 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from _harness import main, raises, run_checks
+from _harness import raises, run_checks
 from _states import (
     UNUSED,
     optimizer_of,
@@ -39,13 +39,13 @@ from torch.distributed.checkpoint import filesystem
 import flat_param
 from flat_param import CheckpointError, StateError
 
-FOLDER = [""]
+FOLDER = Path()
 UNUSED.append("yes")
 
 
 def at(name: str) -> str:
     """A path that all ranks have."""
-    return f"{FOLDER[0]}/own-{name}"
+    return f"{FOLDER}/own-{name}"
 
 
 def saved(name: str) -> tuple[nn.Module, Any, str]:
@@ -422,10 +422,7 @@ def check_files_of_whole_tensors(rank: int, world: int) -> None:
 
     Buffers and parameters; a file cut short or a missing key changes nothing.
     """
-    if find_spec("safetensors") is None:
-        return
-    from safetensors.torch import save_file
-
+    save_file = pytest.importorskip("safetensors.torch").save_file
     model = plain()
     optimizer = optimizer_of(model)
     train(model, optimizer, 0, 3)
@@ -493,11 +490,5 @@ class HeadTied(nn.Module):
         return flat_param.fully_shard(model)
 
 
-def run(rank: int, world: int, folder: str) -> dict[str, str]:
-    """All checks."""
-    FOLDER[0] = folder
-    return run_checks(globals(), rank, world)
-
-
 if __name__ == "__main__":
-    main(run)
+    run_checks(globals())

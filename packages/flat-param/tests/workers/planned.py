@@ -11,7 +11,6 @@ from _harness import (
     Block,
     batches,
     loss_of,
-    main,
     options_of,
     plain,
     planned_as,
@@ -91,10 +90,5 @@ def check_boundaries(rank: int, world: int) -> None:
         assert model.comm_counts() == plan.collectives, boundary
 
 
-def run(rank: int, world: int) -> dict[str, str]:
-    """All checks."""
-    return run_checks(globals(), rank, world)
-
-
 if __name__ == "__main__":
-    main(run)
+    run_checks(globals())

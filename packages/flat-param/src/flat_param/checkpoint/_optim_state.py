@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._errors import ParameterError, StateError
+from ..buffers._dtensors import as_dtensor
 from ..layout._arguments import check_is_optimizer
-from ..memory._dtensors import as_dtensor
 from ..sharded._full_params import named_sites
 from ..sharded._optim_state import present_all, take_all
 from ..sharded._param_piece import ParamPiece

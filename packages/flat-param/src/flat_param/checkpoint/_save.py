@@ -21,11 +21,11 @@ from torch.optim import Optimizer
 
 from .._errors import CheckpointError
 from .._torch_compat import without_storage_warning
+from ..buffers._dtensors import is_dtensor
 from ..layout._arguments import check_is_module, path_of
-from ..memory._dtensors import is_dtensor
-from ..memory._tensors import map_tensors
 from ..sharded._by_hand import units_at_rest, units_below
 from ..sharded._strays import check_strays
+from ..sharded._tensors import map_tensors
 from ._optim_state import named_optimizer_state
 from ._world import World
 

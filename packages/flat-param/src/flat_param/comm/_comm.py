@@ -24,11 +24,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._errors import CommError
-from ..memory._home_stream import at_home
 from ._capturing import is_capturing
 from ._exchange import to_gather_halves, to_sum
 from ._exit import dropped_at_exit
 from ._fault_detector import FaultDetector
+from ._home_stream import at_home
 from ._trail import Trail, wait_here
 
 # torch 2.13 renamed the single-tensor collectives and warns on the old names.

@@ -36,9 +36,9 @@ from torch.optim.optimizer import (
 
 from .._errors import ParameterError, StateError
 from .._torch_compat import replace_total_norm, replace_unscale
+from ..buffers._loaded_state import LoadedStates
 from ..comm._clip import Spread, norm_over
 from ..comm._comm import CommLog, Communicator
-from ..memory._loaded_state import LoadedStates
 from ._optim_state import install_state_hooks, piece_of
 from ._param_piece import ParamPiece
 from ._piece_tensors import be_piece

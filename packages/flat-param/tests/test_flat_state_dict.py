@@ -1,3 +1,5 @@
+"""What `state_dict()` of a flattened module holds."""
+
 import copy
 import io
 import pickle
@@ -7,41 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from flat_param import ParameterError, flat_params_of, flatten
-from flat_param.in_process._flat_segment import FlatSegment
-from flat_param.plan import collect_params, plan_segments
-
-
-@pytest.fixture
-def flat_segment(mlp):
-    """The one segment of a small model."""
-    specs, params = collect_params(mlp)
-    (plan,) = plan_segments(specs)
-    return FlatSegment(plan, params)
-
-
-def test_a_replaced_storage_is_noticed_and_taken_back(mlp, flat_segment):
-    """Its position is named; after adoption the values are in the buffer and nothing is moved."""
-    mlp[2].weight.data = torch.ones(3, 7)
-    assert flat_segment.moved() == [2]
-    flat_segment.adopt(2, mlp[2].weight)
-    assert flat_segment.moved() == []
-    assert int(flat_segment.buffer[44:65].sum()) == 21
-
-
-def test_a_parameter_of_another_shape_is_not_adopted(flat_segment):
-    """The buffer keeps what it had."""
-    before = flat_segment.buffer.clone()
-    with pytest.raises(ParameterError, match=r"'2\.weight' has shape \(2,\)"):
-        flat_segment.adopt(2, nn.Parameter(torch.ones(2)))
-    assert torch.equal(flat_segment.buffer, before)
-
-
-def test_what_a_segment_accepts(flat_segment):
-    """Its own dtype and trainability, nothing else."""
-    assert flat_segment.accepts(nn.Parameter(torch.ones(1)))
-    assert not flat_segment.accepts(nn.Parameter(torch.ones(1, dtype=torch.float64)))
-    assert not flat_segment.accepts(nn.Parameter(torch.ones(1), requires_grad=False))
+from flat_param import flat_params_of, flatten
 
 
 def storages(state):
