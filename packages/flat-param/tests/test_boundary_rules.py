@@ -94,7 +94,7 @@ def test_bad_rules_are_refused(make: Any, says: str) -> None:
 
 def test_mapping_alone_is_refused() -> None:
     """The message names the function that makes rules of it."""
-    with pytest.raises(LayoutError, match=r"boundary is the mapping {'0': 'row'}. Pass .*by_name"):
+    with pytest.raises(LayoutError, match=r"boundary is {'0': 'row'}, .* Pass .*by_name"):
         _chosen({"0": "row"})  # type: ignore[arg-type]
 
 

@@ -59,7 +59,7 @@ def test_norm_that_nothing_is_scaled_to_is_refused(
     module = fully_shard(nn.Linear(2, 2))
     module(torch.ones(1, 2)).sum().backward()
     before = [param.grad.clone() for param in module.parameters() if param.grad is not None]
-    text = f"max_norm is {max_norm!r} and norm_type {norm_type!r}, but gradients"
+    text = f"max_norm is {max_norm!r} and norm_type {norm_type!r}. Pass a max_norm"
     with pytest.raises(StateError, match=re.escape(text)):
         module.clip_grad_norm_(max_norm, norm_type)
     after = [param.grad for param in module.parameters() if param.grad is not None]
