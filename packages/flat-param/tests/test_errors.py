@@ -1,14 +1,11 @@
 """Every raise of the one-process side and the drop-in, by its text."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
 
 import flat_param as fp
 from flat_param.handle import HandleShardingStrategy as Strategy
-from flat_param.layout._arguments import one_device
 
 F32 = torch.float32
 
@@ -58,20 +55,6 @@ def test_bad_plans_are_layout_errors(call, words):
     """A plan that cannot exist says what was asked for and what to do."""
     with pytest.raises(fp.LayoutError, match=words):
         call()
-
-
-def test_unit_on_two_devices_names_a_parameter_of_each():
-    """The first, and the first that is elsewhere; one without memory yet will be on the host."""
-    specs = tuple(fp.plan.ParamSpec(name, (1,), F32) for name in "abc")
-    homes = (torch.device("cpu"), torch.device("meta"), torch.device("cuda", 0))
-    params = tuple(SimpleNamespace(device=home, is_meta=home.type == "meta") for home in homes)
-    with pytest.raises(fp.ParameterError) as raised:
-        one_device(specs, params, None)
-    assert str(raised.value) == (
-        "flat_param.fully_shard: parameter 'c' is on cuda:0 and 'a' on cpu, but a unit computes "
-        "on one device. Move the module first."
-    )
-    assert one_device(specs[:2], params[:2], None) == torch.device("cpu")
 
 
 def test_flatten_refuses_a_module_without_parameters():
@@ -240,3 +223,11 @@ def test_a_sharded_module_is_not_copied():
     handle.shard()
     with pytest.raises(fp.StateError, match="the module is sharded, but a copy needs whole"):
         copy.deepcopy(handle._fully_sharded_module)
+
+
+def test_fully_shard_without_a_process_group_names_the_other_way():
+    """Whoever has one process wants `flatten`."""
+    with pytest.raises(
+        fp.StateError, match=r"there is no process group.*use flat_param\.flatten\."
+    ):
+        fp.fully_shard(nn.Linear(2, 2))
