@@ -94,15 +94,6 @@ def test_flatten_refuses_what_is_flat_already(mlp, again):
     assert flat.numel == 72
 
 
-def test_a_parameter_of_another_shape_is_refused_by_name(mlp):
-    """The assignment fails and the module keeps its parameter."""
-    fp.flatten(mlp)
-    kept = mlp[0].weight
-    with pytest.raises(fp.ParameterError, match=r"'0.weight' has shape \(2,\), but \(7, 5\) was"):
-        mlp[0].weight = nn.Parameter(torch.ones(2))
-    assert mlp[0].weight is kept
-
-
 def test_vectors_of_another_size_are_refused_and_nothing_changes(mlp):
     """A wrong vector leaves the parameters as they were."""
     flat = fp.flatten(mlp)
@@ -192,14 +183,6 @@ def test_the_handle_keeps_the_sentences_of_the_source(holder):
     nest.register_parameter("flat", handle.flat_param)
     with pytest.raises(ValueError, match="Cannot flatten a `FlatParameter`"):
         fp.handle.FlatParamHandle([handle.flat_param], nest)
-
-
-def test_the_handle_refuses_foreign_parameters(holder):
-    """A parameter of another module is named by position and shape; the module is unchanged."""
-    module = holder(torch.ones(3))
-    with pytest.raises(ValueError, match=r"not found in `module`'s tree: params\[1\] \(100,\)"):
-        fp.handle.FlatParamHandle([module.p0, nn.Parameter(torch.ones(100))], module)
-    assert isinstance(module.p0, nn.Parameter)
 
 
 def test_the_handle_refuses_an_extension():

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-import re
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from flat_param import ShardedModule, StateError, fully_shard
+from flat_param import fully_shard
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
 PRECISE = MixedPrecisionPolicy(param_dtype=torch.float64)
@@ -33,15 +29,6 @@ def test_no_sync_ends_with_its_block(error: type[BaseException], pair: nn.Module
     assert all(param.grad is not None for param in pair.parameters())
 
 
-def test_copies_and_pickles_are_refused(pair: nn.Module) -> None:
-    """With what to do in their place."""
-    with pytest.raises(StateError, match="ShardedSequential cannot be copied, but a sharded"):
-        copy.deepcopy(pair)
-    with pytest.raises(StateError, match="ShardedSequential cannot be pickled, but a sharded"):
-        pickle.dumps(pair)
-    assert isinstance(pair, ShardedModule)
-
-
 class Coder(nn.Module):
     """With a method beside forward, and things that are none of it."""
 
@@ -59,21 +46,6 @@ class Coder(nn.Module):
     def halved(x: Tensor) -> Tensor:
         """Of no module."""
         return x / 2
-
-
-@pytest.mark.parametrize("name", ["decode", "rate", "halved", "into", "forward", "__call__", "to"])
-def test_only_methods_of_the_class_are_registered(name: str) -> None:
-    """Anything else is refused by name, and nothing is changed."""
-    model = fully_shard(Coder())
-    before = dict(vars(type(model)))
-    text = (
-        f"flat_param.register_forward_method: {name!r} is not a method that ShardedCoder "
-        "defines, but only such methods can run with whole parameters. Pass the name of one; "
-        "forward needs no registration."
-    )
-    with pytest.raises(StateError, match=re.escape(text)):
-        model.register_forward_method(name)
-    assert dict(vars(type(model))) == before
 
 
 def test_registered_method_is_a_forward_of_this_module_alone() -> None:
@@ -113,19 +85,6 @@ def test_stopped_forward_shows_the_optimizers_parameters(
     pair(_x()).sum().backward()
 
 
-def test_sums_are_switched_for_the_whole_tree_alone(pair: nn.Module) -> None:
-    """A part, or the outermost unit alone, is refused by name, and nothing is switched."""
-    for module, options, who in (
-        (pair[1], {}, "unit '1' alone"),
-        (pair, {"recurse": False}, "the outermost unit alone"),
-    ):
-        text = f"flat_param.set_requires_gradient_sync: called for {who}, but the units of a tree"
-        with pytest.raises(StateError, match=re.escape(text)):
-            module.set_requires_gradient_sync(False, **options)
-    pair(_x()).sum().backward()
-    assert all(param.grad is not None for param in pair.parameters())
-
-
 def test_cleared_gradients_are_those_accumulated_too(pair: nn.Module) -> None:
     """The next backward sums nothing that came before; zeros stay where asked for."""
     with pair.no_sync():
@@ -141,34 +100,3 @@ def test_cleared_gradients_are_those_accumulated_too(pair: nn.Module) -> None:
     assert not any(param.grad.any() for param in pair.parameters())
     pair(_x()).sum().backward()
     assert all(torch.equal(p.grad, g) for p, g in zip(pair.parameters(), first, strict=True))
-
-
-@pytest.mark.parametrize("shown", [False, True])
-@pytest.mark.parametrize("order", [1.0, 2.0, float("inf")])
-def test_gradients_are_clipped_to_a_norm(order: float, shown: bool, pair: nn.Module) -> None:
-    """Also those of a unit that is shown whole; the norm before is given back."""
-    pair(_x()).square().sum().backward()
-    params = list(pair.parameters())
-    before = torch.cat([param.grad.flatten() for param in params])
-    if shown:
-        pair.unshard()
-    norm = pair.clip_grad_norm_(0.5, order)
-    after = torch.cat([param.grad.flatten() for param in params])
-    assert torch.isclose(norm, torch.linalg.vector_norm(before, order))
-    assert torch.allclose(after, before * 0.5 / norm)
-
-
-def test_module_without_gradients_has_norm_zero(pair: nn.Module) -> None:
-    """And nothing to clip."""
-    assert pair.clip_grad_norm_(1.0) == 0
-
-
-def test_move_is_followed_by_all_units_or_by_one(pair: nn.Module) -> None:
-    """Shards are of the new dtype, and what was put in place of a parameter comes along."""
-    pair[0].weight = nn.Parameter(torch.full((4, 4), 0.5))
-    pair[1].unshard()
-    assert pair.bfloat16() is pair
-    assert {param.dtype for param in pair.parameters()} == {torch.bfloat16}
-    assert torch.equal(pair.state_dict()["0.weight"], torch.full((4, 4), 0.5).bfloat16())
-    pair(_x().bfloat16()).sum().backward()
-    assert all(param.grad.dtype == torch.bfloat16 for param in pair.parameters())

@@ -15,9 +15,6 @@ def run(rank: int, world: int) -> dict[str, Any]:
     """What this rank sees, and after how long."""
     model, (ids,) = sharded(), batches(world, 1)
     loss_of(model, share(ids, rank)).backward()
-    if rank:
-        time.sleep(3)  # a slow rank is waited for
-    loss_of(model, share(ids, rank)).backward()
 
     def forward(part: Tensor) -> Tensor:
         x = model.embed(part) * model.scale
