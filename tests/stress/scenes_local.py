@@ -1,4 +1,4 @@
-"""What is interrupted in one process without a group: ckpt-wrap, mod-tracker, sac-policies."""
+"""Scenes in one process without a group: ckpt-wrap, mod-tracker, sac-policies."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _step(model: nn.Module, *, rows: int = 4, folder: Path | None = None, **chan
 
 def _files_left(folder: Path) -> str:
     if any(folder.rglob("*.bin")):
-        gc.collect()  # a graph that was stopped may be a circle
+        gc.collect()  # an interrupted graph may be a reference cycle
     left = [each.name for each in folder.rglob("*.bin")]
     return f"files are left: {', '.join(left)}" if left else ""
 
@@ -75,7 +75,7 @@ def _to_folder(folder: Path, *, checkpointed: bool = False) -> Scene:
 
 
 def _apply(folder: Path) -> Scene:
-    """Make it and take it off again."""
+    """Apply and undo."""
     model = stack()
 
     def act() -> None:
@@ -92,7 +92,7 @@ def _step_after(model: nn.Module, act: Callable[[], object]) -> Scene:
 
 @contextmanager
 def _left_twice(tracker: mod_tracker.ModTracker) -> Iterator[None]:
-    """An interrupt as `__exit__` begins keeps it from doing anything; a user leaves again."""
+    """An interrupt at the beginning of `__exit__` skips it; a user exits again."""
     try:
         with tracker:
             yield
@@ -143,7 +143,7 @@ def _planned(folder: Path) -> Scene:
 
 
 def _search(model: nn.Module, x: Tensor, act: Callable[[], object]) -> Scene:
-    """A search that must leave the model, its gradients and the random state as they were."""
+    """A search that must not change the model, its gradients or the random state."""
     backward(model, x)
     held = [each.grad for each in model.parameters()]
     copies = [each.grad.clone() for each in model.parameters()]  # type: ignore[union-attr]
@@ -179,8 +179,8 @@ def _fitted(folder: Path) -> Scene:
 
 
 def _fitted_in_place(folder: Path) -> Scene:
-    """Its blocks are checkpointed where it returns, and nowhere else."""
-    model, x = stack(), inputs(rows=256)  # so many that activations are most of the memory
+    """Its blocks are checkpointed if it returns, and not otherwise."""
+    model, x = stack(), inputs(rows=256)  # enough rows for activations to dominate memory
 
     def act() -> None:
         found = sac_policies.fit_(model, (x,), "80%")
@@ -203,7 +203,6 @@ _REPORTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 def scenarios() -> list[Scenario]:
-    """All of them."""
     ckpt: dict[str, Callable[[Path], Scene]] = {
         "in-place": _in_place,
         "nested": _nested,
