@@ -16,7 +16,7 @@ def register_group(extension: Any) -> None:
         return
 
     def make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-        carrier = dist.ProcessGroupGloo(store, rank, size, timeout)  # see Rule 3 in collectives.h
+        carrier = dist.ProcessGroupGloo(store, rank, size, timeout)  # as collectives.h explains
         return extension.make_group(carrier, rank, size)
 
     dist.Backend.register_backend(BACKEND, make, devices=["simdev"])

@@ -1,4 +1,4 @@
-"""A budget on the device: `fit_` reads what its allocator counts, and may offload."""
+"""Budgets on the device: `fit_` reads its allocator, and may offload."""
 
 from __future__ import annotations
 
@@ -18,24 +18,21 @@ from sac_policies.budget._step import Step
 
 
 class Block(nn.Module):
-    """A residual block; x is (rows, 32)."""
-
     def __init__(self):
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 128), nn.Linear(128, 32)
 
     def forward(self, x):
-        """Apply it."""
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 def _search(model, step):
-    """Over the outermost blocks."""
+    """Search over the outermost blocks."""
     return _Search(model, step, "peak", next(iter(_divisions(model, step))))
 
 
 def gradients(model, x):
-    """Of a step, on the host."""
+    """Return the gradients of a step, on the host."""
     model.zero_grad()
     model(x).sum().backward()
     torch.accelerator.synchronize()
@@ -44,7 +41,7 @@ def gradients(model, x):
 
 @pytest.mark.parametrize("budget", ["80%", "60%"])
 def test_a_step_fits_as_predicted(sim, device, budget):
-    """Measured again from outside, by the allocator; gradients to the last bit."""
+    """Measured again by the allocator; gradients are bit-identical."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(4)), nn.Linear(32, 4))
     twin = copy.deepcopy(model).to(device)
@@ -58,7 +55,7 @@ def test_a_step_fits_as_predicted(sim, device, budget):
 
     def peak(one):
         one.zero_grad()
-        torch.ones((), device=device, requires_grad=True).mul(1.0).backward()  # ends what was held
+        torch.ones((), device=device, requires_grad=True).mul(1.0).backward()  # frees the last graph
         torch.accelerator.synchronize()
         before = torch.simdev.memory_allocated(device)
         torch.simdev.reset_peak_memory_stats(device)
@@ -71,7 +68,7 @@ def test_a_step_fits_as_predicted(sim, device, budget):
 
 
 def test_a_region_may_offload(sim, device):
-    """On an accelerator it is one of the levels; gradients are the plain ones."""
+    """Offload is one of the levels on an accelerator; gradients are plain's."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(3)), nn.Linear(32, 4)).to(device)
     x = torch.randn(512, 32, device=device)
@@ -90,7 +87,7 @@ def test_a_region_may_offload(sim, device):
     "choice", [(4, 0, 0, 0), (0, 0, 0, 4), (0, 4, 1, 4), (4, 2, 3, 0), (4, 4, 2, 0), (4, 4, 4, 4)]
 )
 def test_regions_that_offload_fit_as_predicted(sim, device, choice, copy_us):
-    """To the byte, beside regions that do not, and however long copies take."""
+    """Exact, also next to regions that do not offload, however long copies take."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(4)), nn.Linear(32, 4)).to(device)
     x = torch.randn(512, 32, device=device)
@@ -107,7 +104,7 @@ def test_regions_that_offload_fit_as_predicted(sim, device, choice, copy_us):
 
 
 def test_what_is_measured_is_that_of_a_host_far_ahead(sim, device):
-    """Also where the host waits for the copies inside of regions, and could let go of values."""
+    """The host does not wait for copies inside regions, and no values are freed early."""
     sim.simulate(kernel_us=20, copy_us=5000, virtual=True)
     found = []
     for waits in (False, True):
@@ -126,7 +123,7 @@ def test_what_is_measured_is_that_of_a_host_far_ahead(sim, device):
 
 @pytest.mark.parametrize("regions", [1, 12])
 def test_a_plan_may_offload(sim, device, regions):
-    """The device holds inputs, and no offloaded value; gradients are plain's."""
+    """The device holds inputs and no offloaded value; gradients are plain's."""
     torch.manual_seed(0)
     blocks = [Block().to(device) for _ in range(regions)]
     x = torch.randn(512, 32, device=device, requires_grad=True)
