@@ -275,7 +275,7 @@ def _refused_capture(a, b, x, seed):
             raise RuntimeError("its capture is given up")
         loss.backward()
     _without_gradients(a, b, x)
-    with warnings.catch_warnings():  # torch warns about parameters whose first graph is alive, like h
+    with warnings.catch_warnings():  # torch warns: h keeps a graph
         warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")
         _one(a, b, x, seed)
 

@@ -55,7 +55,8 @@ def test_a_step_fits_as_predicted(sim, device, budget):
 
     def peak(one):
         one.zero_grad()
-        torch.ones((), device=device, requires_grad=True).mul(1.0).backward()  # frees the last graph
+        # A further backward frees memory that the last one holds.
+        torch.ones((), device=device, requires_grad=True).mul(1.0).backward()
         torch.accelerator.synchronize()
         before = torch.simdev.memory_allocated(device)
         torch.simdev.reset_peak_memory_stats(device)
