@@ -1,4 +1,4 @@
-"""Runs of a small suite: outcomes, verdicts, options and adapters that cannot be used."""
+"""Runs of a small suite: outcomes, verdicts, options and invalid adapters."""
 
 from __future__ import annotations
 
@@ -175,8 +175,8 @@ def test_no_device_is_its_own_exit_code(suite, monkeypatch):
         (["--impl", "adapter:empty"], "'empty' does not provide 'ckpt-wrap'"),
         (["--device", "tpu"], "--device 'tpu' is unknown"),
         (["--profile", "speed"], "--profile 'speed' is unknown. Known are core, in-place"),
-        (["--case-limit", "nan"], "--case-limit nan is not above 0"),
-        (["--case-limit", "0"], "--case-limit 0 is not above 0"),
+        (["--case-limit", "nan"], "--case-limit must be above 0 and at most"),
+        (["--case-limit", "0"], "--case-limit must be above 0 and at most"),
         (["--order", "seed:x"], "--order 'seed:x' is unknown. Known are listed, reversed, seed:N"),
         (["--known-failures", "none.toml"], "known failures 'none.toml' cannot be read: No such"),
     ],

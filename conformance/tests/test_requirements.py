@@ -108,7 +108,7 @@ def helper(part):
 
 @pytest.fixture
 def write(tmp_path):
-    """A function that writes files of cases of ckpt-wrap, and returns the root."""
+    """`write(...)` writes files of cases of ckpt-wrap and returns the root."""
 
     def write(**files):
         for name, text in files.items():
@@ -181,7 +181,9 @@ def test_lost_and_invented_source_tests_are_named(write):
     assert "test_checkpoint_wrapper.py::" in lines[5]
     assert "test_fqn -> CW-001 -> ckpt_wrap/test_a.py::test_a" in lines[5]
     assert len(problems) == 49
-    assert problems[-1] == "CW-002 names test_of_nobody, which is no test of PyTorch for ckpt-wrap"
+    assert (
+        problems[-1] == "CW-002 names test_of_nobody, which is not a test of PyTorch for ckpt-wrap"
+    )
 
 
 def test_every_area_has_requirements_and_every_case_a_docstring():
@@ -205,7 +207,7 @@ def _modules(node):
     return [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
 
 
-# Names with an underscore that torch documents as the way to extend it, or that have no other.
+# Names with an underscore that torch documents for extensions, or that have no public alternative.
 EXTENSION_POINTS = (
     "torch.Tensor._make_wrapper_subclass",
     "torch._dynamo.reset",

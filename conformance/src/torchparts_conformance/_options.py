@@ -1,4 +1,4 @@
-"""The options of a run, for the command line of the suite and for pytest's."""
+"""The options of a run, shared by the suite's command line and pytest's."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Option:
     flag: bool = False
 
     def add_to(self, add: Callable[..., Any]) -> None:
-        """Declare it with a parser's method."""
+        """Declare the option with a parser's method."""
         name = f"--{self.name.replace('_', '-')}"
         if self.flag:
             add(name, action="store_true", help=self.help)
@@ -41,25 +41,29 @@ class Option:
 
 OPTIONS = (
     Option("impl", f"implementation: short name or module:attribute; else the variable {VARIABLE}"),
-    Option("area", f"{', '.join(AREAS)} or all; commas between; default: all", "all"),
-    Option("device", "cpu, cuda, xpu...; commas between; all: what is here; default: cpu", "cpu"),
-    Option("profile", "profiles to claim; commas between; default: all", "all"),
+    Option("area", f"{', '.join(AREAS)} or all; comma-separated; default: all", "all"),
+    Option(
+        "device",
+        "cpu, cuda, xpu...; comma-separated; all: every device of this machine; default: cpu",
+        "cpu",
+    ),
+    Option("profile", "profiles to claim, comma-separated; default: all", "all"),
     Option("order", "listed, reversed or seed:N; no outcome depends on it", "listed"),
     Option("case_limit", "seconds until a case is ended", CASE_LIMIT_S, float),
     Option("quick", "one fast case of each MUST of core and robust, without a verdict", flag=True),
 )
-KNOWN_FAILURES = Option("known_failures", "TOML file of announced failures", type=Path)
+KNOWN_FAILURES = Option("known_failures", "TOML file of known failures", type=Path)
 OUT = Option("out", "folder for the report and the badges", type=Path)
 PYTEST_ONLY = (
-    Option("mutant", "file.py::name of a fault to put in"),
-    Option("requirement", "run the cases of these only; commas between", ""),
+    Option("mutant", "file.py::name of a fault to apply"),
+    Option("requirement", "run only the cases of these ids, comma-separated", ""),
     Option("progress", "print a line as each case begins and ends", flag=True),
     Option("share", "folder/N: run the cases that no other process of the folder runs", type=Path),
 )
 
 
 def arguments(parsed: argparse.Namespace) -> list[str]:
-    """Return the options of the cases as arguments again."""
+    """Turn the options of a run back into command-line arguments."""
     values = {f"--{o.name.replace('_', '-')}": getattr(parsed, o.name) for o in OPTIONS}
     flags = [name for name, value in values.items() if value is True]
     given = {name: value for name, value in values.items() if value not in (None, True, False)}
@@ -67,7 +71,7 @@ def arguments(parsed: argparse.Namespace) -> list[str]:
 
 
 def settings(option: Callable[[str], Any], spec: str) -> Settings:
-    """Check options, given by a function that returns one by name; return the settings of a run."""
+    """Check options, which a function returns by name; return the settings of a run."""
     return Settings(
         spec=spec,
         areas=areas_of(option("area")),
@@ -86,7 +90,7 @@ def settings(option: Callable[[str], Any], spec: str) -> Settings:
 
 
 def areas_of(text: str) -> tuple[str, ...]:
-    """Split the value of `--area`; `all` is every one."""
+    """Split the value of `--area`; `all` means every area."""
     wanted = set(AREAS) if text == "all" else set(text.split(","))
     if unknown := sorted(wanted - set(AREAS)):
         raise OptionError(f"--area {unknown[0]!r:.60} is unknown. Known are {', '.join(AREAS)}.")
@@ -94,7 +98,7 @@ def areas_of(text: str) -> tuple[str, ...]:
 
 
 def _devices_of(text: str) -> tuple[str, ...]:
-    """Split `cpu,cuda`, the CPU first; `all` is the CPU and the machine's accelerator."""
+    """Split the value of `--device`, CPU first; `all` is the CPU and the machine's accelerator."""
     here = accelerator() or ACCELERATOR
     wanted = {"cpu", here} if text == "all" else set(text.split(","))
     wanted = {here if word == ACCELERATOR else word for word in wanted}
@@ -117,6 +121,6 @@ def _profiles(text: str) -> tuple[str, ...] | None:
 def _limit(seconds: float) -> float:
     if not 0 < seconds <= MAX_CASE_LIMIT_S:
         raise OptionError(
-            f"--case-limit {seconds:g} is not above 0 and up to {MAX_CASE_LIMIT_S:g}."
+            f"--case-limit must be above 0 and at most {MAX_CASE_LIMIT_S:g}; got {seconds:g}."
         )
     return seconds

@@ -1,9 +1,9 @@
 """The adapter of torchtitan's `FullAC`, which checkpoints each block of a model.
 
-It is applied to a model whose blocks are its `layers`, so a module is the one block of such a model
-here, and what stands in its place afterwards is the wrapper. `SelectiveAC` decides by a list of its
-own, in which every second product is made again, and `MemoryBudgetAC` sets torch's budget: neither
-takes a policy. Reentrant checkpointing, contexts, rules and offloading it does not have.
+It is applied to a model with blocks in `layers`. So the adapter makes a model with the module as
+its only block and returns the block's replacement as the wrapper. `SelectiveAC` has a fixed list
+that recomputes every second product, and `MemoryBudgetAC` sets torch's budget: neither accepts a
+policy. Reentrant checkpointing, contexts, rules and offloading are not provided.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _module: Any = import_module("torchtitan.distributed.activation_checkpoint")
 
 
 _Impl = inside_torch.CheckpointImpl
-_OF_TORCH = "FullAC puts torch's own wrapper there, which is judged as torch's"
+_OF_TORCH = "FullAC uses torch's own wrapper, which is judged with torch"
 _OF_WRAPPERS = (
     *("CW-001", "CW-002", "CW-008", "CW-009", "CW-010"),
     *("CW-019", "CW-020", "CW-021", "CW-022", "CW-053"),
@@ -31,7 +31,7 @@ _OF_WRAPPERS = (
 
 
 class _Impls:
-    """The words for the two implementations, of which only one is there."""
+    """Names of the two implementations, of which only one is provided."""
 
     NO_REENTRANT = _Impl.NO_REENTRANT
     REENTRANT = _Impl.REENTRANT
@@ -42,7 +42,7 @@ class _Impls:
 
 def _checkpoint_wrapper(module: nn.Module, checkpoint_impl: Any = _Impl.NO_REENTRANT) -> nn.Module:
     if checkpoint_impl is _Impl.REENTRANT:
-        raise NotProvided("torchtitan checkpoints without reentrance only")
+        raise NotProvided("torchtitan has no reentrant checkpointing")
     layers = nn.ModuleDict({"0": module})
     _module.FullAC(_module.FullAC.Config()).apply(nn.ModuleDict({"layers": layers}))
     return layers["0"]

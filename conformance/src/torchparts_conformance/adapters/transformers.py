@@ -1,9 +1,9 @@
-"""The adapter of transformers' gradient checkpointing, which a layer has by its class.
+"""The adapter of transformers' gradient checkpointing, which a layer gets from its class.
 
-A layer derives from `GradientCheckpointingLayer`, and the model that holds it turns checkpointing
-on for all of them. So a module becomes a layer here, of a class made from its own and that one, in
-a model of that layer, on which `activation_checkpointing_enable` is called as people call it. No
-module is put around another, and nothing is applied to a part of a model.
+A layer derives from `GradientCheckpointingLayer`, and its model enables checkpointing for all
+layers. So the adapter gives a module a class derived from its own and that one, in a model of this
+one layer, and calls `activation_checkpointing_enable`. There is no wrapper module, and no way to
+select parts of a model.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torchparts_conformance.adapters import inside_torch
 _models: Any = import_module("transformers.modeling_utils")
 _layers: Any = import_module("transformers.modeling_layers")
 _Impl = inside_torch.CheckpointImpl
-_NO_WRAPPER = "a layer checkpoints by its class, and no module stands around it"
-_PASSED_ON = "options are passed on to torch's checkpoint, which is judged as torch's"
+_NO_WRAPPER = "a layer checkpoints by its class; there is no wrapper module"
+_PASSED_ON = "options go to torch's checkpoint, which is judged with torch"
 _OF_WRAPPERS = (
     *("CW-001", "CW-002", "CW-008", "CW-009", "CW-010"),
     *("CW-019", "CW-020", "CW-021", "CW-022", "CW-053"),
@@ -30,7 +30,7 @@ _OF_WRAPPERS = (
 
 
 class _Model(_models.PreTrainedModel):
-    """A model of one layer, whose input is no token."""
+    """A model of one layer, whose input is not a token id."""
 
     supports_gradient_checkpointing = True
     main_input_name = "x"
