@@ -47,16 +47,6 @@ def test_load_errors_use_the_users_names():
     assert result.missing_keys == ["0.weight", "0.bias"]
 
 
-def test_state_dict_hooks_registered_on_the_wrapper_run():
-    """A hook given to the wrapper is called when its state dict is taken."""
-    wrapped = checkpoint_wrapper(nn.Linear(2, 2))
-    called = []
-    wrapped.register_state_dict_pre_hook(lambda *args: called.append("pre"))
-    wrapped.register_state_dict_post_hook(lambda *args: called.append("post"))
-    nn.Sequential(wrapped).state_dict()
-    assert called == ["pre", "post"]
-
-
 @pytest.mark.parametrize("root", [True, False])
 def test_load_hooks_registered_on_the_wrapper_run(root):
     """Before and after, at the root and below it, with the names the user knows."""
