@@ -89,8 +89,6 @@ ENTRIES = {
     "checkpoint_name.tensor": (lambda g: sp.checkpoint_name(g, "a"), "tensor"),
     "checkpoint_name.label": (lambda g: sp.checkpoint_name(X, g), "empty long text"),
     "offload": (sp.offload, ""),
-    "pareto": (sp.budget.pareto, ""),
-    "pareto.points": (lambda g: sp.budget.pareto(TRACE, points=g), "int"),
     "parse_size": (sp.budget.parse_size, ""),
     "profile": (sp.profile, "type"),
     "profile_step": (lambda g: sp.profile_step(g, X), ""),

@@ -70,7 +70,8 @@ def unseen_alias(tensor: torch.Tensor) -> torch.Tensor:
     """Return a detached alias with the same version counter; no mode sees it being made."""
     kind = type(tensor)
     if kind is FAKE_TENSOR:  # hidden from its mode it would be a tensor of the meta device
-        return tensor.detach()
+        with _set_excluded(_KEYS.ADInplaceOrView, False):
+            return tensor.detach()
     if kind is torch.Tensor or kind is torch.nn.Parameter:
         with _set_excluded(_KEYS.ADInplaceOrView, False), no_dispatch():
             return tensor.detach()
