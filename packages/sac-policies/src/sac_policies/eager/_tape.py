@@ -40,7 +40,7 @@ from ._compiled_calls import compiled_in, follow_compiled
 from ._fsdp import Ranges
 from ._guards import Guard
 from ._masks import UNPACK, packed, takes
-from ._moved import MovedTensor, is_movable, leaving, to_host
+from ._moved import MovedTensor, is_movable, leaving
 from ._recorders import Recorder, Table
 from ._values import Call, Replay, Value, changed, want
 
@@ -254,7 +254,6 @@ class Tape(TorchDispatchMode):
         self._is_open = False
         self._known.clear()
         self._marked.clear()
-        offloaded = {id(value) for value in (each() for each in self._pending) if value}
         self._pending.clear()
         if leaving.region_ended():
             self._earlier, leaving.region = leaving.region, ref(self)
@@ -271,11 +270,7 @@ class Tape(TorchDispatchMode):
         self._holders = []
         pack, unpack = outer
         for value, tensor in zip(live, held, strict=True):
-            if not value.readers or tensor is None:
-                continue
-            if id(value) in offloaded and tensor.device.type not in ("cpu", "meta"):
-                value.boxed = partial(_from_host, unpack, pack(to_host(tensor)), tensor.device)
-            else:
+            if value.readers and tensor is not None:
                 packed = pack(tensor)
                 value.boxed = partial(_unpacked, unpack, packed, _alias_in(packed, tensor))
 
@@ -478,7 +473,7 @@ class Tape(TorchDispatchMode):
     def _start_copies(self) -> None:
         """Start to copy the values to be offloaded that backward reads."""
         if self._outer is not None:
-            return  # the hooks around the region are given copies when it ends
+            return  # the hooks around the region decide where tensors lie
         waiting = []
         for each in self._pending:
             value = each()
@@ -614,13 +609,6 @@ _ended: WeakSet[Tape] = WeakSet()
 
 def _nothing() -> None:
     """Stand for the region before the first that offloads."""
-
-
-def _from_host(
-    unpack: Callable[[Any], torch.Tensor], packed: Any, device: torch.device
-) -> torch.Tensor:
-    """Copy back what hooks around a region were given of an offloaded tensor."""
-    return unpack(packed).to(device)
 
 
 def _alias_in(packed: Any, tensor: torch.Tensor) -> tuple[torch.Tensor, int] | None:
