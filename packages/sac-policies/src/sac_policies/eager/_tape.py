@@ -29,6 +29,7 @@ from .._torch_compat import (
     push_hooks,
 )
 from .._torch_compat._dispatch import LETS_COMPILE, is_wrapper, no_dispatch, unseen_alias
+from .._torch_compat._module_calls import compiled_in
 from ..policies._decisions import Decision
 from ..policies._modules import ModulePath, named_root
 from ..policies._names import NAME_OP, listening
@@ -36,7 +37,7 @@ from ..policies._policies import DEPENDS, Policy
 from ..policies._unmatched import Watch
 from ..policies._views import Operator, OpView, RegionState, RegionSummary
 from ._aliasing import UNVERSIONED, copy_of, storage_of, tensors_among, version_of
-from ._compiled_calls import compiled_in, follow_compiled
+from ._compiled_calls import follow_compiled
 from ._fsdp import Ranges
 from ._guards import Guard
 from ._masks import UNPACK, packed, takes
@@ -95,7 +96,8 @@ class Region:
         self.kept: set[Operator] = set()
         self.inside: set[Operator] = set()
         self.path = ModulePath(named_root(root)) if policy.reads_modules else None
-        self.compiled = compiled_in(root)
+        # Up to torch 2.9 compiled code runs eagerly under a dispatch mode.
+        self.compiled = compiled_in(root) if LETS_COMPILE and root is not None else []
         self.observer = observer
 
     def view(
@@ -192,7 +194,7 @@ class Tape(TorchDispatchMode):
     def __init__(self, region: Region, outer: Hooks | None) -> None:
         super().__init__()
         self.region = region
-        self._run_of = region.table
+        self._runs = region.table.runs
         self._outer = outer
         self._is_open = True
         self._known: dict[int, _Seen] = {}
@@ -236,13 +238,13 @@ class Tape(TorchDispatchMode):
     ) -> Any:
         """Call a function of a region inside this one, whose policy decides meanwhile."""
         before = self.region
-        self.region, self._run_of = region, region.table
+        self.region, self._runs = region, region.table.runs
         try:
             with ExitStack() as until:
                 region.follow(until, self._named)
                 return function(*args, **kwargs)
         finally:
-            self.region, self._run_of = before, before.table
+            self.region, self._runs = before, before.table.runs
             before.inside |= region.inside | region.table.recorders.keys()
 
     def takes_hooks(self, hooks: Hooks | None) -> bool:
@@ -450,7 +452,7 @@ class Tape(TorchDispatchMode):
         view = region.view(NAME_OP, index, tensor, (tensor, label), {}, label)
         answer = region.policy.decide(view)
         if region.observer is not None:
-            region.table[NAME_OP]
+            region.table.run_of(NAME_OP)
             region.observer.called(region.table.recorders[NAME_OP], index, tensor)
         if answer is None or not answer.keeps:
             return
@@ -580,7 +582,8 @@ def _dispatch(
         out = func(*args, **kwargs) if kwargs else func(*args)
         self.follow_range(func, args)
         return out
-    return self._run_of[func](self, args, kwargs or {})
+    run = self._runs.get(id(func)) or self.region.table.run_of(func)
+    return run(self, args, kwargs or {})
 
 
 install_dispatch(Tape, _dispatch)
