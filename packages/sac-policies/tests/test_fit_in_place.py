@@ -15,12 +15,11 @@ from torch import nn
 from sac_policies import BudgetError, fit_
 from sac_policies.budget import Infeasible, InPlaceFit, _fit_in_place
 from sac_policies.budget._levels import AGAIN
-from sac_policies.budget._measure import peak_growth
 from sac_policies.budget._step import Step
 from sac_policies.budget._times import Spent
 
 from ._blocks import Block, Stack, stack
-from ._fitted import BATCH, ROWS, TARGET, own_forwards, training
+from ._fitted import BATCH, ROWS, TARGET, own_forwards, peak_growth, training
 
 CPU = torch.device("cpu")
 LEVELS = AGAIN + 1

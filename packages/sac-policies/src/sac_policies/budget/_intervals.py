@@ -1,15 +1,15 @@
-"""What a step takes while each region of it runs, and what it would take with other choices.
+"""Predicts a step in which regions are on different levels, from steps on single levels.
 
-Rule 1. A step is divided where a region begins: in forward where it is called, in backward where
-        the gradient of its output is known. What happens until the next begins is the region's,
-        but for what comes after the last call: the model's head and the loss, the tail.
-Rule 2. What a region does until then does not depend on what other regions do. So a step in which
-        each does what it did in some measured step is put together from those steps.
-Rule 3. Only what is freed in the tail does: others than autograd hold it until then, as a cache
-        does keys and values, and it is freed where no region keeps it. What a region made goes by
-        that region's level, and by those on which regions hold their arguments: the cache is
-        one. What was there before all regions goes by all levels. Where the allocator tells
-        sums alone, they are divided evenly.
+A step is divided where a region begins: in forward where it is called, in backward where the
+gradient of its output is known. What happens until the next region begins belongs to the region.
+The part after the last call, with the model's head and the loss, is the tail. A region's part does
+not depend on the levels of other regions, so a mixture is put together from measured steps.
+
+The tail is an exception. Others than autograd may hold tensors until then, as a cache holds keys
+and values, and the tail frees those that no region keeps. The bytes of a region's tensors go by
+that region's level, and by those levels on which regions hold their arguments, the cache among
+them. Bytes from before all regions go by all levels. If the allocator gives sums alone, they are
+divided evenly.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ._offloaded import Offloaded
 from ._times import Clock, Spent, costs, last_word
 
 Key = tuple[int, int, bool | None]
-"""Number of a region, number of its call, whether backward has come to it; None behind it."""
+"""Number of a region, number of its call, whether it is in backward; None after its forward."""
 
 
 @contextmanager
@@ -163,7 +163,7 @@ class Steps:
         return max(0, min(more, default=0))
 
     def _freed_in_tail(self, one: Measured, left: int) -> dict[int | None, int]:
-        """Bytes that the tail frees of each region's; under None, of what was before (Rule 3)."""
+        """Return by region the bytes that the tail frees; under None, those from before."""
         found: dict[int | None, int] = dict.fromkeys((None, *range(self._count)), 0)
         tail = {each.key: each for each in one.intervals}.get(self._tail)
         if self._tail is None or tail is None:
@@ -178,7 +178,7 @@ class Steps:
         return found
 
     def _held_longer(self, choice: Sequence[int]) -> int:
-        """Bytes that the tail frees less than where everything is kept (Rule 3)."""
+        """Return how much less the tail frees than where everything is kept."""
         all_hold = {level for level in choice if level in self._holding}
         freed = min(self._freed[level][None] for level in choice)
         for number, own in enumerate(choice):

@@ -1,16 +1,14 @@
-"""What levels cost in training: the time of steps, divided as their memory is.
+"""Times what levels cost in training, divided as memory is.
 
-Rule 1. A step that is clocked is as those of training are: nobody watches its memory, what engines
-        learn from forwards is learned, and no garbage is collected in it.
-Rule 2. On the CPU it is the thread's own time, which others' work does not count in; backward runs
-        in the thread that calls it.
-Rule 3. Levels are clocked in rounds, and the fastest counts: what disturbs a step makes it slower.
-        Two levels are held against each other in each round. Where they differ by less than the
-        rounds do in that, the one that keeps less costs no more than the other. Of four rounds and
-        more the two that say the most and the least of that do not count: others' work comes and
-        goes, and a short one hits one level and not the next.
-Rule 4. Steps that are long would be waited for, and the profiler weighs little in them: those are
-        clocked whose memory is seen, and no others.
+- A timed step runs as in training: no profiler, no garbage collection, and engines have learnt
+  from forwards before.
+- On the CPU the clock is per-thread CPU time, so other processes do not count. Backward runs in
+  the calling thread.
+- Levels are timed in rounds, and the fastest round counts. Two levels whose difference is smaller
+  than it varies between rounds cost the same; of four rounds and more, the two extreme differences
+  are dropped. A short disturbance hits one level and not the next.
+- Steps that take long are timed while their memory is measured, and not again: the profiler adds
+  little to them.
 """
 
 from __future__ import annotations
@@ -27,13 +25,13 @@ import torch
 Spent = Mapping[Any, int]
 """By key, nanoseconds until the next mark."""
 _LEAST_ROUNDS, _MOST_ROUNDS, _LONG_NS = 2, 5, 250_000_000
-"""Steps that are clocked on a level, more than the least until they take so long; and what a
-profiled round of all levels takes at most for that."""
+"""Rounds, of which more than the least run until they take so long; a longer profiled round of all
+levels is not timed again."""
 
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Have garbage be collected later."""
+    """Delay garbage collection."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -44,10 +42,10 @@ def no_collection() -> Iterator[None]:
 
 
 class Clock:
-    """Divides a step that is clocked: whatever runs in it says where something begins.
+    """Divides the time of a step at marks.
 
     Args:
-        device: what is waited for at each mark; CPU, or an accelerator.
+        device: CPU, or an accelerator that is synchronized at each mark.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -75,16 +73,16 @@ class Clock:
 
 
 def are_long(profiled: Sequence[Spent]) -> bool:
-    """Whether steps under the profiler, one on each level, tell what levels cost (Rule 4)."""
+    """Whether profiled steps, one on each level, are long enough to be timed as they are."""
     return sum(sum(spent.values()) for spent in profiled) > _LONG_NS
 
 
 def clocked_in_rounds(levels: int, clocked: Callable[[int], Spent]) -> list[list[Spent]]:
-    """Return by level what its steps took, clocked in turn: a machine gets slower in between.
+    """Time steps of all levels in turn, because a machine gets slower meanwhile.
 
     Args:
         levels: how many there are.
-        clocked: runs a step on a level; ranks must get the same from it.
+        clocked: runs a step on a level and returns the same on all ranks.
     """
     found: list[list[Spent]] = [[] for _ in range(levels)]
     order = list(range(levels))
@@ -105,7 +103,7 @@ def costs(rounds: Sequence[Sequence[Sequence[int]]], kept: Sequence[int]) -> lis
         kept: bytes that a region keeps, by level.
 
     Returns:
-        Numbers of at least 0, the same for levels that repeats do not tell apart (Rule 3).
+        Numbers of at least 0, the same for levels that rounds do not tell apart.
 
     Example:
         >>> costs([[[10, 10]], [[40, 60]], [[30, 30]]], [9, 4, 2])
