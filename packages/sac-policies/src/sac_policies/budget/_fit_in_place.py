@@ -2,10 +2,10 @@
 
 Regions are the modules that repeat, or that one step calls several times. If they do not fit the
 budget, the blocks of lists inside them are tried. A step is measured with all regions on each
-level, and steps are timed (`_times`). From those, the peak and the time of every mixture are known
-(`_intervals`), and the mixture that costs least time is measured before it is accepted. Policies
-name operators, so another loss, batch or branch than the measured one is no error. All ranks use
-the largest numbers of any rank.
+level. From those steps, the peak and the time of every mixture are known (`_intervals`), and the
+mixture that costs least time is measured before it is accepted. Policies name operators, so another
+loss, batch or branch than the measured one is no error. All ranks use the largest numbers of any
+rank.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from ._measure import Interval, Marks, highest
 from ._repeating import Seen, called_again, check_compiled, inside, kind_of, repeating
 from ._sizes import Budget, format_size
 from ._step import Loss, Step, check_step
-from ._times import Clock, Spent, are_long, clocked_in_rounds
+from ._times import Spent
 
 _TRIES = 2
 """Mixtures that are measured until one fits."""
@@ -126,11 +126,9 @@ def fit_(
     without checkpointing and one with all of them on each of two levels (four on accelerators,
     where inputs can be offloaded, and as many values as their copies hide behind the forward), and
     lets each do what costs least time in all. A last step confirms that it fits, or a second one.
-    At most eight steps are run for that, thirteen on accelerators. If they are short, two to five
-    on each level are clocked: a profiler takes much of them. If no choice fits and the blocks are
-    stages with lists of blocks, those blocks are tried in turn.
-    Blocks do not run again if that gives other bits, as with random numbers from a generator that
-    is not torch's own. Collective.
+    At most eight steps are run for that, thirteen on accelerators. If no choice fits and the blocks
+    are stages with lists of blocks, those blocks are tried in turn. Blocks do not run again if that
+    gives other bits, as with random numbers from a generator that is not torch's own. Collective.
 
     Args:
         model: on the device it trains on, in the mode it trains in. Parameters, buffers,
@@ -250,7 +248,7 @@ class _Search:
         for level in range(1, self._levels):
             intervals.append(self._intervals(level))
             peaks.append(self._peak(intervals[level]))
-        steps, before = self._steps(intervals, self._times()), self._step.resident()
+        steps, before = self._steps(intervals, self._spent), self._step.resident()
         room = allowed - before
         fitting = [level for level, peak in enumerate(peaks) if peak <= allowed]
         for _ in range(_TRIES):
@@ -274,21 +272,9 @@ class _Search:
         best = min(fitting, key=lambda level: sum(cost[level] for cost in steps.costs))
         return self._found((best,) * count, peaks[best], peaks[best], peaks[0], allowed)
 
-    def _steps(self, intervals: list[list[Interval]], times: Sequence[Sequence[Spent]]) -> Steps:
+    def _steps(self, intervals: list[list[Interval]], spent: Sequence[Spent]) -> Steps:
         kinds = [kind_of(region.module) for region in self._regions]
-        return Steps(kinds, list(map(Measured, intervals, times)), HOLDING)
-
-    def _times(self) -> list[list[Spent]]:
-        """Return by level the times of each step's intervals."""
-        if are_long(self._spent):
-            return [[spent] for spent in self._spent]
-        return clocked_in_rounds(self._levels, self._clocked)
-
-    def _clocked(self, level: int) -> Spent:
-        self.put((level,) * len(self._regions))
-        clock = Clock(self._step.device)
-        with marked([region.module for region in self._regions], clock):
-            return self._step.times(self._model, clock)
+        return Steps(kinds, list(map(Measured, intervals, spent)), HOLDING)
 
     def _peak(self, intervals: list[Interval]) -> int:
         return self._step.resident() + highest(intervals)

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from operator import add
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,14 +28,14 @@ from .._tensors import tensors_in
 from .._torch_compat._module_calls import around_calls
 from ._measure import Interval, Marks
 from ._offloaded import Offloaded
-from ._times import Clock, Spent, costs, last_word
+from ._times import Spent, costs
 
 Key = tuple[int, int, bool | None]
 """Number of a region, number of its call, whether it is in backward; None after its forward."""
 
 
 @contextmanager
-def marked(regions: Sequence[nn.Module], marks: Marks | Clock) -> Iterator[None]:
+def marked(regions: Sequence[nn.Module], marks: Marks) -> Iterator[None]:
     """Mark where each region begins, in forward and backward, with its `Key`."""
     calls = [0] * len(regions)
 
@@ -68,11 +68,11 @@ class Measured(NamedTuple):
 
     Attributes:
         intervals: in order; the key of what comes before the first region is None.
-        rounds: what intervals took, in each step that was clocked.
+        spent: their times, by key.
     """
 
     intervals: list[Interval]
-    rounds: Sequence[Spent] = ()
+    spent: Spent = MappingProxyType({})
 
 
 class Steps:
@@ -190,11 +190,8 @@ class Steps:
         return self._freed[level][number] - self._freed[0][number]
 
     def _costs(self, kinds: Sequence[object], measured: Sequence[Measured]) -> list[list[int]]:
-        """Time a region takes on each level more than where it keeps everything.
-
-        Nanoseconds that no measurement sees are added for where they cost the same.
-        """
-        spent = [[self._by_region(spent) for spent in one.rounds] for one in measured]
+        """Return by region and level the time over that of keeping everything."""
+        spent = [self._by_region(one.spent) for one in measured]
         offloads = any(each.moved.out for one in measured for each in one.intervals)
         alike: dict[Any, list[int]] = {}
         for number, kind in enumerate(kinds):
@@ -204,10 +201,9 @@ class Steps:
             alike.setdefault((kind, keeps, is_first), []).append(number)
         found: list[list[int]] = [[]] * len(kinds)
         for (_, keeps, _), numbers in alike.items():
-            more = costs([[[each[n] for n in numbers] for each in own] for own in spent], keeps)
+            more = costs([[own[n] for n in numbers] for own in spent], keeps)
             for number in numbers:
-                last = last_word(keeps, number, self._count)
-                found[number] = list(map(add, more, last))
+                found[number] = more
         return found
 
     def _by_region(self, spent: Spent) -> list[int]:
@@ -298,9 +294,12 @@ _MOST_STATES = 2_000
 
 
 def _front(found: list[Any], target: int) -> list[Any]:
-    """Leave what has less of bytes or cost than any other; of very many, those that differ."""
+    """Drop states that another one beats in bytes and cost; of very many, those that differ little.
+
+    Of equal states the first one stays, in which earlier regions keep less.
+    """
     front: list[Any] = []
-    for state in sorted(found):
+    for state in sorted(found, key=lambda state: state[:2]):
         if not front or state[1] < front[-1][1]:
             front.append(state)
     if len(front) <= _MOST_STATES:

@@ -18,7 +18,7 @@ from ._agree import check_equal, largest, largest_each
 from ._measure import Interval, Marks, Moved, free_bytes, highest, storage_bytes
 from ._optimizer import check_optimizer, existing_bytes, state_bytes
 from ._run import BACKWARD
-from ._times import Clock, Spent
+from ._times import Spent
 
 Loss = Callable[[Any], torch.Tensor]
 
@@ -138,10 +138,6 @@ class Step:
             sizes = largest_each([freed.get(number, 0) for number in range(at)])
             found[at] = replace(found[at], freed=dict(enumerate(sizes)))
         return found
-
-    def times(self, call: Callable[..., Any], clock: Clock) -> Spent:
-        """Run a step; return the time of each interval, the most of all ranks. Collective."""
-        return self.most(clock.spent(lambda: self.run(call, clock)))
 
     def most(self, spent: Spent) -> Spent:
         """Return the longest time of each interval on any rank. Collective."""

@@ -1,14 +1,8 @@
-"""Times what levels cost in training, divided as memory is.
+"""Times what levels cost, where memory is measured.
 
-- A timed step runs as in training: no profiler, no garbage collection, and engines have learnt
-  from forwards before.
-- On the CPU the clock is per-thread CPU time, so other processes do not count. Backward runs in
-  the calling thread.
-- Levels are timed in rounds, and the fastest round counts. Two levels whose difference is smaller
-  than it varies between rounds cost the same; of four rounds and more, the two extreme differences
-  are dropped. A short disturbance hits one level and not the next.
-- Steps that take long are timed while their memory is measured, and not again: the profiler adds
-  little to them.
+On the CPU the clock is per-thread CPU time, so other processes do not count; backward runs in the
+calling thread. No garbage is collected meanwhile. Regions that are alike are timed together: a
+short disturbance hits one of them.
 """
 
 from __future__ import annotations
@@ -24,9 +18,8 @@ import torch
 
 Spent = Mapping[Any, int]
 """By key, nanoseconds until the next mark."""
-_LEAST_ROUNDS, _MOST_ROUNDS, _LONG_NS = 2, 5, 250_000_000
-"""Rounds, of which more than the least run until they take so long; a longer profiled round of all
-levels is not timed again."""
+_NEAR = 50
+"""Levels are as fast as another within one part in so many of the plain time."""
 
 
 @contextmanager
@@ -72,79 +65,31 @@ class Clock:
         return time.perf_counter_ns()
 
 
-def are_long(profiled: Sequence[Spent]) -> bool:
-    """Whether profiled steps, one on each level, are long enough to be timed as they are."""
-    return sum(sum(spent.values()) for spent in profiled) > _LONG_NS
-
-
-def clocked_in_rounds(levels: int, clocked: Callable[[int], Spent]) -> list[list[Spent]]:
-    """Time steps of all levels in turn, because a machine gets slower meanwhile.
-
-    Args:
-        levels: how many there are.
-        clocked: runs a step on a level and returns the same on all ranks.
-    """
-    found: list[list[Spent]] = [[] for _ in range(levels)]
-    order = list(range(levels))
-    total = 0
-    while len(found[0]) < _LEAST_ROUNDS or (len(found[0]) < _MOST_ROUNDS and total < _LONG_NS):
-        for level in order:
-            found[level].append(clocked(level))
-            total += sum(found[level][-1].values())
-        order.reverse()
-    return found
-
-
-def costs(rounds: Sequence[Sequence[Sequence[int]]], kept: Sequence[int]) -> list[int]:
+def costs(spent: Sequence[Sequence[int]], kept: Sequence[int]) -> list[int]:
     """Return by level how many nanoseconds more regions that are alike take than on the first.
 
+    A level that keeps less costs no more than another if it is at most 2 % of the plain time
+    slower. Levels that checkpoint cost at least one nanosecond.
+
     Args:
-        rounds: by level, then by round, the nanoseconds of each region.
+        spent: by level, the nanoseconds of each region.
         kept: bytes that a region keeps, by level.
 
-    Returns:
-        Numbers of at least 0, the same for levels that rounds do not tell apart.
-
     Example:
-        >>> costs([[[10, 10]], [[40, 60]], [[30, 30]]], [9, 4, 2])
-        [0, 40, 20]
-        >>> costs([[[10]] * 2, [[40], [42]], [[41], [41]]], [9, 4, 2])
-        [0, 30, 30]
+        >>> costs([[500, 500], [530, 550], [520, 520]], [9, 4, 2])
+        [0, 41, 21]
+        >>> costs([[500], [530], [540]], [9, 4, 2])
+        [0, 31, 31]
     """
-    times = [[int(median(each)) for each in own] or [0] for own in rounds]
-    more = [max(0, min(own) - min(times[0])) for own in times]
+    times = [int(median(own or [0])) for own in spent]
+    near = times[0] // _NEAR
+    more = [max(0, each - times[0]) + 1 for each in times]
+    others = range(1, len(more))
 
     def is_as_fast(level: int, other: int) -> bool:
-        differ = sorted(one - two for one, two in zip(times[level], times[other], strict=True))
-        if len(differ) > 3:
-            differ = differ[1:-1]
-        doubt = differ[-1] - differ[0]
-        return kept[level] < kept[other] and abs(more[level] - more[other]) < doubt
+        return kept[level] < kept[other] and more[level] - more[other] <= near
 
-    others = range(1, len(more))
-    return more[:1] + [
+    return [0] + [
         min(more[each] for each in others if each == level or is_as_fast(level, each))
         for level in others
     ]
-
-
-def last_word(kept: Sequence[int], number: int, count: int) -> list[int]:
-    """Return by level the nanoseconds that decide where regions cost the same.
-
-    Keeping everything comes before all, then what keeps least. Of regions alike the first is to
-    keep less than the next.
-
-    Args:
-        kept: bytes that the region keeps, by level.
-        number: of the region.
-        count: of all regions.
-
-    Example:
-        >>> [last_word([9, 4, 2, 4], number, 2) for number in (0, 1)]
-        [[0, 5, 3, 7], [0, 7, 6, 8]]
-    """
-    order = sorted(range(1, len(kept)), key=lambda level: (-kept[level], -level))
-    found = [0] * len(kept)
-    for place, level in enumerate(order, 1):
-        found[level] = place * (number + 1) + (len(order) - place) * (count + 1)
-    return found
