@@ -1,4 +1,4 @@
-"""A budget on the device: `fit_` reads what its allocator counts, and may offload."""
+"""Budgets on the device: `fit_` reads its allocator, and may offload."""
 
 from __future__ import annotations
 
@@ -18,14 +18,11 @@ from sac_policies.budget._step import Step
 
 
 class Block(nn.Module):
-    """A residual block; x is (rows, 32)."""
-
     def __init__(self):
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 128), nn.Linear(128, 32)
 
     def forward(self, x):
-        """Apply it."""
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
@@ -40,7 +37,7 @@ def forward_of(intervals):
 
 
 def gradients(model, x):
-    """Of a step, on the host."""
+    """Return the gradients of a step, on the host."""
     model.zero_grad()
     model(x).sum().backward()
     torch.accelerator.synchronize()
@@ -49,7 +46,7 @@ def gradients(model, x):
 
 @pytest.mark.parametrize("budget", ["80%", "60%"])
 def test_a_step_fits_as_predicted(sim, device, budget):
-    """Measured again from outside, by the allocator; gradients to the last bit."""
+    """Measured again by the allocator; gradients are bit-identical."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(4)), nn.Linear(32, 4))
     twin = copy.deepcopy(model).to(device)
@@ -63,7 +60,8 @@ def test_a_step_fits_as_predicted(sim, device, budget):
 
     def peak(one):
         one.zero_grad()
-        torch.ones((), device=device, requires_grad=True).mul(1.0).backward()  # ends what was held
+        # A further backward frees memory that the last one holds.
+        torch.ones((), device=device, requires_grad=True).mul(1.0).backward()
         torch.accelerator.synchronize()
         before = torch.simdev.memory_allocated(device)
         torch.simdev.reset_peak_memory_stats(device)
@@ -100,7 +98,7 @@ def test_blocks_may_offload(sim, device, level):
     "choice", [(4, 0, 0, 0), (0, 0, 0, 4), (0, 4, 1, 3), (3, 2, 4, 0), (3, 4, 2, 0), (4, 4, 4, 4)]
 )
 def test_regions_that_offload_fit_as_predicted(sim, device, choice, copy_us):
-    """To the byte, beside regions that do not, and however long copies take."""
+    """Exact, also next to regions that do not offload, however long copies take."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), *(Block() for _ in range(4)), nn.Linear(32, 4)).to(
         device
@@ -166,7 +164,7 @@ def test_copies_hide_behind_forward_and_backward(sim, device, virtual):
 
 
 def test_what_is_measured_is_that_of_a_host_far_ahead(sim, device):
-    """Also where the host waits for the copies inside of regions, and could let go of values."""
+    """The host does not wait for copies inside regions, and no values are freed early."""
     sim.simulate(kernel_us=20, copy_us=5000, virtual=True)
     found = []
     for waits in (False, True):
