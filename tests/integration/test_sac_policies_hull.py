@@ -47,10 +47,10 @@ def test_no_mixture_that_fits_is_faster(make: Any, monkeypatch: pytest.MonkeyPat
     """
     figures: list[tuple[Steps, int, int]] = []
 
-    def noted(search: _Search, *measured: Any) -> tuple[Steps, int]:
-        steps, before = summed(search, *measured)
-        figures.append((steps, before, plain_nanoseconds(search)))
-        return steps, before
+    def noted(search: _Search, *measured: Any) -> Steps:
+        steps = summed(search, *measured)
+        figures.append((steps, search._step.resident(), plain_nanoseconds(search)))
+        return steps
 
     summed = _Search._steps
     monkeypatch.setattr(_Search, "_steps", noted)
