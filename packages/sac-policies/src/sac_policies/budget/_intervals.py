@@ -152,7 +152,7 @@ class Steps:
     def _left_in_tail(self, one: Measured) -> int:
         """Return the bytes of the last region's inputs that the tail frees as no region holds them.
 
-        The allocator of a device tells sums: the region before frees as much before the last begins.
+        A device tells sums alone. The region before frees as much before the last one begins.
         """
         tail = {each.key: each for each in one.intervals}.get(self._tail)
         if self._tail is None or tail is None or tail.freed is not None:
