@@ -99,6 +99,7 @@ def test_every_mixture_takes_what_is_predicted(kind: Any) -> None:
             ROWS.repeat(1, 3),
         )
     search = _search(model, Step("here", model, batch, None))
+    search._learn()
     intervals = [search._intervals(level) for level in range(search._levels)]
     steps = Steps([Block] * 4, [Measured(each) for each in intervals])
     rng = random.Random(0)
