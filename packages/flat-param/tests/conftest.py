@@ -321,6 +321,10 @@ class Ranks:
         """The results by rank; see `Run`."""
         return self.results_of(Run(world, script, args, **options))
 
+    def folder(self, world: int, script: str, *args: Any, **options: Any) -> Path:
+        """The folder of a run that was done."""
+        return self._done[Run(world, script, args, **options)][0]
+
     def results_of(self, run: Run) -> list[Any]:
         """The same of a run that may have been done ahead."""
         if run not in self._done:

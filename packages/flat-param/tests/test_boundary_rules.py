@@ -1,4 +1,4 @@
-"""A boundary for each parameter, by its name or by the class of its module."""
+"""A boundary for each parameter, by its name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from flat_param import Blocks, LayoutError, by_class, by_name
+from flat_param import Blocks, LayoutError, by_name
 from flat_param.layout._boundary import PerParameter
 from flat_param.layout._boundary_rules import resolve
 from flat_param.plan import (
@@ -33,7 +33,7 @@ def _model() -> nn.Module:
 def _chosen(rules: Any) -> dict[str, Any]:
     model = _model()
     specs, _ = collect_params(model)
-    found = resolve(rules, specs, model)
+    found = resolve(rules, specs)
     assert isinstance(found, PerParameter)
     return dict(found.choices)
 
@@ -47,14 +47,6 @@ def test_first_rule_that_fits_decides() -> None:
         "1.bias": "row",
         "2.weight": Blocks(8),
         "2.bias": "row",
-    }
-    assert _chosen(by_class({nn.Linear: "tensor"})) == {
-        "0.weight": "tensor",
-        "0.bias": "tensor",
-        "1.weight": "element",
-        "1.bias": "element",
-        "2.weight": "tensor",
-        "2.bias": "tensor",
     }
 
 
@@ -71,7 +63,6 @@ def test_each_name_of_a_tied_parameter_counts() -> None:
             r"'0.weigth', but no parameter .* Did you mean '0.weight'",
         ),
         (by_name({"x*": "tensor"}), r"'x\*', but no parameter .* There are 0.weight, 0.bias"),
-        (by_class({nn.Embedding: "row"}), r"Embedding, but no parameter .* missing_ok=True"),
     ],
 )
 def test_rule_that_fits_nothing_is_a_mistake(rules: Any, says: str) -> None:
@@ -91,8 +82,6 @@ def test_rule_that_may_fit_nothing() -> None:
     [
         (lambda: by_name({nn.Linear: "row"}), "by_name: rules .* mapping from globs of names"),  # type: ignore[dict-item]
         (lambda: by_name("*"), "by_name: rules is '\\*'"),  # type: ignore[arg-type]
-        (lambda: by_class({"Linear": "row"}), "by_class: rules .* classes of modules"),  # type: ignore[dict-item]
-        (lambda: by_class({int: "row"}), "by_class: rules .* classes of modules"),  # type: ignore[dict-item]
         (lambda: by_name({"*": "column"}), "by_name: boundary is 'column'"),  # type: ignore[dict-item]
         (lambda: by_name({}, default="column"), "by_name: boundary is 'column'"),  # type: ignore[arg-type]
     ],
@@ -103,9 +92,9 @@ def test_bad_rules_are_refused(make: Any, says: str) -> None:
         make()
 
 
-def test_names_alone_are_no_rules() -> None:
-    """They could be of parameters or of modules."""
-    with pytest.raises(LayoutError, match=r"boundary is {'0': 'row'}, .* Pass by_name"):
+def test_mapping_alone_is_refused() -> None:
+    """The message names the function that makes rules of it."""
+    with pytest.raises(LayoutError, match=r"boundary is the mapping {'0': 'row'}. Pass .*by_name"):
         _chosen({"0": "row"})  # type: ignore[arg-type]
 
 
@@ -145,11 +134,9 @@ def test_one_boundary_for_all_is_that_boundary() -> None:
     assert plan.even
 
 
-def test_plan_for_later_takes_names_and_no_classes() -> None:
-    """It knows shapes; what one unit lacks another has."""
+def test_plan_takes_rules_that_match_in_some_units() -> None:
+    """A name that one unit lacks is in another."""
     shapes = unit_shapes(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)), units=nn.Linear)
     even = plan_training(shapes, world_size=4)
     whole = plan_training(shapes, world_size=4, boundary=by_name({"weight": "tensor"}))
     assert whole.rank_bytes.params > even.rank_bytes.params
-    with pytest.raises(LayoutError, match=r"class Linear, but a plan .* by_name"):
-        plan_training(shapes, world_size=4, boundary=by_class({nn.Linear: "row"}))

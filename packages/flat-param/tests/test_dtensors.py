@@ -1,12 +1,11 @@
-"""Sharding over one axis of a mesh what tensor parallel cuts over the other; where parts lie."""
+"""Where the part of a DTensor that a rank has begins."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -18,26 +17,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from flat_param import StateError
 from flat_param.buffers._dtensors import DTensorPlace, place_of_dtensor
-
-from ._claims import all_are_listed, holds_on_every_rank
-
-CLAIMS = (
-    "gathers_by_hand_show_dtensors",
-    "optimizers_of_replaced_parameters_are_refused",
-    "states_are_the_parallel_modules",
-    "training_is_that_of_one_process",
-    "what_cannot_be_cut_twice_is_refused",
-)
-
-
-@pytest.fixture
-def results(ranks: Callable[..., list[Any]]) -> list[dict[str, str]]:
-    """All checks of workers/tensor_parallel.py, run once on four ranks."""
-    return ranks(4, "tensor_parallel")
-
-
-test_claim_holds_on_every_rank = holds_on_every_rank(CLAIMS)
-test_every_check_is_listed = all_are_listed(CLAIMS)
 
 
 @contextmanager

@@ -1,10 +1,18 @@
+"""The flat view of a module of one process."""
+
 import copy
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from flat_param import flatten
+
+SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+FEW = settings(max_examples=40, deadline=None, derandomize=True)
 
 
 def test_as_vector_is_the_parameters_without_a_copy(mlp):
@@ -198,9 +206,52 @@ def test_a_failed_backward_does_not_stop_the_next(mlp, own_all):
     mlp.zero_grad()
     mlp(torch.ones(1, 5)).sum().backward()
     grads = [param.grad for param in mlp.parameters()]
-    assert own_all(grads, flat._flat_segments.all[0].grad._held.flat)
+    assert own_all(grads, flat.grad_vector())
 
 
 def test_repr_says_what_is_flat(mlp):
     """Module type, segments and sizes."""
     assert repr(flatten(mlp)) == "FlatParams(Sequential, float32: 72)"
+
+
+@st.composite
+def modules(draw):
+    """Parameters of any shape, permuted stride, dtype and trainability."""
+    module = nn.Module()
+    for index, shape in enumerate(draw(st.lists(SHAPES, min_size=1, max_size=5))):
+        order = draw(st.permutations(range(len(shape))))
+        values = torch.randn(shape).permute(order).to(draw(DTYPES))
+        module.register_parameter(f"p{index}", nn.Parameter(values, draw(st.booleans())))
+    return module
+
+
+@FEW
+@given(modules())
+def test_flatten_changes_no_value_stride_or_identity(module):
+    """Any module comes out of `flatten` as it went in, in one buffer per segment."""
+    before = [(p, p.detach().clone(), p.stride()) for p in module.parameters()]
+    flat = flatten(module)
+    for (param, value, stride), now in zip(before, module.parameters(), strict=True):
+        assert param is now
+        assert torch.equal(param, value)
+        assert param.stride() == stride
+    assert sum(layout.used_numel for layout in flat.layouts.values()) == sum(
+        p.numel() for p in module.parameters()
+    )
+
+
+@FEW
+@given(modules())
+def test_vectors_round_trip(module):
+    """Loading a segment's vector into a copy gives the same parameters and clean gaps."""
+    twin = copy.deepcopy(module)
+    with torch.no_grad():
+        for param in twin.parameters():
+            param.zero_()
+    flat, other = flatten(module), flatten(twin)
+    for name, layout in flat.layouts.items():
+        noisy = flat.as_vector(name).clone()
+        for start, stop in layout.gaps:
+            noisy[start:stop] = 1
+        other.load_vector(noisy, name)
+        assert torch.equal(other.as_vector(name), flat.as_vector(name))

@@ -21,7 +21,7 @@ DROP_IN = {
 
 
 def test_public_names_are_listed():
-    """A name is added or removed on purpose."""
+    """Names change only on purpose."""
     assert mod_tracker.__all__ == [
         "FlopReport",
         "HookSlotError",
@@ -64,7 +64,7 @@ def test_values_cannot_be_changed():
 
 
 def test_tracker_has_these_members():
-    """Drop-in names first, then the questions."""
+    """Drop-in names first, then properties and subscriptions."""
     public = {name for name in dir(ModTracker) if not name.startswith("_")}
     assert public == {
         *("parents", "is_bw", "get_known_fqn", "register_user_hooks", "clear_user_hooks"),
@@ -92,9 +92,9 @@ def test_every_public_name_has_a_docstring():
 
 
 def test_import_loads_nothing_but_the_package():
-    """Over torch, a first backward, which loads more since 2.15, and the standard library.
+    """Compared with torch, a first backward, which loads more since 2.15, and the standard library.
 
-    Triton, which comes with torch's formulas for FLOPs, waits for a report.
+    Triton, which torch's FLOP formulas import, is loaded by the first report.
     """
     code = (
         "import sys, torch; torch.ones((), requires_grad=True).backward()\n"

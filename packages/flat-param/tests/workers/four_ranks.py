@@ -12,7 +12,6 @@ from _harness import (
     batches,
     distance,
     loss_of,
-    main,
     plain,
     raises,
     run_checks,
@@ -199,4 +198,4 @@ def check_layer_unused_by_one_copy_gets_the_mean_with_zero(rank: int, world: int
 
 
 if __name__ == "__main__":
-    main(lambda rank, world: run_checks(globals(), rank, world))
+    run_checks(globals())

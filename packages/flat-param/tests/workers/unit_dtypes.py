@@ -7,7 +7,6 @@ from _harness import (
     batches,
     distance,
     loss_of,
-    main,
     plain,
     run_checks,
     sharded,
@@ -102,10 +101,5 @@ def check_odd_parameters_survive(rank: int, world: int) -> None:
     assert all(torch.allclose(got[k], v) for k, v in state.items())
 
 
-def run(rank: int, world: int) -> dict[str, str]:
-    """All checks."""
-    return run_checks(globals(), rank, world)
-
-
 if __name__ == "__main__":
-    main(run)
+    run_checks(globals())

@@ -9,7 +9,6 @@ from _harness import (
     batches,
     distance,
     loss_of,
-    main,
     options_of,
     plain,
     raises,
@@ -95,10 +94,5 @@ def check_whole_tensor_optimizers_match_one_process_or_refuse(rank: int, world: 
         assert distance(whole_state(cut), before) == 0
 
 
-def run(rank: int, world: int) -> dict[str, str]:
-    """All checks."""
-    return run_checks(globals(), rank, world)
-
-
 if __name__ == "__main__":
-    main(run)
+    run_checks(globals())

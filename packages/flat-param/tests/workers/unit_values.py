@@ -11,7 +11,6 @@ from _harness import (
     batches,
     distance,
     loss_of,
-    main,
     options_of,
     plain,
     raises,
@@ -131,10 +130,5 @@ def check_plain_state_loads_and_mismatches_are_named(rank: int, world: int) -> N
     assert distance(whole_state(model), whole_state(other)) == 0
 
 
-def run(rank: int, world: int) -> dict[str, str]:
-    """All checks."""
-    return run_checks(globals(), rank, world)
-
-
 if __name__ == "__main__":
-    main(run)
+    run_checks(globals())

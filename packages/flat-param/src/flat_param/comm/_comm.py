@@ -17,7 +17,7 @@ from collections.abc import Callable
 from ctypes import string_at
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -173,6 +173,15 @@ class Communicator:
         self.trail = None if group is None else Trail.of(group)
         if group is not None:
             dropped_at_exit(self, "group")
+
+    def __deepcopy__(self, memo: object) -> Communicator:
+        return self  # gradients have it as an attribute
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise CommError(
+            "flat_param.fully_shard: a gradient of a sharded module cannot be pickled with the "
+            "ranks that it is spread over. Save grad.detach(), or full_state_dict(module)."
+        )
 
     def rename(self, unit: str) -> None:
         """Say in messages whose communicator it is."""

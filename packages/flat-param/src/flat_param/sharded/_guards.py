@@ -98,8 +98,9 @@ def mark_replaced(param: Tensor, *, name: str) -> None:
 
 
 def mark_grad(grad: Tensor, comms: Spread) -> None:
-    """Tell the guards over which ranks a gradient is spread."""
-    grad._flat_param_comms = comms  # type: ignore[attr-defined]  # our own mark
+    """Tell the guards over which ranks a gradient is spread, if over several."""
+    if any(comm.world_size > 1 for comm in comms):
+        grad._flat_param_comms = comms  # type: ignore[attr-defined]  # our own mark
 
 
 def optimizer_steps() -> int:
@@ -108,6 +109,8 @@ def optimizer_steps() -> int:
 
 
 def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if getattr(optimizer, "steps_bucket", False):
+        return
     pieces = [piece for piece in map(piece_of, _params_of(optimizer)) if piece is not None]
     for piece in pieces:
         piece.is_stepped |= piece.has_grad

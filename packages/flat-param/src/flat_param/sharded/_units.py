@@ -102,7 +102,7 @@ def fully_shard(
         ignored_params: parameters that stay as they are: full, separate on each rank, with
             gradients that are not reduced. Those of units inside are left alone, too.
         boundary: "element", or "row", "tensor" or `Blocks` for optimizers that need those whole; or
-            `by_name` or `by_class`, for each parameter.
+            `by_name`, for each parameter.
         init_fn: called on each module whose meta parameters have been allocated; default:
             its own `reset_parameters`.
         sync_module_states: start from the first rank's parameters and buffers.
@@ -254,7 +254,7 @@ def _plan_unit(
     check_unowned("fully_shard", named, FLATTENED)
     check_apart("fully_shard", module, params)
     place = one_device(specs, params, mesh)
-    options = replace(options, boundary=resolve(boundary, specs, module))
+    options = replace(options, boundary=resolve(boundary, specs))
     segments = tuple(plan_segments(specs)) if specs else ()
     for segment in segments:
         plan_shard(segment.layout, world_size=copies[1], boundary=options.boundary)

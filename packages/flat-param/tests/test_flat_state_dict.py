@@ -1,3 +1,5 @@
+"""What `state_dict()` of a flattened module holds."""
+
 import copy
 import io
 import pickle
@@ -8,33 +10,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from flat_param import flat_params_of, flatten
-from flat_param.in_process._flat_segment import FlatSegment
-from flat_param.plan import collect_params, plan_segments
-
-
-@pytest.fixture
-def flat_segment(mlp):
-    """The one segment of a small model."""
-    specs, params = collect_params(mlp)
-    (plan,) = plan_segments(specs)
-    return FlatSegment(plan, params)
-
-
-def test_a_replaced_storage_is_noticed_and_taken_back(mlp, flat_segment):
-    """Its position is named; after adoption the values are in the buffer and nothing is moved."""
-    mlp[2].weight.data = torch.ones(3, 7)
-    assert flat_segment.moved() == [2]
-    flat_segment.adopt(2, mlp[2].weight)
-    assert flat_segment.moved() == []
-    assert int(flat_segment.buffer[44:65].sum()) == 21
-
-
-def test_what_a_segment_accepts(flat_segment):
-    """Its own shape, dtype and trainability, nothing else."""
-    assert flat_segment.fits(1, nn.Parameter(torch.ones(7)))
-    assert not flat_segment.fits(1, nn.Parameter(torch.ones(8)))
-    assert not flat_segment.fits(1, nn.Parameter(torch.ones(7, dtype=torch.float64)))
-    assert not flat_segment.fits(1, nn.Parameter(torch.ones(7), requires_grad=False))
 
 
 def storages(state):

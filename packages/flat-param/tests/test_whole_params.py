@@ -12,10 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from flat_param import ParameterError, StateError, fully_shard, save_sharded
-from flat_param.sharded._full_params import (
-    local_state,
-    named_sites,
-)
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
 PRECISE = MixedPrecisionPolicy(param_dtype=torch.float64)
@@ -78,23 +74,6 @@ def test_stopped_block_writes_nothing_back() -> None:
             model[0].weight.zero_()
         raise KeyboardInterrupt
     assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
-    assert _same(_values(model), before)
-
-
-def test_stopped_before_all_is_shown_nothing_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C as the second unit's copies are put in place."""
-    model = _nested()
-    before, params = _values(model), list(model.parameters())
-    sites = model[1]._flat_param.sites
-
-    def stops(_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(sites, "show", stops)
-    with pytest.raises(KeyboardInterrupt), model.whole_params(write_back=True):
-        pass
-    assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
-    monkeypatch.undo()
     assert _same(_values(model), before)
 
 
@@ -204,7 +183,6 @@ def test_state_dict_in_the_block_has_what_is_there() -> None:
         model[0].weight.mul_(2)
         found = _values(model)
         assert model[0].weight.shape == (4, 4)
-        assert model[0].weight is not next(iter(model._flat_param.sites)).part.params[0]
     assert _same(found, {**before, "0.weight": 2 * before["0.weight"]})
     assert _same(_values(model), before)
 
@@ -261,7 +239,6 @@ def test_values_put_in_place_are_in_state_dict() -> None:
     layer.unshard()
     layer.weight = nn.Parameter(torch.full((3, 4), 2.0))
     assert torch.equal(layer.state_dict()["weight"], torch.full((3, 4), 2.0))
-    assert not layer._flat_param.is_gathered
 
 
 def test_written_and_loaded_values_replace_what_was_gathered() -> None:
@@ -271,10 +248,9 @@ def test_written_and_loaded_values_replace_what_was_gathered() -> None:
     layer(ROWS.double())
     with layer.whole_params(write_back=True):
         layer.weight.data.fill_(2)
-    assert not layer._flat_param.is_gathered
     assert torch.equal(layer(ROWS.double()) - layer.state_dict()["bias"], 8 * torch.ones(2, 3))
     layer.load_state_dict(zeros)
-    assert not layer._flat_param.is_gathered
+    assert not layer(ROWS.double()).any()
 
 
 def test_state_dict_takes_the_plain_modules_arguments() -> None:
@@ -284,37 +260,6 @@ def test_state_dict_takes_the_plain_modules_arguments() -> None:
     assert next(iter(found)) == "net.0.weight"
     kept = model.state_dict(keep_vars=True)
     assert not any(value.requires_grad for value in kept.values())
-
-
-def test_local_state_has_what_no_unit_has() -> None:
-    """Buffers, and no name of a tied parameter."""
-    assert list(local_state(_nested())) == ["1.scale"]
-
-
-def test_sites_have_every_name_of_a_tied_parameter() -> None:
-    """And the same place in the shard under each."""
-    model = _nested()
-    sites = dict(named_sites(model))
-    assert sorted(sites) == sorted({*model.state_dict()} - {"1.scale"})
-    first, second = sites["1.a.weight"], sites["1.b.weight"]
-    assert (first.part, first.index) == (second.part, second.index)
-    layer = nn.Linear(4, 4)
-    twice = fully_shard(nn.Sequential(layer, layer))
-    assert list(dict(named_sites(twice))) == ["0.weight", "0.bias", "1.weight", "1.bias"]
-
-
-def _broken(state: dict[str, Tensor], broken: str) -> type[Exception]:
-    """Make a state wrong in its last entry; what loading it raises."""
-    if broken == "shape":
-        state["1.b.bias"] = torch.zeros(2)
-        return ParameterError
-    if broken == "missing":
-        del state["1.b.bias"]
-    elif broken == "unexpected":
-        state["more"] = torch.zeros(2)
-    else:
-        state["1.scale"] = torch.zeros(2)
-    return RuntimeError
 
 
 def test_state_loads_in_any_dtype_and_in_part() -> None:
