@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from sac_policies import fit_, offload_stats
-from sac_policies.budget import _record, _times
+from sac_policies.budget import _run, _times
 from sac_policies.budget._fit_in_place import _divisions, _Search
-from sac_policies.budget._intervals import forward_of, kept_bytes
 from sac_policies.budget._levels import AGAIN, HIDDEN_AWAY, INPUTS_AWAY, LEVELS
 from sac_policies.budget._step import Step
 
@@ -32,7 +31,12 @@ class Block(nn.Module):
 
 def _search(model, step):
     """Over the outermost blocks."""
-    return _Search(model, step, "peak", next(iter(_divisions(model, step))))
+    return _Search(model, step, next(iter(_divisions(model, step))))
+
+
+def forward_of(intervals):
+    """Intervals before backward."""
+    return list(takewhile(lambda each: each.key != _run.BACKWARD, intervals))
 
 
 def gradients(model, x):
@@ -84,9 +88,10 @@ def test_blocks_may_offload(sim, device, level):
     does = search.put((level,) * 3)
     assert {region.level for region in does} == {LEVELS[level]}
     assert all(map(torch.equal, gradients(model, x), plain))
-    kept = kept_bytes(search._intervals(level)) - kept_bytes(search._intervals(AGAIN))
+    left = [forward_of(search._intervals(each)) for each in (level, AGAIN)]
+    kept, again = (sum(each.grown for each in forward) for forward in left)
     statistics = 3 * 2 * 4 * len(x) if level == HIDDEN_AWAY else 0  # of a norm that is offloaded
-    assert kept == statistics - 3 * x.nbytes
+    assert kept - again == statistics - 3 * x.nbytes
     search.undo()
 
 
@@ -108,9 +113,8 @@ def test_regions_that_offload_fit_as_predicted(sim, device, choice, copy_us):
     plain = search._intervals(0)
     search._learn()
     measured = [plain, *(search._intervals(level) for level in range(1, search._levels))]
-    steps, before = search._steps(measured, [[]] * search._levels)
-    peak = search._measured(choice).peak
-    assert before + steps.growth(choice) == peak
+    steps = search._steps(measured, [[]] * search._levels)
+    assert step.resident() + steps.growth(choice) == search._measured(choice)
     search.undo()
 
 
@@ -120,7 +124,7 @@ def virtual(sim, monkeypatch):
     costs = {"kernel_us": 100, "virtual": True}
     sim.simulate(**costs, copy_gbps=1)
     clock = SimpleNamespace(perf_counter_ns=lambda: int(sim.host_us() * 1e3))
-    for module in (_record, _times):
+    for module in (_run, _times):
         monkeypatch.setattr(module, "time", clock)
     return costs
 

@@ -7,6 +7,7 @@ from torch.nn.parameter import is_lazy
 
 from .._errors import ParameterError, StateError
 from ..buffers._owners import FLATTENED, UNIT, check_owners, check_unowned, owner_of
+from ..layout._arguments import check_is_module
 from ..layout._layout import DEFAULT_ALIGN_BYTES
 from ._flat_params import FlatParams
 from ._flat_segments import FlatSegments
@@ -39,6 +40,7 @@ def flatten(module: nn.Module, *, align_bytes: int = DEFAULT_ALIGN_BYTES) -> Fla
         >>> flat.as_vector()[:6].data_ptr() == layer.weight.data_ptr()
         True
     """
+    check_is_module("flatten", module)
     _check(module)
     flat_segments = FlatSegments(module, align_bytes=align_bytes)
     try:
