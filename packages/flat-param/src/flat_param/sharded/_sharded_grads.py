@@ -269,7 +269,9 @@ class ShardedGrads:
         plan = self.owner.plan
         pairs = zip(self.owner.held.params, self.owner.pieces, strict=True)
         for index, (param, piece) in enumerate(pairs):
-            if grad_hooks(param) and not stays_whole(plan, index):
+            with without_torch_function():
+                is_hooked = bool(grad_hooks(param))
+            if is_hooked and not stays_whole(plan, index):
                 raise ParameterError(
                     f"flat_param.fully_shard: parameter '{piece.spec.name}' has a hook of "
                     f"register_hook and is spread over {plan.world_size} ranks, but the hook would "
