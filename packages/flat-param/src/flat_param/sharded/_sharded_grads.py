@@ -260,6 +260,15 @@ class ShardedGrads:
         for tell in told:
             tell(param)
 
+    def clear(self, set_to_none: bool) -> None:
+        """Clear `.grad` of the optimizer's parameters."""
+        with without_torch_function():
+            for param in self.owner.held.params:
+                if set_to_none:
+                    param.grad = None
+                elif param.grad is not None:
+                    param.grad.zero_()
+
     def check_hooks(self) -> None:
         """Refuse a hook of `register_hook` that would get a piece.
 
