@@ -10,18 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from flat_param import StateError, _torch_compat, fully_shard
+from flat_param import StateError, fully_shard
 from flat_param.comm import _clip
 
 
 @pytest.mark.parametrize("order", [1.0, 2.0, 3.5, math.inf])
-@pytest.mark.parametrize("at_once", [True, False])
-def test_norm_of_pieces_is_that_of_the_whole(
-    order: float, at_once: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Empty pieces count for nothing; where torch has no norm of many, each is asked."""
-    if not at_once:
-        monkeypatch.delattr(torch, "_foreach_norm")
+def test_norm_of_pieces_is_that_of_the_whole(order: float) -> None:
+    """Empty pieces count for nothing."""
     grads = [torch.linspace(-2, 1, numel).to(kind) for numel, kind in PIECES]
     whole = torch.cat([grad.double() for grad in grads])
     total = _clip._power_sum(grads, order)
@@ -32,14 +27,6 @@ def test_norm_of_pieces_is_that_of_the_whole(
 
 
 PIECES = ((5, torch.float32), (0, torch.float32), (3, torch.float64), (0, torch.float64))
-
-
-def test_norms_of_one_and_of_many_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fallback gives what torch's function of many tensors gives."""
-    tensors = [torch.linspace(-1, 3, numel) for numel in (1, 7, 64)]
-    many = _torch_compat.norms_of(tensors, 2.0)
-    monkeypatch.delattr(torch, "_foreach_norm")
-    torch.testing.assert_close(list(many), list(_torch_compat.norms_of(tensors, 2.0)))
 
 
 def test_norm_of_nothing_is_zero() -> None:

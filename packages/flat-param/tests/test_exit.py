@@ -88,10 +88,11 @@ def test_groups_that_were_not_destroyed_stay() -> None:
 def test_the_second_group_ends_with_its_users() -> None:
     """A process that shards, destroys and starts again keeps nothing of the first time."""
     script = """
-from flat_param.comm._groups import _twins
+from flat_param.comm._groups import _derived
 import torch.distributed.nn.functional  # keeps the default group, whoever imports it
 flat_param.fully_shard(model)
-(second,) = _twins.values()
+(made,) = _derived.values()
+(second,) = made.values()
 assert second() is not None
 del model
 gc.collect()

@@ -1,7 +1,7 @@
-"""The stream that a tensor's memory belongs to: the one that was current when it was made.
+"""The home stream of a tensor: the stream that was current when its memory was allocated.
 
-Freed memory is handed out again on that stream at once. So whoever used it elsewhere must have had
-that stream wait; it is simplest to do the work there, which costs nothing where it is current.
+Freed memory is reused on that stream at once, so work on another stream must be waited for there.
+It is simplest to run the work on the home stream.
 """
 
 from __future__ import annotations
@@ -13,17 +13,13 @@ import torch
 
 
 def home_stream(device: torch.device) -> torch.Stream | None:
-    """The stream that tensors made now belong to; None on CPU, which has none."""
+    """The home stream of tensors that are made now; None on CPU."""
     return None if device.type == "cpu" else torch.accelerator.current_stream(device)
 
 
 @contextmanager
 def at_home(stream: torch.Stream | None) -> Iterator[None]:
-    """Do what follows on a stream, after what is queued on the current one and before the rest.
-
-    Args:
-        stream: of `home_stream`; None changes nothing.
-    """
+    """Run the block on a stream, between earlier and later work of the current one."""
     around = None if stream is None else torch.accelerator.current_stream(stream.device)
     if stream is None or around is None or around == stream:
         yield
