@@ -63,3 +63,11 @@ def test_checkpoint_loads_on_other_number_of_ranks(ranks: Any, world: int) -> No
     folder = str(ranks.folder(2, "dcp_states", timeout_s=240))
     for found in ranks(world, "dcp_resume", folder, timeout_s=240):
         assert not any(found.values()), "\n".join(found.values())
+
+
+def test_state_of_blocks_is_one_processes_on_any_ranks(ranks: Any, tmp_path: Path) -> None:
+    """Trained and saved on two, taken up on one and on three: every bit, then and later."""
+    assert ranks(2, "block_state", str(tmp_path), "save", timeout_s=240) == ["save"] * 2
+    for world in (1, 3):
+        found = ranks(world, "block_state", str(tmp_path), "resume", timeout_s=240)
+        assert found == ["resume"] * world

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,8 +17,6 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 
 from .._errors import StateError
-
-_version_of = attrgetter("_version")
 
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 """Attributes of an optimizer with the hooks that its step calls."""
@@ -85,11 +82,6 @@ def backward_is_running() -> bool:
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Have the autograd engine call `callback` at the end of the running backward."""
     _needed(torch.autograd.Variable, "_execution_engine").queue_callback(callback)
-
-
-def versions(tensors: Iterable[Tensor]) -> list[int]:
-    """How often each tensor was written to in place."""
-    return list(map(_version_of, tensors))
 
 
 def is_view(tensor: Tensor) -> bool:

@@ -14,7 +14,7 @@ from ..policies._plans import Plan
 from ._checkpointed import inputs_among
 from ._link import beside_on, measure_link
 from ._measure import storage_bytes
-from ._record import profile
+from ._profile import profile
 
 Hidden = tuple[Plan | None, int]
 """Calls to offload, and their bytes with those of the inputs; None where they are not known."""

@@ -1,4 +1,4 @@
-"""Tensors in what a module takes and returns: found, and cast, in containers of every class."""
+"""Tensors in what a unit takes and returns are cast, in containers of every class."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from flat_param.sharded._tensors import cast_floats, map_tensors, tensors_in
+from flat_param import fully_shard
+
+pytestmark = pytest.mark.usefixtures("group_of_one")
 
 
 class Batch(dict):
@@ -39,6 +43,27 @@ class Answer:
 Pair = namedtuple("Pair", "left right")
 
 
+class Takes(nn.Module):
+    """Notes what it is given, and gives it back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.given: list[Any] = []
+
+    def forward(self, given: Any) -> Any:
+        """The same."""
+        self.given.append(given)
+        return given
+
+
+def cast(given: Any) -> Any:
+    """What a unit that computes in bfloat16 gets."""
+    module = fully_shard(Takes(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    module(given)
+    return module.given[0]
+
+
 def _default(**items: Any) -> defaultdict[str, Any]:
     return defaultdict(list, items)
 
@@ -47,7 +72,7 @@ def _default(**items: Any) -> defaultdict[str, Any]:
 def test_dict_of_any_class_is_cast(make: Any) -> None:
     """Its class stays, with what else it has; the caller's own is not changed."""
     given = make(a=torch.ones(2), n=3, inner=[torch.ones(1, dtype=torch.int64)])
-    made = cast_floats(given, torch.bfloat16)
+    made = cast(given)
     assert type(made) is type(given)
     assert list(made) == ["a", "n", "inner"]
     assert (made["a"].dtype, made["inner"][0].dtype) == (torch.bfloat16, torch.int64)
@@ -58,28 +83,26 @@ def test_dict_of_any_class_is_cast(make: Any) -> None:
 
 def test_other_containers_are_cast() -> None:
     """Tuples with names, lists, and what holds no tensor."""
-    given = (Pair(torch.ones(1), [torch.ones(2)]), Counter("aab"), "text")
-    pair, counted, text = cast_floats(given, torch.float64)
+    pair, counted, text, kind = cast(
+        (Pair(torch.ones(1), [torch.ones(2)]), Counter("aab"), "text", Answer)
+    )
     assert type(pair) is Pair
-    assert [tensor.dtype for tensor in tensors_in(pair)] == [torch.float64] * 2
-    assert counted == Counter("aab")
-    assert text == "text"
+    assert (pair.left.dtype, pair.right[0].dtype) == (torch.bfloat16, torch.bfloat16)
+    assert (counted, text, kind) == (Counter("aab"), "text", Answer)
 
 
 def test_dataclasses_are_cast() -> None:
-    """A frozen one keeps what it was given after it was made; its class is no value."""
+    """A frozen one keeps what it was given after it was made."""
     given = Answer(torch.ones(2), [torch.ones(1, dtype=torch.int64), {"a": torch.ones(1)}])
     object.__setattr__(given, "label", "set")
-    made = cast_floats(given, torch.float64)
+    made = cast(given)
     assert (type(made), made.label) == (Answer, "set")
-    found = [tensor.dtype for tensor in tensors_in(made)]
-    assert found == [torch.float64, torch.int64, torch.float64]
+    found = [made.score.dtype, made.parts[0].dtype, made.parts[1]["a"].dtype]
+    assert found == [torch.bfloat16, torch.int64, torch.bfloat16]
     assert given.score.dtype is torch.float32
-    assert cast_floats(Answer, torch.float64) is Answer
 
 
-def test_cast_that_changes_nothing_gives_the_same_tensors() -> None:
-    """No copy is made of a tensor that has the dtype."""
-    x = torch.ones(2)
-    assert cast_floats([x], torch.float32)[0] is x
-    assert map_tensors(x, torch.neg).tolist() == [-1, -1]
+def test_tensor_of_the_right_dtype_is_not_copied() -> None:
+    """It is the caller's."""
+    x = torch.ones(2, dtype=torch.bfloat16)
+    assert cast([x])[0] is x
