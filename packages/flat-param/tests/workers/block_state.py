@@ -190,7 +190,7 @@ def refuse(rank: int, world: int) -> None:
     with pytest.raises(flat_param.FlatParamError, match=words):
         flat_param.full_state_dict(model, optimizer=optimizer)
     odd["scales"] = optimizer.state[model.stack]["scales"] = torch.ones(len(odd["scales"]))
-    words = "'scales' of parameter 'matrix' is also that of .*'stack'.* rows of blocks are one para"
+    words = "'scales' of parameter 'matrix' is shared with parameter 'stack' and has as many rows"
     with pytest.raises(flat_param.FlatParamError, match=words):
         flat_param.full_state_dict(model, optimizer=optimizer)
     odd["scales"] = torch.ones(len(odd["scales"]) + 1)

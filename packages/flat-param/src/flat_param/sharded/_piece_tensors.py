@@ -155,11 +155,14 @@ def _is_wrong(
     dims = kwargs.get("dim", kwargs.get("axis", args[position] if len(args) > position else None))
     with without_torch_function():
         count = tensor.dim()
-    if dims is None or count < 2:
-        return True
-    first_whole = count - len(piece.plan.cuts[piece.index].inner)
+        is_piece = tuple(tensor.shape) == piece.shard.shape
+    cut = piece.plan.cuts[piece.index]
+    if dims is None or count < 2 or cut.inner is None:
+        return True  # of everything, or without rows or blocks
+    # Dimensions of one element that a piece has between its first one and its whole ones.
+    between = range(1, count - len(cut.inner)) if is_piece else ()
     dims = (dims,) if isinstance(dims, int) else tuple(dims)
-    return not dims or any(dim % count < first_whole for dim in dims)
+    return not dims or any(dim % count == 0 or dim % count in between for dim in dims)
 
 
 def _refused(name: str, piece: ParamPiece) -> ParameterError:
