@@ -1,4 +1,4 @@
-"""Reports made by hand, and small suites that are run in folders of their own."""
+"""Hand-made reports, and small suites that run in their own folders."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-# Runs inside this process forget what they imported, and torch registers this only once.
+# Runs in this process forget their imports, and torch registers this only once.
 from torchparts_conformance import _report
 from torchparts_conformance.requirements import _cases
 
-sys.path.insert(0, str(Path(__file__).parent))  # pytest does not, with --import-mode=importlib
+sys.path.insert(0, str(Path(__file__).parent))  # --import-mode=importlib does not add it
 import small_suite
 
 pytest_plugins = ["pytester"]
 
 
 class Suite:
-    """A small suite in a folder, that can be run."""
+    """A small suite in a folder that can be run."""
 
     def __init__(self, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pytester = pytester
@@ -38,7 +38,7 @@ class Suite:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(textwrap.dedent(text), encoding="utf-8")
         if name == "cases/ckpt_wrap/test_cases.py" and "in-place" not in text:
-            # An adapter may not claim a profile of which there is no requirement.
+            # An adapter may not claim a profile without requirements.
             adapter = small_suite.ADAPTER.replace('{"in-place"}', "set()")
             self.write("adapter.py", adapter)
 
@@ -47,7 +47,7 @@ class Suite:
         self.write("cases/ckpt_wrap/test_cases.py", small_suite.cases(**bodies))
 
     def write_case(self, body: str, *, and_two: bool = False) -> None:
-        """Write a case of CW-001 with a body, and maybe a right one of CW-002."""
+        """Write a case of CW-001 with a body, and optionally a passing case of CW-002."""
         rest = {} if and_two else {"two": None}
         self.write_cases(one=body, three=None, **rest)
 
@@ -74,7 +74,7 @@ def suite(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Suite:
 
 @pytest.fixture
 def make_report(suite: Suite) -> Callable[..., dict[str, Any]]:
-    """A function that makes a report about the small suite, with outcomes by requirement."""
+    """`make_report(...)` makes a report about the small suite, with outcomes by requirement."""
 
     def make(
         outcomes: dict[str, str] | None = None,
@@ -123,7 +123,7 @@ def make_report(suite: Suite) -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture
 def stored(make_report, tmp_path) -> Callable[..., Path]:
-    """A function that makes a report and stores it; returns the path."""
+    """`stored(...)` makes and stores a report and returns its path."""
 
     def store(*args: Any, place: str = "report.json", **changes: Any) -> Path:
         _report.write(tmp_path / place, _report.to_text(make_report(*args, **changes)))
@@ -134,5 +134,5 @@ def stored(make_report, tmp_path) -> Callable[..., Path]:
 
 @pytest.fixture
 def package() -> Path:
-    """The folder of the suite's own package."""
+    """The folder of the suite's package."""
     return _cases.PACKAGE

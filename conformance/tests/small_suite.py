@@ -56,12 +56,12 @@ HEAD = "import pytest\nfrom torchparts_conformance import requirement\n"
 
 
 def cases(one: str = RIGHT, two: str | None = RIGHT, three: str | None = RIGHT) -> str:
-    """Give a file of cases with these bodies; a case whose body is None is left out."""
+    """Return a file of cases with these bodies; a case whose body is None is left out."""
     bodies = ((ONE, one), (TWO, two), (THREE, three))
     return HEAD + "".join(text.format(body=body) for text, body in bodies if body is not None)
 
 
 def declared(id: str) -> str:
-    """Give the decorator that declares a requirement of core."""
+    """Return the decorator that declares a requirement of core."""
     facts = 'level="MUST", text="It MUST.", rationale="why", since="0.1.0", profile="core"'
     return f'@requirement("{id}", {facts})'

@@ -1,4 +1,4 @@
-"""The action that others' CI uses runs the suite as it was told, and ends as the suite does."""
+"""The GitHub action: it passes its inputs to the suite and returns the suite's exit code."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ ACTION = Path(__file__).parents[1] / "action.yml"
 
 @pytest.fixture(scope="module")
 def script():
-    """Give the commands that run the suite."""
+    """Return the commands that run the suite."""
     (block,) = re.findall(r"    - run: \|\n(.*?)\n      shell:", ACTION.read_text("utf-8"), re.S)
     return textwrap.dedent(block)
 
 
 @pytest.fixture
 def ended(script, tmp_path):
-    """Give a function that runs them, with another program in the place of the suite."""
+    """Return a function that runs the commands with a fake suite."""
     (tmp_path / "python").write_text(
         f'#!/bin/sh\nexec {sys.executable} "{tmp_path}/suite.py" "$@"\n', encoding="utf-8"
     )
@@ -57,7 +57,7 @@ raise SystemExit(1)
 
 
 def test_inputs_become_options_word_by_word(ended):
-    """Spaces and quotes in an input stay inside it; without known failures there is no option."""
+    """Spaces and quotes in an input are kept; without known failures there is no option."""
     asked = ["-m", "torchparts_conformance", "run", "--impl", "a b'$HOME", "--area", "mod-tracker"]
     asked += ["--profile", "core", "--device", "cpu", "--out", "out"]
     found = ended(SAYS, IMPL="a b'$HOME")
@@ -67,13 +67,13 @@ def test_inputs_become_options_word_by_word(ended):
 
 
 def test_failed_run_fails_and_is_shown(ended, tmp_path):
-    """With the suite's exit code, and its summary on the page of the run."""
+    """It returns the suite's exit code and adds its summary to the run's page."""
     assert ended(FAILS).returncode == 1
     assert (tmp_path / "summary.md").read_text() == "```\nall passed```\n"
 
 
 def test_every_input_is_used_and_none_is_put_into_a_command():
-    """What a caller writes reaches the shell in variables only."""
+    """A caller's input reaches the shell only in variables."""
     text = ACTION.read_text("utf-8")
     inputs, _, steps = text.partition("runs:")
     names = re.findall(r"^  ([\w-]+):$", inputs.partition("inputs:")[2], re.M)

@@ -1,4 +1,4 @@
-"""What the shipped adapters add to the libraries they adapt."""
+"""Code in the shipped adapters beyond renaming."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from torchparts_conformance.requirements._cases import load_registry
 
 @pytest.fixture
 def mesh():
-    """A group of this process alone."""
+    """A process group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
 
 
 def test_states_of_fully_shard_are_whole_tensors(mesh):
-    """Sharded ones are gathered, and others given as they are."""
+    """Sharded tensors are gathered; others are returned unchanged."""
     plain = torch.arange(4.0)
     assert fsdp2._whole(plain) is plain
     whole = fsdp2._whole(distribute_tensor(plain, mesh, [Shard(0)]))
@@ -41,7 +41,7 @@ def test_states_of_fully_shard_are_whole_tensors(mesh):
 
 @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`:UserWarning")
 def test_module_becomes_its_wrapper_with_its_own_forward_inside(mesh):
-    """What was the module is called by the wrapper, also after it got another forward."""
+    """The wrapper calls the original module, also after `forward` was replaced."""
     module = torch.nn.Linear(2, 2)
     assert fsdp1._Part.fully_shard(module) is module
     assert type(module.module) is torch.nn.Linear
@@ -53,7 +53,7 @@ def test_module_becomes_its_wrapper_with_its_own_forward_inside(mesh):
 
 
 def test_module_whose_wrapping_is_refused_stays_as_it_was(mesh):
-    """Its class, its parameters and what it computes."""
+    """Its class, parameters and results."""
     module = torch.nn.Linear(2, 2)
     held, expected = module.weight, module(torch.ones(2))
     with pytest.raises((AttributeError, TypeError)):
@@ -64,7 +64,7 @@ def test_module_whose_wrapping_is_refused_stays_as_it_was(mesh):
 
 
 def test_tools_of_torch_say_what_they_do_not_have():
-    """A count is the counter's own; rows, hooks and other reports are not provided."""
+    """The counter's total is provided; rows, hooks and other reports are not."""
     part = torch_tools.implementation().parts["mod-tracker"]
     with part.profile_flops() as report:
         torch.ones(2, 3) @ torch.ones(3, 4)
@@ -77,7 +77,7 @@ def test_tools_of_torch_say_what_they_do_not_have():
 
 
 def test_module_computes_with_what_fairscale_flattened():
-    """Its parameters are shown anew before each forward."""
+    """Its parameters are views again before each forward."""
     pytest.importorskip("fairscale")
     module = torch.nn.Linear(2, 2)
     handle = fairscale._Handle(list(module.parameters()), module, device=None)
@@ -89,7 +89,7 @@ def test_module_computes_with_what_fairscale_flattened():
 
 
 def test_exception_without_a_text_is_named_by_its_class():
-    """What is raised may raise again when it is asked for its message."""
+    """`__str__` of the exception raises."""
 
     class Mute(Exception):
         def __str__(self):
@@ -99,7 +99,7 @@ def test_exception_without_a_text_is_named_by_its_class():
 
 
 def test_refusal_of_an_adapter_is_said_once(tmp_path, monkeypatch):
-    """What the adapter did wrong is said with its name, not wrapped in another complaint."""
+    """An adapter's own error has its name and is not wrapped in another message."""
     text = "from torchparts_conformance import Implementation\nImplementation('', '1')\n"
     (tmp_path / "nameless.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
@@ -112,7 +112,7 @@ def test_refusal_of_an_adapter_is_said_once(tmp_path, monkeypatch):
 
 
 def test_module_is_called_through_deepspeeds_checkpoint():
-    """Its forward runs once more in backward, by either function, and it stays what it was."""
+    """With both functions its forward runs once more in backward, and the module is unchanged."""
     pytest.importorskip("deepspeed")
     from torchparts_conformance.adapters import deepspeed
 
@@ -129,7 +129,7 @@ def test_module_is_called_through_deepspeeds_checkpoint():
 
 
 def test_module_becomes_a_layer_that_transformers_checkpoints():
-    """Its forward runs once more in backward, through the class, with reentrance and without."""
+    """Its forward runs once more in backward, reentrant and not."""
     pytest.importorskip("transformers")
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -143,14 +143,14 @@ def test_module_becomes_a_layer_that_transformers_checkpoints():
         assert part.checkpoint_wrapper(module, impl) is module
         assert isinstance(module, GradientCheckpointingLayer)
         module(torch.ones(1, 2, requires_grad=True)).sum().backward()
-        # It checkpoints `forward`, so that hooks of the module run once.
+        # It checkpoints `forward`, so hooks of the module run once.
         assert calls == ["hook", "gradient"]
         given = module._gradient_checkpointing_func.keywords
         assert given == {"use_reentrant": impl is part.CheckpointImpl.REENTRANT}
 
 
 def test_block_is_wrapped_by_torchtitan():
-    """What stands in its place is torch's wrapper; reentrance is not provided."""
+    """The replacement is torch's wrapper; reentrant checkpointing is not provided."""
     pytest.importorskip("torchtitan")
     from torchparts_conformance.adapters import inside_torch, torchtitan
 
@@ -165,7 +165,7 @@ def test_block_is_wrapped_by_torchtitan():
 
 @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`:UserWarning")
 def test_rule_selects_what_lightning_wraps_in_a_sharded_model(mesh):
-    """By the strategy as its users have it, and by the step alone."""
+    """With the strategy as users configure it, and with the single step that the adapter calls."""
     pytest.importorskip("lightning")
     from lightning.fabric.strategies.fsdp import FSDPStrategy
 
@@ -193,7 +193,7 @@ def test_rule_selects_what_lightning_wraps_in_a_sharded_model(mesh):
 
 
 def test_adapters_name_requirements_that_exist():
-    """An id in `lacks` of a requirement that is gone would excuse nothing."""
+    """An id in `lacks` that does not exist would have no effect."""
     folder = Path(adapters.__file__).parent
     ids = re.compile(r'"([A-Z]{2}-\d{3})"')
     named = {id for path in folder.glob("*.py") for id in ids.findall(path.read_text("utf-8"))}

@@ -1,4 +1,4 @@
-"""What a case needs is read from its file, and what a part lacks is found before any case runs."""
+"""Needs of a case are read from its file, and missing names are found before any case runs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ BESIDE = "def helped(part):\n    part.five(size=1)\n"
 
 @pytest.fixture
 def cases(tmp_path):
-    """A file of cases with another beside it."""
+    """A file of cases that imports another one."""
     (tmp_path / "_beside.py").write_text(BESIDE)
     (tmp_path / "test_them.py").write_text(CASES)
     return tmp_path / "test_them.py"
@@ -105,7 +105,7 @@ def test_implementation_with_every_name_lacks_nothing(name):
 
 
 def _takes(module, depth=1):
-    """A function that takes what it names."""
+    """A function with some named arguments."""
 
 
 PART = types.SimpleNamespace(wrap=_takes, passes_on=lambda **options: None)

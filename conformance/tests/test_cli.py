@@ -1,4 +1,4 @@
-"""The commands that run nothing, and what the documentation tells a new user to type."""
+"""Commands that run no cases, and the commands in the documentation."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_explanation_runs_one_requirement_without_capturing():
 
 
 def commands(page: Path) -> list[tuple[list[str], dict[str, str], list[str]]]:
-    """Return arguments, variables and shown lines of each command of the suite on a page."""
+    """Return arguments, variables and shown output of each command of the suite on a page."""
     blocks = re.findall(r"```console\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     found = []
     for command in re.split(r"^\$ ", "".join(blocks), flags=re.MULTILINE)[1:]:
@@ -148,7 +148,7 @@ def commands(page: Path) -> list[tuple[list[str], dict[str, str], list[str]]]:
 
 @pytest.fixture
 def command(tmp_path):
-    """A function that runs a command of a page as it is installed; returns what it printed."""
+    """`command(...)` runs a page's command and returns its output."""
     script = tmp_path / "bin" / "torchparts-conformance"
     script.parent.mkdir()
     script.write_text(

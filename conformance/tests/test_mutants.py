@@ -1,4 +1,4 @@
-"""Broken implementations: how they are declared, shared and tried; the real ones are complete."""
+"""Broken implementations: declaration, shared code, running; every requirement has one."""
 
 from __future__ import annotations
 

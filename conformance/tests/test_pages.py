@@ -82,7 +82,7 @@ def test_explanation_names_reason_source_and_cases():
 
 @pytest.fixture
 def publish(suite, stored, tmp_path):
-    """A function that publishes reports, each given by its changes; returns code and results."""
+    """`publish(...)` publishes reports with changes; returns code and results."""
 
     def publish(*reports):
         paths = [str(stored(place=f"{n}.json", **changes)) for n, changes in enumerate(reports)]

@@ -1,4 +1,4 @@
-"""Runs of a small suite: outcomes, verdicts, options and adapters that cannot be used."""
+"""Runs of a small suite: outcomes, verdicts, options and invalid adapters."""
 
 from __future__ import annotations
 

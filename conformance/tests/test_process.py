@@ -1,4 +1,4 @@
-"""Cases run in processes of their own, which an implementation may end."""
+"""Cases in child processes, which an implementation may crash."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ impl = Implementation("it", "1", parts={{"ckpt-wrap": types.SimpleNamespace(answ
 
 @pytest.fixture
 def run(suite, monkeypatch):
-    """A function that runs the small suite by its command line; returns the exit code."""
-    # Processes find the suite's cases by their own constant: name the small ones to pytest.
+    """`run(...)` runs the small suite by its command line; returns the exit code."""
+    # Child processes use the suite's own path of cases; replace it by the small suite's.
     command = [sys.executable, "-m", "pytest", str(suite.root / "cases")]
     command += ["--rootdir", str(suite.root), "-p", "torchparts_conformance.plugin"]
     monkeypatch.setattr(_process, "pytest_command", lambda: command)

@@ -1,4 +1,4 @@
-"""The pool of worker processes: what it returns, and what it survives."""
+"""The pool of worker processes: results, and recovery from failures."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_misuse_of_ranks_is_an_error_of_the_case(suite, body, said):
 
 
 class Fake:
-    """A worker that answers at once, or never, or is dead."""
+    """A worker that answers at once, never answers, or is dead."""
 
     def __init__(self, answer=None, *, ready=True):
         self.answers, self.jobs, self.answer = queue.Queue(), [], answer
@@ -118,12 +118,12 @@ class Fake:
 
 
 def _module_level(part, rank, world_size):
-    """Never runs here."""
+    """Not called."""
 
 
 @pytest.fixture
 def pool():
-    """A function that makes a pool of fakes run something."""
+    """`pool(...)` makes a pool of fake workers run a function."""
     made = _ranks.RankPool()
 
     def run(*workers, timeout_s=5.0):

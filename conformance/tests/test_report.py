@@ -1,4 +1,4 @@
-"""Reports: verdicts by part and profile, announced failures, reading what was edited."""
+"""Reports: verdicts by part and profile, known failures, and reading edited reports."""
 
 from __future__ import annotations
 

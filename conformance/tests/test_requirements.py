@@ -108,7 +108,7 @@ def helper(part):
 
 @pytest.fixture
 def write(tmp_path):
-    """A function that writes files of cases of ckpt-wrap, and returns the root."""
+    """`write(...)` writes files of cases of ckpt-wrap and returns the root."""
 
     def write(**files):
         for name, text in files.items():
@@ -205,7 +205,7 @@ def _modules(node):
     return [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
 
 
-# Names with an underscore that torch documents as the way to extend it, or that have no other.
+# Names with an underscore that torch documents for extensions, or that have no public alternative.
 EXTENSION_POINTS = (
     "torch.Tensor._make_wrapper_subclass",
     "torch._dynamo.reset",

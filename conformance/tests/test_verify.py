@@ -1,4 +1,4 @@
-"""Reports are checked against the suite and run again; entries of the list are made of them."""
+"""Checking reports against the suite by running again; list entries made from reports."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ liar = Implementation("liar", "1", parts={"ckpt-wrap": types.SimpleNamespace(ans
 
 @pytest.fixture
 def claimed(suite):
-    """Write a report of an implementation that fails, in which everything passes."""
+    """Write a report in which a failing implementation passes everything."""
     suite.write("liar.py", LIAR)
     suite.run(impl="liar:liar")
     report = suite.report()
@@ -85,7 +85,7 @@ def test_report_that_claims_passes_is_caught_by_its_sample(claimed, suite, monke
         return suite.report()
 
     monkeypatch.setattr(_verify, "run_cases", run_cases)
-    assert _cli.main(["verify", str(claimed)]) == 0  # without a run it cannot be told
+    assert _cli.main(["verify", str(claimed)]) == 0  # undetectable without running
     options = ["--impl", "liar:liar", "--sample", "1", "--seed", "3"]
     assert _cli.main(["verify", str(claimed), *options]) == 1
     said = capsys.readouterr()

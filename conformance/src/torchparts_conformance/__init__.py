@@ -1,8 +1,8 @@
-"""Requirements for four training parts, and a suite that checks any implementation of them.
+"""Requirements for four training libraries, and a suite that checks any implementation of them.
 
-A part is one of checkpointing wrappers (`ckpt-wrap`), module tracking (`mod-tracker`), flat
-parameters (`flat-param`) and selective policies (`sac-policies`); `combined` uses them together.
-An `Implementation` says where its parts are.
+The four parts are checkpoint wrappers (`ckpt-wrap`), module tracking (`mod-tracker`), flat
+parameters (`flat-param`) and selective checkpointing (`sac-policies`). The area `combined` uses all
+of them. An `Implementation` tells the suite where its parts are.
 
     from torchparts_conformance import Implementation
 

@@ -1,4 +1,4 @@
-"""`python -m torchparts_conformance`, and the command `torchparts-conformance`."""
+"""Entry point of `python -m torchparts_conformance` and of the command `torchparts-conformance`."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def _entry_points() -> list[importlib.metadata.EntryPoint]:
 
 
 def installed(name: str) -> str:
-    """Return the distributions behind a short name with their versions, or which are missing."""
+    """Return the distributions of a short name with their versions, or the missing ones."""
     if name in SHIPPED:
         wanted = SHIPPED[name][1]
     else:
@@ -61,7 +61,7 @@ def installed(name: str) -> str:
 
 
 def version_of(distribution: str) -> str:
-    """Return the version of a distribution; empty if neither it nor its package is there."""
+    """Return the version of a distribution; "" if the distribution is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -99,7 +99,7 @@ def load_implementation(spec: str | None = None) -> Implementation:
 
 
 def _see_working_directory() -> None:
-    """Import from the working directory, where an installed command does not look."""
+    """Add the working directory to the import path: an installed command does not search it."""
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path and not getattr(sys.flags, "safe_path", False):
         sys.path.append(here)
@@ -125,7 +125,7 @@ def import_object(path: str, *, role: str) -> Any:
             found = getattr(found, name)
     except KeyboardInterrupt:
         raise
-    except AdapterError as error:  # its message says what to do
+    except AdapterError as error:  # already has a clear message
         raise AdapterError(f"{role}: {error}") from error
     except BaseException as error:  # an adapter may also skip, or exit
         raise AdapterError(
@@ -136,7 +136,7 @@ def import_object(path: str, *, role: str) -> Any:
 
 
 def load_part(implementation: Implementation, area: str) -> Any:
-    """Return the object of one area; for `combined`, a namespace with all four, by module name."""
+    """Return the part of one area; for `combined`, a namespace with all four, by module name."""
     if area == "combined":
         return types.SimpleNamespace(
             **{part.replace("-", "_"): load_part(implementation, part) for part in PARTS}
@@ -152,7 +152,7 @@ def load_part(implementation: Implementation, area: str) -> Any:
 
 
 def adapter_file(spec: str) -> Path | None:
-    """Return the file of an adapter that was imported."""
+    """Return the file of an imported adapter."""
     module = known_adapters().get(spec, spec).partition(":")[0]
     origin = getattr(sys.modules.get(module), "__file__", None)
     return Path(origin) if origin else None

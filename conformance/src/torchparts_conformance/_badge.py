@@ -1,7 +1,7 @@
-"""The badge of one area, which follows from a report.
+"""The badge of one area, computed from a report.
 
-Counts are exact and of MUST requirements. Green: every claimed profile is conformant. Yellow: core
-is. Red: core is not. Grey: nothing was judged.
+Counts are exact and count MUST requirements. Green: every claimed profile is conformant. Yellow:
+core is conformant. Red: core is not. Grey: no requirement was judged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PADDING_PX = 10
 
 @dataclass(frozen=True)
 class Badge:
-    """What a badge says, in shields' words."""
+    """Text and colour of a badge, with the field names of shields.io."""
 
     area: str
     label: str
@@ -32,7 +32,7 @@ class Badge:
 
 
 def badges(report: Mapping[str, Any]) -> list[Badge]:
-    """Return the badge of each area the run was asked about."""
+    """Return the badge of each area of the run."""
     return [_badge(report, area) for area in AREAS if area in report["claims"]["areas"]]
 
 
@@ -48,7 +48,7 @@ def _badge(report: Mapping[str, Any], area: str) -> Badge:
 
 
 def message(report: Mapping[str, Any], area: str) -> str:
-    """Return what was found of an area, such as `core 41 of 41; robust 12 of 30 | cpu`."""
+    """Return the text of a badge, such as `core 41 of 41; robust 12 of 30 | cpu`."""
     judged = _report.judged(report, area)
     devices = dict.fromkeys(v["device"] for v in judged)
     return ", ".join(
@@ -73,7 +73,7 @@ def _color(judged: list[Mapping[str, Any]]) -> str:
 
 
 def to_shields(badge: Badge) -> str:
-    """Write the JSON that a shields endpoint badge reads."""
+    """Write the JSON for a shields.io endpoint badge."""
     content = {
         "schemaVersion": 1,
         "label": badge.label,
@@ -86,7 +86,7 @@ def to_shields(badge: Badge) -> str:
 
 
 def to_svg(badge: Badge) -> str:
-    """Draw the badge; the picture refers to nothing outside itself."""
+    """Draw the badge as a self-contained SVG."""
     left, right = (_width(text) for text in (badge.label, badge.message))
     label, message = html.escape(badge.label), html.escape(badge.message)
     title = f"{html.escape(badge.implementation)}: {label}: {message}"

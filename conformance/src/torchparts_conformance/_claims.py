@@ -1,7 +1,7 @@
-"""What a run holds an implementation to: profiles that it claims, and names that its parts have.
+"""What an implementation is judged by in a run: its claimed profiles, and the names of its parts.
 
-What a part does not have is found before any case runs. No function of a part is called for that:
-names are looked up, and options are compared with signatures.
+Missing names and options are found before any case runs, without calling a part: names are looked
+up, and options are compared with signatures.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Claims:
     """The claims of one run.
 
     Attributes:
-        implementation: that is run.
-        profiles: that were chosen; None for all.
-        unfit: why nothing is provided with the installed torch, or empty.
+        implementation: the implementation under test.
+        profiles: the chosen profiles; None for all.
+        unfit: why the implementation does not support the installed torch, or "".
     """
 
     implementation: Implementation
@@ -36,7 +36,7 @@ class Claims:
     unfit: str = ""
 
     def why_not(self, requirement: Requirement) -> tuple[str, str]:
-        """Return outcome and reason if the implementation is not held to a requirement, or ''."""
+        """Return outcome and reason if a requirement does not apply, or ''."""
         if not self.implementation.provides(requirement.area):
             return "not_provided", f"{requirement.area} is not provided"
         is_chosen = self.profiles is None or requirement.profile in self.profiles
@@ -46,7 +46,7 @@ class Claims:
 
 
 def check_profiles(chosen: Iterable[str], registry: Mapping[str, Requirement]) -> None:
-    """Refuse chosen profiles that no requirement has."""
+    """Raise if no requirement has a chosen profile."""
     known = {requirement.profile for requirement in registry.values()}
     if unknown := sorted(set(chosen) - known):
         raise OptionError(
@@ -55,7 +55,7 @@ def check_profiles(chosen: Iterable[str], registry: Mapping[str, Requirement]) -
 
 
 def check_capabilities(implementation: Implementation, registry: Mapping[str, Requirement]) -> None:
-    """Refuse capabilities that no requirement has."""
+    """Raise if no requirement has a claimed capability."""
     for area, profiles in sorted(implementation.capabilities.items()):
         known = {
             requirement.profile for requirement in registry.values() if requirement.area == area
@@ -70,13 +70,13 @@ def check_capabilities(implementation: Implementation, registry: Mapping[str, Re
 def why_missing(
     part: Any, needs: Needs, lacks: Mapping[str, str], ids: Collection[str] = ()
 ) -> str:
-    """Return which of its needs a case would not find, or an empty string.
+    """Return which name or option that a case needs is missing, or "".
 
     Args:
         part: the object under test.
-        needs: of the case.
-        lacks: name, option or requirement -> why the adapter says it is not there.
-        ids: of the requirements that the case checks.
+        needs: names and options that the case uses.
+        lacks: name, option or requirement -> the adapter's reason why it is missing.
+        ids: requirements that the case checks.
     """
     said = (*ids, *needs.names, *(option for _, option in needs.options | needs.attempts))
     if declared := sorted(set(said) & set(lacks)):
@@ -99,7 +99,7 @@ def _missing_options(part: Any, needs: Needs) -> Iterator[str]:
 
 
 def _found(part: Any, name: str) -> Any:
-    """Look a dotted name up; an attribute that raises counts as found, and the case shows how."""
+    """Look up a dotted name. An attribute that raises counts as found; the case then fails."""
     for word in name.split("."):
         try:
             part = getattr(part, word)
@@ -111,7 +111,7 @@ def _found(part: Any, name: str) -> Any:
 
 
 def unfit_torch(implementation: Implementation) -> str:
-    """Return why an implementation is not for the installed torch, or an empty string.
+    """Return why an implementation does not support the installed torch, or "".
 
     The adapter may say so, or the metadata of one of its distributions.
     """

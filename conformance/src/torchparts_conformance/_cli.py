@@ -54,7 +54,7 @@ _Registry = Mapping[str, Requirement]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code."""
+    """Run a command and return its exit code."""
     arguments = _parser().parse_args(argv)
     command: Callable[[argparse.Namespace], int] = arguments.command
     try:
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fail([f"{NAME}: {error}"], BAD_INPUT)
     except RunError as error:
         return fail([f"{NAME}: {error}"], NOT_CONFORMANT)
-    except BrokenPipeError:  # the reader of our output has ended
+    except BrokenPipeError:  # the reader closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NOT_CONFORMANT
     except OSError as error:
@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _clear(folder: Path) -> None:
-    """Remove the files of an earlier run, so that none is taken for one of this run."""
+    """Remove the output files of an earlier run, so that they are not mistaken for new ones."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("report.json", "summary.txt", "badge-*"):
         for path in folder.glob(name):
@@ -109,7 +109,7 @@ def _jobs(arguments: argparse.Namespace) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    """Print all about one requirement, and run its cases without capturing output."""
+    """Print everything about one requirement, and run its cases without capturing output."""
     asked = _requirement_named(arguments.explain, load_registry(), "--explain")
     arguments.area = asked.area
     say(*_summary.explained(asked, cases_by_id().get(asked.id, [])), "")
@@ -126,7 +126,7 @@ def _requirement_named(word: str, registry: _Registry, option: str) -> Requireme
 
 
 def list_adapters(_: argparse.Namespace) -> int:
-    """Print every implementation that has a short name, and whether it is installed."""
+    """Print every short name, and whether its implementation is installed."""
     for name, path in sorted(_adapters.known_adapters().items()):
         origin = "shipped" if name in _adapters.SHIPPED else "entry point"
         say(f"{name:<14} {origin:<12} {_adapters.installed(name)}  ({path})")
@@ -134,7 +134,7 @@ def list_adapters(_: argparse.Namespace) -> int:
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Import an adapter and its parts, and say what a verdict would cover."""
+    """Import an adapter and its parts, and print what a verdict would cover."""
     registry = load_registry()
     implementation = _adapters.load_implementation(arguments.impl)
     _run.refuse_private_imports(_adapters.adapter_file(arguments.impl or ""))
@@ -154,7 +154,7 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 
 def _coverage(claims: Claims, area: str, registry: _Registry) -> Iterator[str]:
-    """Return how many requirements of each profile would be judged, and why others would not."""
+    """Count the requirements of each profile that would be judged, with reasons for the others."""
     part = _adapters.load_part(claims.implementation, area)
     lacks = claims.implementation.lacks.get(area, {})
     missing: dict[str, str] = {}
@@ -207,7 +207,7 @@ def verify(arguments: argparse.Namespace) -> int:
 
 
 def submit(arguments: argparse.Namespace) -> int:
-    """Make the entry of an implementation for the public list, from its report."""
+    """Write the entry of an implementation for the public list, from its report."""
     report = _report.read(arguments.report)
     entry = _listing.new(report, contact=arguments.contact, source=arguments.source)
     path = _listing.submit(entry, arguments.to)
@@ -224,7 +224,7 @@ def recheck(arguments: argparse.Namespace) -> int:
 
 
 def publish(arguments: argparse.Namespace) -> int:
-    """Put reports into the results file, from which the site is built."""
+    """Add reports to the results file of the site."""
     reports = [(path, _report.read(path)) for path in arguments.reports]
     found = [f"{path}: {text}" for path, report in reports for text in _unpublishable(report)]
     if found:
@@ -246,14 +246,14 @@ def _unpublishable(report: Mapping[str, Any]) -> list[str]:
 
 
 def print_trace(_: argparse.Namespace) -> int:
-    """Print test of PyTorch -> requirement -> case."""
+    """Print the tests of PyTorch, each with its requirement and case."""
     lines, problems = trace()
     say(*lines, f"{len(lines)} source tests, {len(problems)} problems")
     return fail(problems, SUITE_BROKEN)
 
 
 def mutants(arguments: argparse.Namespace) -> int:
-    """Try each broken implementation on the requirements it declares to break."""
+    """Run each broken implementation on the requirements that it must fail."""
     registry = load_registry()
     words = arguments.requirement.split(",") if arguments.requirement else []
     asked = [_requirement_named(word, registry, "--requirement") for word in words]
@@ -274,7 +274,7 @@ def mutants(arguments: argparse.Namespace) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line and exit code 4."""
+    """A parser that prints errors on one line and exits with code 4."""
 
     def error(self, message: str) -> NoReturn:
         say(f"{self.prog}: {message}", is_wrong=True)

@@ -1,4 +1,4 @@
-"""Cases as pytest collected them: what each one checks, what came out, and which ones run."""
+"""Cases as pytest collected them, with the requirements they check and their outcomes."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _FOLDERS = {folder_of(area) for area in AREAS}
 
 @dataclass
 class CaseResult:
-    """One case on one device: the requirements it checks there, and what came out so far.
+    """One case on one device, with the requirements it checks there and its outcome so far.
 
     Attributes:
-        where: lines of the case and of the adapter that led to an exception.
-        missing: what of the part the case would not find, or empty.
-        uses_ranks: it starts worker processes.
+        where: lines of the case and of the adapter in the traceback of an exception.
+        missing: name or option that the case needs and the part lacks, or "".
+        uses_ranks: whether it starts worker processes.
     """
 
     case: str
@@ -50,7 +50,7 @@ class CaseResult:
         return self.requirements[0].area
 
     def row(self, requirement: Requirement, lacks: tuple[str, str]) -> dict[str, Any]:
-        """Return the row of a report about one of the requirements."""
+        """Return the row of a report for one of the requirements."""
         outcome, reason = lacks if lacks[0] else (self.outcome, self.reason)
         return {
             "id": requirement.id,
@@ -64,7 +64,7 @@ class CaseResult:
 
 
 def area_of_path(path: Path) -> str | None:
-    """Return the area a file's cases belong to, from the folder below `cases`."""
+    """Return the area of a file of cases, from the folder below `cases`."""
     for above, folder in itertools.pairwise(path.parts):
         if above == "cases" and folder in _FOLDERS:
             return area_of(folder)
@@ -78,7 +78,7 @@ def device_of(item: pytest.Item) -> str:
 
 
 def case_name(item: pytest.Item) -> str:
-    """Name a case by area folder, file, function and parameters without the device."""
+    """Name a case by area folder, file, function and parameters, without the device."""
     path = Path(item.path)
     function, bracket, parameters = item.name.partition("[")
     words = [word for word in parameters.rstrip("]").split("-") if word != device_of(item)]
@@ -87,10 +87,10 @@ def case_name(item: pytest.Item) -> str:
 
 
 class Collected:
-    """The result of every case that checks something on its device, in order of collection.
+    """All case results, in order of collection.
 
     Attributes:
-        problems: files of cases that could not be imported, and why.
+        problems: files of cases that could not be imported, with the reason.
     """
 
     def __init__(self, registry: Mapping[str, Requirement]) -> None:
@@ -103,11 +103,11 @@ class Collected:
         return iter(self._results.values())
 
     def find(self, item: pytest.Item) -> CaseResult | None:
-        """Return the result of an item; None if it checks nothing on its device."""
+        """Return the result of an item; None if the item checks no requirement on its device."""
         return self._results.get(item.nodeid)
 
     def take(self, items: Iterable[pytest.Item]) -> None:
-        """Take every case before selection."""
+        """Record every case before selection."""
         for item in items:
             device = device_of(item)
             wanted = tuple(r for r in self._requirements(item) if r.is_for(device))
@@ -133,14 +133,14 @@ class Collected:
         return [self._registry[id] for id in dict.fromkeys(ids)]
 
     def note_import_error(self, path: Path, why: str) -> None:
-        """Note that a file of cases could not be imported; `why` is pytest's text."""
+        """Record that a file of cases could not be imported; `why` is pytest's text."""
         lines = [line.strip() for line in why.splitlines() if line.strip()]
         errors = [line[1:].strip() for line in lines if line.startswith("E ")]
         error = (errors or lines or ["no reason is known"])[-1]
         self.problems.append(f"{path.parent.name}/{path.name} cannot be imported: {error}")
 
     def not_collected(self, areas: Iterable[str], devices: Sequence[str]) -> Iterator[CaseResult]:
-        """Return a result for each case of the areas and devices that pytest did not collect."""
+        """Return a result for each case of the chosen areas that pytest did not collect."""
         there = {
             (r.id, function_of(entry.case), entry.device)
             for entry in self
@@ -155,7 +155,7 @@ class Collected:
                         yield CaseResult(case.name, device, (requirement,), reason="not collected")
 
     def quick(self) -> set[str]:
-        """Return one case of each MUST of core and robust, without ranks; uncompiled if possible.
+        """Select one case for each MUST of core and robust, without ranks, uncompiled if possible.
 
         Returns:
             The node ids of the cases.
@@ -172,14 +172,14 @@ class Collected:
 
 
 def known_order(order: str) -> str:
-    """Return an order: `listed`, `reversed`, or shuffled by a seed, such as `seed:7`."""
+    """Check a name of an order: `listed`, `reversed`, or a seed such as `seed:7`."""
     if not re.fullmatch(r"listed|reversed|seed:\d{1,9}", order):
         raise OptionError(f"--order {order!r:.60} is unknown. Known are listed, reversed, seed:N.")
     return order
 
 
 def ordered(items: Sequence[Any], order: str) -> list[Any]:
-    """Return items in a known order."""
+    """Sort items by a known order."""
     arranged = list(reversed(items)) if order == "reversed" else list(items)
     if seed := order.partition(":")[2]:
         random.Random(int(seed)).shuffle(arranged)
@@ -189,13 +189,13 @@ def ordered(items: Sequence[Any], order: str) -> list[Any]:
 def claimed(
     items: Sequence[pytest.Item], share: Path, uses_ranks: Mapping[str, bool]
 ) -> Iterator[pytest.Item]:
-    """Claim one item after another, while other processes claim items of the same run.
+    """Yield items that this process claims, while other processes claim items of the same run.
 
     Args:
         items: of this process; every process has the same ones.
         share: `folder/N` for process N; the folder is shared.
-        uses_ranks: by node id. The first process takes those early, the others late, so that
-            worker processes do not compete while anything else is left.
+        uses_ranks: by node id. The first process claims these cases first, the others last, so that
+            worker processes do not compete with other cases.
     """
     numbers = {nodeid: str(n) for n, nodeid in enumerate(sorted(item.nodeid for item in items))}
     is_first = share.name == "0"

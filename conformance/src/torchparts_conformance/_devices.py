@@ -1,4 +1,4 @@
-"""The kinds of devices that torch finds on this machine."""
+"""Kinds of devices on this machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def accelerator() -> str | None:
-    """Return the kind of accelerator that torch finds on this machine, such as "cuda"."""
+    """Return the kind of this machine's accelerator, such as "cuda"."""
     import torch
 
     found = torch.accelerator.current_accelerator(check_available=True)
@@ -16,7 +16,7 @@ def accelerator() -> str | None:
 
 
 def is_known(kind: str) -> bool:
-    """Return whether torch, or an installed back end, has such a kind of device."""
+    """Return whether torch, or an installed backend, knows this kind of device."""
     import torch
 
     try:
@@ -33,7 +33,7 @@ def is_there(kind: str) -> bool:
 
 
 def environment() -> dict[str, Any]:
-    """Return which Python, torch and devices a run uses; nothing that names the machine."""
+    """Return Python, torch and devices of a run, without anything that identifies the machine."""
     import torch
 
     kind = accelerator()

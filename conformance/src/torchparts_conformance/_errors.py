@@ -1,4 +1,4 @@
-"""Errors of the suite, its exit codes, and printing."""
+"""Errors of the suite, exit codes, and printing."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ SUITE_BROKEN = 5
 
 
 class ConformanceError(Exception):
-    """Input of the suite cannot be used: one line, and exit code 4."""
+    """The suite cannot use its input. Printed on one line, with exit code 4."""
 
 
 class AdapterError(ConformanceError, ValueError):
-    """An implementation cannot be found or imported, or says something impossible."""
+    """An implementation cannot be found or imported, or its adapter is not valid."""
 
 
 class OptionError(ConformanceError, ValueError):
-    """An option has an impossible value."""
+    """The value of an option is not valid."""
 
 
 class RegistryError(ConformanceError, ValueError):
-    """A requirement or a broken implementation is declared wrongly."""
+    """A requirement or a broken implementation has a wrong declaration."""
 
 
 class ReportError(ConformanceError, ValueError):
@@ -37,7 +37,7 @@ class RankError(ConformanceError, RuntimeError):
 
 
 class NotProvided(AttributeError):
-    """Raised by a part that lacks what a case needs.
+    """Raised by a part that lacks a name or option that a case needs.
 
     The outcome of the case is `not_provided`, which is neither a pass nor a failure: verdicts do
     not count it.
@@ -45,19 +45,19 @@ class NotProvided(AttributeError):
 
 
 def say(*lines: str, is_wrong: bool = False) -> None:
-    """Print lines, to standard error if something is wrong."""
+    """Print lines; to standard error if `wrong`."""
     print("\n".join(map(printable, lines)), file=sys.stderr if is_wrong else sys.stdout, flush=True)
 
 
 def printable(line: str) -> str:
-    """Replace control characters, and defuse text that CI services read as a command."""
+    """Replace control characters, and escape text that CI services interpret as a command."""
     shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
     is_command = shown.lstrip().startswith(("::", "##["))
     return f"\N{REPLACEMENT CHARACTER}{shown}" if is_command else shown
 
 
 def fail(problems: Iterable[str], code: int) -> int:
-    """Print problems, one a line; returns the code if there are any, else 0."""
+    """Print problems, one per line. Return the exit code if there are any, else 0."""
     lines = list(problems)
     if lines:
         say(*lines, is_wrong=True)
@@ -65,7 +65,7 @@ def fail(problems: Iterable[str], code: int) -> int:
 
 
 def one_line(error: BaseException, *, limit: int = 300) -> str:
-    """Return the class and the message of an exception in one printable line."""
+    """Return class and message of an exception as one printable line."""
     try:
         message = str(error)
     except KeyboardInterrupt:

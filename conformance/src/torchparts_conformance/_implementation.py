@@ -1,4 +1,4 @@
-"""What an implementation tells the suite about itself."""
+"""`Implementation`: how an adapter describes itself to the suite."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ MAX_NAME = 100
 
 @dataclass(frozen=True)
 class Implementation:
-    """Where the parts of one implementation are, and what it claims beyond core and robust.
+    """Locations of the parts of one implementation, and its claims beyond core and robust.
 
     Args:
         name: shown in reports and badges; 1 to 100 characters.
-        version: of the implementation, likewise.
+        version: of the implementation; 1 to 100 characters.
         distributions: names of the installed distributions that contain the code.
         parts: area -> the object whose attributes the cases use, or `"module"` or
-            `"module:attribute"`. Areas left out are not provided.
+            `"module:attribute"`. Areas that are left out are not provided.
         capabilities: area -> names of the capability profiles the implementation claims there.
-        lacks: area -> {name, option or id of a requirement: why}, for what is missing although it
-            looks as if it were there. Names that the part does not have are found by the suite.
-        torch: the versions of torch it is for, as in `">=2.9,<2.12"`; by default those that the
-            metadata of its distributions allow.
-        protocol: version of this interface the adapter was written for.
+        lacks: area -> {name, option or id of a requirement: reason}, for things that seem to be
+            there but do not work. The suite itself finds names that a part does not have.
+        torch: supported versions of torch, as in `">=2.9,<2.12"`; by default those in the metadata
+            of its distributions.
+        protocol: version of this interface that the adapter was written for.
     Raises:
-        AdapterError: a name is empty or too long, an area is unknown, the protocol is another
-            one, or a field has another form.
+        AdapterError: a name is empty or too long, an area or the protocol is unknown, or a field
+            has the wrong form.
     Example:
         >>> Implementation("mine", "1.0", parts={"ckpt-wrap": "mine.wrapper"}).provides("combined")
         False
@@ -66,7 +66,7 @@ class Implementation:
         return all(part in self.parts for part in (PARTS if area == "combined" else (area,)))
 
     def claims(self, area: str, profile: str) -> bool:
-        """Return whether the implementation is held to this profile of an area."""
+        """Return whether the implementation claims this profile of an area."""
         if not self.provides(area):
             return False
         return profile in CLAIMED_BY_ALL or profile in self.capabilities.get(area, frozenset())
@@ -111,7 +111,7 @@ def _are_words(given: Any) -> bool:
 def _violation_in_torch(versions: Any) -> str:
     if versions == "":
         return ""
-    # Imported here: most adapters name no versions.
+    # Imported here, since most adapters name no versions.
     from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
     try:

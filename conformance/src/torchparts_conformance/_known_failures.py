@@ -1,4 +1,4 @@
-"""Failures that an implementation announces, so that its own checks fail only when they change.
+"""Known failures of an implementation: its own checks then fail only on changes.
 
     [[known_failure]]
     id = "CW-012"
@@ -7,8 +7,8 @@
     issue = "https://example.org/issues/7"
     expires = 2027-03-01
 
-An announced failure that passes, matches nothing or has expired is a problem of the run. A crash
-cannot be announced.
+A known failure that passes, matches no requirement or has expired is a problem of the run. A crash
+cannot be a known failure.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NOTICE = datetime.timedelta(days=30)
 
 @dataclass(frozen=True)
 class KnownFailure:
-    """One announced failure."""
+    """One known failure."""
 
     id: str
     devices: tuple[str, ...]
@@ -40,7 +40,7 @@ class KnownFailure:
 
 
 def load(path: Path | None) -> list[KnownFailure]:
-    """Read announced failures; without a file there are none."""
+    """Read known failures; without a file there are none."""
     if path is None:
         return []
     try:
@@ -70,12 +70,12 @@ def _entry(*, id: Any, devices: Any, reason: Any, issue: Any, expires: Any) -> K
 def announce(
     rows: list[dict[str, Any]], known: Iterable[KnownFailure], *, today: datetime.date | None = None
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Turn announced failures into xfail, and those that pass into xpass.
+    """Turn known failures into xfail, and those that pass into xpass.
 
-    A requirement is announced: one of its cases has to fail, others may pass.
+    An entry names a requirement: at least one of its cases has to fail, others may pass.
 
     Returns:
-        The rows, and a problem for each announcement that is not true.
+        The rows, and a problem for each entry that does not hold.
     """
     day = today or datetime.date.today()
     outcomes: dict[tuple[str, str], set[str]] = {}
@@ -107,7 +107,7 @@ def _changed(row: Mapping[str, Any], outcomes: Mapping[str, str]) -> dict[str, A
 
 
 def notes(known: Iterable[KnownFailure], *, today: datetime.date | None = None) -> list[str]:
-    """Return a line for each announcement that expires soon."""
+    """Return a line for each entry that expires soon."""
     day = today or datetime.date.today()
     return [
         f"note: known failure {entry.id} expires on {entry.expires}; fix it, or announce it again"

@@ -1,4 +1,4 @@
-"""The public list of implementations: one TOML file for each, made from a report."""
+"""The public list of implementations: one TOML file per implementation, made from a report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchparts_conformance.requirements._cases import parse_toml
 _MAX_BYTES = 1 << 16
 _URL = r"https://[a-z0-9.-]+\.[a-z]{2,}(/[\w./%#?=&~+@-]*)?"
 _WORD = r"[\w.-]{1,40}"
-# Key -> what its text, or each text of its list, looks like.
+# Key -> pattern of its text, or of each text of its list.
 _TEXTS = {
     "name": r"[^\x00-\x1f]{1,100}",
     "version": r"[^\x00-\x1f]{1,100}",
@@ -72,7 +72,7 @@ def _results(report: Mapping[str, Any]) -> dict[str, str]:
 
 
 def file_of(entry: Entry) -> str:
-    """Return the name of an entry's file, made of name and version of the implementation."""
+    """Return the file name of an entry, from name and version of the implementation."""
     texts = (entry["name"], entry["version"])
     words = [re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.") for text in texts]
     if not all(words):
@@ -109,7 +109,7 @@ def _checked(entry: Entry) -> Entry:
 
 
 def to_toml(entry: Entry) -> str:
-    """Write what `read` reads."""
+    """Write an entry in the format of `read`."""
     lines = [f"{word} = {json.dumps(v)}" for word, v in entry.items() if word != "results"]
     lines += ["", "[results]"]
     lines += [f"{json.dumps(area)} = {json.dumps(text)}" for area, text in entry["results"].items()]
@@ -117,7 +117,7 @@ def to_toml(entry: Entry) -> str:
 
 
 def submit(entry: Entry, folder: Path) -> Path:
-    """Write an entry."""
+    """Write the entry of a report to a folder."""
     path = folder / file_of(entry)
     if path.exists():
         raise ReportError(
@@ -128,7 +128,7 @@ def submit(entry: Entry, folder: Path) -> Path:
 
 
 def recheck(path: Path, *, install: bool, jobs: int) -> list[str]:
-    """Run an entry again; return how its results differ.
+    """Run an entry again and return the differences between the results.
 
     Args:
         path: of the entry.

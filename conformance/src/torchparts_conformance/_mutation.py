@@ -1,8 +1,8 @@
-"""Try broken implementations, a few at a time, each on the cases of what it breaks.
+"""Run broken implementations, several at a time, on the cases that they must fail.
 
 This module is also the worker process: it runs cases on one broken implementation after another, so
 that torch is imported once. A fault that is not caught is tried again in a new process, because an
-earlier one may have left something behind.
+earlier fault may have changed the first one.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _CAUGHT = ("fail", "error", "not_run")
 
 @dataclass(frozen=True)
 class Tried:
-    """A broken implementation, which of its requirements were tried, and which of them failed.
+    """A broken implementation, with the requirements that were run and those that failed.
 
-    `failure` says why it could not be tried, or is empty.
+    `failure` says why it could not be run, or is empty.
     """
 
     mutant: Mutant
@@ -43,7 +43,7 @@ class Tried:
 
     @property
     def is_caught(self) -> bool:
-        """Whether every requirement that was tried failed."""
+        """Whether every requirement that was run failed."""
         return self.failed == self.asked and not self.failure
 
     def __str__(self) -> str:
@@ -59,12 +59,12 @@ def try_all(
     base: str = "ours",
     jobs: int = 2,
 ) -> list[Tried]:
-    """Try every broken implementation in the `<area>_<topic>.py` files of a folder.
+    """Run every broken implementation in the `<area>_<topic>.py` files of a folder.
 
     Args:
         folder: of the files.
         areas: whose files to use.
-        requirements: if there are any, only these are tried.
+        requirements: run only these, if there are any.
         base: the working implementation to break.
         jobs: processes at a time.
     """
@@ -91,7 +91,7 @@ def mutant_files(folder: Path, area: str) -> list[Path]:
 
 
 class _Bench:
-    """The worker processes, and how many broken implementations they have tried."""
+    """The worker processes, and the number of broken implementations they have run."""
 
     def __init__(self, logs: Path, base: str, jobs: int, *, total: int) -> None:
         self._logs, self._base, self._total = logs, base, total
@@ -104,7 +104,7 @@ class _Bench:
         self._jobs, self._started, self._done = jobs, 0, 0
 
     def judge(self, path: Path, mutant: Mutant, asked: frozenset[str]) -> Tried:
-        """Try one, and print what came of it."""
+        """Run one and print the result."""
         began = time.monotonic()
         job = {
             "asked": sorted(asked),
@@ -138,7 +138,7 @@ class _Bench:
         return Worker(__name__, log=self._logs / f"{self._started}.log", leads=True)
 
     def _ask(self, worker: Worker, job: dict[str, Any]) -> dict[str, Any]:
-        """Return what failed; a process that does not answer is ended."""
+        """Return the requirements that failed. A process that does not answer is ended."""
         if not worker.is_ready and not worker.becomes_ready(START_S):
             worker.end()
             return {"failure": f"the process did not start: {worker.printed()}"}
@@ -163,12 +163,12 @@ class _Bench:
 def _answer(job: dict[str, Any]) -> dict[str, Any]:
     try:
         return {"failed": _failed(job)}
-    except Exception as error:  # returned to the process that asked
+    except Exception as error:  # returned to the parent process
         return {"failure": one_line(error)}
 
 
 def _failed(job: dict[str, Any]) -> list[str]:
-    """Return those of the requirements asked for that failed."""
+    """Return the requested requirements that failed."""
     import pytest
 
     from torchparts_conformance import plugin
@@ -181,7 +181,7 @@ def _failed(job: dict[str, Any]) -> list[str]:
             self.run = plugin.run_of(config)
 
     settings = [f"--rootdir={CASES}", "-c", str(CASES / "pytest.ini"), "-p", "no:terminal"]
-    # These two collect garbage ten times in each session, which would take most of its time.
+    # These two collect garbage ten times per session, which would take most of the time.
     settings += ["-p", "no:unraisableexception", "-p", "no:threadexception"]
     witness = Witness()
     code = pytest.main([*job["files"], *settings, *job["options"]], plugins=[plugin, witness])

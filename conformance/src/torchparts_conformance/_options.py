@@ -1,4 +1,4 @@
-"""The options of a run, for the command line of the suite and for pytest's."""
+"""The options of a run, shared by the suite's command line and pytest's."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Option:
     flag: bool = False
 
     def add_to(self, add: Callable[..., Any]) -> None:
-        """Declare it with a parser's method."""
+        """Declare the option with a parser's method."""
         name = f"--{self.name.replace('_', '-')}"
         if self.flag:
             add(name, action="store_true", help=self.help)
@@ -59,7 +59,7 @@ PYTEST_ONLY = (
 
 
 def arguments(parsed: argparse.Namespace) -> list[str]:
-    """Return the options of the cases as arguments again."""
+    """Turn the options of a run back into command-line arguments."""
     values = {f"--{o.name.replace('_', '-')}": getattr(parsed, o.name) for o in OPTIONS}
     flags = [name for name, value in values.items() if value is True]
     given = {name: value for name, value in values.items() if value not in (None, True, False)}
@@ -67,7 +67,7 @@ def arguments(parsed: argparse.Namespace) -> list[str]:
 
 
 def settings(option: Callable[[str], Any], spec: str) -> Settings:
-    """Check options, given by a function that returns one by name; return the settings of a run."""
+    """Check options, which a function returns by name; return the settings of a run."""
     return Settings(
         spec=spec,
         areas=areas_of(option("area")),
@@ -86,7 +86,7 @@ def settings(option: Callable[[str], Any], spec: str) -> Settings:
 
 
 def areas_of(text: str) -> tuple[str, ...]:
-    """Split the value of `--area`; `all` is every one."""
+    """Split the value of `--area`; `all` means every area."""
     wanted = set(AREAS) if text == "all" else set(text.split(","))
     if unknown := sorted(wanted - set(AREAS)):
         raise OptionError(f"--area {unknown[0]!r:.60} is unknown. Known are {', '.join(AREAS)}.")
@@ -94,7 +94,7 @@ def areas_of(text: str) -> tuple[str, ...]:
 
 
 def _devices_of(text: str) -> tuple[str, ...]:
-    """Split `cpu,cuda`, the CPU first; `all` is the CPU and the machine's accelerator."""
+    """Split the value of `--device`, CPU first; `all` is the CPU and the machine's accelerator."""
     here = accelerator() or ACCELERATOR
     wanted = {"cpu", here} if text == "all" else set(text.split(","))
     wanted = {here if word == ACCELERATOR else word for word in wanted}

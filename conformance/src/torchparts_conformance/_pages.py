@@ -19,13 +19,13 @@ from torchparts_conformance.requirements._cases import (
 )
 from torchparts_conformance.requirements._requirement import Requirement, with_links
 
-# Signs without a meaning in Markdown, in a table and in the middle of a line.
+# Characters without a meaning in Markdown, in a table and in the middle of a line.
 _PLAIN = frozenset("-.,/+()'%;? ")
 _NOT_RUN = "not run"
 
 
 def markdown(text: str) -> str:
-    """Escape text of a report: none of it becomes markup, a link or a mention."""
+    """Escape text of a report, so that none of it becomes markup, a link or a mention."""
     flat = " ".join(text.split()).replace("www.", "www\N{ZERO WIDTH SPACE}.")
     return "".join(
         f"&#{ord(c)};" if c in string.punctuation and c not in _PLAIN else c for c in flat
@@ -33,7 +33,7 @@ def markdown(text: str) -> str:
 
 
 def escape(text: str) -> str:
-    """Keep our own text in its table cell, without tags."""
+    """Escape our own text for a table cell, without tags."""
     flat = " ".join(text.split())
     return flat.replace("|", "\\|").replace("<", "&lt;").replace(">", "&gt;")
 
@@ -117,7 +117,7 @@ def _title(result: Result) -> str:
 
 
 def _runs(results: Sequence[Result]) -> Iterator[str]:
-    """Return a row for each implementation: what was run on the CPU and on an accelerator."""
+    """Return a row for each implementation, with its runs on the CPU and on an accelerator."""
     for adapter in dict.fromkeys(result.adapter for result in results):
         mine = [result for result in results if result.adapter == adapter]
         on_cpu = [result.date for result in mine if result.device == "cpu"]
@@ -142,7 +142,7 @@ def _counts(result: Result, registry: Mapping[str, Requirement]) -> dict[tuple[s
 def _cells(
     area: str, results: Sequence[Result], registry: Mapping[str, Requirement]
 ) -> Iterator[str]:
-    """Return which requirements of an area each implementation does not pass."""
+    """Return the requirements of an area that each implementation does not pass."""
     ids = [r.id for r in registry.values() if r.area == area]
     yield from ("Requirements that did not pass:", "")
     for result in results:
@@ -165,7 +165,7 @@ _LIST_TABLE = """| implementation | results | torch | suite | run on | contact |
 
 
 def list_page(folder: Path) -> str:
-    """Return the page of all entries of a folder.
+    """Return the page of all list entries in a folder.
 
     Raises:
         ReportError: an entry cannot be read.

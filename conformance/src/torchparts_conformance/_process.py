@@ -1,7 +1,7 @@
-"""Run the cases in child processes, which an implementation may crash.
+"""Run the cases in child processes, since an implementation may crash.
 
-With two processes, each takes the next case that the other has not taken. A process prints lines
-that begin with `PROGRESS`; the last other line that it prints is shown if it ends without a report.
+With two processes, each takes the next case that is not taken. A process reports progress in lines
+that begin with `PROGRESS`. If it ends without a report, its last other line is shown.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _EVERY = 20
 
 @dataclass
 class Ended:
-    """How a process ended: exit code, last case it started, last line, complaint of pytest."""
+    """The end of a process: exit code, last case it started, last line, error of pytest."""
 
     status: int = 0
     case: str = ""
@@ -82,7 +82,7 @@ def run_cases(options: Sequence[str], *, jobs: int = 1) -> dict[str, Any]:
 
 
 def _watch(commands: Sequence[Sequence[str]]) -> list[Ended]:
-    """Run commands side by side; after Ctrl-C they may write their reports."""
+    """Run commands in parallel; after Ctrl-C they may write their reports."""
     ends = [Ended() for _ in commands]
     progress = _Progress()
     processes = [
@@ -106,14 +106,14 @@ def _watch(commands: Sequence[Sequence[str]]) -> list[Ended]:
     for process, ended in zip(processes, ends, strict=True):
         ended.status = _wait(process)
     for listener in listeners:
-        listener.join(5.0)  # a process that the cases left behind may hold the pipe
+        listener.join(5.0)  # a leftover child of a case may hold the pipe open
     return ends
 
 
 def _wait(process: subprocess.Popen[str]) -> int:
     try:
         return process.wait()
-    except KeyboardInterrupt:  # the process got it too, and writes what did not run
+    except KeyboardInterrupt:  # the process got it too, and writes an incomplete report
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(FINISHING_S)
         process.kill()
@@ -134,7 +134,7 @@ def _listen(pipe: IO[str], ended: Ended, progress: _Progress) -> None:
 
 
 class _Progress:
-    """Counts the cases that have ended, in all processes, and shows how far the run is."""
+    """Counts finished cases in all processes and shows the progress."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -143,7 +143,7 @@ class _Progress:
         self._began_s = time.monotonic()
 
     def take(self, word: str, rest: str) -> None:
-        """Take in one line of a process, without its beginning."""
+        """Handle one line of a process, without its prefix."""
         with self._lock:
             if word == "total":
                 self._total = int(rest)

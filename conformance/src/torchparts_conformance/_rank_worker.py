@@ -1,4 +1,4 @@
-"""One process of the pool that cases with several ranks run in; see `_ranks`."""
+"""One process of the pool for cases with several ranks; see `_ranks`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _answer(
         if names := replaced():
             raise RankError(f"{names[0]} was replaced by the code under test")
         return {"job": job["job"], "value": value}
-    except BaseException as error:  # whatever a rank raises belongs to the case
+    except BaseException as error:  # any exception of a rank belongs to the case
         kinds = {"failed": AssertionError, "lacks": NotProvided}
         return {
             "job": job["job"],
@@ -69,7 +69,7 @@ def _run(job: dict[str, Any], subject: Subject) -> Any:
         if dist.is_initialized():
             dist.destroy_process_group()
         freeze_imports()
-        gc.collect()  # groups that a case made end with the objects that refer to them
+        gc.collect()  # process groups of a case end with the objects that refer to them
         if "torch._dynamo" in sys.modules:
             torch.compiler.reset()
 

@@ -1,7 +1,7 @@
-"""A pool of worker processes that stay alive between cases and form a gloo group for each.
+"""A pool of worker processes that are reused between cases and form a gloo group for each case.
 
-- A process imports torch once and is used again.
-- A rank that raises, dies or does not answer fails the case that asked, and no other.
+- A process imports torch once.
+- A rank that raises, dies or does not answer fails only the case that it runs.
 - After a death or a timeout every process of the pool is ended, and new ones are started.
 """
 
@@ -39,7 +39,7 @@ class RankPool:
         self._numbers = itertools.count()
 
     def start(self, world_size: int) -> None:
-        """Start processes until there are enough, without waiting for them."""
+        """Start missing processes without waiting for them."""
         while len(self._workers) < world_size:
             log = Path(self._folder.name) / f"worker-{next(self._numbers)}.log"
             self._workers.append(Worker(_WORKER, log=log))
@@ -57,7 +57,7 @@ class RankPool:
         """Run a module-level function on every rank of a new gloo group.
 
         Returns:
-            What each rank returned, by rank.
+            The results by rank.
         """
         _check(world_size, function, args)
         self.start(world_size)
@@ -80,7 +80,7 @@ class RankPool:
             for rank in range(world_size):
                 self._workers[rank].send({**job, "rank": rank})
             answers = self._collect(job["job"], world_size, time.monotonic() + timeout_s)
-        except BaseException:  # the case was ended, but its job still runs in every process
+        except BaseException:  # the case was interrupted, but its job still runs in every process
             self.stop()
             raise
         _raise_cause(answers)
@@ -96,7 +96,7 @@ class RankPool:
                 raise RankError(f"a worker process did not start in {START_S:g} s: {printed}")
 
     def _collect(self, job: str, world_size: int, deadline: float) -> list[dict[str, Any]]:
-        """Wait for each rank; once one has failed, the others get `GRACE_S` seconds."""
+        """Wait for each rank; after one has failed, the others get `GRACE_S` seconds."""
         answers: dict[int, dict[str, Any]] = {}
         while len(answers) < world_size:
             for rank in set(range(world_size)) - set(answers):
@@ -136,7 +136,7 @@ class RankPool:
 
 @functools.cache
 def shared_pool() -> RankPool:
-    """Return the pool of this process; it ends with it."""
+    """Return the pool of this process; it ends with the process."""
     pool = RankPool()
     atexit.register(pool.close)
     return pool
@@ -154,7 +154,7 @@ def _check(world_size: int, function: Callable[..., Any], args: tuple[Any, ...])
 
 
 def _raise_cause(answers: list[dict[str, Any]]) -> None:
-    """Raise the error that is likely to be the cause of the others."""
+    """Raise the error that probably caused the others."""
     failures = [(rank, answer) for rank, answer in enumerate(answers) if "error" in answer]
     if not failures:
         return

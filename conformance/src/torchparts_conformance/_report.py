@@ -1,7 +1,8 @@
-"""The report of a run: rows with outcomes, and the verdicts that follow from them.
+"""The report of a run: rows with outcomes, and the verdicts computed from them.
 
-A requirement that is not provided or not claimed is not counted. A profile of an area is conformant
-on a device if every counted MUST passed, nothing was left out, and the run had no problem.
+Requirements that are not provided or not claimed are not counted. A profile of an area is
+conformant on a device if every counted MUST passed, no case was left out, and the run had no
+problem.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torchparts_conformance.requirements._requirement import Requirement
 FORMAT = "torchparts-conformance report 2"
 MAX_BYTES = 16 << 20
 MAX_TEXT = 500
-# From the worst: the outcome of a requirement is the worst of its cases.
+# Worst first: the outcome of a requirement is the worst of its cases.
 OUTCOMES = (
     *("error", "fail", "xpass", "not_run", "xfail"),
     *("not_provided", "no_device", "not_claimed", "pass"),
@@ -56,7 +57,7 @@ def build(
     date: str = "",
     suite: str = "",
 ) -> dict[str, Any]:
-    """Put a report together; the rows may come in any order."""
+    """Build a report; the rows may be in any order."""
     report: dict[str, Any] = {
         "format": FORMAT,
         "date": date or datetime.date.today().isoformat(),
@@ -71,12 +72,12 @@ def build(
 
 
 def row_key(row: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Return what makes a row unique: requirement, case and device."""
+    """Return the unique key of a row: requirement, case and device."""
     return row["id"], row["case"], row["device"]
 
 
 def merged(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Put reports of one run together, each of which ran a share of the cases."""
+    """Merge reports of one run, each of which ran a share of the cases."""
     first, *others = reports
     rows = {row_key(row): row for row in first["rows"]}
     for report in others:
@@ -100,7 +101,7 @@ def outcomes_by_id(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def derived(report: Mapping[str, Any], registry: Mapping[str, Requirement]) -> dict[str, Any]:
-    """Return the verdicts that follow from rows and problems of a report."""
+    """Compute the verdicts from rows and problems of a report."""
     verdicts = []
     for device in report["claims"]["devices"]:
         of_device = outcomes_by_id(row for row in report["rows"] if row["device"] == device)
@@ -148,7 +149,7 @@ def _overall(report: Mapping[str, Any], verdicts: Iterable[Mapping[str, Any]]) -
         return "not provided"
     if words <= {"conformant", "no device"}:
         return "no device" if "no device" in words else "conformant"
-    # An announced failure is no pass; it only keeps the exit code at 0.
+    # A known failure is not a pass; it only keeps the exit code at 0.
     allowed = {"pass", "xfail", *UNCOUNTED}
     announced = all(row["outcome"] in allowed for row in report["rows"])
     return "announced failures" if announced else "not conformant"
@@ -162,7 +163,7 @@ def counts_of(verdict: Mapping[str, Any]) -> str:
 
 
 def judged(report: Mapping[str, Any], area: str) -> list[Mapping[str, Any]]:
-    """Return the verdicts of an area about something that was provided and claimed."""
+    """Return the verdicts of an area for profiles that were provided and claimed."""
     verdicts = [v for v in report["verdicts"] if v["area"] == area]
     return [v for v in verdicts if v["verdict"] not in ("not claimed", "not provided")]
 
@@ -173,7 +174,7 @@ def exit_code(report: Mapping[str, Any]) -> int:
 
 
 def to_text(report: Mapping[str, Any]) -> str:
-    """Write a report as it is stored, a line for each row."""
+    """Format a report for storage, one line per row."""
     lines = (f"{json.dumps(word)}: {_lines(report[word])}" for word in sorted(report))
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
@@ -185,7 +186,7 @@ def _lines(value: Any) -> str:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read a report, which may have been edited."""
+    """Read a report, which may have been edited, and check it."""
     name = f"report {path.name!r:.100}"
     try:
         report = json.loads(read_text(path, role="report", max_bytes=MAX_BYTES))
@@ -228,13 +229,13 @@ def _is_row(row: Mapping[str, Any]) -> bool:
 
 
 def title(report: Mapping[str, Any]) -> str:
-    """Return name and version of the implementation, as they can be printed."""
+    """Return name and version of the implementation as printable text."""
     who = report["implementation"]
     return printable(f"{who['name']} {who['version']}")[:200]
 
 
 def read_text(path: Path, *, role: str, max_bytes: int) -> str:
-    """Read a UTF-8 file, up to a size."""
+    """Read a UTF-8 file, up to a size limit."""
     name = f"{role} {path.name!r:.200}"
     if path.exists() and not path.is_file():
         raise ReportError(f"{name} is no ordinary file.")
@@ -250,7 +251,7 @@ def read_text(path: Path, *, role: str, max_bytes: int) -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file beside its place and move it there, so that no reader sees half of it."""
+    """Write a temporary file and move it in place, so that no reader sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_text(text, encoding="utf-8", newline="\n")

@@ -30,13 +30,13 @@ LETTERS: Mapping[str, str] = {
     "no_device": "O",
     "not_run": "?",
 }
-_NO_ROW = " "  # the requirement is not for this device, or newer than the run
+_NO_ROW = " "  # not for this device, or newer than the run
 _OUTCOMES = {letter: outcome for outcome, letter in LETTERS.items()}
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one implementation came to on one kind of device; `card` names an accelerator."""
+    """Results of one implementation on one kind of device; `card` is the accelerator's name."""
 
     adapter: str
     name: str
@@ -69,20 +69,20 @@ def results_of(report: Mapping[str, Any]) -> list[Result]:
 
 
 def merged(known: Iterable[Result], new: Iterable[Result]) -> list[Result]:
-    """Return both, new ones in place of those of the same adapter and device."""
+    """Merge results; new ones replace those of the same adapter and device."""
     found = {(r.adapter, r.device): r for r in (*known, *new)}
     return sorted(found.values(), key=_place)
 
 
 def _place(result: Result) -> tuple[int, str, bool, str]:
-    """Order as the shipped adapters are, then by name; the CPU comes first."""
+    """Sort key: shipped adapters in their order, then by name; the CPU comes first."""
     shipped = list(SHIPPED)
     place = shipped.index(result.adapter) if result.adapter in shipped else len(shipped)
     return place, result.adapter, result.device != "cpu", result.device
 
 
 def to_text(results: Iterable[Result], registry: Mapping[str, Requirement]) -> str:
-    """Write results as they are stored; requirements that no longer exist are left out."""
+    """Format results for storage; requirements that no longer exist are left out."""
     ids = {area: [r.id for r in registry.values() if r.area == area] for area in AREAS}
     head = ",\n".join(f"  {json.dumps(a)}: {json.dumps(' '.join(of))}" for a, of in ids.items())
     entries = []
@@ -102,7 +102,7 @@ def to_text(results: Iterable[Result], registry: Mapping[str, Requirement]) -> s
 
 
 def read(path: Path) -> list[Result]:
-    """Read results; a file that does not exist has none."""
+    """Read results; a missing file has none."""
     if not path.exists():
         return []
     text = _report.read_text(path, role="results", max_bytes=MAX_BYTES)
@@ -128,7 +128,7 @@ def _result(entry: Mapping[str, Any], ids: Mapping[str, list[str]]) -> Result:
 
 
 def verdicts_of(result: Result, registry: Mapping[str, Requirement]) -> dict[str, Any]:
-    """Return the verdicts of a result; requirements that are newer than it are not counted."""
+    """Return the verdicts of a result; requirements that are newer than it do not count."""
     rows = [
         {"id": id, "case": "", "device": result.device, "outcome": outcome}
         for id, outcome in result.outcomes.items()

@@ -1,4 +1,4 @@
-"""One run of the suite inside pytest: what has to run, what happened, and the report."""
+"""One run of the suite inside pytest: the selected cases, their outcomes, and the report."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ _PYTEST_USAGE_ERROR = 4
 
 @dataclass(frozen=True)
 class Settings:
-    """What was asked for.
+    """The options of a run.
 
     Attributes:
-        profiles: that were chosen; None for all.
+        profiles: the chosen profiles; None for all.
         requirements: only their cases run, if there are any.
-        quick: only one fast case of each MUST of core and robust runs.
+        quick: whether only one fast case of each MUST of core and robust runs.
         share: `folder/N`: other processes run the other cases.
     """
 
@@ -71,7 +71,7 @@ class Run:
     """The state of one run; the plugin's hooks call its methods in this order."""
 
     def __init__(self, settings: Settings) -> None:
-        """Read the requirements and the announced failures; the adapter is not imported yet."""
+        """Read the requirements and the known failures; the adapter is imported later."""
         self.settings = settings
         self.subject = Subject(settings.spec, settings.mutant)
         self.registry: Mapping[str, Requirement] = load_registry()
@@ -82,9 +82,9 @@ class Run:
         self._is_ready = False
 
     def import_adapter(self) -> None:
-        """Import the adapter and its parts, after every case."""
+        """Import the adapter and its parts, after all cases were collected."""
         self._replaced = guard()
-        # Before the adapter: autograd counts the devices when anything first runs backward.
+        # Before the adapter: autograd counts the devices at the first backward of the process.
         self._absent = {kind for kind in self.settings.devices if not _devices.is_there(kind)}
         with time_limit(self.settings.case_limit_s):
             self._implementation = self.subject.implementation
@@ -98,13 +98,13 @@ class Run:
         self._is_ready = True
 
     def _find_parts(self) -> None:
-        """Import what was asked for, and find what cases would miss before any of them runs."""
+        """Import the chosen parts, and find missing names before any case runs."""
         provided = [a for a in self.settings.areas if self._implementation.provides(a)]
         parts = {
             area: _adapters.load_part(self._implementation, area)
             for area in provided or self.settings.areas
         }
-        if self.settings.mutant is None:  # a fault may remove a name, and cases have to see that
+        if self.settings.mutant is None:  # a fault may remove a name, and the cases must notice
             for entry in self.cases:
                 if entry.area in parts:
                     lacks = self._implementation.lacks.get(entry.area, {})
@@ -112,7 +112,7 @@ class Run:
                     entry.missing = why_missing(parts[entry.area], entry.needs, lacks, ids)
 
     def arranged(self, items: list[pytest.Item]) -> list[pytest.Item]:
-        """Leave out cases that are not to run; return the rest in the order asked for."""
+        """Drop cases that are not to run; return the rest in the chosen order."""
         wanted, quick = self.settings.requirements, self.cases.quick()
         kept = []
         for item in items:
@@ -126,7 +126,7 @@ class Run:
 
     def selected(self, items: Iterable[pytest.Item]) -> None:
         """Start worker processes if a case uses them: they import torch while other cases run."""
-        if not self._is_ready:  # pytest ends the collection of a refused run as well
+        if not self._is_ready:  # pytest also calls this for a refused run
             return
         items = list(items)
         self.tell(f"total {len(items)}")
@@ -137,20 +137,20 @@ class Run:
             self.pool.start(2)
 
     def claimed(self, items: list[pytest.Item]) -> Iterator[pytest.Item]:
-        """Return the items that this process runs, if others run the rest."""
+        """Return the items that this process runs, if other processes run the rest."""
         assert self.settings.share is not None
         found = {item.nodeid: self.cases.find(item) for item in items}
         uses_ranks = {id: entry is not None and entry.uses_ranks for id, entry in found.items()}
         return claimed(items, self.settings.share, uses_ranks)
 
     def tell(self, line: str) -> None:
-        """Print a line for the process that shows progress."""
+        """Print a progress line for the parent process."""
         if self.settings.progress:
             sys.stderr.write(f"{PROGRESS}{line}\n")
             sys.stderr.flush()
 
     def _why_not(self, entry: CaseResult) -> tuple[str, str]:
-        """Return outcome and reason of a case that is not to run, or empty strings."""
+        """Return outcome and reason if a case is not to run, or empty strings."""
         lacks = [self._claims.why_not(requirement) for requirement in entry.requirements]
         if all(outcome for outcome, _ in lacks):
             return lacks[0]
@@ -161,7 +161,7 @@ class Run:
         return "", ""
 
     def reason_to_skip(self, item: pytest.Item) -> str:
-        """Return why a case is not to run, or an empty string; notes it as the outcome."""
+        """Return why a case is not to run, or "", and record it as the outcome."""
         entry = self.cases.find(item)
         if entry is None:
             return ""
@@ -172,7 +172,7 @@ class Run:
 
     @contextlib.contextmanager
     def same_start(self) -> Iterator[None]:
-        """Seed torch, keep it to one thread, limit the time, and show all warnings."""
+        """Seed torch, use one thread, limit the time, and show all warnings."""
         import torch
 
         torch.manual_seed(0)
@@ -188,7 +188,7 @@ class Run:
     def phase_ended(
         self, item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport
     ) -> None:
-        """Take in setup, call or teardown of one case; a skip of anybody else is an error."""
+        """Record setup, call or teardown of one case. A skip by the case itself is an error."""
         entry = self.cases.find(item)
         assert entry is not None
         entry.duration_s += report.duration
@@ -251,7 +251,7 @@ class Run:
             yield f"{name} was replaced by the code under test"
 
     def summary(self) -> list[str]:
-        """Return what a terminal shows about the report."""
+        """Return the lines that a terminal shows about the report."""
         if self.report is None:
             return []
         if not self.settings.requirements:
@@ -269,7 +269,7 @@ class Run:
 
 
 def exit_code(report: Mapping[str, Any], requirements: Iterable[str], *, quick: bool) -> int:
-    """Return the exit code of a run, which may be about some requirements only."""
+    """Return the exit code of a run, which may be of some requirements only."""
     if not requirements and not quick:
         return _report.exit_code(report)
     wanted = set(requirements)
@@ -281,7 +281,7 @@ def exit_code(report: Mapping[str, Any], requirements: Iterable[str], *, quick: 
 def write_all(
     report: Mapping[str, Any], folder: Path, summary: Iterable[str], *, quick: bool = False
 ) -> None:
-    """Write badges and summary of a report, and at last the report."""
+    """Write badges and summary of a report, and the report last."""
     if not quick:
         write_badges(report, folder)
     _report.write(folder / "summary.txt", "\n".join(map(_errors.printable, summary)) + "\n")
@@ -296,7 +296,7 @@ def write_badges(report: Mapping[str, Any], folder: Path) -> None:
 
 
 def refuse_private_imports(adapter: Path | None) -> None:
-    """Refuse an adapter that imports more of the suite than its public names."""
+    """Raise if an adapter imports private names of the suite."""
     package = Path(__file__).parent
     if adapter is None or adapter.suffix != ".py" or package in adapter.parents:
         return
@@ -313,7 +313,7 @@ _PRIVATE = re.compile(rf"torchparts_conformance\.(?!({'|'.join(__all__)}|adapter
 
 
 def _imports(node: ast.AST) -> Iterator[str]:
-    """Return the names that a node may import; any text may be given to `import_module`."""
+    """Return the names that a node may import; `import_module` may get any string."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
@@ -323,7 +323,7 @@ def _imports(node: ast.AST) -> Iterator[str]:
 
 
 def _outcome(call: pytest.CallInfo[None], report: pytest.TestReport) -> tuple[str, str]:
-    """Return outcome and reason of one phase; no outcome if the phase decides nothing."""
+    """Return outcome and reason of one phase; no outcome if the phase does not determine it."""
     raised = call.excinfo.value if call.excinfo else None
     if report.skipped or hasattr(report, "wasxfail"):
         said = one_line(raised) if raised else "a mark on the case"
@@ -338,7 +338,7 @@ def _outcome(call: pytest.CallInfo[None], report: pytest.TestReport) -> tuple[st
 
 
 def _reason(raised: BaseException) -> str:
-    """Return a reason without what differs from run to run: addresses, and folders of files."""
+    """Return a reason without parts that differ between runs: addresses and folders."""
     text = re.sub(r"0x[0-9a-fA-F]+", "0x...", one_line(raised))
     return re.sub(r"(?<![\w:/])(?:/[\w.+@-]+)+/", "", text)
 

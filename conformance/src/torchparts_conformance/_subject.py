@@ -1,4 +1,4 @@
-"""The implementation under test in this process, with a fault put into it, if any."""
+"""The implementation under test in this process, optionally with a fault."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COMPARISONS = ("torch.equal", "torch.allclose", "torch.testing.assert_close")
 
 @dataclass(frozen=True)
 class Subject:
-    """An implementation by its `--impl` text, and the fault (`file.py::name`) put into it.
+    """An implementation by its `--impl` text, and the fault (`file.py::name`) in it.
 
     Worker processes get both strings, so that every rank builds the same subject.
     """
@@ -42,7 +42,7 @@ class Subject:
 
 
 def guard() -> Callable[[], list[str]]:
-    """Remember the suite's functions and torch's comparisons, before an adapter is imported.
+    """Record the suite's functions and torch's comparisons before an adapter is imported.
 
     Returns:
         A function that names those that were replaced since.
@@ -54,7 +54,7 @@ def guard() -> Callable[[], list[str]]:
 
 
 def _judges() -> dict[str, tuple[int, int]]:
-    """Identify what decides outcomes: functions by object and by code."""
+    """Identify the functions that decide outcomes, by object and by code."""
     found = {}
     for name, module in list(sys.modules.items()):
         if name.startswith("torchparts_conformance.") and not name.startswith(_ADAPTERS):
@@ -73,7 +73,7 @@ _frozen_modules = 0
 
 
 def freeze_imports() -> None:
-    """Exempt what imports left from garbage collection, which cases ask for several times each.
+    """Exempt imported objects from garbage collection, since cases collect several times each.
 
     With torch imported, a collection takes a quarter of a second.
     """

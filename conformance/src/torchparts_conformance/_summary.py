@@ -1,4 +1,4 @@
-"""What a terminal shows at the end of a run: failures, verdicts, and what to do next."""
+"""The terminal output at the end of a run: failures, verdicts, and the next step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def summary(
     Args:
         report: of the run.
         registry: its requirements.
-        quick: most cases were left out, so that there is no verdict.
+        quick: whether most cases were left out, so that there is no verdict.
     """
     if quick:
         ran = [row for row in report["rows"] if row["outcome"] in ("pass", "fail", "error")]
@@ -43,7 +43,7 @@ def summary(
 
 
 def verdicts(report: Mapping[str, Any]) -> Iterator[str]:
-    """Return a line for each area and device, and one for what was not judged."""
+    """Return a line for each area and device, and one for areas that were not judged."""
     absent = []
     for area in AREAS:
         judged = _report.judged(report, area)
@@ -105,7 +105,7 @@ def _ids(rows: _Rows) -> list[str]:
 
 
 def explained(requirement: Requirement, cases: Iterable[Case]) -> list[str]:
-    """Return everything that is known of a requirement before it is run."""
+    """Return the static information about a requirement."""
     source = source_tests().get((requirement.area, requirement.source), "")
     facts = {
         "profile": f"{requirement.area} {requirement.profile}",

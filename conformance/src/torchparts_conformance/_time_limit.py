@@ -1,4 +1,4 @@
-"""End a case that does not end by itself, and the process if that does not help."""
+"""End a case that takes too long, and the whole process if that does not help."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ import threading
 import types
 from collections.abc import Iterator
 
-# How much longer, of its limit, a case may take until the whole process is ended.
+# Additional time, as a factor of the limit, before the whole process is ended.
 PATIENCE = 0.2
 
 
 class OutOfTime(BaseException):
-    """A case took too long; no `except Exception` of the code under test catches it."""
+    """A case took too long. Not an Exception, so that the code under test does not catch it."""
 
 
 @contextlib.contextmanager
 def time_limit(limit_s: float) -> Iterator[None]:
-    """Raise `OutOfTime` in the main thread once the block has taken `limit_s` seconds.
+    """Raise `OutOfTime` in the main thread after `limit_s` seconds in the block.
 
     It interrupts Python code, and C code when that returns. If it is caught or never raised, the
-    process is ended a while later. Systems without alarms, and other threads, have only that.
+    process is ended later. On systems without alarms, and in other threads, only the latter
+    happens.
     """
     patience_s = limit_s + max(1.0, PATIENCE * limit_s)
     stderr = sys.__stderr__ or sys.stderr

@@ -1,6 +1,6 @@
 """Check a report against the installed suite, and run a sample of its requirements again.
 
-A report can be written without running anything. Only running the implementation again shows
+A report can be written without running anything. Only another run of the implementation shows
 whether its passes are true.
 """
 
@@ -17,7 +17,7 @@ from torchparts_conformance.requirements._cases import find_cases, function_of, 
 
 
 def problems(report: Mapping[str, Any], badge: str | None = None) -> list[str]:
-    """Return every reason why the installed suite cannot have written a report, or its badge."""
+    """Return the contradictions between a report, its badge and the installed suite."""
     found = [*_rows(report), *_claims(report)]
     if badge is not None:
         drawn = _badge.badges(report)
@@ -37,7 +37,7 @@ def _rows(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _wanted(report: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Return requirement, case and device of each row that must be there."""
+    """Return requirement, case and device of each row that must be present."""
     registry, claims = load_registry(), report["claims"]
     for case in find_cases():
         for id in case.ids if case.area in claims["areas"] else ():
@@ -58,13 +58,13 @@ def _claims(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def sample(report: Mapping[str, Any], count: int, seed: int) -> list[str]:
-    """Choose requirements of a report that were run, in order of their ids."""
+    """Choose requirements that the report has run, in order of their ids."""
     ran = {row["id"] for row in report["rows"] if row["outcome"] in ("pass", "fail", "error")}
     return sorted(random.Random(seed).sample(sorted(ran), min(count, len(ran))))
 
 
 def rerun(report: Mapping[str, Any], ids: list[str], *, impl: str, jobs: int) -> list[str]:
-    """Run the cases of some requirements again; return what came out differently.
+    """Run the cases of some requirements again and return the differences.
 
     Args:
         report: to compare with.
@@ -83,7 +83,7 @@ def rerun(report: Mapping[str, Any], ids: list[str], *, impl: str, jobs: int) ->
 
 
 def options(report: Mapping[str, Any], impl: str) -> list[str]:
-    """Return the options that ask for what a report was asked for."""
+    """Return the options of the run that made a report."""
     claims = report["claims"]
     found = [f"--impl={impl}", f"--area={','.join(claims['areas'])}"]
     found.append(f"--device={','.join(claims['devices'])}")
@@ -91,7 +91,7 @@ def options(report: Mapping[str, Any], impl: str) -> list[str]:
 
 
 def _outcomes(report: Mapping[str, Any], ids: list[str]) -> dict[tuple[str, str, str], str]:
-    """Return outcomes by row; an announced failure is a failure."""
+    """Return outcomes by row; a known failure counts as a failure."""
     same = {"xfail": "fail", "xpass": "pass"}
     rows = [row for row in report["rows"] if row["id"] in ids]
     return {_report.row_key(row): same.get(row["outcome"], row["outcome"]) for row in rows}

@@ -1,4 +1,4 @@
-"""A process that is given one JSON job a line and answers one JSON line for each."""
+"""A process that reads JSON jobs, one per line, and answers each with one JSON line."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ SHOWN_CHARACTERS = 1500
 
 
 class Worker:
-    """One process, the queue its answers arrive in, and the file it prints to."""
+    """One process, the queue of its answers, and the log file of its output."""
 
     def __init__(self, module: str, *, log: Path, leads: bool = False) -> None:
         """Start `python -m module`, which calls `serve`, without waiting for it.
 
         Args:
-            module: that calls `serve`.
-            log: file for what it prints.
-            leads: it may start processes itself, which end with it.
+            module: module that calls `serve`.
+            log: file for its output.
+            leads: whether it may start processes itself, which end with it.
         """
         self.answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self.is_ready = False
@@ -54,13 +54,13 @@ class Worker:
         self.answers.put(None)
 
     def becomes_ready(self, timeout_s: float) -> bool:
-        """Wait for the first answer, which says that the process can take jobs."""
+        """Wait for the first answer, which says that the process can accept jobs."""
         with contextlib.suppress(queue.Empty):
             self.is_ready = self.answers.get(timeout=max(timeout_s, 0.1)) is not None
         return self.is_ready
 
     def send(self, job: dict[str, Any]) -> None:
-        """Give the process a job; `None` among its answers says that it has ended."""
+        """Send a job to the process. `None` among its answers means that it has ended."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(job) + "\n")
@@ -69,24 +69,24 @@ class Worker:
             self.answers.put(None)
 
     def end(self) -> None:
-        """Kill the process, and what it started if it leads."""
+        """Kill the process, and the processes it started if it leads."""
         if self._leads and self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         self.process.wait()
-        with contextlib.suppress(OSError):  # a job may still be on its way
+        with contextlib.suppress(OSError):  # a job may still be in the pipe
             if self.process.stdin is not None:
                 self.process.stdin.close()
 
     def printed(self) -> str:
-        """Return the end of what the process printed."""
+        """Return the end of the process's log."""
         return self._log.read_text(encoding="utf-8", errors="replace")[-SHOWN_CHARACTERS:]
 
 
 def serve(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Say that the process is ready, and answer each job until standard input ends.
+    """Announce that the process is ready, and answer each job until standard input ends.
 
-    What is printed while a job is done goes to standard error.
+    Output that is printed during a job goes to standard error.
     """
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as replies:
         os.dup2(2, 1)
@@ -96,13 +96,13 @@ def serve(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
 
 
 def _send(replies: IO[str], answer: dict[str, Any]) -> None:
-    with contextlib.suppress(BrokenPipeError):  # the process that asked may have ended
+    with contextlib.suppress(BrokenPipeError):  # the parent process may have ended
         replies.write(json.dumps(answer) + "\n")
         replies.flush()
 
 
 def environment() -> dict[str, str]:
-    """Return the variables for a process of the suite: no plugin of pytest changes an outcome."""
+    """Return the environment variables of the suite's processes, with pytest's plugins disabled."""
     pytests = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTEST_DEBUG")
     kept = {word: value for word, value in os.environ.items() if word not in pytests}
     loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}

@@ -1,8 +1,8 @@
-"""Broken implementations, made from a working one, that show that cases can fail.
+"""Broken implementations, made from a working one, to show that the cases can fail.
 
 A mutant is a function that takes the part of a working implementation and returns one with a fault.
-It declares the requirements that the fault breaks. Files of a folder of mutants may share code in a
-folder below it: `from .faults.my_area import broken`.
+It declares the requirements that must fail. Files of a folder of mutants may share code in a
+subfolder: `from .faults.my_area import broken`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Mutant", "find_mutants", "load_mutant", "mutant", "overlay"]
 
 
 class _Overlay:
-    """Another object with some names replaced."""
+    """A proxy of an object with some names replaced."""
 
     def __init__(self, part: Any, names: dict[str, Any]) -> None:
         vars(self).update(names)
@@ -50,7 +50,7 @@ def overlay(part: Any, **names: Any) -> Any:
 
 @dataclass(frozen=True)
 class Mutant:
-    """A fault: its function, the area it is put into, and the requirements it breaks."""
+    """A fault: its function, its area, and the requirements that must fail."""
 
     function: Callable[[Any], Any]
     area: str
@@ -78,7 +78,7 @@ def mutant(*, area: str, kills: Iterable[str]) -> Callable[[Callable[[Any], Any]
         area: the area whose part the function takes.
         kills: ids of exactly those requirements that must fail.
     Raises:
-        RegistryError: the area is unknown, no id is given, or there is no docstring.
+        RegistryError: the area is unknown, no id is given, or the docstring is missing.
     """
 
     def declare(function: Callable[[Any], Any]) -> Mutant:
@@ -124,7 +124,7 @@ def _import(path: Path) -> Any:
 
 
 def _package_of(folder: Path) -> str:
-    """Make the files of a folder modules of one package, so that they can share some."""
+    """Make the files of a folder modules of one package, so that they can share code."""
     name = f"torchparts_mutants_{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
     package = sys.modules.setdefault(name, types.ModuleType(name))
     package.__path__ = [str(folder)]

@@ -20,7 +20,7 @@ from torchparts_conformance._errors import BAD_INPUT, ConformanceError, printabl
 from torchparts_conformance._run import Run
 
 RANK_TIMEOUT_S = 90.0
-# Ranks time out before the case that waits for them, so that the case can name the late one.
+# Ranks time out before their case does, so that the case can name the late one.
 _RANKS_SHARE = 0.75
 _RUN = pytest.StashKey[Run]()
 
@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Read the options and the requirements, so that bad ones end with one line."""
+    """Read the options and the requirements; an error in them ends pytest with one line."""
     config.addinivalue_line("markers", "requirement(id): the requirement a case checks")
     spec = config.getoption("impl") or os.environ.get(VARIABLE)
     if spec:
@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _refuse(error: ConformanceError) -> NoReturn:
-    """End pytest with an error message on a line of its own."""
+    """End pytest with an error message on a separate line."""
     sys.stderr.write("\n")
     raise pytest.UsageError(str(error)) from None
 
@@ -56,7 +56,7 @@ def run_of(config: pytest.Config) -> Run | None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out the cases of areas that were not asked for."""
+    """Leave out cases of areas that were not chosen."""
     run = run_of(config)
     area = area_of_path(collection_path)
     return True if run is not None and area and area not in run.settings.areas else None
@@ -74,7 +74,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Note why a file of cases cannot be imported."""
+    """Record why a file of cases cannot be imported."""
     report = yield
     run = run_of(collector.config)
     if run is not None and report.failed and area_of_path(collector.path):
@@ -84,7 +84,7 @@ def pytest_make_collect_report(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Take every case before any option can remove one, and only then import the adapter."""
+    """Record every case before options remove some, and then import the adapter."""
     cases = [item for item in items if area_of_path(item.path)]
     run = run_of(config)
     if cases and run is None:
@@ -107,7 +107,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """Run the cases that no other process has claimed, if there are others."""
+    """Run the cases that no other process has claimed, if there are other processes."""
     run = run_of(session.config)
     if run is None or run.settings.share is None or session.testsfailed:
         return None
@@ -124,14 +124,14 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> None:
-    """Name the case before pytest captures output: it may be the last line of this process."""
+    """Print the case's name before pytest captures output: it may be the last line of a crash."""
     if (run := run_of(item.config)) is not None:
         run.tell(f"start {item.nodeid}")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what the implementation does not claim or provide; nothing else may skip."""
+    """Skip requirements that the implementation does not claim or provide; cases may not skip."""
     run = run_of(item.config)
     if run is not None and (reason := run.reason_to_skip(item)):
         pytest.skip(reason)
@@ -151,7 +151,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Turn each phase of a case into an outcome."""
+    """Record the outcome of each phase of a case."""
     report = yield
     run = run_of(item.config)
     if run is not None and area_of_path(item.path):
@@ -161,7 +161,7 @@ def pytest_runtest_makereport(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Write the report, and end with the exit code of the suite."""
+    """Write the report, and set the exit code."""
     run = run_of(session.config)
     if run is not None and not session.config.option.collectonly:
         try:
@@ -182,7 +182,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 @pytest.fixture
 def part(request: pytest.FixtureRequest) -> Any:
-    """Return the part under test, for the area whose folder the case is in."""
+    """Return the part under test of the case's area."""
     run, area = _run_and_area(request)
     return run.subject.part(area)
 

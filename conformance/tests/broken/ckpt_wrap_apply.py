@@ -1,4 +1,4 @@
-"""Broken ways of applying wrappers to a model: what is taken, and how often."""
+"""Broken functions that apply wrappers to a model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .faults.ckpt_wrap import INNER, faulty_apply
 
 @mutant(area="ckpt-wrap", kills={"CW-033"})
 def shared_modules_get_several_wrappers(part):
-    """Every place but the first gets a wrapper of its own."""
+    """A module that occurs several times gets several wrappers."""
 
     def change(working, model, wrapper_fn, options):
         working(model, wrapper_fn, **options)
@@ -26,7 +26,7 @@ def shared_modules_get_several_wrappers(part):
 
 @mutant(area="ckpt-wrap", kills={"CW-034"})
 def applying_again_wraps_again(part):
-    """A wrapped module is wrapped once more by the next application."""
+    """Applying a second time wraps a wrapped module again."""
 
     def change(working, model, wrapper_fn, options):
         wrapped = [m for m in model.modules() if isinstance(m, part.ActivationWrapper)]

@@ -1,4 +1,4 @@
-"""Broken compiled forwards; each fails what it declares."""
+"""Broken compiled forwards; each fails exactly the requirements that it declares."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _if_finite(engine, function, *args, **kwargs):
 
 @mutant(area=AREA, kills={"CW-080", "CW-082"})
 def branches_on_what_is_in_the_input(part):
-    """Looks at the numbers in its input, which nobody knows while a compiler traces."""
+    """Branches on the values of its input, which are unknown while a compiler traces."""
 
     def checkpoint_wrapper(module, **options):
         engine = part.checkpoint_wrapper(nn.Identity(), **options).checkpoint_fn

@@ -1,4 +1,4 @@
-"""Checkpoint wrappers that break what the source does; each fails exactly what it declares."""
+"""Wrappers that break the source's behaviour; each fails exactly what it declares."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def offload_drops_keywords(part):
 
 @mutant(area="ckpt-wrap", kills={"CW-004"})
 def reentrant_needs_a_positional_argument(part):
-    """Keyword arguments alone raise under REENTRANT."""
+    """A call with keyword arguments only raises under REENTRANT."""
 
     def change(wrapper, call, args, kwargs):
         if is_reentrant(wrapper) and not args:
@@ -56,7 +56,7 @@ def recompute_context_is_forgotten(part):
 
 @mutant(area="ckpt-wrap", kills={"CW-006"})
 def options_of_checkpoint_fn_are_lost(part):
-    """A `checkpoint_fn` gets None for its options."""
+    """`checkpoint_fn` gets None instead of its options."""
 
     def change(module, impl, fn, options):
         if fn is not None and fn is not checkpoint:
@@ -68,7 +68,7 @@ def options_of_checkpoint_fn_are_lost(part):
 
 @mutant(area="ckpt-wrap", kills={"CW-007"})
 def keeps_its_result(part):
-    """Saves its own result for backward, too."""
+    """Also saves its own result for backward."""
 
     def change(wrapper, call, args, kwargs):
         result = call(*args, **kwargs)
@@ -89,7 +89,7 @@ def cannot_be_indexed(part):
 
 @mutant(area="ckpt-wrap", kills={"CW-009"})
 def attributes_are_those_of_the_start(part):
-    """Attributes the inner module gets later are not found."""
+    """Attributes that are set on the inner module later are not found."""
     working = part.CheckpointWrapper.__getattr__
 
     def getattr_(self, name):
@@ -102,7 +102,7 @@ def attributes_are_those_of_the_start(part):
 
 @mutant(area="ckpt-wrap", kills={"CW-010"})
 def own_parameter_names_show_the_prefix(part):
-    """`named_parameters()` of the wrapper itself has names the state dict lacks."""
+    """`named_parameters()` of the wrapper itself has names that the state dict lacks."""
 
     def named_parameters(self, prefix="", recurse=True, remove_duplicate=True):
         for name, parameter in getattr(self, INNER).named_parameters():
@@ -113,7 +113,7 @@ def own_parameter_names_show_the_prefix(part):
 
 @mutant(area="ckpt-wrap", kills={"CW-011", "CW-039"})
 def offload_brings_back_other_numbers(part):
-    """What comes back is not what left."""
+    """Offloaded values change on the way back."""
 
     def change(call, args, kwargs):
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach() * 1.5, lambda t: t):
@@ -142,7 +142,7 @@ def wraps_a_copy(part):
 
 @mutant(area="ckpt-wrap", kills={"CW-013", "CW-034"})
 def check_fn_sees_children_only(part):
-    """Modules below the first level are not looked at where a `check_fn` selects."""
+    """A `check_fn` is not called for modules below the first level."""
 
     def change(working, model, wrapper_fn, options):
         if "check_fn" not in options:
@@ -156,7 +156,7 @@ def check_fn_sees_children_only(part):
 
 @mutant(area="ckpt-wrap", kills={"CW-014"})
 def class_policies_select_leaves_of_another_class(part):
-    """A ModuleWrapPolicy is taken to mean every module without children."""
+    """A ModuleWrapPolicy selects every module without children."""
 
     def change(working, model, wrapper_fn, options):
         if (
@@ -171,7 +171,7 @@ def class_policies_select_leaves_of_another_class(part):
 
 @mutant(area="ckpt-wrap", kills={"CW-015"})
 def policy_options_are_lost(part):
-    """Options a CustomPolicy gives are dropped."""
+    """Options from a CustomPolicy are dropped."""
 
     def change(working, model, wrapper_fn, options):
         return working(model, lambda module, **_: wrapper_fn(module), **options)
@@ -181,7 +181,7 @@ def policy_options_are_lost(part):
 
 @mutant(area="ckpt-wrap", kills={"CW-016"})
 def any_policy_will_do(part):
-    """What is no policy selects nothing."""
+    """An invalid policy selects nothing instead of raising."""
 
     def change(working, model, wrapper_fn, options):
         if isinstance(options.get("auto_wrap_policy"), int):
@@ -193,5 +193,5 @@ def any_policy_will_do(part):
 
 @mutant(area="ckpt-wrap", kills={"CW-019"})
 def copies_share_weights(part):
-    """A deepcopy is the wrapper itself."""
+    """A deepcopy returns the wrapper itself."""
     return faulty(part, __deepcopy__=lambda self, memo: self)

@@ -1,4 +1,4 @@
-"""Checkpoint wrappers under other names: in state dicts, parameters, attributes and copies."""
+"""Wrappers with wrong names in state dicts, parameters, attributes and copies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .faults.ckpt_wrap import INNER, PREFIX, faulty
     kills={"CW-001", "CW-010", "CW-022"},
 )
 def state_dict_keeps_the_prefix(part):
-    """Keys of the state dict show the wrapper."""
+    """Keys of the state dict contain the wrapper's prefix."""
     working = part.CheckpointWrapper.state_dict
 
     def state_dict(self, *args, **kwargs):
@@ -29,19 +29,19 @@ def state_dict_keeps_the_prefix(part):
 
 @mutant(area="ckpt-wrap", kills={"CW-002", "CW-019", "CW-022"})
 def plain_state_dict_does_not_load(part):
-    """Loads as any module does, which takes the wrapper for a part of the names."""
+    """Loads like any other module, with the wrapper's prefix in the names."""
     return faulty(part, _load_from_state_dict=nn.Module._load_from_state_dict)
 
 
 @mutant(area="ckpt-wrap", kills={"CW-010", "CW-020", "CW-021"})
 def parents_show_the_prefix(part):
-    """Names a parent gives contain the wrapper's part."""
+    """Names from a parent contain the wrapper's prefix."""
     return faulty(part, named_modules=nn.Module.named_modules)
 
 
 @mutant(area="ckpt-wrap", kills={"CW-022"})
 def prefix_is_added_again(part):
-    """A key that carries the prefix gets it once more when loaded."""
+    """A key with the prefix gets the prefix again when loaded."""
     working = part.CheckpointWrapper._load_from_state_dict
 
     def load(self, state_dict, prefix, *rest):
@@ -54,7 +54,7 @@ def prefix_is_added_again(part):
 
 @mutant(area="ckpt-wrap", kills={"CW-053"})
 def copies_as_the_module_wants(part):
-    """The wrapped module's way of being copied is taken for the wrapper's."""
+    """The wrapped module's `__deepcopy__` is used for the wrapper."""
     working = part.CheckpointWrapper.__getattr__
 
     def getattr_(self, name):

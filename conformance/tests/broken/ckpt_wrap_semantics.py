@@ -1,4 +1,4 @@
-"""Checkpointed calls that mean something else: arguments, random numbers, graphs, contexts."""
+"""Checkpointed calls with wrong arguments, random numbers, graphs or contexts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .faults.ckpt_wrap import INNER, faulty_call, faulty_offload, faulty_options
 
 
 def detached(value: Any) -> Any:
-    """A tensor without its graph; anything else as it is."""
+    """A detached tensor; other values unchanged."""
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
@@ -36,7 +36,7 @@ def random_numbers_are_not_replayed(part):
     kills={"CW-005", "CW-006", "CW-007", "CW-018", "CW-036", "CW-037", "CW-039", "CW-111"},
 )
 def nothing_is_recomputed(part):
-    """The module runs as it is."""
+    """The module runs without checkpointing."""
 
     def change(wrapper, call, args, kwargs):
         return getattr(wrapper, INNER)(*args, **kwargs)
@@ -46,7 +46,7 @@ def nothing_is_recomputed(part):
 
 @mutant(area="ckpt-wrap", kills={"CW-036", "CW-037"})
 def keyword_tensors_are_only_remembered(part):
-    """Tensors given by keyword are bound to the function instead of saved."""
+    """Keyword tensors are bound to the function instead of being saved."""
 
     def change(wrapper, call, args, kwargs):
         inner = getattr(wrapper, INNER)
@@ -63,7 +63,7 @@ def keyword_tensors_are_only_remembered(part):
 
 @mutant(area="ckpt-wrap", kills={"CW-038"})
 def random_numbers_need_a_positional_tensor(part):
-    """Where all tensors are keywords, recomputation draws new random numbers."""
+    """If all tensors are keywords, recomputation draws new random numbers."""
 
     def change(wrapper, call, args, kwargs):
         if args or is_reentrant(wrapper):
@@ -109,7 +109,7 @@ def batch_norm_counts_twice(part):
 
 @mutant(area="ckpt-wrap", kills={"CW-042"})
 def dict_results_lose_their_graph(part):
-    """Tensors in a dict come out detached under REENTRANT."""
+    """Tensors in a dict are detached under REENTRANT."""
 
     def change(wrapper, call, args, kwargs):
         result = call(*args, **kwargs)
@@ -122,7 +122,7 @@ def dict_results_lose_their_graph(part):
 
 @mutant(area="ckpt-wrap", kills={"CW-043"})
 def parameters_need_an_input_with_gradients(part):
-    """Without one, the result is detached under REENTRANT."""
+    """Without an input that requires a gradient, the result is detached under REENTRANT."""
 
     def change(wrapper, call, args, kwargs):
         result = call(*args, **kwargs)
@@ -136,7 +136,7 @@ def parameters_need_an_input_with_gradients(part):
 
 @mutant(area="ckpt-wrap", kills={"CW-044"})
 def nested_inputs_lose_their_graph(part):
-    """Tensors in a list go in detached under REENTRANT."""
+    """Tensors in a list are detached on entry under REENTRANT."""
 
     def change(wrapper, call, args, kwargs):
         if is_reentrant(wrapper):
@@ -148,7 +148,7 @@ def nested_inputs_lose_their_graph(part):
 
 @mutant(area="ckpt-wrap", kills={"CW-046"})
 def torch_func_is_refused(part):
-    """A tensor that torch.func differentiates raises."""
+    """Raises for tensors that torch.func differentiates."""
 
     def change(wrapper, call, args, kwargs):
         if torch.compiler.is_compiling():
@@ -162,7 +162,7 @@ def torch_func_is_refused(part):
 
 @mutant(area="ckpt-wrap", kills={"CW-047"})
 def offload_copies_on_the_cpu(part):
-    """What is saved is copied, wherever it is."""
+    """Saved tensors are copied on every device."""
 
     def change(call, args, kwargs):
         def pack(tensor):

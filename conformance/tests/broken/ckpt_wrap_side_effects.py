@@ -1,4 +1,4 @@
-"""Recomputations that do something to the world again, or miss what was done to it."""
+"""Recomputations that repeat side effects, or miss changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .faults.ckpt_wrap import INNER, faulty_call, is_reentrant
 
 @mutant(area="ckpt-wrap", kills={"CW-094"})
 def hooks_are_registered_again(part):
-    """Recomputes by torch's own function, which registers the hooks of forward again."""
+    """Recomputes by torch's own function, which registers forward's hooks again."""
 
     def change(wrapper, call, args, kwargs):
         inner = getattr(wrapper, INNER)
@@ -25,7 +25,7 @@ def hooks_are_registered_again(part):
 
 @mutant(area="ckpt-wrap", kills={"CW-095"})
 def caches_are_appended_to_again(part):
-    """Runs the module over the caller's own objects in recomputation."""
+    """Recomputes with the caller's own objects."""
 
     def change(wrapper, call, args, kwargs):
         inner = getattr(wrapper, INNER)
@@ -38,7 +38,7 @@ def caches_are_appended_to_again(part):
 
 @mutant(area="ckpt-wrap", kills={"CW-096"})
 def tensors_in_objects_are_not_checked(part):
-    """Recomputes over a tensor that forward has changed in place."""
+    """Recomputes with a tensor that forward has changed in place."""
 
     def change(wrapper, call, args, kwargs):
         inner = getattr(wrapper, INNER)
@@ -51,7 +51,7 @@ def tensors_in_objects_are_not_checked(part):
 
 @mutant(area="ckpt-wrap", kills={"CW-100"})
 def weights_of_a_functional_call_are_forgotten(part):
-    """Recomputes with the parameters that the module has by then."""
+    """Recomputes with the parameters that the module has at the time of backward."""
 
     def change(wrapper, call, args, kwargs):
         inner = getattr(wrapper, INNER)
@@ -64,7 +64,7 @@ def weights_of_a_functional_call_are_forgotten(part):
 
 @mutant(area="ckpt-wrap", kills={"CW-111"})
 def weights_are_read_as_they_are_by_then(part):
-    """Recomputes with parameters that were changed in place since the forward."""
+    """Recomputes with parameters that were changed in place since forward."""
 
     def change(wrapper, call, args, kwargs):
         inner = getattr(wrapper, INNER)
@@ -77,7 +77,7 @@ def weights_are_read_as_they_are_by_then(part):
 
 @mutant(area="ckpt-wrap", kills={"CW-110"})
 def only_batch_norm_is_taken_care_of(part):
-    """Recomputes over buffers as forward left them, but for those of layers that it knows."""
+    """Recomputes with changed buffers, except those of known layer types."""
 
     def change(wrapper, call, args, kwargs):
         inner = getattr(wrapper, INNER)

@@ -1,4 +1,4 @@
-"""Parts that are right alone and wrong together, or wrong in a way that shows together."""
+"""Parts that are right alone and wrong together."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torchparts_conformance.mutants import mutant, overlay
 
 @mutant(area="combined", kills={"CB-001", "CB-002"})
 def wrapper_forgets_the_random_state(parts):
-    """A wrapped block is recomputed with whatever random numbers come next."""
+    """A wrapped block is recomputed with other random numbers."""
     wrap = functools.partial(parts.ckpt_wrap.checkpoint_wrapper, preserve_rng_state=False)
     return overlay(parts, ckpt_wrap=overlay(parts.ckpt_wrap, checkpoint_wrapper=wrap))
 
 
 @mutant(area="combined", kills={"CB-002"})
 def tracker_draws_a_random_number(parts):
-    """Entering the tracker moves the random state."""
+    """Entering the tracker advances the random state."""
 
     class Drawing(parts.mod_tracker.ModTracker):
         def __enter__(self):
@@ -30,7 +30,7 @@ def tracker_draws_a_random_number(parts):
 
 @mutant(area="combined", kills={"CB-032"})
 def policy_is_ignored(parts):
-    """The engine recomputes everything, whatever the policy saves."""
+    """The engine recomputes everything, for any policy."""
 
     def checkpoint(function, *args, policy=None, **kwargs):
         return parts.sac_policies.checkpoint(function, *args, **kwargs)
@@ -40,7 +40,7 @@ def policy_is_ignored(parts):
 
 @mutant(area="combined", kills={"CB-032"})
 def checkpointing_adds_a_buffer(parts):
-    """A checkpointed block carries a mark that gets into the state dict."""
+    """A checkpointed block has an additional buffer in its state dict."""
 
     def checkpoint_(module, **options):
         module.register_buffer("was_checkpointed", torch.ones(()))
@@ -51,7 +51,7 @@ def checkpointing_adds_a_buffer(parts):
 
 @mutant(area="combined", kills={"CB-032"})
 def gradients_are_counted_twice(parts):
-    """Gradients are summed over ranks twice, as if nobody knew who sums them."""
+    """Gradients are summed over ranks twice."""
 
     def fully_shard(module, **options):
         module.register_full_backward_pre_hook(lambda _, gradients: (gradients[0] * 2,))
@@ -62,14 +62,14 @@ def gradients_are_counted_twice(parts):
 
 @mutant(area="combined", kills={"CB-040"})
 def engine_breaks_the_graph(parts):
-    """The engine is not compiled, but left to eager."""
+    """The engine is not compiled and breaks the graph."""
     checkpoint = torch.compiler.disable(parts.sac_policies.checkpoint)
     return overlay(parts, sac_policies=overlay(parts.sac_policies, checkpoint=checkpoint))
 
 
 @mutant(area="combined", kills={"CB-040"})
 def compiled_engine_is_inexact(parts):
-    """Compiled code gives a little more than eager code."""
+    """Compiled code gives a slightly larger result than eager code."""
 
     def checkpoint(function, *args, **options):
         result = parts.sac_policies.checkpoint(function, *args, **options)

@@ -1,4 +1,4 @@
-"""Broken sharding for the area flat-param; each fails exactly what it declares."""
+"""Broken sharding for the area flat-param; each fails exactly the requirements that it declares."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AREA = "flat-param"
 
 
 def _with_grad(part, read, *, base=None):
-    """The part whose parameters give the gradient that `read(owner, param)` gives."""
+    """The part whose parameters have `read(owner, param)` as their gradient."""
 
     def change(module, options):
         for owner in module.modules():
@@ -33,7 +33,7 @@ def _with_grad(part, read, *, base=None):
 
 @mutant(area=AREA, kills={"FP-100"})
 def undivided_ranks_train_alone(part):
-    """Takes a shard axis of one rank for nothing to do, and sums no gradients."""
+    """Skips the gradient reduction if a shard axis has one rank."""
 
     def fully_shard(module, **options):
         mesh = options.get("mesh")
@@ -45,7 +45,7 @@ def undivided_ranks_train_alone(part):
 
 @mutant(area=AREA, kills={"FP-101"})
 def hybrid_copies_are_not_summed(part):
-    """Leaves out the sum over copies: each copy trains on its own half of the batch."""
+    """Skips the sum over replicas: each trains on its own half of the batch."""
 
     def fully_shard(module, **options):
         mesh = options.get("mesh")
@@ -62,7 +62,7 @@ def _note(owner, args):
 
 @mutant(area=AREA, kills={"FP-102"})
 def other_ranks_use_does_not_count(part):
-    """Has no gradient where this rank itself did not run the layer."""
+    """Has no gradient if this rank did not run the layer."""
 
     def grad(owner, param):
         return Tensor.grad.__get__(param) if "has_run" in vars(owner) else None
@@ -79,7 +79,7 @@ def other_ranks_use_does_not_count(part):
 
 @mutant(area=AREA, kills={"FP-103"})
 def gradients_do_not_tell_their_ranks(part):
-    """Hands out gradients that nothing shows to be pieces, so that a norm is of one piece."""
+    """Gradients do not show that they are pieces, so a norm covers one piece only."""
 
     def grad(owner, param):
         piece = Tensor.grad.__get__(param)
@@ -90,7 +90,7 @@ def gradients_do_not_tell_their_ranks(part):
 
 @mutant(area=AREA, kills={"FP-131", "FP-170"})
 def frozen_units_are_trained(part):
-    """Makes everything trainable before it is sharded."""
+    """Enables gradients for all parameters before sharding."""
 
     def fully_shard(module, **options):
         return part.fully_shard(module.requires_grad_(True), **options)
@@ -100,7 +100,7 @@ def frozen_units_are_trained(part):
 
 @mutant(area=AREA, kills={"FP-105"})
 def tied_units_are_not_named(part):
-    """Says that something is tied, but not what."""
+    """Reports a tied weight without its names."""
 
     def fully_shard(module, **options):
         try:
@@ -115,7 +115,7 @@ def tied_units_are_not_named(part):
 
 @mutant(area=AREA, kills={"FP-104"})
 def no_sync_sums_all_the_same(part):
-    """Sums gradients over ranks inside no_sync too."""
+    """Reduces gradients over ranks inside no_sync too."""
 
     def change(module, options):
         type(module).no_sync = lambda module: nullcontext()
@@ -126,7 +126,7 @@ def no_sync_sums_all_the_same(part):
 
 @mutant(area=AREA, kills={"FP-111"})
 def cut_parameters_are_plain(part):
-    """Hands out parameters and gradients that nothing shows to be cut: no optimizer is refused."""
+    """Parameters and gradients do not show that they are pieces, so no optimizer is refused."""
 
     def grad(owner, param):
         piece = Tensor.grad.__get__(param)
@@ -137,7 +137,7 @@ def cut_parameters_are_plain(part):
 
 @mutant(area=AREA, kills={"FP-130"})
 def stopped_gradients_are_kept(part):
-    """Doubles the gradients of the step after one that was stopped."""
+    """Doubles the gradients of the step after a stopped backward."""
 
     def change(module, options):
         state = {"runs": False}
@@ -160,7 +160,7 @@ def stopped_gradients_are_kept(part):
 
 @mutant(area=AREA, kills={"FP-131", "FP-170"})
 def frozen_weights_are_freed_at_once(part):
-    """Empties the frozen parts of the outermost unit when its backward begins."""
+    """Frees the frozen parameters of the outermost unit at the beginning of its backward."""
 
     def change(module, options):
         frozen = [param for param in module.parameters() if not param.requires_grad]
@@ -178,7 +178,7 @@ def frozen_weights_are_freed_at_once(part):
 
 @mutant(area=AREA, kills={"FP-132"})
 def hooks_of_parameters_are_not_called(part):
-    """Forgets hooks as soon as they are registered."""
+    """Removes hooks as soon as they are registered."""
 
     def change(module, options):
         for param in module.parameters():
@@ -189,7 +189,7 @@ def hooks_of_parameters_are_not_called(part):
 
 
 def _with_comms(part, change):
-    """The part with something done to every communicator of what it shards."""
+    """The part with a change to every communicator of its sharded modules."""
 
     def each(module, options):
         comms = module._flat_param.comms
@@ -202,5 +202,5 @@ def _with_comms(part, change):
 
 @mutant(area=AREA, kills={"FP-193"})
 def waits_are_not_compared(part):
-    """Waits for a collective until the group's timeout, whatever the others wait for."""
+    """Waits for a collective until the group's timeout, without comparing units."""
     return _with_comms(part, lambda comm: setattr(comm, "_look_for_deadlock", lambda pending: None))

@@ -1,4 +1,4 @@
-"""Broken asynchronous saves of sharded modules; each fails exactly what it declares."""
+"""Broken asynchronous saves; each fails exactly the requirements that it declares."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ AREA = "flat-param"
 
 
 class _Late(Future):
-    """Looks at the module where somebody asks for the end."""
+    """A future that reads the module when it is waited for."""
 
     def __init__(self, begin):
         super().__init__()
@@ -32,7 +32,7 @@ class _Late(Future):
 
 @mutant(area=AREA, kills={"FP-230"})
 def snapshot_is_taken_late(part):
-    """Copies nothing before somebody waits for the save."""
+    """Copies nothing before the caller waits for the save."""
 
     def async_save_sharded(module, path, **options):
         return _Late(lambda: part.async_save_sharded(module, path, **options))

@@ -1,4 +1,4 @@
-"""Broken backward passes of some parameters, and inside others; each fails what it declares."""
+"""Broken nested backward passes; each fails exactly the requirements that it declares."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ AREA = "flat-param"
 
 @mutant(area=AREA, kills={"FP-246"})
 def only_the_outer_backward_is_waited_for(part):
-    """Sums gradients of a unit when all are there that the backward around a checkpoint brings."""
+    """Reduces a unit's gradients without those from the backward inside a checkpoint."""
 
     def change(module, options):
         unit = module._flat_param

@@ -1,4 +1,4 @@
-"""Broken checkpoints of sharded modules; each fails exactly what it declares."""
+"""Broken checkpoints of sharded modules; each fails exactly the requirements that it declares."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AREA = "flat-param"
 
 
 def _with_state(part, mend):
-    """The part with sharded modules to whose whole state something is done."""
+    """The part with a change to the state dict of sharded modules."""
 
     def change(module, options):
         whole = type(module).state_dict
@@ -39,19 +39,19 @@ def _whole(tensor):
 
 @mutant(area=AREA, kills={"FP-106"})
 def state_dict_has_a_dimension_of_copies(part):
-    """Puts a dimension in front of every tensor of a state dict."""
+    """Adds a leading dimension to every tensor of a state dict."""
     return _with_state(part, lambda tensor: tensor.unsqueeze(0))
 
 
 @mutant(area=AREA, kills={"FP-106", "FP-177"})
 def state_dict_is_in_double(part):
-    """Hands out every value as it is, in another dtype."""
+    """Returns every value in another dtype."""
     return _with_state(part, Tensor.double)
 
 
 @mutant(area=AREA, kills={"FP-230"})
 def sharded_load_forgets_moments(part):
-    """Loads parameters and leaves the optimizer as it was."""
+    """Loads parameters but not the optimizer state."""
 
     def load_sharded(module, path, *, optimizer=None):
         if Path(path).name != "saved":
@@ -63,7 +63,7 @@ def sharded_load_forgets_moments(part):
 
 @mutant(area=AREA, kills={"FP-109"})
 def metadata_is_unpickled(part):
-    """Reads metadata as pickle does."""
+    """Reads metadata with pickle."""
 
     def load_sharded(module, path, *, optimizer=None):
         with Path(path, ".metadata").open("rb") as file:
@@ -75,7 +75,7 @@ def metadata_is_unpickled(part):
 
 @mutant(area=AREA, kills={"FP-115", "FP-116"})
 def damaged_data_is_passed_over(part):
-    """Loads nothing, and says nothing, where the data is damaged."""
+    """Silently loads nothing if the data is damaged."""
 
     def load_sharded(module, path, *, optimizer=None):
         try:

@@ -1,4 +1,4 @@
-"""Broken sharding that breaks what users of FSDP2 count on; each fails exactly what it declares."""
+"""Broken sharding in less usual steps; each fails exactly the requirements that it declares."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ AREA = "flat-param"
 
 @mutant(area=AREA, kills={"FP-171"})
 def shared_weights_are_copied(part):
-    """Gives every module a copy of a weight that it shares with another of its unit."""
+    """Gives each module a separate copy of a shared weight."""
 
     def fully_shard(module, **options):
         seen = set()
@@ -36,7 +36,7 @@ def _forget(owner, args):
 
 @mutant(area=AREA, kills={"FP-172", "FP-174", "FP-181"})
 def gradients_are_replaced(part):
-    """Has, after each backward, the gradient of that one alone."""
+    """After each backward, has only that backward's gradient."""
 
     def change(module, options):
         module.register_forward_pre_hook(_forget)
@@ -47,7 +47,7 @@ def gradients_are_replaced(part):
 
 @mutant(area=AREA, kills={"FP-177"})
 def stored_parameters_are_low(part):
-    """Keeps parameters in the dtype that is computed in."""
+    """Stores parameters in the compute dtype."""
 
     def fully_shard(module, **options):
         if options.get("mp_policy") is not None:
@@ -58,13 +58,13 @@ def stored_parameters_are_low(part):
 
 
 def _twice(output):
-    """The output, with a gradient that counts twice."""
+    """The output, with a doubled gradient."""
     return output + (output - output.detach())
 
 
 @mutant(area=AREA, kills={"FP-173", "FP-193"})
 def second_forward_is_not_trained(part):
-    """Takes a forward pass that begins before a backward pass for an evaluation."""
+    """Handles a forward before the previous backward as an evaluation."""
     waits = set()
 
     def seen(module, args, output):
@@ -87,7 +87,7 @@ def second_forward_is_not_trained(part):
 
 @mutant(area=AREA, kills={"FP-130"})
 def failed_backward_counts_twice(part):
-    """After a backward pass that raised, the next one's gradients are twice what they are."""
+    """After a backward that raised, doubles the gradients of the next one."""
 
     def hook_of():
         begun = []
@@ -106,7 +106,7 @@ def failed_backward_counts_twice(part):
 
 @mutant(area=AREA, kills={"FP-180", "FP-246"})
 def evaluation_counts_twice(part):
-    """After a forward pass without gradients, the next one's are twice what they are."""
+    """After a forward without gradients, doubles the gradients of the next step."""
 
     def change(module, options):
         looked = []

@@ -1,4 +1,4 @@
-"""Broken steps of sharded modules beside other work; each fails exactly what it declares."""
+"""Broken overlap with other work; each fails exactly the requirements that it declares."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ AREA = "flat-param"
 
 @mutant(area=AREA, kills={"FP-104", "FP-235"})
 def what_was_accumulated_is_forgotten(part):
-    """Lets go of the gradients of `no_sync` at its end."""
+    """Drops the gradients of `no_sync` at its end."""
 
     def change(module, options):
         working = type(module).no_sync

@@ -1,4 +1,4 @@
-"""Sharded modules that do not listen after they were made; each fails exactly what it declares."""
+"""Broken methods of sharded modules; each fails exactly the requirements that it declares."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ AREA = "flat-param"
 
 
 def _deaf(part, *names):
-    """The part with sharded modules of which some methods do nothing."""
+    """The part with sharded modules that ignore some methods."""
 
     def change(module, options):
         for name in names:
@@ -24,19 +24,19 @@ def _deaf(part, *names):
 
 @mutant(area=AREA, kills={"FP-188"})
 def methods_run_on_pieces(part):
-    """Leaves a registered method as it is."""
+    """Does nothing when a forward method is registered."""
     return _deaf(part, "register_forward_method")
 
 
 @mutant(area=AREA, kills={"FP-189"})
 def every_backward_sums(part):
-    """Sums gradients whatever is said."""
+    """Reduces gradients in every backward."""
     return _deaf(part, "set_requires_gradient_sync")
 
 
 @mutant(area=AREA, kills={"FP-200"})
 def order_of_sharding_is_not_named(part):
-    """Refuses what is inside a unit without a word why."""
+    """Refuses a module inside a unit without a reason."""
 
     def fully_shard(module, **options):
         try:
@@ -51,7 +51,7 @@ def order_of_sharding_is_not_named(part):
 
 @mutant(area=AREA, kills={"FP-202"})
 def units_break_their_graphs(part):
-    """Has every forward of an inner module look at the world outside of its graph."""
+    """Breaks the graph in every forward of an inner module."""
 
     def change(module, options):
         if type(module).__name__.endswith("_Residual"):
@@ -69,13 +69,13 @@ def units_break_their_graphs(part):
 
 @mutant(area=AREA, kills={"FP-191"})
 def units_are_gathered_in_their_turn_alone(part):
-    """Gathers nothing by hand."""
+    """`unshard()` does nothing."""
     return _deaf(part, "unshard")
 
 
 @mutant(area=AREA, kills={"FP-197"})
 def a_columns_gradients_are_doubled(part):
-    """Takes what tensor parallel cuts for copies, and adds their gradients up."""
+    """Adds up gradients of tensor-parallel parts as if they were replicas."""
 
     def change(module, options):
         if options.get("mesh") is not None and options["mesh"].mesh_dim_names == ("dp",):

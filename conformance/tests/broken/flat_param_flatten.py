@@ -1,6 +1,6 @@
-"""Broken flattening in one process, for the area flat-param; each fails exactly what it declares.
+"""Broken flattening in one process; each fails exactly the requirements that it declares.
 
-A flattened module is copied and pickled with what is put into it: hooks here are named functions.
+A flattened module is copied and pickled with all its attributes, so hooks here are named functions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ AREA = "flat-param"
 
 
 def _before(part, fault):
-    """The part with something done to every module that it is about to flatten."""
+    """The part with a change to every module before flattening."""
 
     def flatten(module, **options):
         fault(module)
@@ -26,7 +26,7 @@ def _before(part, fault):
 
 
 def _after(part, fault):
-    """The part with something done to every module that it has flattened."""
+    """The part with a change to every flattened module."""
 
     def flatten(module, **options):
         flat = part.flatten(module, **options)
@@ -37,7 +37,7 @@ def _after(part, fault):
 
 
 def _with_method(part, name, method):
-    """The part with another method of its flat views; it takes the working view first."""
+    """The part with another method of its flat views, called with the working view first."""
 
     def flatten(module, **options):
         flat = part.flatten(module, **options)
@@ -48,7 +48,7 @@ def _with_method(part, name, method):
 
 @mutant(area=AREA, kills={"FP-050", "FP-052"})
 def parameters_are_replaced(part):
-    """Flattens copies of the parameters and registers those."""
+    """Flattens copies of the parameters and registers the copies."""
 
     def fault(module):
         for owner in module.modules():
@@ -61,7 +61,7 @@ def parameters_are_replaced(part):
 
 @mutant(area=AREA, kills={"FP-051", "FP-064"})
 def flat_gradient_is_a_copy(part):
-    """Joins the gradients anew for whoever asks for them."""
+    """Concatenates the gradients at every access."""
 
     def grad_vector(flat, segment=None):
         return flat.grad_vector(segment).clone()
@@ -71,7 +71,7 @@ def flat_gradient_is_a_copy(part):
 
 @mutant(area=AREA, kills={"FP-053"})
 def gradients_start_as_zeros(part):
-    """Gives every parameter a gradient before any backward has reached it."""
+    """Sets every gradient to zero before any backward."""
 
     def fault(module):
         for param in module.parameters():
@@ -83,7 +83,7 @@ def gradients_start_as_zeros(part):
 
 @mutant(area=AREA, kills={"FP-203"})
 def last_chunk_is_left_out(part):
-    """Makes whole chunks only, and trains nothing of what remains."""
+    """Trains only whole chunks, without the rest."""
 
     def chunks(flat, numel=1 << 18):
         return [chunk for chunk in flat.chunks(numel) if chunk.numel() == numel]
@@ -106,7 +106,7 @@ def each_gradient_is_clipped_alone(part):
 
 @mutant(area=AREA, kills={"FP-055"})
 def padding_is_clipped_along(part):
-    """Has torch's 42 in the gaps of the gradient when its norm is taken."""
+    """Includes padding of 42 in the norm of the gradient."""
 
     def clip_(flat, max_norm, *, ord=2.0):
         vector = flat.grad_vector()
@@ -120,19 +120,19 @@ def padding_is_clipped_along(part):
 
 @mutant(area=AREA, kills={"FP-058"})
 def casts_are_seen_late(part):
-    """Lets the module be cast without taking the parameters back at once."""
+    """Does not restore the views right after a cast."""
     return _after(part, lambda module: vars(module).pop("_apply"))
 
 
 @mutant(area=AREA, kills={"FP-060", "FP-203"})
 def frozen_parts_lie_with_the_trained(part):
-    """Makes everything trainable, so that there is a vector less."""
+    """Enables gradients for all parameters, so that one vector is missing."""
     return _before(part, nn.Module.requires_grad_)
 
 
 @mutant(area=AREA, kills={"FP-061"})
 def strides_are_lost(part):
-    """Lays every parameter out row by row."""
+    """Stores every parameter contiguously."""
 
     def fault(module):
         for param in module.parameters():
@@ -148,5 +148,5 @@ def _look(module, args):
 
 @mutant(area=AREA, kills={"FP-064"})
 def tracing_has_to_stop(part):
-    """Decides by the input's values before every forward."""
+    """Branches on the input's values before every forward."""
     return _after(part, lambda module: module.register_forward_pre_hook(_look))

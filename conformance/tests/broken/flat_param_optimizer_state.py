@@ -1,4 +1,4 @@
-"""Broken conversions of optimizer state, for the area flat-param."""
+"""Broken conversions of optimizer state; each fails exactly the requirements that it declares."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ AREA = "flat-param"
 
 
 def _with(part, **methods):
-    """The part with other methods of its flat views; each takes the working view first."""
+    """The part with other methods of its flat views, called with the working view first."""
 
     def flatten(module, **options):
         flat = part.flatten(module, **options)
@@ -24,7 +24,7 @@ def _with(part, **methods):
 
 @mutant(area=AREA, kills={"FP-203"})
 def moments_begin_anew(part):
-    """Loads settings and no state."""
+    """Loads the settings without the state."""
 
     def load(flat, optimizer, state):
         fresh = copy.deepcopy(state)
@@ -39,7 +39,7 @@ def moments_begin_anew(part):
 
 @mutant(area=AREA, kills={"FP-203"})
 def moments_come_back_in_another_order(part):
-    """Gives the first two parameters of one shape each other's state."""
+    """Swaps the state of the first two parameters of equal shape."""
 
     def state_of(flat, optimizer):
         state = flat.optimizer_state(optimizer)
@@ -61,7 +61,7 @@ def _shapes(state, name):
 
 @mutant(area=AREA, kills={"FP-203"})
 def wrong_state_is_passed_over(part):
-    """Goes on without a word where a state is not for these parameters."""
+    """Silently continues if the state is of other parameters."""
 
     def load(flat, optimizer, state):
         try:

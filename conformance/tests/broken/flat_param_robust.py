@@ -1,4 +1,4 @@
-"""Handles with a fault in what the source left open: unusual parameters, copies, metadata."""
+"""Handles with faults for unusual parameters, copies and metadata."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _refuse(part, condition, error):
 
 @mutant(area=AREA, kills={"FP-021"})
 def holes_are_read(part):
-    """Takes a parameter's memory for dense."""
+    """Treats every parameter's memory as dense."""
 
     def fault(params, module):
         for param in params:
@@ -33,20 +33,20 @@ def holes_are_read(part):
 
 @mutant(area=AREA, kills={"FP-022"})
 def scalars_are_refused(part):
-    """Asks every parameter for its last dimension."""
+    """Reads the last dimension of every parameter."""
     return _refuse(part, lambda param: param.dim() == 0, IndexError("tensor has no dimensions"))
 
 
 @mutant(area=AREA, kills={"FP-025"})
 def expanded_parameters_are_refused(part):
-    """Reads as many elements as the shape has from a storage of one."""
+    """Reads as many elements as the shape has from a storage of one element."""
     error = RuntimeError("out of bounds for storage")
     return _refuse(part, lambda param: param.dim() > 0 and param.stride(0) == 0, error)
 
 
 @mutant(area=AREA, kills={"FP-026"})
 def foreign_parameters_are_dropped(part):
-    """Flattens what it finds and forgets the rest."""
+    """Silently drops parameters of other modules."""
 
     def fault(params, module):
         own = {id(param) for param in module.parameters()}
@@ -57,13 +57,13 @@ def foreign_parameters_are_dropped(part):
 
 @mutant(area=AREA, kills={"FP-028"})
 def flattened_modules_cannot_be_copied(part):
-    """Leaves the copy to a module full of computed tensors."""
+    """Copies a module that holds computed tensors, which raises."""
     return after(part, lambda handle, module, params: module.__dict__.pop("__deepcopy__"))
 
 
 @mutant(area=AREA, kills={"FP-031"})
 def parameters_are_copied(part):
-    """Keeps the parameters it was given beside the flat one."""
+    """Keeps the original parameters in addition to the flat one."""
 
     def fault(handle, module, params):
         for param in params:
@@ -74,7 +74,7 @@ def parameters_are_copied(part):
 
 @mutant(area=AREA, kills={"FP-033"})
 def shared_memory_is_parted(part):
-    """Copies each parameter first, so that none shares memory."""
+    """Copies each parameter first, so that no two share memory."""
 
     def fault(params, module):
         pointers = {param.untyped_storage().data_ptr() for param in params}

@@ -1,4 +1,4 @@
-"""Handles that break what the source does; each fails exactly what it declares."""
+"""Handles that break the source's behaviour; each fails exactly what it declares."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ AREA = "flat-param"
 
 @mutant(area=AREA, kills={"FP-001"})
 def something_is_left_in_the_module(part):
-    """Leaves a parameter of its own beside the flat one."""
+    """Leaves an additional parameter in the module."""
     return after(
         part, lambda h, module, ps: module.register_parameter("mark", nn.Parameter(torch.ones(1)))
     )
@@ -34,7 +34,7 @@ def flat_parameter_keeps_its_dtype(part):
 
 @mutant(area=AREA, kills={"FP-003"})
 def empty_list_is_accepted(part):
-    """Makes a handle of nothing."""
+    """Makes a handle without parameters."""
 
     class Faulty(part.FlatParamHandle):
         def __init__(self, params, *args, **kwargs):
@@ -46,7 +46,7 @@ def empty_list_is_accepted(part):
 
 @mutant(area=AREA, kills={"FP-004"})
 def empty_module_is_not_wrapped(part):
-    """Gives a module without parameters back as it is."""
+    """Returns a module without parameters unwrapped."""
 
     def fully_shard(module, *args, **kwargs):
         empty = not list(module.parameters())
@@ -65,13 +65,13 @@ def _miscount(part, *, tied):
 
 @mutant(area=AREA, kills={"FP-001", "FP-005", "FP-010", "FP-011", "FP-019", "FP-028"})
 def an_element_too_many(part):
-    """Counts one element more than there is."""
+    """Counts one element too many."""
     return _miscount(part, tied=False)
 
 
 @mutant(area=AREA, kills={"FP-006"})
 def tied_parameters_are_counted_again(part):
-    """Counts more than the tied parameters once."""
+    """Counts tied parameters more than once."""
     return _miscount(part, tied=True)
 
 
@@ -97,13 +97,13 @@ def _replace_shared(part, make):
 
 @mutant(area=AREA, kills={"FP-008", "FP-009"})
 def further_places_are_empty(part):
-    """Puts zeros where a tied parameter appears again."""
+    """Puts zeros at the other places of a tied parameter."""
     return _replace_shared(part, torch.zeros_like)
 
 
 @mutant(area=AREA, kills={"FP-009"})
 def further_places_do_not_learn(part):
-    """Cuts a tied parameter's second place from the gradient."""
+    """Detaches a tied parameter at its second place."""
     return _replace_shared(part, Tensor.detach)
 
 
@@ -120,7 +120,7 @@ def nothing_is_aligned(part):
 
 @mutant(area=AREA, kills={"FP-011"})
 def alignment_follows_the_stored_dtype(part):
-    """Aligns for float32 where the forward is in float16."""
+    """Aligns for float32 although forward uses float16."""
 
     class Faulty(part.FlatParamHandle):
         def __init__(self, *args, mp_param_dtype=None, **kwargs):
@@ -131,7 +131,7 @@ def alignment_follows_the_stored_dtype(part):
 
 @mutant(area=AREA, kills={"FP-010", "FP-011", "FP-012"})
 def last_element_is_left_out(part):
-    """Takes a range's end for one past its last element."""
+    """Treats a range's last index as exclusive."""
 
     class Faulty(part.FlatParamHandle):
         def _get_shard_metadata(self, start, end):
@@ -142,7 +142,7 @@ def last_element_is_left_out(part):
 
 @mutant(area=AREA, kills={"FP-009", "FP-013"})
 def gradient_is_in_the_wrong_order(part):
-    """Turns the flat gradient round."""
+    """Reverses the flat gradient."""
     return after(
         part,
         lambda handle, module, params: (
@@ -153,7 +153,7 @@ def gradient_is_in_the_wrong_order(part):
 
 @mutant(area=AREA, kills={"FP-014", "FP-019"})
 def ranks_hold_each_others_shards(part):
-    """Gives the first rank the last part."""
+    """Gives the first rank the last shard."""
 
     class Faulty(part.FlatParamHandle):
         @staticmethod
@@ -165,7 +165,7 @@ def ranks_hold_each_others_shards(part):
 
 @mutant(area=AREA, kills={"FP-015"})
 def integers_are_flattened(part):
-    """Takes integers for floats."""
+    """Accepts integer parameters."""
 
     class Faulty(part.FlatParamHandle):
         def _check(self, params):
@@ -177,7 +177,7 @@ def integers_are_flattened(part):
 
 @mutant(area=AREA, kills={"FP-016"})
 def dtypes_are_cast_silently(part):
-    """Casts all parameters to the first one's dtype."""
+    """Casts all parameters to the dtype of the first one."""
 
     def fault(params, module):
         for param in params:
@@ -189,7 +189,7 @@ def dtypes_are_cast_silently(part):
 
 @mutant(area=AREA, kills={"FP-017"})
 def frozen_parameters_are_thawed(part):
-    """Trains what was frozen."""
+    """Makes frozen parameters trainable."""
 
     def fault(params, module):
         for param in params:
@@ -201,7 +201,7 @@ def frozen_parameters_are_thawed(part):
 
 @mutant(area=AREA, kills={"FP-019"})
 def only_the_own_part_is_gathered(part):
-    """Leaves the other ranks' parts out."""
+    """Leaves out the other ranks' shards."""
 
     class Faulty(part.FlatParamHandle):
         def unshard(self):

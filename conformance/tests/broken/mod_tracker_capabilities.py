@@ -1,4 +1,4 @@
-"""Broken queries of trackers, and hooks under torch.compile; each fails what it declares."""
+"""Broken capabilities of trackers; each fails exactly the requirements that it declares."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ AREA = "mod-tracker"
 
 @mutant(area=AREA, kills={"MT-401"})
 def compiled_code_is_thrown_away(part):
-    """Drops what was compiled without it when it is entered, to see the modules inside."""
+    """Recompiles on entry, to see the modules inside compiled code."""
 
     class ModTracker(part.ModTracker):
         def __enter__(self):

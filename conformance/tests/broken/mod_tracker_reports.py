@@ -1,4 +1,4 @@
-"""Broken reports of the area mod-tracker; each fails what it declares."""
+"""Broken reports; each fails exactly the requirements that it declares."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KEEPS_GRAPH = "mod_tracker._attribution.keeps_graph"
 
 
 def _changed(part, change, *names):
-    """The part whose reports, of the kinds `names` make, are changed once they are complete."""
+    """The part with a change to completed reports of the kinds `names`."""
 
     def measuring(name):
         @contextmanager
@@ -30,7 +30,7 @@ def _changed(part, change, *names):
 
 
 def _handing_out_changed(part, name):
-    """The part whose `name` keeps tensors for backward without looking at their version."""
+    """The part whose `name` saves tensors for backward without checking their version."""
 
     @contextmanager
     def measure(*roots, **options):
@@ -43,13 +43,13 @@ def _handing_out_changed(part, name):
 
 @mutant(area=AREA, kills={"MT-254"})
 def measured_tensors_are_handed_out_changed(part):
-    """Measures memory in a way that hides changes of what was saved."""
+    """Measures memory and hides in-place changes of saved tensors."""
     return _handing_out_changed(part, "profile_memory")
 
 
 @mutant(area=AREA, kills={"MT-301"})
 def outside_is_forgotten(part):
-    """Shows nothing for what runs outside of modules, though the total has it."""
+    """The row of the outside is empty, although the total includes it."""
 
     def change(report):
         outside = report.outside
@@ -61,7 +61,7 @@ def outside_is_forgotten(part):
 
 @mutant(area=AREA, kills={"MT-302", "MT-412"})
 def recompute_counts_as_forward(part):
-    """Adds what is computed again to the forward."""
+    """Counts recomputation as forward."""
 
     def merged(row):
         return replace(
@@ -81,12 +81,12 @@ def recompute_counts_as_forward(part):
 
 @mutant(area=AREA, kills={"MT-412"})
 def code_between_modules_is_backward(part):
-    """Looks at the node that asks, wherever no module is entered."""
+    """Attributes operators by the running node if no module is entered."""
     return _finding(part, ("profile_flops",), lambda: patch(_KEEPS_GRAPH, lambda: True))
 
 
 def _finding(part, names, change):
-    """The part whose reports `names` run `change()` instead of nothing while they measure."""
+    """The part whose reports `names` run `change()` while they measure."""
 
     def measuring(name):
         @contextmanager
@@ -101,7 +101,7 @@ def _finding(part, names, change):
 
 @mutant(area=AREA, kills={"MT-404"})
 def counts_take_operators_apart(part):
-    """Counts SiLU by its parts."""
+    """Decomposes SiLU to count it."""
 
     def parts(x, inplace=False):
         return x * x.sigmoid()
@@ -112,7 +112,7 @@ def counts_take_operators_apart(part):
 
 @mutant(area=AREA, kills={"MT-301", "MT-302", "MT-412"})
 def what_runs_again_does_not_count(part):
-    """Leaves out what a checkpoint carries out again."""
+    """Leaves out operators that a checkpoint recomputes."""
 
     def change(report):
         lost = report.sum("self_recompute")
@@ -126,13 +126,13 @@ def what_runs_again_does_not_count(part):
 
 @mutant(area=AREA, kills={"MT-407"})
 def experts_count_as_nothing(part):
-    """Has a formula for products of groups that gives none."""
+    """Has a formula for grouped products that returns zero."""
     none = {torch.ops.aten._grouped_mm: lambda *shapes, **others: 0}
     return _counting(part, lambda formulas: {**none, **formulas})
 
 
 def _counting(part, change):
-    """The part whose `profile_flops` is given the formulas that `change` makes of the user's."""
+    """The part whose `profile_flops` gets formulas changed by `change`."""
 
     @contextmanager
     def profile_flops(*roots, formulas=None, **options):
@@ -144,7 +144,7 @@ def _counting(part, change):
 
 @mutant(area=AREA, kills={"MT-408"})
 def attention_counts_as_nothing(part):
-    """Knows the products of attention only where they are carried out one by one."""
+    """Counts attention only if it is decomposed into products."""
     kernels = [
         getattr(torch.ops.aten, f"_scaled_dot_product_{kind}")
         for kind in ("flash_attention_for_cpu", "flash_attention", "efficient_attention")

@@ -1,4 +1,4 @@
-"""Trackers with a fault in backward: entries, leaves, gradients and what stays open."""
+"""Trackers with wrong events, gradients or state in backward."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ AREA = "mod-tracker"
 
 @mutant(area=AREA, kills={"MT-101"})
 def recompute_counts_for_whoever_asked(part):
-    """Adds the modules whose backward is under way when a recompute is asked for."""
+    """In recomputation, adds the modules whose backward started it."""
     return with_parents(following(part), lambda t, n: n | t.open if t.phase == "recompute" else n)
 
 
 @mutant(area=AREA, kills={"MT-101", "MT-102"})
 def what_was_recomputed_is_lost(part):
-    """Knows only who called a checkpoint, in its recompute and in its backward."""
+    """In recomputation and its backward, has only the caller of the checkpoint."""
 
     def listen(tracker):
         tracker.again = set()
@@ -45,37 +45,37 @@ def what_was_recomputed_is_lost(part):
 
 @mutant(area=AREA, kills={"MT-103"})
 def leaves_without_entries(part):
-    """Tells no entry for what a recompute built."""
+    """Has no entries for modules that recomputation built."""
     return skipping_entry(part, lambda tracker, args, output: tracker.is_bw)
 
 
 @mutant(area=AREA, kills={"MT-107"})
 def keyword_inputs_stay_open(part):
-    """Keeps modules that got nothing but keywords among the parents to the end."""
+    """Keeps modules with keyword inputs only in `parents` until the end."""
     return sticking(part, lambda args, kwargs, output: kwargs and not args)
 
 
 @mutant(area=AREA, kills={"MT-108"})
 def dataclass_outputs_are_not_entered(part):
-    """Misses outputs in a dataclass."""
+    """Does not find outputs in a dataclass."""
     return skipping_entry(part, lambda tracker, args, output: is_dataclass(output))
 
 
 @mutant(area=AREA, kills={"MT-109"})
 def identities_stay_open(part):
-    """Never takes a module out of `parents` in backward that returned its input."""
+    """Never leaves a module that returned its input."""
     return sticking(part, lambda args, kwargs, output: any(value is output for value in args))
 
 
 @mutant(area=AREA, kills={"MT-113"})
 def failed_backward_leaves_names(part):
-    """Takes names out of `parents` only when modules are left, which a failed backward does not."""
+    """Clears names only when modules are left, which a failed backward does not do."""
     return with_parents(following(part), lambda t, n: n | t.open if t.phase == "outside" else n)
 
 
 @mutant(area=AREA, kills={"MT-117", "MT-121"})
 def grad_of_a_leaf_is_refused(part):
-    """Waits for the gradients of leaf inputs by a hook that torch.autograd.grad refuses."""
+    """Uses a hook on leaf inputs that torch.autograd.grad refuses."""
 
     def change(tracker, hooks):
         def pre_fw(module, args):
@@ -92,7 +92,7 @@ def grad_of_a_leaf_is_refused(part):
 
 @mutant(area=AREA, kills={"MT-118"})
 def only_one_backward_is_told(part):
-    """Tells the leaves of a graph's first backward only."""
+    """Has exits only in the first backward of a graph."""
 
     def change(tracker, hooks):
         left = set()
@@ -125,7 +125,7 @@ def what_gets_no_gradient_stays_open(part):
 
 @mutant(area=AREA, kills={"MT-103", "MT-120"})
 def inference_is_remembered(part):
-    """Tells a leave for every forward without gradients."""
+    """Has an exit for every forward without gradients."""
 
     def change(tracker, hooks):
         seen = []
@@ -163,7 +163,7 @@ def hooks_stay_on_inputs(part):
 
 @mutant(area=AREA, kills={"MT-131"})
 def outputs_are_touched(part):
-    """Changes what a root returns by a little."""
+    """Changes a root's result slightly."""
 
     def change(tracker, hooks):
         def post_fw(module, args, output):
@@ -178,7 +178,7 @@ def outputs_are_touched(part):
 
 @mutant(area=AREA, kills={"MT-133"})
 def attribution_ends_with_the_block(part):
-    """Knows nothing once it is left."""
+    """Attributes nothing after the block."""
 
     def leave(base, self, *exc):
         self.gone = True

@@ -1,4 +1,4 @@
-"""Trackers with a fault in names, forwards, threads or their own life."""
+"""Trackers with faults in names, forwards, threads or nesting."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ AREA = "mod-tracker"
 
 @mutant(area=AREA, kills={"MT-105"})
 def roots_share_a_label(part):
-    """Names roots by their class alone."""
+    """Names roots by their class only."""
     return with_names(part, lambda module, name: name and name.partition("#")[0])
 
 
 @mutant(area=AREA, kills={"MT-114"})
 def own_hooks_run_outside(part):
-    """Charges a module that has forward hooks of its own to its caller."""
+    """Attributes a module with forward hooks to its caller."""
 
     def change(tracker, names):
         hooked = getattr(tracker.module(tracker.current or ""), "_forward_hooks", None)
@@ -31,7 +31,7 @@ def own_hooks_run_outside(part):
 
 @mutant(area=AREA, kills={"MT-115"})
 def threads_share_a_set(part):
-    """Keeps what every thread last was told in one set for all."""
+    """Shares one set of names between all threads."""
     lock = threading.Lock()
 
     def change(tracker, names):
@@ -45,7 +45,7 @@ def threads_share_a_set(part):
 
 @mutant(area=AREA, kills={"MT-116"})
 def second_entry_counts_twice(part):
-    """Tells everything twice when entered twice."""
+    """Has each event twice if entered twice."""
 
     def enter(base, self):
         self.entered = getattr(self, "entered", 0) + 1
@@ -63,7 +63,7 @@ def second_entry_counts_twice(part):
 
 @mutant(area=AREA, kills={"MT-122"})
 def modules_are_compared_by_value(part):
-    """Keeps names in a dictionary by module, which asks `__hash__` and `__eq__`."""
+    """Stores names in a dictionary by module, which calls `__hash__` and `__eq__`."""
 
     def change(tracker, names):
         known = {tracker.module(tracker.current or ""): tracker.current}
@@ -74,7 +74,7 @@ def modules_are_compared_by_value(part):
 
 @mutant(area=AREA, kills={"MT-124", "MT-402"})
 def compiled_models_are_unseen(part):
-    """Is switched off where code is compiled."""
+    """Is disabled while code is compiled."""
 
     def in_compiled():
         frame = sys._getframe()
@@ -92,7 +92,7 @@ def compiled_models_are_unseen(part):
 
 @mutant(area=AREA, kills={"MT-132"})
 def fake_tensors_are_unseen(part):
-    """Tells nothing of modules that run on fake tensors."""
+    """Has no events for modules with fake tensors."""
 
     def is_fake(module):
         weights = [] if module is None else list(module.parameters())
@@ -132,7 +132,7 @@ def first_to_leave_takes_all_with_it(part):
 
 @mutant(area=AREA, kills={"MT-116"})
 def entered_again_is_deaf(part):
-    """Tells nothing once it was entered a second time."""
+    """Has no events once it is entered a second time."""
 
     def enter(base, self):
         self.times = getattr(self, "times", 0) + 1

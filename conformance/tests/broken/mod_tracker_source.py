@@ -1,4 +1,4 @@
-"""Trackers that break what the source does; each fails exactly what it declares."""
+"""Trackers that break the source's behaviour; each fails exactly what it declares."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ def _without_parts_of_dicts(tracker, names):
 
 @mutant(area=AREA, kills={"MT-001"})
 def innermost_is_missing_in_forward(part):
-    """Leaves modules out of `parents` that sit in a ModuleDict."""
+    """Leaves modules of a ModuleDict out of `parents`."""
     return with_parents(part, lambda t, n: n if t.is_bw else _without_parts_of_dicts(t, n))
 
 
 @mutant(area=AREA, kills={"MT-002"})
 def innermost_is_missing_in_backward(part):
-    """Leaves modules out of `parents` in backward that sit in a ModuleDict."""
+    """Leaves modules of a ModuleDict out of `parents` in backward."""
     return with_parents(part, lambda t, n: _without_parts_of_dicts(t, n) if t.is_bw else n)
 
 
 @mutant(area=AREA, kills={"MT-003"})
 def only_the_first_iteration_is_seen(part):
-    """Says nothing more about a root that is called again."""
+    """Has no events for a root that is called again."""
     return with_parents(part, lambda t, n: {"Global"} if t.iteration else n)
 
 
@@ -41,13 +41,13 @@ def only_the_first_iteration_is_seen(part):
     kills={"MT-004", "MT-005", "MT-007", "MT-009", "MT-010", "MT-102", "MT-109", "MT-133"},
 )
 def direction_is_turned_around(part):
-    """Says backward in forward."""
+    """Reports backward in forward."""
     return with_tracker(part, is_bw=lambda base, self: not base.is_bw.fget(self))
 
 
 @mutant(area=AREA, kills={"MT-005"})
 def backward_never_ends(part):
-    """Stays in backward after a model has had one."""
+    """Reports backward after a backward has ended."""
 
     def listen(tracker):
         tracker.subscribe(post_backward=lambda *_: setattr(tracker, "had_one", True))
@@ -61,7 +61,7 @@ def backward_never_ends(part):
 
 @mutant(area=AREA, kills={"MT-006"})
 def inputs_close_inside_out(part):
-    """Leaves a module in backward only after all modules inside it."""
+    """In backward, leaves a module only after all modules inside it."""
 
     def change(tracker, hooks):
         opened, held = [], []
@@ -90,7 +90,7 @@ def inputs_close_inside_out(part):
 
 @mutant(area=AREA, kills={"MT-007"})
 def name_is_not_among_the_parents_in_backward_hooks(part):
-    """Takes the module out of `parents` before its last hook."""
+    """Removes the module from `parents` before its last hook."""
 
     def change(tracker, hooks):
         def post_bw(module, grads):
@@ -108,7 +108,7 @@ def name_is_not_among_the_parents_in_backward_hooks(part):
 
 @mutant(area=AREA, kills={"MT-008"})
 def second_hook_replaces_the_first(part):
-    """Takes every registration."""
+    """Accepts every registration."""
 
     def register(base, self, *hooks, **named):
         try:
@@ -122,7 +122,7 @@ def second_hook_replaces_the_first(part):
 
 @mutant(area=AREA, kills={"MT-009"})
 def hooks_of_dead_modules_are_dropped(part):
-    """Calls no hook for a module that is gone."""
+    """Calls no hook for a freed module."""
 
     def alive(hook):
         return hook and (lambda module, grads: module is not None and hook(module, grads))
@@ -132,7 +132,7 @@ def hooks_of_dead_modules_are_dropped(part):
 
 @mutant(area=AREA, kills={"MT-010", "MT-011"})
 def recompute_is_silent(part):
-    """Calls no forward hook in backward."""
+    """Calls no forward hook in recomputation."""
 
     def change(tracker, hooks):
         def forward_only(hook):
@@ -157,13 +157,13 @@ def closing_events_are_lost(part):
 
 @mutant(area=AREA, kills={"MT-012"})
 def strangers_have_names(part):
-    """Names every module it is asked about."""
+    """Returns a name for every module."""
     return with_names(part, lambda module, name: name or type(module).__name__)
 
 
 @mutant(area=AREA, kills={"MT-010", "MT-011", "MT-111"})
 def failed_forward_leaves_an_event(part):
-    """Tells one more leave after a forward that failed."""
+    """Has one more exit after a failed forward."""
 
     def change(tracker, hooks):
         failed = []

@@ -1,4 +1,4 @@
-"""Broken regions and budgets of the area sac-policies; each fails what it declares."""
+"""Broken regions and budgets; each fails exactly the requirements that it declares."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ AREA = "sac-policies"
 def _keeps_nothing(policy):
     try:
         return inspect.isfunction(policy) and policy(None, torch.ops.aten.mm.default) is False
-    except (AttributeError, TypeError):  # it asks more than which operator runs
+    except (AttributeError, TypeError):  # the policy reads more than the operator
         return False
 
 
 def _as_torch(part, wrong):
-    """The part; calls that keep nothing and of which `wrong(args, kwargs)` holds are torch's."""
+    """The part with torch's checkpoint for calls that save nothing and are `wrong`."""
 
     def checkpoint(function, *args, policy=None, **kwargs):
         if not (_keeps_nothing(policy) and wrong(args, kwargs)):
@@ -32,11 +32,11 @@ def _as_torch(part, wrong):
 
 @mutant(area=AREA, kills={"SP-140", "SP-157", "SP-215"})
 def changed_leaves_are_read(part):
-    """Runs a region of one leaf again, whatever its parameters have become."""
+    """Recomputes a region of one leaf with changed parameters."""
     return _as_torch(part, lambda args, kwargs: len(args) == 1 and args[0].is_leaf)
 
 
 @mutant(area=AREA, kills={"SP-141"})
 def gradient_inside_runs_all_of_the_region(part):
-    """Runs a region to its end for a gradient inside it, where early stop is off."""
+    """Without early stop, runs a region to its end for a gradient inside it."""
     return _as_torch(part, lambda args, kwargs: kwargs.get("early_stop") is False)

@@ -1,4 +1,4 @@
-"""Regions that restore nothing they changed, overlook a change, or refuse what they need not."""
+"""Regions that restore no state, miss a change, or refuse valid code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AREA = "sac-policies"
 
 
 def _torch_where(part, takes):
-    """The part; torch's checkpoint where `takes(policy, args)` holds."""
+    """The part with torch's checkpoint for calls that match `takes(policy, args)`."""
 
     def checkpoint(function, *args, policy=None, **kwargs):
         if not takes(policy, args):
@@ -32,11 +32,11 @@ def _is_one_value(args):
 
 @mutant(area=AREA, kills={"SP-045", "SP-159"})
 def changed_values_are_read(part):
-    """Runs a region of one value with a history again, whatever has become of the value."""
+    """Recomputes a region of one non-leaf value with changed values."""
     return _torch_where(part, lambda policy, args: isfunction(policy) and _is_one_value(args))
 
 
 @mutant(area=AREA, kills={"SP-159", "SP-133"})
 def other_data_is_saved_again(part):
-    """Keeps the products of such a region, and saves their weights again, whatever they are."""
+    """Saves the products of such a region, and its changed weights."""
     return _torch_where(part, lambda policy, args: isinstance(policy, list) and _is_one_value(args))

@@ -1,4 +1,4 @@
-"""Broken regions of the area sac-policies, compiled or not; each fails exactly what it declares."""
+"""Broken regions, compiled or eager; each fails exactly the requirements that it declares."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OPTIONS = ("use_reentrant", "preserve_rng_state", "determinism_check", "early_st
     },
 )
 def region_is_forgotten(part):
-    """Calls the function without a region where there is no policy."""
+    """Without a policy, calls the function without a region."""
 
     def checkpoint(function, *args, policy=None, **kwargs):
         if policy is None and "context_fn" not in kwargs:
@@ -79,7 +79,7 @@ def checkpoint_cannot_be_traced(part):
 
 @mutant(area=AREA, kills={"SP-003", "SP-021"})
 def options_reach_the_function(part):
-    """Hands preserve_rng_state to the function as well."""
+    """Also passes preserve_rng_state to the function."""
 
     def change(function, policy, kwargs):
         if "preserve_rng_state" in kwargs:
@@ -91,7 +91,7 @@ def options_reach_the_function(part):
 
 @mutant(area=AREA, kills={"SP-012"})
 def keyword_arguments_are_lost(part):
-    """Drops what is not an option of checkpoint."""
+    """Drops keyword arguments that are not options of checkpoint."""
     taken = (*OPTIONS, "context_fn")
 
     def change(function, policy, kwargs):
@@ -113,7 +113,7 @@ def random_state_is_not_restored(part):
 
 @mutant(area=AREA, kills={"SP-014", "SP-018"})
 def policy_is_inverted(part):
-    """Saves what is to be recomputed, and recomputes what is to be saved."""
+    """Swaps saving and recomputing."""
 
     def inverted(policy):
         if isinstance(policy, list):
@@ -127,7 +127,7 @@ def policy_is_inverted(part):
 
 @mutant(area=AREA, kills={"SP-022"})
 def contexts_are_not_checked(part):
-    """Leaves out contexts that are given."""
+    """Ignores the contexts that are passed."""
 
     def change(function, policy, kwargs):
         own = {name: value for name, value in kwargs.items() if name != "context_fn"}
@@ -138,7 +138,7 @@ def contexts_are_not_checked(part):
 
 @mutant(area=AREA, kills={"SP-023"})
 def autocast_ends_at_the_region(part):
-    """Runs the function in full precision, in eager code only."""
+    """Runs the function in full precision in eager code."""
 
     def checkpoint(function, *args, policy=None, **kwargs):
         if torch.compiler.is_compiling():
@@ -172,7 +172,7 @@ def autocast_ends_at_the_region(part):
     },
 )
 def compiled_region_is_left_out(part):
-    """Gives back the first argument in place of compiling a region without a policy."""
+    """Returns the first argument instead of compiling a region without a policy."""
 
     def checkpoint(function, *args, policy=None, **kwargs):
         if policy is None and torch.compiler.is_compiling():

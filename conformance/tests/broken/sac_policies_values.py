@@ -1,4 +1,4 @@
-"""Broken decisions and values of the area sac-policies; each fails exactly what it declares."""
+"""Broken decisions and values; each fails exactly the requirements that it declares."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ AREA = "sac-policies"
     },
 )
 def policy_is_ignored(part):
-    """Recomputes everything, whatever the policy says."""
+    """Recomputes everything, for any policy."""
 
     def change(function, policy, kwargs):
         return function, None, kwargs
@@ -54,7 +54,7 @@ def policy_is_ignored(part):
 
 @mutant(area=AREA, kills={"SP-038"})
 def outputs_stay(part):
-    """Keeps the memory of what a region gave, also after its backward."""
+    """Keeps the outputs of a region after its backward."""
     held = []
 
     def keep(out):
@@ -66,7 +66,7 @@ def outputs_stay(part):
 
 @mutant(area=AREA, kills={"SP-031"})
 def offload_is_recomputed(part):
-    """Carries out an offload as recomputing, as torch does in eager code."""
+    """Recomputes offloaded values, as torch does in eager code."""
 
     def without(policy):
         def plain(ctx, op, *args, **kwargs):
@@ -81,7 +81,7 @@ def offload_is_recomputed(part):
 
 @mutant(area=AREA, kills={"SP-032"})
 def unmatched_packets_are_silent(part):
-    """Says nothing of policies that match nothing."""
+    """Does not warn about policies that match nothing."""
 
     def checkpoint(function, *args, policy=None, **kwargs):
         if torch.compiler.is_compiling():
@@ -95,7 +95,7 @@ def unmatched_packets_are_silent(part):
 
 @mutant(area=AREA, kills={"SP-043"})
 def none_means_recompute(part):
-    """Takes an answer that is no decision as recompute."""
+    """Treats None as a decision to recompute."""
 
     def lenient(policy):
         return lambda ctx, op, *args, **kwargs: policy(ctx, op, *args, **kwargs) or False
@@ -130,7 +130,7 @@ def none_means_recompute(part):
     },
 )
 def values_are_cached_as_torch_does(part):
-    """Hands out each cached value once, as it is by then, outside of hooks and inner regions."""
+    """Returns each cached value once, in its current state, without hooks and inner regions."""
 
     def context_fn(policy):
         return functools.partial(create_selective_checkpoint_contexts, policy)
@@ -147,7 +147,7 @@ def values_are_cached_as_torch_does(part):
 
 @mutant(area=AREA, kills={"SP-039"})
 def hooks_around_regions_are_ignored(part):
-    """Keeps values where the saved-tensor hooks around a region do not see them."""
+    """Saves values that saved-tensor hooks around a region do not see."""
 
     def checkpoint(function, *args, policy=None, **kwargs):
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
@@ -158,7 +158,7 @@ def hooks_around_regions_are_ignored(part):
 
 @mutant(area=AREA, kills={"SP-163"})
 def compiled_parts_run_in_eager_code(part):
-    """Takes the compiler away while a function runs in an eager region."""
+    """Disables the compiler while a function runs in an eager region."""
 
     def change(function, policy, kwargs):
         @functools.wraps(function)
@@ -174,7 +174,7 @@ def compiled_parts_run_in_eager_code(part):
 
 @mutant(area=AREA, kills={"SP-164"})
 def compiled_regions_draw_once_more(part):
-    """Adds nothing, by a random number, to what a compiled region is given."""
+    """Draws a random number in every compiled region."""
 
     def change(function, policy, kwargs):
         if not (torch.compiler.is_compiling() and policy == [torch.ops.aten.mm.default]):

@@ -1,4 +1,4 @@
-"""A boundary for each parameter, by its name or by the class of its module."""
+"""A boundary for each parameter, by its name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from flat_param import Blocks, LayoutError, by_class, by_name, fully_shard
+from flat_param import Blocks, LayoutError, by_name, fully_shard
 from flat_param.plan import plan_training, unit_shapes
 
 
@@ -41,19 +41,11 @@ def _pieces(boundary: Any) -> dict[str, tuple[int, ...]]:
 
 def test_first_rule_that_fits_decides() -> None:
     """What none fits has the default; one boundary for all is that boundary."""
-    for rules in (by_name({"*": "row"}), by_name({}, default="row"), by_class({nn.Module: "row"})):
+    for rules in (by_name({"*": "row"}), by_name({}, default="row")):
         assert _pieces(rules) == _pieces("row")
     mixed = _pieces(by_name({"0.*": "tensor", "*": "row"}))
     assert mixed["0.weight"] == (6, 4)
     assert _pieces(by_name({"0.weight": "row", "0.*": "tensor"}))["0.weight"][1:] == (4,)
-
-
-def test_classes_choose_for_their_own_parameters() -> None:
-    """Those of other modules have the default, which cuts at elements."""
-    found = _pieces(by_class({nn.LayerNorm: "tensor"}))
-    assert len(found["0.weight"]) == 1
-    found = _pieces(by_class({nn.Linear: "tensor"}))
-    assert found["0.weight"] in ((6, 4), (0, 4))
 
 
 def test_each_name_of_a_tied_parameter_counts() -> None:
@@ -69,8 +61,7 @@ def test_each_name_of_a_tied_parameter_counts() -> None:
             r"'0.weigth', but no parameter .* Did you mean '0.weight'",
         ),
         (by_name({"x*": "tensor"}), r"'x\*', but no parameter .* There are 0.weight, 0.bias"),
-        (by_class({nn.Embedding: "row"}), r"Embedding, but no parameter .* missing_ok=True"),
-        ({"0": "row"}, r"boundary is {'0': 'row'}, .* Pass by_name"),
+        ({"0": "row"}, r"boundary is the mapping {'0': 'row'}. Pass flat_param.by_name"),
     ],
 )
 def test_rule_that_fits_nothing_is_a_mistake(rules: Any, says: str) -> None:
@@ -89,8 +80,6 @@ def test_rule_may_fit_nothing_where_it_is_said() -> None:
     [
         (lambda: by_name({nn.Linear: "row"}), "by_name: rules .* mapping from globs of names"),  # type: ignore[dict-item]
         (lambda: by_name("*"), "by_name: rules is '\\*'"),  # type: ignore[arg-type]
-        (lambda: by_class({"Linear": "row"}), "by_class: rules .* classes of modules"),  # type: ignore[dict-item]
-        (lambda: by_class({int: "row"}), "by_class: rules .* classes of modules"),  # type: ignore[dict-item]
         (lambda: by_name({"*": "column"}), "by_name: boundary is 'column'"),  # type: ignore[dict-item]
         (lambda: by_name({}, default="column"), "by_name: boundary is 'column'"),  # type: ignore[arg-type]
     ],
@@ -101,14 +90,12 @@ def test_bad_rules_are_refused(make: Callable[[], object], says: str) -> None:
         make()
 
 
-def test_plan_for_later_takes_names_and_no_classes() -> None:
+def test_plan_for_later_takes_names() -> None:
     """It knows shapes; what one unit lacks another has."""
     shapes = unit_shapes(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)), units=nn.Linear)
     even = plan_training(shapes, world_size=4)
     whole = plan_training(shapes, world_size=4, boundary=by_name({"weight": "tensor"}))
     assert whole.rank_bytes.params > even.rank_bytes.params
-    with pytest.raises(LayoutError, match=r"class Linear, but a plan .* by_name"):
-        plan_training(shapes, world_size=4, boundary=by_class({nn.Linear: "row"}))
 
 
 def test_blocks_are_cut_between_them() -> None:

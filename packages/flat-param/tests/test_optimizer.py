@@ -192,10 +192,20 @@ def test_closure_is_called_once_and_its_loss_returned(folder: Path | None) -> No
     assert second < first
 
 
-def test_hooks_of_a_step_are_called_once_a_step(folder: Path | None) -> None:
+class Inheriting(AdamW):
+    """Steps as its base class does, whose step torch gives hooks, too."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Step."""
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [AdamW, Inheriting])
+def test_hooks_of_a_step_are_called_once_a_step(folder: Path | None, kind: Any) -> None:
     """Not once a bucket; also after a load, with which torch looks at them again."""
-    model, told = _model(), []
-    optimizer = AdamW(model.parameters())
+    model, told = _model(), list[str]()
+    AdamW(model.parameters())
+    optimizer = kind(model.parameters())
     optimizer.register_step_pre_hook(lambda *_: told.append("before"))
     offload_optimizer(optimizer, folder=folder, bucket_numel=1)
     optimizer.register_step_post_hook(lambda *_: told.append("after"))

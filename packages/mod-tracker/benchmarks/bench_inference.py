@@ -1,4 +1,4 @@
-"""Does a tracker grow while a model only runs forward?"""
+"""Memory growth of a tracker while a model runs only forward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mod_tracker import ModTracker
 
 
 def test_growth_over_inference(capsys):
-    """10,000 forwards of ten layers: less than 1 MB, and nothing is recorded."""
+    """10,000 forwards of ten layers use less than 1 MB and record nothing."""
     model, x = nn.Sequential(*[nn.Linear(4, 4) for _ in range(10)]), torch.randn(2, 4)
     with ModTracker() as tracker, torch.no_grad():
         model(x)

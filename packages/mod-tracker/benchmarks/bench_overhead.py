@@ -1,4 +1,4 @@
-"""What does a tracker cost per module call, beside torch's, with and without hooks?"""
+"""Cost of a tracker per module call, compared with torch's, with and without hooks."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from mod_tracker import ModTracker
 
 
 def forward_without_gradients(model, x):
-    """Inference."""
+    """Run a forward without gradients."""
     with no_grad():
         model(x)
 
 
 def forward(model, x):
-    """A forward that builds a graph."""
+    """Run a forward that builds a graph."""
     model(x)
 
 
 def forward_and_backward(model, x):
-    """A training step. A fresh input, because torch's tracker leaves hooks on a leaf."""
+    """Run forward and backward. A fresh input, because torch's tracker leaves hooks on a leaf."""
     model(x.clone().requires_grad_()).sum().backward()
 
 
 def bare(kind):
-    """One tracker for all turns, as a training loop has; each turn enters it again."""
+    """Make one tracker for all rounds, as a training loop does; each round enters it again."""
     tracker = kind()
     return lambda: tracker
 
 
 def hooked(kind):
-    """The same with four hooks that do nothing."""
+    """Make a tracker with four hooks that do nothing."""
     tracker = kind()
     tracker.register_user_hooks(*[lambda *args: None] * 4)
     return lambda: tracker
@@ -74,7 +74,7 @@ def first_step_s(kind, model, x):
 
 
 def test_cost_of_the_first_step(capsys):
-    """Of a new tracker, per call: what a report of one step pays; target 8 us, at any width."""
+    """Cost per call of a new tracker, as in a report of one step; target 8 us, at any width."""
     kinds = {"plain": nullcontext, "ours": ModTracker, "torch": TorchTracker}
     with capsys.disabled():
         print("\nfirst step of a new tracker, us per module call\n  siblings    ours   torch")

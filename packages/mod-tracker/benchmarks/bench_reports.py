@@ -1,9 +1,9 @@
-"""How much longer does a training step take under one report, beside torch's own tools?
+"""Duration of a training step under each report, and under torch's own tools.
 
     python packages/mod-tracker/benchmarks/bench_reports.py --rounds 5 --json FILE
 
-Each round runs one step in every context, entering and leaving included, in a shuffled order;
-times are of this thread, and medians over rounds.
+Each round runs one step in every context, including entry and exit, in a shuffled order. Times are
+thread-CPU times, medians over rounds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MUST = {
 
 @contextmanager
 def mem_tracker(model: nn.Module) -> Iterator[MemTracker]:
-    """torch's MemTracker, with the model's parameters."""
+    """Make torch's MemTracker with the model's parameters."""
     tracker = MemTracker()
     tracker.track_external(model)
     with tracker:
@@ -47,7 +47,7 @@ def mem_tracker(model: nn.Module) -> Iterator[MemTracker]:
 
 
 def contexts(model):
-    """What a step is run in, by name, ours first."""
+    """Return the contexts to measure by name, ours first."""
     return {
         "plain": nullcontext,
         "profile_time": profile_time,
@@ -62,7 +62,7 @@ def contexts(model):
 
 
 def measure(width, rounds):
-    """By context, milliseconds of a step."""
+    """Return milliseconds per step by context."""
     batch, tokens, hidden = SIZES[width]
     layer = nn.TransformerEncoderLayer(width, 2, hidden, batch_first=True, dropout=0.0)
     model = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
@@ -76,7 +76,7 @@ def measure(width, rounds):
             model(given).sum().backward()
         return (time.thread_time_ns() - start) / 1e6
 
-    for way in ways.values():  # what is loaded and cached by the first of its kind
+    for way in ways.values():  # warm up: the first use loads and caches
         step(way)
     gc.collect()
     gc.disable()
@@ -93,7 +93,7 @@ def measure(width, rounds):
 
 
 def measured(rounds):
-    """Everything that is written: by width, a plain step, and what each context took over it."""
+    """Return the results: by width, the plain step, and each context's time relative to it."""
     widths = {}
     for width in SIZES:
         took = measure(width, rounds)
@@ -112,7 +112,7 @@ def measured(rounds):
 
 
 def shown(result):
-    """The numbers as Markdown tables."""
+    """Format the results as Markdown tables."""
     lines = []
     for width, found in result["widths"].items():
         lines += [
@@ -128,7 +128,7 @@ def shown(result):
 
 
 def main():
-    """Measure, print, and write what `--json` names."""
+    """Measure, print, and write the file named by `--json`."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)

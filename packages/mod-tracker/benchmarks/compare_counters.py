@@ -1,10 +1,10 @@
-"""What do FLOP counters say of a training step of ten models, next to a count by hand?
+"""Compare FLOP counters with a count by hand, for a training step of ten models.
 
     python packages/mod-tracker/benchmarks/compare_counters.py
 
-Needs transformers, and torchtitan and DeepSpeed for their columns. A cell is what a counter says
-over the count by hand of `tests/test_utilization.py`. torchtitan's formula has one number for a
-token, from parameters and sizes; DeepSpeed counts forward, of which a step is three times.
+Needs transformers, and torchtitan and DeepSpeed for their columns. A cell is the counter's result
+divided by the count by hand of `tests/test_utilization.py`. torchtitan's formula gives FLOPs per
+token from parameters and sizes. DeepSpeed counts the forward; a step is three times that.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ def loss_of(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
 
 
 def ours(model: nn.Module, inputs: dict[str, Any]) -> int:
-    """`model_flops`: what runs again is left out."""
+    """Return `model_flops`, which leaves out recomputation."""
     with profile_flops(model) as report:
         loss_of(model, inputs).backward()
     return report.model_flops
 
 
 def torchs(model: nn.Module, inputs: dict[str, Any]) -> int:
-    """All that torch counts, forward and backward."""
+    """Return the count of torch's FlopCounterMode, forward and backward."""
     with FlopCounterMode(display=False) as mode:
         loss_of(model, inputs).backward()
     return mode.get_total_flops()
 
 
 def deepspeeds(model: nn.Module, inputs: dict[str, Any]) -> int:
-    """Three times forward."""
+    """Return three times DeepSpeed's count of the forward."""
     FlopsProfiler = import_module("deepspeed.profiling.flops_profiler").FlopsProfiler
     profiler = FlopsProfiler(model)
     profiler.start_profile()
@@ -57,7 +57,7 @@ def deepspeeds(model: nn.Module, inputs: dict[str, Any]) -> int:
 
 
 class _AsTitan(nn.Module):
-    """A model of transformers with the names and the children that torchtitan's functions read."""
+    """A transformers model with the names and children that torchtitan's functions read."""
 
     NAMES = (
         (".mlp.experts.", ".moe.routed_experts."),
@@ -72,11 +72,11 @@ class _AsTitan(nn.Module):
         self._children = [*body.children(), *(c for c in model.children() if c is not body)]
 
     def children(self) -> list[nn.Module]:
-        """The parts of the body and the head, side by side."""
+        """Yield the parts of the body and the head."""
         return self._children
 
     def named_parameters(self, *args: Any, **options: Any) -> Any:
-        """Of mixtures of experts, by torchtitan's names."""
+        """Yield parameters; those of mixtures of experts under torchtitan's names."""
         for name, parameter in self.model.named_parameters():
             for old, new in self.NAMES:
                 name = name.replace(old, new)
@@ -84,7 +84,7 @@ class _AsTitan(nn.Module):
 
 
 def titans(model: nn.Module, inputs: dict[str, Any]) -> int | None:
-    """The formula times the tokens; None for what it is not made for."""
+    """Return torchtitan's formula times the tokens; None for models that it does not support."""
     config, ids = getattr(model, "config", None), inputs.get("input_ids")
     if config is None or ids is None:
         return None
@@ -115,7 +115,7 @@ COUNTERS: dict[str, Callable[[nn.Module, dict[str, Any]], int | None]] = {
 
 
 def cell(counter: Callable[..., int | None], make: Callable[[], Any], by_hand: int) -> str:
-    """What a counter says over the count by hand."""
+    """Return a counter's result divided by the count by hand, as text."""
     torch.manual_seed(0)
     model, inputs, _ = make()
     try:

@@ -1,4 +1,4 @@
-"""Two models, and one interleaved measurement of several ways to run them."""
+"""Two models, and an interleaved measurement of several contexts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import nn
 
 
 def chain():
-    """200 small layers: 201 module calls, little else."""
+    """200 small layers: 201 module calls with little other work."""
     return nn.Sequential(*[nn.Linear(4, 4) for _ in range(200)]), torch.randn(2, 4)
 
 
 def encoder():
-    """Six encoder layers in training mode, where none of them is one fused kernel: 55 calls."""
+    """Six encoder layers in training mode, so that none runs as one fused kernel: 55 calls."""
     layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True, dropout=0.0)
     model = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
     return model, torch.randn(1, 8, 32)
@@ -37,7 +37,7 @@ def model_and_input(request):
 
 @pytest.fixture
 def count_calls():
-    """`count_calls(step, model, x)`: module calls of one step, forward only."""
+    """`count_calls(step, model, x)`: module calls of one forward."""
 
     def count(step, model, x):
         calls = []
@@ -55,10 +55,10 @@ def count_calls():
 def seconds():
     """`seconds(contexts, step)`: least thread-CPU seconds of a step in each context.
 
-    The contexts take turns, so that whatever slows the machine slows all of them, in an order that
-    is shuffled, so that none always finds the caches as the same other one left them. Turns are
-    short and many and only the best step counts, so that other processes are not counted. What
-    exists before is frozen, or collecting garbage between rounds would take longer than the steps.
+    Contexts take turns, so that a slow machine slows all of them. The order is shuffled, so that no
+    context always runs after the same other one. Rounds are short and many and only the fastest
+    step counts, so that other processes do not disturb. Existing objects are frozen, since
+    collecting garbage between rounds would take longer than the steps.
     """
 
     def measure(contexts, step, *, rounds=80, steps=4):

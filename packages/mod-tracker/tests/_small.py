@@ -7,7 +7,7 @@ from torch import nn
 
 
 def linear():
-    """A 4 x 4 layer without bias: each product has 2 * rows * 16 operations."""
+    """A 4 x 4 layer without bias: each product costs 2 * rows * 16 operations."""
     return nn.Linear(4, 4, bias=False)
 
 
@@ -29,5 +29,5 @@ class MLP(nn.Module):
         self.a, self.b = linear(), linear()
 
     def forward(self, x):
-        """Compute."""
+        """Run both layers."""
         return self.b(self.a(x).relu())

@@ -19,7 +19,7 @@ ARITHMETIC = {"mm", "addmm", "relu", "threshold_backward", "tanh", "tanh_backwar
 
 
 class OpLog(TorchDispatchMode):
-    """Writes (phase, operation, stack) of arithmetic operations."""
+    """A mode that records (phase, operation, stack) of arithmetic operations."""
 
     def __init__(self, tracker):
         super().__init__()
@@ -45,7 +45,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """What reports of time read."""
+    """The clock that time reports read in this test."""
     made = Clock()
     monkeypatch.setattr(time, "perf_counter_ns", lambda: made.ns)
     return made
@@ -140,7 +140,7 @@ def log_events():
 
 @pytest.fixture
 def accelerator():
-    """The first of this machine's accelerators, the simulated one among them."""
+    """The first accelerator of this machine; it may be the simulated one."""
     if not torch.accelerator.is_available():
         pytest.skip("needs an accelerator")
     return torch.device(torch.accelerator.current_accelerator().type, 0)
@@ -148,7 +148,7 @@ def accelerator():
 
 @pytest.fixture
 def fresh_compiler():
-    """A compiler that has compiled nothing, before and after."""
+    """Reset torch.compile before and after the test."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -156,7 +156,7 @@ def fresh_compiler():
 
 @pytest.fixture
 def model_and_optimizer():
-    """`model_and_optimizer()` returns two blocks, with no gradient yet, and Adam."""
+    """`model_and_optimizer()` returns two blocks without gradients, and Adam."""
 
     def make():
         model = nn.Sequential(Block(), Block())
@@ -167,7 +167,7 @@ def model_and_optimizer():
 
 @pytest.fixture
 def train():
-    """`train(model, optimizer, x)` is one step."""
+    """`train(model, optimizer, x)` runs one training step."""
 
     def step(model, optimizer, x):
         optimizer.zero_grad()
@@ -178,9 +178,9 @@ def train():
 
 
 class Meanwhile:
-    """Lets another thread do something in the middle of what this one does, once.
+    """Runs an action in another thread in the middle of this thread's work, once.
 
-    Where a lock keeps it out it is waited for `BLOCKED_S`, and does it when the lock is free.
+    If a lock blocks the action, this waits for `BLOCKED_S`; the action runs when the lock is free.
     """
 
     BLOCKED_S = 0.2
@@ -189,7 +189,7 @@ class Meanwhile:
         self.errors, self._thread = [], None
 
     def at(self, function, action):
-        """Return the function with the action of the other thread before it."""
+        """Return the function with the action run before it in another thread."""
 
         def meanwhile(*args, **kwargs):
             if self._thread is None:
@@ -207,7 +207,7 @@ class Meanwhile:
             self.errors.append(error)
 
     def ends(self):
-        """Wait for the other thread; it was asked for, and met no error."""
+        """Wait for the other thread; the action must have run without an error."""
         self._thread.join(60)
         assert not self._thread.is_alive()
         assert self.errors == []
@@ -215,5 +215,5 @@ class Meanwhile:
 
 @pytest.fixture
 def meanwhile():
-    """What another thread does in the middle."""
+    """An action in another thread, run in the middle of this thread's work."""
     return Meanwhile()

@@ -1,4 +1,4 @@
-"""The allocator's segments: reserved and fragmented memory, and the modules that hold it."""
+"""Allocator segments: reserved and fragmented memory, and the modules that hold it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MIB = 1 << 20
 
 
 def segment(address, *blocks, device=0):
-    """As `torch.cuda.memory_snapshot()` has it; a block is its size, and whether it is in use."""
+    """Return a segment like those of `torch.cuda.memory_snapshot()`; a block is (size, in use)."""
     made, at = [], address
     for size, used in blocks:
         state = "active_allocated" if used else "inactive"
@@ -28,7 +28,7 @@ def segment(address, *blocks, device=0):
 
 
 def held(address, size, module, device="cuda:0"):
-    """A storage of a module."""
+    """Return a live storage of a module."""
     return Held(
         size,
         *("saved", module, (module,), "forward", "a.py:1", (size,), "uint8"),
@@ -39,7 +39,7 @@ def held(address, size, module, device="cuda:0"):
 
 SNAPSHOT = [
     segment(0x1000_0000, (2 * MIB, True), (18 * MIB, False)),  # one small tensor pins 18 MiB
-    segment(0x2000_0000, (20 * MIB, False)),  # nothing in it: may be given back
+    segment(0x2000_0000, (20 * MIB, False)),  # no block in use: may be returned to the device
     segment(0x3000_0000, (5 * MIB, True), (3 * MIB, False), (12 * MIB, True)),
     segment(0x4000_0000, (20 * MIB, True)),
     segment(0x1000_0000, (MIB, True), (MIB, False), device=1),
@@ -64,7 +64,7 @@ def test_bytes_of_each_device_add_up():
 
 
 def test_modules_that_hold_a_segment_are_named():
-    """The one with the most free bytes first; a storage may begin inside its block."""
+    """The segment with the most free bytes comes first; a storage may begin inside a block."""
     first, _ = read_snapshot(SNAPSHOT, HELD)
     assert [(part.free, part.holders) for part in first.segments] == [
         (18 * MIB, {"Net.cache": 2 * MIB}),
@@ -77,8 +77,8 @@ def test_modules_that_hold_a_segment_are_named():
     }
 
 
-def test_block_that_nobody_is_known_to_hold_is_outside():
-    """Workspaces of libraries, for one."""
+def test_block_without_a_known_holder_is_outside():
+    """Such as the workspace of a library."""
     (only,) = read_snapshot(SNAPSHOT[:1], [])
     assert only.segments[0].holders == {"": 2 * MIB}
 

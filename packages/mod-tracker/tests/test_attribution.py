@@ -1,4 +1,4 @@
-"""Thread states, and whose a backward is that runs in another thread than its forward."""
+"""Thread states, and attribution of a backward that runs in another thread than its forward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FW, RE, BW, OUT = "forward", "recompute", "backward", "outside"
 
 
 class Net(nn.Sequential):
-    """One layer, under a name that no other model here has."""
+    """One layer with a unique name."""
 
     def __init__(self):
         super().__init__(nn.Linear(4, 4, bias=False))
@@ -30,7 +30,7 @@ class Other(nn.Sequential):
 
 
 class Doubles(nn.Module):
-    """Two layers in a checkpointed region, and something to do when it is recomputed."""
+    """Two layers in a checkpointed region, with an action to run during recompute."""
 
     def __init__(self, *, use_reentrant):
         super().__init__()
@@ -87,7 +87,7 @@ def test_thread_that_ran_no_module_is_outside():
 
 
 def test_backward_in_a_thread_that_ran_no_module_is_attributed(x, log_ops):
-    """The thread has no thread state; the only one there is made the graph."""
+    """The thread has no state; the only state that exists created the graph."""
     tracker, model = ModTracker(), Net()
     with tracker:
         loss = model(x).sum()
@@ -111,7 +111,7 @@ def test_backward_in_a_thread_that_made_no_nodes_is_attributed(x, log_ops):
 
 @pytest.mark.parametrize("known", [False, True])
 def test_reentrant_recompute_in_another_thread_is_attributed(x, log_ops, known):
-    """The graph of the recompute is that thread's, inside a backward of another one's graph."""
+    """Another thread recomputes, inside a backward of this thread's graph, and makes nodes."""
     tracker, model, other = ModTracker(), Doubles(use_reentrant=True), Other()
 
     def work():
@@ -132,7 +132,7 @@ def test_reentrant_recompute_in_another_thread_is_attributed(x, log_ops, known):
 
 
 def test_model_from_before_the_second_thread_runs_in_a_third(x, log_ops):
-    """When threads become several, calls of models that ran before are marked as well."""
+    """When a second thread runs modules, outputs of earlier calls are marked as well."""
     tracker, model, other = ModTracker(), Net(), Other()
 
     def work():
@@ -157,7 +157,7 @@ def test_graph_from_before_the_second_thread_is_the_threads_own(x, log_ops):
 
 
 def test_thread_states_are_bounded(x):
-    """The newest stay, and the thread that runs on keeps its own."""
+    """The newest states are kept, and a running thread keeps its own."""
     tracker, model = ModTracker(), Net()
     with tracker:
         for _ in range(KEPT_STATES + 5):
@@ -177,7 +177,7 @@ def test_claims_of_backwards_are_bounded(x):
 
 
 def test_forward_after_a_recompute_that_failed_is_attributed(mlp, x, log_ops):
-    """The recomputed module was charged to another one, and nothing has ended that."""
+    """A recompute that fails leaves no attribution of later nodes to the recomputed module."""
 
     def fail(grad):
         raise ZeroDivisionError

@@ -1,4 +1,4 @@
-"""Ways to ask autograd for gradients, and what events cost the graph."""
+"""Gradients by autograd functions and transforms, and the records that they leave."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mod_tracker import ModTracker
 
 @pytest.mark.parametrize("name", ["vjp", "jacrev"])
 def test_functional_reverse_mode_gives_the_same_values(name, mlp, x, log_events):
-    """torch.func.vjp and jacrev work with hooks registered, and give the same bits."""
+    """torch.func.vjp and jacrev work with hooks registered and give bit-identical results."""
     x = x.detach()
 
     def run():
@@ -33,7 +33,7 @@ def test_functional_reverse_mode_gives_the_same_values(name, mlp, x, log_events)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @pytest.mark.parametrize("name", ["grad", "vmap", "per-sample", "jvp"])
 def test_functional_transforms_give_the_same_values(name, mlp, x, log_events):
-    """grad, vmap, per-sample gradients and jvp work, and give the same bits."""
+    """grad, vmap, per-sample gradients and jvp work and give bit-identical results."""
     x, parameters = x.detach(), dict(mlp.named_parameters())
     call = torch.func.functional_call
 
@@ -58,7 +58,7 @@ def test_functional_transforms_give_the_same_values(name, mlp, x, log_events):
 
 
 def test_inference_keeps_nothing():
-    """10,000 forwards without gradients leave no record, and the next backward tells no more."""
+    """10,000 forwards without gradients leave no record, and no event in the next backward."""
     model, x = nn.Sequential(nn.ReLU(), nn.ReLU()), torch.ones(1)
     tracker, events = ModTracker(), []
     tracker.register_user_hooks(post_bw_hook=lambda m, _: events.append(m))

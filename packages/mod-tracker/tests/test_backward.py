@@ -1,4 +1,4 @@
-"""What is attached for backward events, and what goes."""
+"""Hooks for backward events: where they are attached, and when they are freed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mod_tracker._backward import PRUNE_EVERY
 
 
 def test_no_hooks_without_a_backward_listener(mlp, x):
-    """Forward listeners leave the graph alone; backward ones mark the nodes at the boundary."""
+    """Forward listeners add no hooks to the graph; backward listeners add them at boundaries."""
     tracker = ModTracker()
     with tracker:
         with tracker.subscribe(pre_forward=lambda *_: None):
@@ -61,7 +61,7 @@ class Joined(nn.Module):
 
 
 def events_of(kind, step):
-    """Return backward events of a step as text, with the gradients they were given."""
+    """Return the backward events of a step as text, with their gradients."""
     tracker, events = kind(), []
 
     def write(sign):
@@ -80,8 +80,8 @@ def events_of(kind, step):
 
 
 @pytest.mark.parametrize("in_mode", [True, False])
-def test_several_outputs_of_a_node_are_told_apart_as_torch_does(monkeypatch, in_mode):
-    """Events come in torch's order and with torch's gradients, by either way to hook a node."""
+def test_outputs_of_one_node_have_torchs_events(monkeypatch, in_mode):
+    """Events have torch's order and gradients, with both ways to hook a node."""
     monkeypatch.setattr(_torch_compat, "in_function_mode", lambda: in_mode)
     model, x = Joined(), torch.randn(3, 4, requires_grad=True)
 
@@ -94,10 +94,10 @@ def test_several_outputs_of_a_node_are_told_apart_as_torch_does(monkeypatch, in_
 
 
 def test_grad_of_a_tensor_between_modules_reaches_both():
-    """torch.autograd.grad for it leaves the module it went into, with the gradient, as in torch.
+    """torch.autograd.grad for it leaves the module that used it, with the gradient, as in torch.
 
-    The module that made it is entered, since the gradient of its output is there, and left at the
-    end, since those of its inputs never come.
+    The module that made it is entered, since the gradient of its output is available. It is left at
+    the end, since the gradients of its inputs are never computed.
     """
     first, second = nn.Linear(4, 4), nn.Tanh()
     x = torch.randn(2, 4, requires_grad=True)
@@ -119,7 +119,7 @@ def test_grad_of_a_tensor_between_modules_reaches_both():
 
 
 def test_tensors_carry_no_hooks(mlp, x):
-    """The tensors carry no hooks: saving one does not warn, and the user's own come alone."""
+    """Saving a tensor does not warn, and only the user's own hooks are on it."""
     tracker = ModTracker()
     with tracker, tracker.subscribe(pre_backward=lambda *_: None):
         y = mlp(x)
@@ -141,7 +141,7 @@ class Scale(nn.Module):
 
 
 class Scaled(nn.Module):
-    """Multiplies by what the part returns."""
+    """Multiplies by the result of its part."""
 
     def __init__(self, wrap):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A call with events: what the module or a listener raises goes on, and the next call is clean."""
+"""Calls with events: errors propagate, and the next call is unaffected."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Failing(nn.Module):
 
 
 def test_foreign_hook_that_raises_is_the_only_error(mlp, x):
-    """Another global hook's exception arrives unchanged and without a warning."""
+    """The exception of another global hook propagates unchanged and without a warning."""
 
     def bad(module, args):
         raise ZeroDivisionError
@@ -38,7 +38,7 @@ def test_foreign_hook_that_raises_is_the_only_error(mlp, x):
 
 
 def listening(tracker, heard, **filters):
-    """A subscription that writes down entries, and exits with their outputs."""
+    """Subscribe to entries, and to exits with their outputs."""
     return tracker.subscribe(
         pre_forward=lambda call, args, kwargs: heard.append(("+", call.name)),
         post_forward=lambda call, args, kwargs, output: heard.append(("-", call.name, output)),
@@ -52,7 +52,7 @@ def fail(*_):
 
 
 def test_listener_gets_the_exit_if_a_hook_stops_the_call(x):
-    """The drop-in's hook raises after it: the call has failed, so its output is None."""
+    """A drop-in hook raises after the listener's entry: the call failed, so its output is None."""
     tracker, heard, called = ModTracker(), [], []
     listening(tracker, heard)
     tracker.register_user_hooks(pre_fw_hook=fail, post_fw_hook=lambda *_: called.append(1))
@@ -88,7 +88,7 @@ def test_listeners_entered_before_an_interrupt_get_their_exit(x):
     assert heard == [*entries, "-exits alone", "-first", "-second"]
 
 
-def test_failed_call_tells_its_exit_with_no_output(x):
+def test_failed_call_has_an_exit_without_output(x):
     tracker, heard, outputs = ModTracker(), [], []
     listening(tracker, heard, exclude="*.a")
     tracker.register_user_hooks(post_fw_hook=lambda module, args, output: outputs.append(output))

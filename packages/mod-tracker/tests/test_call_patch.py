@@ -1,4 +1,4 @@
-"""The patch of nn.Module.__call__: trackers and foreign patches, come and gone in any order."""
+"""The patch of nn.Module.__call__: trackers and foreign patches come and go in any order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def foreign(below):
 
 
 def test_foreign_patch_removed_inside_stays_removed(x):
-    """A patch that was there before us and is taken away meanwhile stays away."""
+    """A foreign patch that is removed inside the block is not restored."""
     original = nn.Module.__call__
     nn.Module.__call__ = foreign(original)
     with ModTracker() as tracker:
@@ -38,7 +38,7 @@ def test_foreign_patch_removed_inside_stays_removed(x):
 
 
 def test_compiled_call_of_a_module_is_used(x):
-    """The shortcut past torch's `__call__` still honours `module.compile()`."""
+    """The fast path past torch's `__call__` respects `module.compile()`."""
     module = nn.Linear(4, 4)
     module._compiled_call_impl = lambda value: value * 0
     with ModTracker():
@@ -46,7 +46,7 @@ def test_compiled_call_of_a_module_is_used(x):
 
 
 def test_exit_inside_a_forward_is_clean(x):
-    """A tracker left while a module runs unwinds with that module."""
+    """A tracker that is left while a module runs is removed when that module returns."""
     tracker = ModTracker()
 
     class Leaves(nn.Module):
@@ -118,7 +118,7 @@ moves = st.lists(
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left():
-    """Whatever a test does, the original `__call__` is in place afterwards."""
+    """The original `__call__` is back after each test."""
     original = nn.Module.__call__
     yield
     found, nn.Module.__call__ = nn.Module.__call__, original
@@ -126,7 +126,7 @@ def _nothing_is_left():
 
 
 class Worker:
-    """A thread that does one thing after the other."""
+    """A thread that runs given functions in order."""
 
     def __init__(self):
         self.jobs = []
@@ -155,7 +155,7 @@ class Worker:
 
 
 class Scene:
-    """Trackers, a stack of foreign patches, and what each of them has seen of the last call."""
+    """Trackers and a stack of foreign patches, with the modules that each saw in the last call."""
 
     def __init__(self):
         self.module, self.x = nn.ReLU(), torch.ones(1)
@@ -163,7 +163,7 @@ class Scene:
         self.seen = []
         self.trackers = [ModTracker() for _ in range(TRACKERS)]
         self.entered = [0] * TRACKERS
-        self.patches = []  # (patch, what it found)
+        self.patches = []  # (patch, recorded calls)
         for number, tracker in enumerate(self.trackers):
             tracker.subscribe(pre_forward=lambda *_, number=number: self.seen.append(number))
 
@@ -182,7 +182,7 @@ class Scene:
             self.seen.append(id(call))
             return below(module, *args, **kwargs)
 
-        # As many tools do it, with the attributes of what they wrap.
+        # Copies the attributes of the wrapped function, as functools.wraps does.
         call = functools.wraps(below)(call) if polite else call
         nn.Module.__call__ = call
         self.patches.append((call, below))
@@ -214,7 +214,7 @@ def test_every_active_tracker_sees_a_call_once(script):
     try:
         for move, number, flag in script:
             act = functools.partial(getattr(scene, move), number, flag)
-            # A failure of the other thread is raised here.
+            # A failure in the other thread is raised here.
             failures = []
 
             def guarded(act=act, failures=failures):

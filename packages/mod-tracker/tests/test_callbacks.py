@@ -1,6 +1,6 @@
-"""Callbacks by the events of transformers and Lightning, told as their Trainers do.
+"""Callbacks for transformers and Lightning, with the events in the order of their Trainers.
 
-The Trainers themselves are in the repository's `tests/integration`.
+The Trainers themselves run in the repository's `tests/integration`.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ FACTORIES = {"transformers": transformers_callback, "lightning": lightning_callb
 
 
 class TrainerCallback:
-    """The base class of transformers."""
+    """The callback base class of transformers."""
 
     def on_log(self, *args, **others):
-        """Do nothing, as every event there."""
+        """Do nothing, like each event of the base class."""
 
 
 class Callback:
-    """The base class of Lightning."""
+    """The callback base class of Lightning."""
 
     def on_fit_start(self, *args):
-        """Do nothing, as every event there."""
+        """Do nothing, like each event of the base class."""
 
 
 @pytest.fixture(autouse=True)
 def _libraries(monkeypatch):
-    """Modules with the classes of both, which need not be installed."""
+    """Fake modules with both base classes, so that the libraries need not be installed."""
     for name in ("transformers", "lightning", "lightning.pytorch"):
         module = ModuleType(name)
         module.TrainerCallback, module.Callback = TrainerCallback, Callback
@@ -55,15 +55,15 @@ class Log(ReportSchedule):
         self.told = []
 
     def begin_step(self, number=None):
-        """Note a beginning."""
+        """Record a beginning."""
         self.told.append(number)
 
     def end_step(self):
-        """Note an end."""
+        """Record an end."""
         self.told.append("end")
 
     def close(self):
-        """Note that a step was left."""
+        """Record an abandoned step."""
         self.told.append("close")
 
 
@@ -74,12 +74,12 @@ def log():
 
 
 def at(step):
-    """A trainer, or its state, after so many steps."""
+    """A trainer, or its state, after `step` steps."""
     return SimpleNamespace(global_step=step)
 
 
 def tell(made, event, step=0):
-    """Send an event as the Trainer of transformers does, with more by name than it has today."""
+    """Call an event as the Trainer of transformers does, with an extra keyword."""
     return getattr(made, event)(None, at(step), None, model=None, processing_class=None)
 
 
@@ -105,7 +105,7 @@ def test_step_of_lightning_is_all_batches_of_one_optimizer_step(log):
     "event", ["on_train_start", "on_validation_start", "on_train_epoch_end", "on_exception"]
 )
 def test_lightning_step_ended_early_is_abandoned(event, log):
-    """The end of its last batch is none then, and the next batch begins another."""
+    """Nothing happens at the end of its last batch, and the next batch begins a new step."""
     made = lightning_callback(log)
     made.on_train_batch_start(at(2), None)
     getattr(made, event)(at(2), None, KeyboardInterrupt())
@@ -141,7 +141,7 @@ def test_report_that_is_none_fails_in_the_first_step():
     ("library", "base"), [("transformers", TrainerCallback), ("lightning", Callback)]
 )
 def test_callback_is_an_instance_of_the_librarys_class(library, base, log):
-    """A trainer asks for its own class; it is pickled with its schedule, for other processes."""
+    """A trainer checks for its own class, and pickles the callback with its schedule."""
     schedule = ReportSchedule(profile_flops, every_n_steps=3, on_report=print)
     made = FACTORIES[library](schedule)
     for each in (made, pickle.loads(pickle.dumps(made))):

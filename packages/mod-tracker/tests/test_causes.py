@@ -1,4 +1,4 @@
-"""Five causes of memory at the peak: their bytes, by hand."""
+"""The five causes of memory at the peak, with bytes calculated by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mod_tracker.reports._causes import CAUSES
 
 
 class Language(nn.Module):
-    """An embedding, a layer, a norm and a head; the loss is computed in forward."""
+    """An embedding, a layer, a norm and a head; forward computes the loss."""
 
     def __init__(self, vocabulary, width, hidden):
         super().__init__()
@@ -28,7 +28,7 @@ class Language(nn.Module):
 
 
 def causes_of(vocabulary=32, width=16, hidden=16, tokens=8, fake=True):
-    """Causes in two steps of training, without data if `fake`."""
+    """Return the causes of two training steps; without data if `fake`."""
     with FakeTensorMode() if fake else torch.enable_grad():
         model = Language(vocabulary, width, hidden)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -66,7 +66,7 @@ def test_static_causes_are_those_by_hand(fake):
     assert next(iter(report.causes)) == "optimizer"
 
 
-def test_causes_add_up_to_what_is_alive_at_the_peak():
+def test_causes_add_up_to_live_bytes_at_the_peak():
     model = Language(32, 16, 16)
     with profile_memory(model) as report:
         model(torch.zeros(1, 8, dtype=torch.int64)).backward()
@@ -74,8 +74,8 @@ def test_causes_add_up_to_what_is_alive_at_the_peak():
     assert sum(report.causes.values()) == report.peak + before
 
 
-def test_logits_are_told_from_activations_by_hand():
-    """The logits, their logarithms, and a gradient of either: of tokens times vocabulary."""
+def test_logits_and_activations_equal_a_count_by_hand():
+    """The logits, their logarithms, and a gradient of either: tokens times vocabulary each."""
     report, _ = causes_of(**SIZES["logits and loss"])
     logits = 1024 * 8192 * 4
     assert 2 * logits <= report.causes["logits and loss"] <= 4 * logits
@@ -90,7 +90,7 @@ def test_forward_alone_has_logits_too():
 
 
 def test_page_has_the_same_causes():
-    """The optimizer is found without being given."""
+    """The optimizer is found without being passed."""
     model = Language(64, 16, 16)
     optimizer = torch.optim.AdamW(model.parameters())
     with watch_memory(model) as watch:

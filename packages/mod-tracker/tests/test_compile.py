@@ -1,4 +1,4 @@
-"""torch.compile: rows 41 to 44 of the table."""
+"""torch.compile with a tracker."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ def count_graphs():
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_code_compiled_inside_runs_and_warns_of_nothing(form, x, log_events, count_graphs):
-    """Compiling inside the tracker gives the same events, and one recompilation at most."""
+def test_compiling_inside_the_tracker_does_not_warn(form, x, log_events, count_graphs):
+    """Compiling inside the tracker gives the same events, with at most one recompilation."""
     backend, graphs = count_graphs("aot_eager")
     tracker = ModTracker()
     events = log_events(tracker)
@@ -128,7 +128,7 @@ def test_reports_work_around_a_compiled_model(x):
 
 
 def test_gradients_of_a_compiled_model_are_bitwise_equal(x, log_events):
-    """A tracker around a compiled model changes no bit."""
+    """Gradients of a compiled model under a tracker are bit-identical."""
     model = Outer()
     run = torch.compile(model, backend="aot_eager", fullgraph=True)
     expected = torch.autograd.grad(run(x).sum(), [x, *model.parameters()])
@@ -140,7 +140,7 @@ def test_gradients_of_a_compiled_model_are_bitwise_equal(x, log_events):
 
 
 def test_user_graph_module_is_a_module():
-    """A module the user traced with torch.fx is tracked like any other."""
+    """A module that the user traced with torch.fx is tracked like any other."""
     traced = torch.fx.symbolic_trace(nn.Sequential(nn.ReLU()))
     tracker, names = ModTracker(), []
     tracker.subscribe(pre_forward=lambda call, *_: names.append(call.name))

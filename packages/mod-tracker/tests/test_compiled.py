@@ -1,4 +1,4 @@
-"""What reports say of modules that ran compiled."""
+"""Reports of models with compiled modules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mod_tracker import (
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
-    # torch's own, where what is compiled is given the result of something else
+    # torch's own warning, when a compiled module gets the result of another operator
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
 
@@ -38,7 +38,7 @@ class Model(nn.Module):
 
 @pytest.fixture(params=["in place", "in a wrapper"])
 def model(request):
-    """With one block compiled."""
+    """A model with one compiled block."""
     made = Model()
     if request.param == "in place":
         made.blocks[0].compile(backend="aot_eager")
@@ -51,16 +51,16 @@ def model(request):
     ("report_of", "missing"),
     [
         (profile_flops, "FLOPs in compiled code are not counted"),
-        (profile_time, "time inside is charged to it"),
+        (profile_time, "its time includes that of its children"),
         (profile_memory, "bytes that compiled code allocates are missing"),
-        (trace, "time inside is charged to it"),
+        (trace, "its time includes that of its children"),
     ],
 )
 def test_compiled_block_is_named_with_what_is_missing(report_of, missing, model, x):
     with report_of(model) as report:
         model(x).sum().backward()
     (note,) = report.notes
-    assert note == f"compiled, and seen as one module each: Model.blocks.0; {missing}"
+    assert note == f"compiled, so each is one row without its children: Model.blocks.0; {missing}"
     assert report.table().endswith(note)
 
 
@@ -84,5 +84,6 @@ def test_page_on_memory_names_compiled_modules(model, x):
     with watch_memory(model) as watch:
         model(x).sum().backward()
         page = watch.page()
-    assert page.notes[0].startswith("compiled, and seen as one module each: Model.blocks.0; ")
+    note = "compiled, so each is one row without its children: Model.blocks.0; "
+    assert page.notes[0].startswith(note)
     assert str(page).endswith(page.notes[0])

@@ -1,4 +1,4 @@
-"""Where tensors are found, and that looking for them runs no code of the values."""
+"""The search for tensors in values, which runs no code of these values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_tensors_are_found_in_every_container():
 
 
 def test_search_ends_on_values_that_contain_themselves():
-    """A list in itself is no trap."""
+    """A list that contains itself does not loop forever."""
     value = [torch.ones(1)]
     value.append(value)
     assert tensors_in(value)
@@ -43,7 +43,7 @@ def test_edges_are_distinct_and_only_of_tensors_with_gradients(x):
 
 
 class Lazy(Mapping):
-    """A mapping that cannot be read now."""
+    """A mapping that raises when read."""
 
     def __getitem__(self, key):
         raise ZeroDivisionError
@@ -56,7 +56,7 @@ class Lazy(Mapping):
 
 
 class Guarded(OrderedDict):
-    """A dict whose own methods fail."""
+    """A dict whose overridden methods raise."""
 
     def values(self):
         raise ZeroDivisionError
@@ -66,7 +66,7 @@ class Guarded(OrderedDict):
 
 
 class Proxy:
-    """An object that will not say what it is."""
+    """An object that raises when asked for its class."""
 
     @property
     def __class__(self):
@@ -74,14 +74,14 @@ class Proxy:
 
 
 class Hiding(Box):
-    """A dataclass that refuses to be read from outside."""
+    """A dataclass whose fields raise when read."""
 
     def __getattribute__(self, name):
         raise ZeroDivisionError
 
 
 class Loud(torch.Tensor):
-    """A tensor that refuses to be looked at."""
+    """A tensor that raises on every torch function."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -89,8 +89,8 @@ class Loud(torch.Tensor):
 
 
 @pytest.mark.parametrize("make", [Lazy, Guarded, Proxy, lambda: Hiding(1), lambda: Loud(2)])
-def test_values_that_raise_when_looked_at_pass_through(make, log_events):
-    """The model gets its argument and its output; the tracker, nothing to raise about."""
+def test_values_that_raise_when_read_pass_through(make, log_events):
+    """The model gets its argument and its output; the tracker raises nothing."""
     value, tracker = make(), ModTracker()
     log_events(tracker)
     with tracker:

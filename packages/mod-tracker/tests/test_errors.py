@@ -1,4 +1,4 @@
-"""Wrong input: each error says what was passed and what is accepted, before anything changes."""
+"""Invalid input: each error says what was passed and what is accepted, before anything changes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from mod_tracker import (
 
 
 def test_every_error_has_the_base_class_and_a_builtin_one():
-    """Leaves are also ValueError, RuntimeError or KeyError."""
+    """Concrete errors are also a ValueError, RuntimeError, KeyError or similar."""
     found = [
         e for e in vars(mod_tracker).values() if inspect.isclass(e) and issubclass(e, Exception)
     ]
@@ -41,7 +41,7 @@ def test_every_error_has_the_base_class_and_a_builtin_one():
 
 
 def enter(context):
-    """Enter a report and leave it."""
+    """Enter and leave a report."""
     with context:
         pass
 
@@ -91,7 +91,7 @@ WRONG = {
     "by must be a column whose amounts add up; got 'forward'": lambda: measured().to_html(
         by="forward"
     ),
-    "a FlopReport is compared with another one; got TimeReport": lambda: measured().diff(
+    "both reports must be of the same kind; got FlopReport and TimeReport": lambda: measured().diff(
         measured(profile_time)
     ),
     "peak_flops must be a number above zero; got 'H100'": lambda: measured().mfu("H100", 1.0),
@@ -112,7 +112,7 @@ WRONG = {
 
 @pytest.mark.parametrize("says", WRONG)
 def test_wrong_option_is_refused(says):
-    """The message names the option and shows the value; nothing is left behind."""
+    """The message names the option and shows the value; no hook or mode is left behind."""
     original = nn.Module.__call__
     with pytest.raises(OptionError) as caught:
         WRONG[says]()
@@ -121,7 +121,7 @@ def test_wrong_option_is_refused(says):
 
 
 def test_report_read_too_early():
-    """A report is complete when its block ends; printing it says so."""
+    """A report is complete when its block ends; reading it earlier raises an error."""
     for function in (profile_flops, profile_memory, profile_time, trace):
         with function() as report:
             nn.Linear(2, 2)(torch.ones(1, 2))
@@ -142,7 +142,7 @@ def test_report_read_without_its_block(of):
 
 @pytest.mark.parametrize("name", ["Liner", "", 0])
 def test_row_of_a_module_that_did_not_run(name):
-    """Similar names are shown, if there are any."""
+    """The message lists similar names, if there are any."""
     with pytest.raises(UnknownNameError) as caught:
         measured()[name]
     close = "Similar names: Linear." if name == "Liner" else "Print the report to see all."
@@ -168,7 +168,7 @@ FACTORIES = {"transformers": transformers_callback, "lightning": lightning_callb
 
 @pytest.mark.parametrize("library", list(FACTORIES))
 def test_library_of_a_callback_that_is_missing(library, monkeypatch):
-    """The error says what to install."""
+    """The error gives the install command."""
     for name in (library, f"{library}.pytorch", f"pytorch_{library}"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingExtraError, match=f"python -m pip install {library}"):

@@ -1,7 +1,7 @@
-"""The page's table of floating-point operations beside torch's counter and a calculation by hand.
+"""The manual's table of FLOPs, compared with torch's counter and a calculation by hand.
 
-Every number of the table is measured here, and calculated from sizes. Add a row to the page for
-each new case.
+Every number of the table is measured here and calculated from sizes. Each new case needs a row in
+the manual.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "mod-tracker" / "manual.md"
 RAISES = "raises"
 
 pytestmark = [
-    pytest.mark.usefixtures("fresh_compiler"),  # what is compiled in a mode of torch's is not again
+    pytest.mark.usefixtures("fresh_compiler"),  # compile anew under each mode
     pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the table is of 2.13"),
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
     pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are:UserWarning"),
@@ -33,7 +33,7 @@ pytestmark = [
 
 
 class Wrapper(torch.Tensor):
-    """A subclass that holds a tensor and has it do everything."""
+    """A subclass that holds a tensor and runs every operator on it."""
 
     @staticmethod
     def __new__(cls, inner):
@@ -53,13 +53,13 @@ class Wrapper(torch.Tensor):
 
 @torch.library.custom_op("mod_tracker_comparison::square", mutates_args=())
 def square(x: torch.Tensor) -> torch.Tensor:
-    """Without a formula."""
+    """An operator without a formula."""
     return torch.mm(x, x)
 
 
 @torch.library.custom_op("mod_tracker_comparison::known", mutates_args=())
 def known(x: torch.Tensor) -> torch.Tensor:
-    """With a formula, which says 777."""
+    """An operator whose formula returns 777."""
     return torch.mm(x, x)
 
 
@@ -86,7 +86,7 @@ def ragged_attention() -> torch.Tensor:
 
 
 def chosen(operator: Callable, predicate: bool) -> torch.Tensor:
-    """Two products if it is true, else one."""
+    """Two products if the condition is true, else one."""
     w = torch.ones(4, 4)
     return operator(torch.tensor(predicate), lambda x: x @ w @ w, lambda x: x @ w, (leaf(3, 4),))
 
@@ -104,24 +104,24 @@ def looped() -> torch.Tensor:
 
 
 def attended(function: Callable, queries: int = 2, **options: bool) -> torch.Tensor:
-    """Eight tokens of 16 channels, two heads of keys; without gradients for flex attention."""
+    """Eight tokens of 16 channels, two key heads; without gradients for flex attention."""
     make = torch.ones if function is not nn.functional.scaled_dot_product_attention else leaf
     return function(make(1, queries, 8, 16), *(make(1, 2, 8, 16) for _ in range(2)), **options)
 
 
 def convolved(kind: type, **options: int) -> torch.Tensor:
-    """Two images of 5 times 6 with four channels, and a kernel of nine places."""
+    """Two 5 x 6 images with four channels, and a 3 x 3 kernel."""
     return kind(4, kernel_size=3, bias=False, **options)(leaf(2, 4, 5, 6))
 
 
 def under_autocast() -> torch.Tensor:
-    """A layer in the type that it chooses."""
+    """A layer in the dtype that autocast chooses."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return nn.Linear(4, 8, bias=False)(leaf(3, 4))
 
 
 def compiled(function: Callable) -> Callable:
-    """It, compiled anew."""
+    """A freshly compiled layer."""
     torch.compiler.reset()
     return torch.compile(function, backend="aot_eager")
 
@@ -138,7 +138,7 @@ CASES: dict[str, tuple[Callable[[], torch.Tensor], int, int | str]] = {
         3 * 2 * (2 + 3) * 4 * 8,
         RAISES,
     ),
-    # On the CPU torch fills up the shorter sequence; both products and the four of backward.
+    # On the CPU torch pads the shorter sequence in all products of forward and backward.
     "attention of jagged tensors": (ragged_attention, 6 * 2 * (2 * 2) * 3 * 3 * 4, RAISES),
     "linear layer of strided nested tensors, forward": (
         lambda: nn.Linear(4, 8)(ragged(4, layout=torch.strided)).detach(),
@@ -208,14 +208,14 @@ CASES: dict[str, tuple[Callable[[], torch.Tensor], int, int | str]] = {
 
 
 def run(case: str) -> None:
-    """Forward, and backward where there is one."""
+    """Run forward, and backward if the output requires a gradient."""
     output = CASES[case][0]()
     if output.requires_grad:
         output.sum().backward()
 
 
 def rows() -> dict[str, list[str]]:
-    """The table of the page, by case."""
+    """Return the rows of the manual's table by case."""
     table = PAGE.read_text("utf-8").partition("| case | ours | by hand |")[2].partition("\n\n")[0]
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
     return {case: [cell.replace(",", "") for cell in rest] for case, *rest in cells}
@@ -236,7 +236,7 @@ def test_our_counter_gives_the_numbers_by_hand(case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_torchs_counter_gives_the_numbers_of_the_page(case):
-    """A number, or an error that stops the model."""
+    """Torch's number, or an error that stops the model."""
     theirs = CASES[case][2]
     with FlopCounterMode(display=False) as counter:
         if theirs is RAISES:

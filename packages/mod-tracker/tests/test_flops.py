@@ -1,4 +1,4 @@
-"""Floating-point operations: what is counted, where, and what is listed instead."""
+"""FLOPs: which operators count, for which module, and which are listed as uncounted."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from mod_tracker._torch_compat import mode_depth
 
 
 def test_flops_in_inference_mode_are_those_of_the_parts(x):
-    """Composite operators, which arrive whole there, are decomposed and counted."""
+    """Inference mode passes composite operators whole; they are decomposed and counted."""
     with torch.inference_mode(), profile_flops() as report:
         nn.Linear(4, 4)(x.detach())
     assert report["Linear"].forward == 64
 
 
 def test_code_after_a_backward_with_create_graph_is_outside(x):
-    """The last module of that backward gets nothing of what comes after it."""
+    """Operators after the backward do not count for its last module."""
     model, weight = nn.Linear(4, 4, bias=False), torch.ones(4, 4, requires_grad=True)
     with profile_flops() as report:
         (grad,) = torch.autograd.grad((model(x) ** 2).sum(), x, create_graph=True)
@@ -31,7 +31,7 @@ def test_code_after_a_backward_with_create_graph_is_outside(x):
 
 
 class RunsABackward(nn.Module):
-    """Its last node, that of a change in place, is made just before another one's backward."""
+    """Runs a backward in its forward, right after an in-place change creates a node."""
 
     def __init__(self):
         super().__init__()
@@ -45,7 +45,7 @@ class RunsABackward(nn.Module):
 
 
 def test_node_before_a_backward_inside_a_forward_is_attributed(x):
-    """A backward inside a forward takes none of the nodes around it."""
+    """A backward inside a forward does not change the attribution of nodes around it."""
     layer, module = nn.Linear(4, 4, bias=False), RunsABackward()
     with profile_flops() as report:
         module(x, layer(x), torch.ones(len(x), 4)).sum().backward()
@@ -73,14 +73,14 @@ def test_own_formula_comes_before_torchs(x, overload, watched):
 
 
 class OtherMode(TorchDispatchMode):
-    """A mode of the user's; operators are not watched below one."""
+    """A user's mode; operators inside a mode are not observed."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 
 
 def test_formula_of_an_overload_replaces_its_operators(x):
-    """The more exact one, in whatever order they are given."""
+    """An overload's formula is preferred, in either order of `formulas`."""
     formulas = {
         torch.ops.aten.sin.default: lambda *shapes, out_shape: 1,
         torch.ops.aten.sin: lambda *shapes, out_shape: 2,

@@ -1,4 +1,4 @@
-"""Formulas: each of torch's beside a calculation by hand, and those of operators torch lacks."""
+"""Formulas compared with a calculation by hand: torch's, and ours for operators torch lacks."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def made(*shape, dtype=torch.float32):
 
 
 def half(*shape):
-    """The same in the type that attention kernels take."""
+    """A tensor without data in the dtype that attention kernels accept."""
     return made(*shape, dtype=torch.bfloat16)
 
 
 def ints(*shape):
-    """Whole numbers."""
+    """Integers."""
     return made(*shape, dtype=torch.int64)
 
 
@@ -44,7 +44,7 @@ def attention(heads_first=True, heads=H):
 
 
 def result(heads_first=True):
-    """Result, or its gradient."""
+    """A result, or its gradient."""
     return half(B, H, S, V) if heads_first else half(B, S, H, V)
 
 
@@ -58,7 +58,7 @@ FLAT = (None, None, S, T, 0.0, False, False)
 EFFICIENT = (None, None, None, None, None, 0.0, 0, True)
 LSE = (B, H, S)
 
-# Name: operator, arguments, by hand, and what torch 2.13 says.
+# Name: operator, arguments, count by hand, and torch 2.13's count.
 TORCHS = {
     "mm": (ATEN.mm, (made(3, 4), made(4, 5)), 2 * 3 * 4 * 5, RIGHT),
     "addmm": (ATEN.addmm, (made(5), made(3, 4), made(4, 5)), 2 * 3 * 4 * 5, RIGHT),
@@ -231,7 +231,7 @@ TORCHS = {
 
 
 def counted(operator, args, formula, out):
-    """What a formula of torch's says."""
+    """Return the count of torch's formula."""
     try:
         return int(formula(*args, out_val=out))
     except Exception:
@@ -255,7 +255,7 @@ def ours(operator, args, out):
 
 
 def out_of(name, operator, args):
-    """Result; some kernels have none for tensors without data."""
+    """Return the result's shape; some kernels have no meta implementation."""
     if "conv" in name and "backward" in name:
         return args[1], args[2], None
     if "conv" in name:
@@ -265,8 +265,8 @@ def out_of(name, operator, args):
 
 
 @pytest.mark.parametrize("name", TORCHS)
-def test_formula_is_what_a_calculation_by_hand_gives(name):
-    """Ours, for every operator that torch's registry has."""
+def test_formula_equals_a_calculation_by_hand(name):
+    """Covers every operator in torch's registry."""
     operator, args, by_hand, _ = TORCHS[name]
     assert ours(operator, args, out_of(name, operator, args)) == by_hand
 
@@ -312,7 +312,7 @@ def test_attention_kernels_are_counted_alike(kernel, heads):
 
 
 def test_packed_sequences_count_their_own_pairs():
-    """Lengths are data, so two calls of the same shapes differ."""
+    """Lengths are data, so two calls with the same shapes differ."""
     totals = []
     count = OWN[ATEN._flash_attention_forward]
     for lengths in ([0, 3, 10], [0, 5, 10]):
@@ -339,7 +339,7 @@ def _pairs_one_by_one(queries, keys, shift, left, right):
 
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (2, 0), (2, 1), (0, None), (9, 9)])
 @pytest.mark.parametrize("sizes", [(5, 5), (5, 8), (8, 5), (1, 7), (0, 3)])
-def test_pairs_of_a_window_are_those_counted_one_by_one(sizes, window):
+def test_window_pairs_equal_a_count_one_by_one(sizes, window):
     queries, keys = sizes
     for shift in (0, keys - queries):
         found = visible_pairs(queries, keys, shift, *window)
@@ -347,7 +347,7 @@ def test_pairs_of_a_window_are_those_counted_one_by_one(sizes, window):
 
 
 def test_window_of_a_kernel_is_counted_as_masked():
-    """Sliding window of three keys, in the kernel's own arguments."""
+    """A sliding window of three keys, given by the kernel's own arguments."""
     given = tuple(half(1, S, H, D) for _ in range(3))
     options = {"window_size_left": 2, "window_size_right": 0}
     count = OWN[ATEN._flash_attention_forward]
@@ -425,7 +425,7 @@ def test_layers_count_products_in_fused_kernels(name, mode):
     assert row.forward == forward
     assert report.unknown == {}
     if mode == "train":
-        repeated = report.total - report.model_flops  # by a kernel that kept no scores
+        repeated = report.total - report.model_flops  # by a kernel that saved no scores
         assert row.backward - repeated == 2 * forward - NO_GRADIENT.get(name, 0)
 
 
@@ -438,7 +438,7 @@ def test_products_of_a_bilinear_layer_are_counted():
 
 
 def test_vectors_and_sparse_matrices_are_counted():
-    """A product of a matrix and a vector, of two vectors, and of the elements that there are."""
+    """Matrix-vector products, dot products, and products of the nonzero elements."""
     a = torch.randn(3, 4)
     for function, by_hand in (
         (lambda: torch.mv(a, a[0]), 2 * 3 * 4),
@@ -461,7 +461,7 @@ def test_products_in_place_are_counted():
 
 
 def test_number_in_place_of_a_tensor_is_accepted():
-    """torch passes it on as a number, which a kernel called past the mode would not take."""
+    """torch passes it on as a number, which a direct call of the kernel would refuse."""
     with profile_flops() as report:
         made = torch.tensor([7, 3]).floor_divide(2)
         torch.linalg.vector_norm(made.float())
@@ -479,11 +479,11 @@ def test_operators_that_may_multiply_are_named():
 
 @torch.library.custom_op("mod_tracker_formulas::outer", mutates_args=())
 def outer(x: torch.Tensor) -> torch.Tensor:
-    """Multiplies, and calls an unknown operator."""
+    """Multiplies, and calls an operator without a formula."""
     return torch.linalg.qr(torch.mm(x, x)).R
 
 
-def test_operators_inside_an_operator_of_ones_own_are_named():
+def test_operators_inside_a_user_operator_are_named():
     with profile_flops() as report:
         outer(torch.randn(4, 4))
     assert report.by_operator == {"aten.mm.default": 128}
@@ -491,14 +491,14 @@ def test_operators_inside_an_operator_of_ones_own_are_named():
 
 
 def test_no_operator_with_a_formula_is_called_free():
-    """A list of names could hold one by mistake."""
+    """A name in the list of free operators could match one by mistake."""
     for operator in (*flop_registry, *OWN):
         names = operator.overloads() if hasattr(operator, "overloads") else ()
         assert not any(is_free(getattr(operator, name)) for name in names), operator
 
 
 def test_common_operators_are_known():
-    """A training step of a small model names nothing."""
+    """A training step of a small model has no unknown operators."""
     model = nn.Sequential(
         nn.Embedding(8, 4), nn.Conv1d(5, 5, 1), nn.GroupNorm(5, 5), nn.GELU(), nn.Dropout(0.1)
     )
@@ -512,8 +512,8 @@ def test_common_operators_are_known():
     assert report.unknown == {}
 
 
-def test_torchs_counter_misses_what_ours_has():
-    """The fused LSTM, for one: 0 of its products."""
+def test_torchs_counter_misses_operators():
+    """Such as the fused LSTM, where torch counts 0."""
     layer, x = nn.LSTM(6, 5), torch.randn(7, 3, 6)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         layer(x)

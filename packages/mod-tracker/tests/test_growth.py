@@ -1,4 +1,4 @@
-"""Whether steps leave more memory behind each time."""
+"""`assert_no_growth` on leaking and clean steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mod_tracker import assert_no_growth
 
 
 def test_growth_of_a_leak_is_found(model_and_optimizer, train):
-    """The place that grows, with bytes per step, and no other."""
+    """The message names the growing line, with bytes per step, and no other."""
     model, optimizer = model_and_optimizer()
     kept = []
 
@@ -26,7 +26,7 @@ def test_growth_of_a_leak_is_found(model_and_optimizer, train):
 
 
 def test_steps_that_leave_nothing_pass(model_and_optimizer, train):
-    """A training step, and one that fills a cache once."""
+    """A training step, and a step that fills a cache once."""
     model, optimizer = model_and_optimizer()
     cache = {}
 
@@ -46,8 +46,8 @@ def test_garbage_is_no_growth():
     assert_no_growth(makes_a_cycle)
 
 
-def test_growth_that_stops_is_none():
-    """A place must hold more after each of the steps, the last among them."""
+def test_growth_that_stops_is_no_leak():
+    """A leak must grow in every step, including the last."""
     kept = []
 
     def step():

@@ -1,4 +1,4 @@
-"""Storages that are alive: their kind, their module, and the line that allocated them."""
+"""Live storages: their kind, their module, and the line that allocated them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ shows_what_nodes_keep = pytest.mark.skipif(
 
 
 class Refusing(torch.Tensor):
-    """Answers no question that goes through torch's functions."""
+    """Raises on every torch function."""
 
     error = RuntimeError
 
@@ -67,11 +67,11 @@ def test_page_names_the_line_that_made_a_tensor(model_and_optimizer):
     largest = next(held for held in page.held if held.kind != "unseen")  # torch's own tables
     assert (largest.size, largest.kind, largest.module) == (1000 * 32 * 4, "saved", "Sequential.0")
     assert (largest.phase, largest.shape) == ("forward", (1000, 32))
-    assert largest.line.startswith("conftest.py:")  # where the model is written
+    assert largest.line.startswith("conftest.py:")  # where the model is defined
     assert output.requires_grad
 
 
-def test_what_was_made_before_is_found_where_python_holds_it():
+def test_earlier_storages_are_found_in_python_objects():
     kept = torch.zeros(12_345)
     with watch_memory() as watch:
         page = watch.page()
@@ -81,7 +81,7 @@ def test_what_was_made_before_is_found_where_python_holds_it():
 
 @pytest.fixture
 def held():
-    """`held(*roots, optimizer=None)`: what is alive by a ledger that saw nothing being made."""
+    """`held(*roots, optimizer=None)`: live storages of a mode that saw no allocation."""
 
     def look(*roots, optimizer=None):
         with watch_memory(*roots, optimizer=optimizer) as watch:
@@ -90,8 +90,8 @@ def held():
     return look
 
 
-def test_storage_is_held_as_the_first_kind_that_it_is(held):
-    """A bucket of gradients that a later module registers is that module's parameter."""
+def test_storage_has_the_first_kind_that_applies(held):
+    """A gradient bucket that a later module registers as a parameter counts as that parameter."""
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Module())
     bucket = torch.zeros(4321)
     model[0].weight.grad = bucket[:16].view(4, 4)
@@ -125,8 +125,8 @@ def test_shared_and_viewed_storages_are_there_once(held):
     ],
     ids=["torch's", "own", "no file", "torchvision's", "beside torch", "beside the tracker"],
 )
-def test_line_is_of_code_that_is_neither_torchs_nor_the_trackers(file, named):
-    """A neighbour of theirs whose name begins alike is the user's; skipped is to the caller."""
+def test_line_skips_frames_of_torch_and_this_package(file, named):
+    """A package whose name begins like torch's is user code; skipped frames lead to the caller."""
     space = {"line_here": line_here}
     exec(compile("def made():\n    return line_here()", file, "exec"), space)
     expected = f"{file.rsplit('/', 1)[-1]}:2" if named else "test_holders.py:"
@@ -134,7 +134,7 @@ def test_line_is_of_code_that_is_neither_torchs_nor_the_trackers(file, named):
 
 
 class Region:
-    """Keeps a tensor beside what its hooks make of those that are saved."""
+    """Keeps a tensor, and the results of its own saved-tensor hooks."""
 
     def __init__(self, module, beside):
         self.module, self.beside = module, beside
@@ -148,7 +148,7 @@ class Region:
 
 @shows_what_nodes_keep
 @pytest.mark.parametrize("held_by", ["object", "closure", "module"])
-def test_what_hooks_of_others_hold_is_kept_by_a_checkpoint(held_by):
+def test_tensors_of_other_hooks_count_as_checkpoint(held_by):
     with watch_memory() as watch:
         kept = torch.zeros(4321, requires_grad=True) * 1
         module = nn.Linear(1, 1)

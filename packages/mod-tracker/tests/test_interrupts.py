@@ -22,14 +22,14 @@ from mod_tracker._torch_compat import top_saved_hooks
 
 
 def step(model, x):
-    """One step; every gradient."""
+    """Run one step and return every gradient."""
     model.zero_grad()
     model(x).sum().backward()
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
 def scheduled():
-    """A step of a schedule that measures all of them."""
+    """Run one measured step of a schedule."""
     return ReportSchedule(profile_time, every_n_steps=1, on_report=lambda *_: None).step()
 
 
@@ -69,7 +69,7 @@ class Interrupted(nn.Module):
 @pytest.mark.parametrize("where", ["forward", "recompute", "backward"])
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_nothing_is_left_after_an_interrupt(name, where, checkpointed):
-    """Class, hooks and modes are as before, and the next step is the plain one."""
+    """Class, hooks and modes are restored, and the next step equals the plain one."""
     x = torch.randn(2, 4, requires_grad=True)
     torch.manual_seed(0)
     expected = step(checkpointed(use_reentrant=True), x)
@@ -87,8 +87,8 @@ def test_nothing_is_left_after_an_interrupt(name, where, checkpointed):
 
 
 @pytest.mark.parametrize("where", ["forward", "recompute", "backward"])
-def test_a_tracker_goes_on_after_an_interrupt(where, checkpointed):
-    """Still entered, it is nowhere, and tells all of the next step."""
+def test_tracker_continues_after_an_interrupt(where, checkpointed):
+    """The tracker stays entered, is outside all modules, and sees all of the next step."""
     model, x = checkpointed(use_reentrant=True), torch.randn(2, 4, requires_grad=True)
     tracker, log = ModTracker(model), []
     tracker.subscribe(

@@ -1,4 +1,4 @@
-"""Laws over random module graphs: shared, reused, checkpointed, frozen, keyword inputs."""
+"""Properties over random module graphs: shared, reused, checkpointed, frozen, keyword inputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mod_tracker import ModTracker, profile_flops, profile_memory, profile_time, trace
 from mod_tracker._record import Path, Record, outside
 
-# A reentrant checkpoint in another one sees no gradients, and torch says so.
+# torch warns about a reentrant checkpoint inside another one, which sees no gradients.
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 
 WIDTH, ROWS = 3, 2
@@ -32,7 +32,7 @@ plans = st.recursive(
 
 
 class Composite(nn.Module):
-    """Runs its parts one after the other, in the way its kind says."""
+    """Runs its parts one after the other, in the way of its kind."""
 
     def __init__(self, kind, parts):
         super().__init__()
@@ -48,7 +48,7 @@ class Composite(nn.Module):
         if self.kind == "residual":
             return x + self.chain(x)
         if self.kind in ("checkpoint", "reentrant"):
-            # Without early stop a recompute is a whole forward, which the laws can count.
+            # Without early stop a recompute is a whole forward, so calls can be counted.
             with set_checkpoint_early_stop(False):
                 return checkpoint(self.chain, x, use_reentrant=self.kind == "reentrant")
         if self.kind == "dict":
@@ -57,7 +57,7 @@ class Composite(nn.Module):
 
 
 def build(plan, made):
-    """Build a model; "again" uses a layer that was made before, so that it is shared or reused."""
+    """Build a model; "again" reuses an earlier layer, so that it is shared."""
     if isinstance(plan, tuple):
         kind, inside = plan
         return Composite(kind, [build(part, made) for part in inside])
@@ -71,13 +71,13 @@ def build(plan, made):
 
 
 def model_of(plan):
-    """A root around the plan, so that there is one."""
+    """Return the model of a plan, under one root."""
     torch.manual_seed(0)
     return Composite("chain", [build(plan, [])])
 
 
 def run(model):
-    """One step; returns the output and every gradient."""
+    """Run one step; return the output and every gradient."""
     x = torch.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH).requires_grad_()
     output = model(x)
     output.sum().backward()
@@ -88,7 +88,7 @@ def run(model):
 
 
 def count_calls(model):
-    """Calls of every layer in forward and in backward, by hooks of the layers themselves."""
+    """Count calls of every layer in forward and backward, by hooks on the layers."""
     calls = {m: {False: 0, True: 0} for m in model.modules() if isinstance(m, nn.Linear)}
     tracker = ModTracker()
     handles = [
@@ -132,7 +132,7 @@ def test_flops_are_conserved_and_each_layer_has_its_own(plan):
 @law
 @given(plans)
 def test_a_tracker_with_all_hooks_changes_no_bit(plan):
-    """Output and gradients are bitwise equal, and every entered module is left."""
+    """Output and gradients are bit-identical, and every entered module is left."""
     model = model_of(plan)
     expected = run(model)
     tracker, open_now = ModTracker(), []
@@ -154,7 +154,7 @@ def test_a_tracker_with_all_hooks_changes_no_bit(plan):
 @law
 @given(plans)
 def test_bytes_and_times_are_conserved(plan):
-    """Rows and outside add up to totals that were counted apart; no bit changes."""
+    """Rows and outside add up to totals that are counted separately; results are bit-identical."""
     model = model_of(plan)
     expected = run(model)
     with profile_memory(model) as memory, profile_time() as times:
@@ -185,8 +185,8 @@ def test_traces_are_balanced_nested_and_in_order(plan):
 
 @some
 @given(st.lists(st.integers(0, 3), max_size=60), st.integers(2, 20))
-def test_a_record_finds_what_a_list_would(widths, limit):
-    """Lookups agree with a plain list of owners, for as many intervals as are kept."""
+def test_record_finds_the_same_owners_as_a_list(widths, limit):
+    """Lookups agree with a plain list of owners, for all kept intervals."""
     record, base = Record(limit=limit), outside()
     owners, number = [], 0
     for index, width in enumerate(widths):

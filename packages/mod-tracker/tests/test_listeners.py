@@ -1,4 +1,4 @@
-"""Listeners: subscriptions, whose errors stay away from the model, and the drop-in's four hooks."""
+"""Subscriptions, whose errors do not reach the model, and the four drop-in hooks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def fail_in(tracker, phase, error=ZeroDivisionError):
 
 
 def step(model, x):
-    """One step; the gradient of the first weight."""
+    """Run one step and return the gradient of the first weight."""
     model.zero_grad()
     model(x).sum().backward()
     return next(model.parameters()).grad
@@ -44,8 +44,8 @@ def cases():
 
 
 @pytest.mark.parametrize(("event", "hook", "phase"), list(cases()))
-def test_failing_listener_is_ended_and_the_model_goes_on(event, hook, phase, checkpointed, x):
-    """Same gradient, no exception, the error kept, and the tracker clean."""
+def test_failing_listener_is_removed_and_the_model_continues(event, hook, phase, checkpointed, x):
+    """Same gradient, no exception, the error is stored, and the tracker's state is clean."""
     model = checkpointed(use_reentrant=True)
     expected = step(model, x).clone()
     tracker, heard = ModTracker(), []
@@ -93,7 +93,7 @@ def test_interrupt_in_a_listener_goes_through(phase, checkpointed, x):
 
 
 def test_failing_switch_listener_is_ended(mlp, x):
-    """`on_switch` has the same rule."""
+    """As for the other callbacks."""
     with ModTracker() as tracker:
         bad = tracker.on_switch(lambda call, phase: 1 / 0)
         step(mlp, x)
@@ -102,7 +102,7 @@ def test_failing_switch_listener_is_ended(mlp, x):
 
 
 def test_error_is_logged_with_its_traceback_and_keeps_no_tensor(monkeypatch, mlp):
-    """One record, whatever the number of calls; the input dies by reference count."""
+    """One log record for any number of calls; the input is freed by reference count."""
     log, text, x = logging.getLogger("mod_tracker"), io.StringIO(), torch.randn(2, 4)
     handler, alive = logging.StreamHandler(text), weakref.ref(x)
     monkeypatch.setattr(log, "propagate", False)
@@ -147,7 +147,7 @@ def test_second_hook_of_a_kind_is_refused_in_torchs_words(kind, x):
 
 
 def test_hook_that_is_false_is_a_hook():
-    """A callable object may be empty, as a list is."""
+    """A callable object may be falsy, such as an empty list subclass."""
 
     class Collects(list):
         def __call__(self, *values):
@@ -163,7 +163,7 @@ def test_hook_that_is_false_is_a_hook():
 
 
 def test_cleared_places_are_free_again(x):
-    """All of them, however they were taken; clearing none is nothing."""
+    """After `clear_user_hooks` each hook can be registered again; clearing none is allowed."""
     tracker, kinds = ModTracker(), []
     tracker.clear_user_hooks()
     tracker.register_user_hooks(pre_fw_hook=lambda *_: kinds.append("old"))
@@ -176,8 +176,8 @@ def test_cleared_places_are_free_again(x):
     assert kinds == ["new"]
 
 
-def test_hooks_get_what_torchs_get(x):
-    """The module, and no keyword arguments; what backward hooks get is a tuple of gradients."""
+def test_hooks_get_the_arguments_of_torchs_hooks(x):
+    """The module, no keyword arguments, and a tuple of gradients in backward."""
     tracker, given, model = ModTracker(), [], nn.Linear(4, 3)
     tracker.register_user_hooks(*[lambda *values: given.append(values)] * 4)
     y = x * 1

@@ -8,8 +8,8 @@ from torch import nn
 from mod_tracker import profile_memory
 
 
-def test_saved_bytes_are_what_autograd_keeps():
-    """relu keeps its result; a layer keeps its input, and its weight, which does not count."""
+def test_saved_bytes_equal_those_of_autograd():
+    """relu saves its result; a layer saves its input, and its weight, which does not count."""
     model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.ReLU())
     with profile_memory(model) as report:
         model(torch.randn(2, 4, requires_grad=True)).sum().backward()
@@ -19,7 +19,7 @@ def test_saved_bytes_are_what_autograd_keeps():
 
 
 def test_checkpointing_saves_only_the_input(checkpointed):
-    """The inner layers of a checkpointed part keep nothing in forward."""
+    """The inner layers of a checkpointed part save nothing in forward."""
     model = checkpointed(use_reentrant=True)
     with profile_memory(model) as report:
         output = model(torch.randn(2, 4, requires_grad=True))
@@ -43,7 +43,7 @@ def test_peak_has_no_freed_bytes():
 
 
 def test_static_bytes_and_optimizer_state(mlp, x):
-    """Parameters, gradients and state, each with its module."""
+    """Parameters, gradients and optimizer state by module."""
     optimizer = torch.optim.SGD(mlp.parameters(), lr=0.1, momentum=0.9)
     with profile_memory(mlp, optimizer=optimizer) as report:
         mlp(x).sum().backward()
@@ -54,7 +54,7 @@ def test_static_bytes_and_optimizer_state(mlp, x):
 
 
 def test_tied_parameter_counts_once(x):
-    """A shared parameter is charged where it is registered first."""
+    """A shared parameter counts where it is first registered."""
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     model[1].weight = model[0].weight
     with profile_memory(model) as report:
@@ -77,7 +77,7 @@ def test_memory_of_a_module_that_overrides_its_listings(x):
 
 
 def flat_model():
-    """Two layers whose weights are views of one storage, as flat parameters have them."""
+    """Two layers whose weights are views of one storage, like flat parameters."""
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     flat = torch.randn(32)
     for layer, part in zip(model, flat.split(16), strict=True):
@@ -107,7 +107,7 @@ def test_gradients_in_one_bucket_count_once():
 
 
 def test_buffers_kept_for_backward_are_not_saved_bytes(x):
-    """They live anyway, as parameters do."""
+    """Buffers are not freed after backward, like parameters."""
 
     class Scaled(nn.Module):
         def __init__(self):
@@ -167,8 +167,8 @@ def test_what_was_there_before_is_not_counted():
     assert (report.total, report.peak) == (0, 0)
 
 
-def test_what_a_module_makes_is_counted_once():
-    """Views of it, and changes of it in place, add nothing."""
+def test_storage_made_by_a_module_counts_once():
+    """Views and in-place changes add nothing."""
     with profile_memory() as report:
         y = nn.Sequential(nn.ReLU(), InPlace())(torch.ones(1000)[:])
         del y

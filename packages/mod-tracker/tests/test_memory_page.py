@@ -1,4 +1,4 @@
-"""One page on who holds the memory: its numbers, and its text."""
+"""The memory page: its numbers and its text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mod_tracker.reports._memory_page import MemoryPage
     not hasattr(SAVED, "data"), reason="a node of torch 2.9 does not show what it keeps"
 )
 def test_page_has_every_kind_of_memory(model_and_optimizer, train):
-    """Bytes by kind and by module, from the sizes of the model."""
+    """Bytes by kind and by module equal a calculation from the model's sizes."""
     model, optimizer = model_and_optimizer()
     x, parameters = torch.randn(4, 8), 2 * 2 * 8 * 32 * 4
     with watch_memory(model, optimizer=optimizer) as watch:
@@ -24,9 +24,9 @@ def test_page_has_every_kind_of_memory(model_and_optimizer, train):
         page = watch.page()
     kinds = page.by_kind()
     assert kinds["parameters"] == kinds["gradients"] == parameters
-    assert kinds["optimizer"] == 2 * parameters + 4 * 4  # two moments, and a step for each tensor
+    assert kinds["optimizer"] == 2 * parameters + 4 * 4  # two moments, and a step count per tensor
     assert kinds["inputs"] == 4 * 8 * 4
-    # Each block keeps its tanh's result, and the first one's output is kept by the second.
+    # Each block saves its tanh result, and the second block saves the first one's output.
     assert page.inside("saved")["Sequential.0"] == (4 * 32 + 4 * 8) * 4
     assert page.inside("saved")["Sequential.1"] == 4 * 32 * 4
     assert page.inside("parameters")["Sequential.0"] == parameters // 2
@@ -48,8 +48,8 @@ def test_page_as_text(model_and_optimizer, train):
     assert len(lines) < 60
 
 
-def test_page_says_where_in_a_step_it_was_written(model_and_optimizer):
-    """Modules that come later have nothing on it; between steps nothing of one is missing."""
+def test_page_names_the_running_module(model_and_optimizer):
+    """A page in the middle of a step has no later modules; a page between steps has all."""
     model, _ = model_and_optimizer()
     said = "written in forward of Sequential.1.up: what comes later in this step is not here"
     with watch_memory(model) as watch:
@@ -112,16 +112,16 @@ def test_tensors_alike_are_one_row():
 
 
 def held(size, kind="temporaries", *stack, line="", phase=""):
-    """A storage that the innermost module of a stack made."""
+    """A storage allocated by the innermost module of a stack."""
     return Held(size, kind, stack[-1] if stack else "", stack, phase, line, (size,), "uint8")
 
 
 def page_of(*storages, grown=None):
-    """A page over some storages."""
+    """A page about some storages."""
     return MemoryPage("asked", storages, grown or {}, 3)
 
 
-def test_first_lines_say_what_there_is_most_of_and_what_grew():
+def test_first_lines_name_largest_cause_and_growth():
     blocks = [held(7, "saved", "Net", "Net.0"), held(5, "saved", "Net", "Net.1")]
     page = page_of(*blocks, held(9, "inputs"), grown={("Net", "a.py:1"): 4, ("", "b.py:2"): 2})
     assert str(page).split("\n\n")[0].splitlines()[2:] == [
@@ -132,7 +132,7 @@ def test_first_lines_say_what_there_is_most_of_and_what_grew():
 
 
 def test_tables_have_eight_rows_at_most():
-    """The largest; sums are over all."""
+    """The eight largest rows; sums are over all rows."""
     storages = [
         held(1000 - n, "saved", f"N{n}", line=f"a.py:{n}", phase="forward") for n in range(20)
     ]

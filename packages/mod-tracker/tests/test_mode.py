@@ -1,4 +1,4 @@
-"""Reports of what reaches a dispatch mode in an unusual way, or not at all without help."""
+"""Reports of operators that reach a dispatch mode in an unusual way, or not at all."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ASKED = {
 
 
 class Wrapper(torch.Tensor):
-    """A tensor that holds another one, and is asked for its sizes."""
+    """A tensor that holds another one and answers size queries itself."""
 
     @staticmethod
     def __new__(cls, held):
@@ -66,7 +66,7 @@ class Wrapper(torch.Tensor):
         args, kwargs = tree_map(
             lambda value: value.held if isinstance(value, Wrapper) else value, (args, kwargs or {})
         )
-        if name == "relu":  # carried out by a product, which only shows inside
+        if name == "relu":  # computed by a product, which only shows inside
             output = torch.mm(args[0], torch.eye(4)).clamp(min=0)
         else:
             output = func(*args, **kwargs)
@@ -127,7 +127,7 @@ def _scan_rows():
 
 
 def _runs_of_scan() -> int:
-    """How often torch runs the function for 3 rows: 2.9 tries it on the first one, for shapes."""
+    """How often torch runs the function for 3 rows: 2.9 runs it once more, to get shapes."""
     runs = []
 
     def add(carry, x):
@@ -170,7 +170,7 @@ def _multiply_sparse():
     ).sum().backward()
 
 
-# Every product of an n x k and a k x m matrix is 2nkm.
+# A product of an n x k and a k x m matrix costs 2nkm.
 CASES = {
     _multiply_ragged: 0,
     _linear_ragged: 3 * 2 * 7 * 5 * 6,
@@ -210,7 +210,7 @@ def test_flops_are_those_of_the_products(case):
 @pytest.mark.parametrize("report_of", REPORTS[1:])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.strip("_"))
 def test_other_reports_survive(report_of, case):
-    """Time, memory and timeline of the same."""
+    """Time, memory and timeline of the same models."""
     with report_of() as report:
         case()
     assert report.sum("self_total" if report_of is not profile_memory else "self_allocated") >= 0
@@ -232,7 +232,7 @@ def test_custom_operator_is_listed():
 
 
 def _compiled_in(contexts):
-    """Call a compiled model in one context after the other; return what each gave, and graphs."""
+    """Call a compiled model under each context; return the results and the number of graphs."""
     compiled, given = [], []
 
     def backend(graph, inputs):
@@ -248,7 +248,7 @@ def _compiled_in(contexts):
 
 
 class Ignored(TorchDispatchMode):
-    """A mode that does nothing, and that the compiler is to take no notice of."""
+    """A mode that does nothing, and that the compiler ignores."""
 
     @classmethod
     def ignore_compile_internals(cls):
@@ -259,10 +259,10 @@ class Ignored(TorchDispatchMode):
 
 
 def test_compiled_model_stays_compiled_in_a_report(fresh_compiler):
-    """What is compiled first inside of a report is compiled, once, and not run piecemeal.
+    """A model first compiled inside a report is compiled once and has no graph breaks.
 
-    Guards of torch 2.9 see that a mode is on, whatever it says, but it is off when they are made:
-    each call in any mode compiles again (pytorch#164992). Of the reports two are modes.
+    Guards of torch 2.9 check whether a mode is on, even an ignored one, but no mode is on when they
+    are made: each call under a mode compiles again (pytorch#164992). Two of the reports are modes.
     """
     _, graphs = _compiled_in([Ignored, Ignored])
     given, compiled = _compiled_in(REPORTS)
@@ -272,7 +272,7 @@ def test_compiled_model_stays_compiled_in_a_report(fresh_compiler):
 
 
 def test_products_of_strided_nested_tensors_are_counted():
-    """They have no shape to count with, and are listed; torch fills the smaller one up."""
+    """They have no shape to count with, and are listed; torch pads the shorter sequence."""
     x = torch.nested.nested_tensor([torch.randn(3, 4), torch.randn(2, 4)])
     with profile_flops() as report, torch.no_grad():
         torch.matmul(x, torch.nested.nested_tensor([torch.randn(4, 4)] * 2))
@@ -282,7 +282,7 @@ def test_products_of_strided_nested_tensors_are_counted():
 
 @pytest.mark.parametrize("report_of", REPORTS)
 def test_product_in_inference_mode_uses_the_same_kernel(report_of):
-    """Many small ones or one large one: where the weight needs a gradient, as it does in a view."""
+    """torch chooses the kernel by whether the weight, or a view of it, requires a gradient."""
     x = torch.randn(2, 6, 16).transpose(0, 1)
     for needs in (True, False):
         weight = nn.Parameter(torch.randn(48, 16), requires_grad=needs)
@@ -303,7 +303,7 @@ def test_product_in_inference_mode_uses_the_same_kernel(report_of):
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("report_of", REPORTS)
 def test_fused_paths_are_kept(report_of, training):
-    """A transformer's output and gradients in every mode are bitwise those without a report."""
+    """A transformer's output and gradients are bit-identical under every mode."""
     layer = nn.TransformerEncoderLayer(16, 4, 32, 0.0, activation="gelu", batch_first=True)
     model, x, found = nn.TransformerEncoder(layer, 2).train(training), torch.randn(2, 6, 16), []
     for measure in (nullcontext, report_of):
@@ -333,5 +333,5 @@ with mod_tracker.{report}(layer):
 @pytest.mark.slow
 @pytest.mark.parametrize("report", ["profile_memory", "watch_memory"])
 def test_first_report_of_a_process_keeps_nothing(report):
-    """The compiler, which torch loads for a mode, is loaded where no frame holds a tensor."""
+    """torch loads its compiler for a mode; this happens where no stack frame holds a tensor."""
     subprocess.run([sys.executable, "-c", FIRST.format(report=report)], check=True, timeout=300)

@@ -1,4 +1,4 @@
-"""A call in words: its names, its place, its indexes and its module."""
+"""`ModuleCall`: names, stack, indexes and module of a call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def step(model, x):
     model(x).sum().backward()
 
 
-def test_call_tells_all_of_a_running_call(mlp, x):
+def test_call_has_names_indexes_and_module(mlp, x):
     """Name, stack, depth, indexes and the module itself."""
     tracker, calls = ModTracker(), []
     tracker.subscribe(pre_forward=lambda call, *_: calls.append(call), include="b")
@@ -30,7 +30,7 @@ def test_call_tells_all_of_a_running_call(mlp, x):
 
 
 def test_recompute_has_the_indexes_of_its_forward(checkpointed, x):
-    """A recompute counts no new call."""
+    """A recompute is not counted as a new call."""
     model, seen = checkpointed(use_reentrant=True), []
     tracker = ModTracker()
     model.m.a.register_forward_pre_hook(
@@ -63,7 +63,7 @@ def test_shared_module_has_one_name_and_two_called_paths(x):
 
 
 def calls_of(tracker, run, **filters):
-    """The calls that a listener gets while `run` runs."""
+    """Return the calls that a listener gets during `run`."""
     calls = []
     with tracker, tracker.subscribe(pre_forward=lambda call, *_: calls.append(call), **filters):
         run()

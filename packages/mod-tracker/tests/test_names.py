@@ -18,7 +18,7 @@ def test_walk_agrees_with_named_modules(mlp):
 
 
 def test_walk_and_search_end_on_cycles(mlp):
-    """A module that reaches its parent is no trap."""
+    """A module that contains its parent does not loop forever."""
     model = nn.Sequential(mlp)
     mlp.add_module("parent", model)
     assert [key for key, _ in walk(model)] == ["", "0", "0.a", "0.b"]
@@ -32,14 +32,14 @@ def test_shortest_key_is_found(mlp):
 
 
 class Stack(nn.Module):
-    """Calls the modules of a list, which is not called itself."""
+    """Calls the modules of a list; the list itself is not called."""
 
     def __init__(self, *layers):
         super().__init__()
         self.layers = nn.ModuleList(layers)
 
     def forward(self, x):
-        """One after the other."""
+        """Run them in order."""
         for layer in self.layers:
             x = layer(x)
         return x
@@ -64,7 +64,7 @@ def test_naming_takes_linear_time(container, monkeypatch):
 
 
 def test_called_as_follows_the_model(x):
-    """Registered later in a list, or moved within it."""
+    """Names stay correct after a module is added to a list or moved in it."""
     model, seen, tracker = Stack(nn.ReLU(), nn.Tanh()), [], ModTracker()
     tracker.subscribe(pre_forward=lambda call, *_: seen.append(call.called_as))
     with tracker:
@@ -107,7 +107,7 @@ def test_names_of_dead_modules_are_dropped():
 
 
 def test_owner_is_the_first_that_registers_it(mlp):
-    """A tied parameter has the first owner; a stranger has none."""
+    """A tied parameter belongs to its first owner; an unknown parameter has none."""
     mlp.b.weight = mlp.a.weight
     names = Names()
     names.adopt(mlp)
@@ -155,7 +155,7 @@ class Square(nn.Module):
 
 
 def test_deleted_module_keeps_its_name(x, log_ops):
-    """The hook gets None for a dead module, but the stack still has its name."""
+    """The hook gets None for a freed module, but the stack still has its name."""
     tracker, hooks, names = ModTracker(), [], []
     tracker.register_user_hooks(pre_bw_hook=lambda m, _: hooks.append(m))
     tracker.subscribe(pre_backward=lambda call, _: names.append((call.name, call.module)))

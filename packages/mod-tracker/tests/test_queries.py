@@ -1,4 +1,4 @@
-"""Questions to a tracker: what runs, in which phase, under which name."""
+"""Properties of a tracker: running module, phase and names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ._small import MLP, leaf, linear
 
 
 class Asked(nn.Module):
-    """Asks a question in forward and in backward."""
+    """Reads a property in forward and in backward."""
 
     def __init__(self, question):
         super().__init__()
@@ -27,7 +27,7 @@ class Asked(nn.Module):
 
 
 def test_filters():
-    """Each filter lets through what it says."""
+    """Each filter lets through only the modules it describes."""
     model = nn.Sequential(nn.Sequential(linear(), nn.ReLU()), linear())
     expected = {
         "include": ({"include": "0.*"}, ["Sequential.0.0", "Sequential.0.1"]),
@@ -55,7 +55,7 @@ def test_in_module():
 
 
 def test_module_of_a_name():
-    """There and back, and None when it is gone."""
+    """From module to name and back, and None when the module is freed."""
     tracker, model = mod_tracker.ModTracker(), MLP()
     with tracker:
         model(leaf())
@@ -66,12 +66,13 @@ def test_module_of_a_name():
 
 
 def test_double_backward():
-    """FLOPs of a gradient penalty: nothing is left outside of the modules."""
+    """FLOPs of a gradient penalty: all of them belong to modules."""
     model, x = nn.Sequential(linear(), nn.Tanh(), linear()), leaf()
     with mod_tracker.profile_flops() as report:
         grad = torch.autograd.grad(model(x).sum(), x, create_graph=True)[0]
         grad.pow(2).sum().backward()
     assert report.outside.total == 0
-    # Products of 64: layer 2 has one in the first backward, and one for its weight in the second;
-    # layer 0 one, two for that product's factors, and two for those of its forward product.
+    # Products of 64 operations: layer 2 has one in the first backward, and one for its weight in
+    # the second; layer 0 has one, two for that product's factors, and two for those of its forward
+    # product.
     assert (report["Sequential.0"].backward, report["Sequential.2"].backward) == (5 * 64, 2 * 64)

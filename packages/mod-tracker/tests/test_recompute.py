@@ -35,7 +35,7 @@ def test_recomputed_lambda_between_modules_belongs_to_the_caller(x, log_ops):
 
 
 class CodeOfItsOwn(nn.Module):
-    """A region of products by itself before, between and after those of its layers."""
+    """A checkpointed region with its own products before, between and after those of its layers."""
 
     def __init__(self, *, use_reentrant, layers=True):
         super().__init__()
@@ -68,7 +68,7 @@ def test_recomputed_code_outside_of_modules_is_recompute(use_reentrant, layers, 
     assert sum(row.self_backward for row in rows.values()) == 2 * (3 + 2 * layers) * product
     for name in ("CodeOfItsOwn.a", "CodeOfItsOwn.b") if layers else ():
         assert rows[name].self_forward == product
-        assert rows[name].self_recompute in (product, 2 * product)  # and what came before the first
+        assert rows[name].self_recompute in (product, 2 * product)
         assert rows[name].self_backward == 2 * product
     own = rows["CodeOfItsOwn"]
     assert own.self_recompute in ((3 * product,) if not layers else (3 * product, 2 * product))
@@ -88,7 +88,7 @@ def test_recomputed_code_between_modules_is_of_their_parent(x):
     assert found == {
         "Between": (product, 2 * product),
         "Between.a": (product, 2 * product),
-        "Between.b": (0, 2 * product),  # its input is all that its node needs
+        "Between.b": (0, 2 * product),  # its node needs only its input
     }
 
 
@@ -108,7 +108,7 @@ def test_code_before_the_first_module_is_of_its_own_region(x):
 
 @pytest.mark.parametrize("options", [{"create_graph": True}, {"retain_graph": True}])
 def test_backward_that_keeps_its_graph_is_backward(options, x):
-    """Gradients are on in one that makes a graph, without anything being run again."""
+    """Gradients are enabled in a backward that creates a graph, but nothing is recomputed."""
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh())
     with profile_flops() as report:
         torch.autograd.grad(model(x).sum(), [x, *model.parameters()], **options)

@@ -1,4 +1,4 @@
-"""Rows of a report, the numbers in its table, and the ways to write one."""
+"""Rows of a report, the format of its numbers, and its output formats."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REPORTS = [profile_flops, profile_time, profile_memory, trace]
 
 
 def filled(kind, totals):
-    """A report over modules, of which each ran forward for so much."""
+    """A report with the given forward amount of each module."""
     report = kind()
     rows = {
         name: PhaseRow(name or "(outside)", self_forward=amount, forward=amount)
@@ -49,12 +49,12 @@ def filled(kind, totals):
     ],
 )
 def test_numbers_have_the_prefix_that_fits(value, text):
-    """A prefix begins where there is one of it."""
+    """A prefix is used from one unit on."""
     assert FlopReport().show(value) == text
 
 
 def test_scalars_are_flat_and_have_their_unit_in_the_name():
-    """Module, column and unit; what no module did, and the sum."""
+    """Names have module, column and unit; unused columns and the sum are included."""
     found = filled(FlopReport, {"Net.0": 7}).scalars()
     assert found == {
         **{f"Net.0/{column}_flops": 7.0 for column in ("self_total", "forward", "total")},
@@ -73,7 +73,7 @@ def test_scalars_are_flat_and_have_their_unit_in_the_name():
     ("limit", "names"), [(0, []), (1, ["b"]), (2, ["b", "c"]), (3, ["b", "c", "a"])]
 )
 def test_largest_modules_are_kept_and_the_others_counted(limit, names):
-    """The outside and the sum are there always; nothing is said where all are."""
+    """The outside and the sum are always included; without omissions no count is added."""
     report = filled(FlopReport, {"a": 1, "b": 3, "c": 2})
     found = report.scalars(limit=limit)
     modules = [name.partition("/")[0] for name in found if "/forward" in name]
@@ -84,7 +84,7 @@ def test_largest_modules_are_kept_and_the_others_counted(limit, names):
 
 
 def test_difference_counts_missing_modules_as_zero(x):
-    """A module that only one report has appears with its sign."""
+    """A row that only one report has keeps its amount, with its sign."""
     reports = []
     for model in (nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))):
         with profile_flops() as report:
@@ -185,7 +185,7 @@ def test_page_is_written_to_the_path_and_returned(mlp, x, tmp_path):
 
 
 def test_frames_of_a_page_are_as_wide_as_their_part():
-    """Inner ones below outer ones; colours by phase."""
+    """Inner modules below outer ones; colours by phase."""
     stacks = {("N", "N.a"): {"forward": 1, "backward": 2}, ("N",): {"forward": 1}}
     page = flame_page("Title", stacks, lambda number: f"{number} u")
     assert 'flex:750000 0 0"><button title="N.a: 3 u' in page

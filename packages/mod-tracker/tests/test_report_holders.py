@@ -1,4 +1,4 @@
-"""Who holds memory, steps that leave some behind, and pages written when it runs out."""
+"""Memory holders, leaks, and pages written when memory runs out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def leaf():
 
 
 class _Blocks(nn.Module):
-    """A layer, and two that `call` calls, which is given them and what they are called with."""
+    """A layer and two more, which `call` runs."""
 
     def __init__(self, call):
         super().__init__()
@@ -32,8 +32,8 @@ class _Blocks(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["profile_memory", "watch_memory"])
-def test_what_nobody_goes_back_through_is_let_go_of(name):
-    """Without a collection of garbage."""
+def test_unused_graph_is_freed(name):
+    """By reference count, without a garbage collection."""
     model, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh()), leaf()
     gc.collect()
     gc.disable()
@@ -52,7 +52,7 @@ def test_what_nobody_goes_back_through_is_let_go_of(name):
 )
 @pytest.mark.parametrize("kind", ["none", "reentrant", "non-reentrant", "selective"])
 def test_what_a_checkpoint_keeps(kind):
-    """Its input, and the products where a policy says so."""
+    """Its input, and matmul results if the policy saves them."""
     options = {"use_reentrant": kind == "reentrant"}
     if kind == "selective":
         products = [torch.ops.aten.addmm.default]

@@ -1,4 +1,4 @@
-"""Numbers of reports: their sums, their forms, and who is beside them."""
+"""Numbers of reports: sums, formats, and results beside other threads."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Page(HTMLParser):
 
 
 def test_operators_without_a_formula():
-    """Listed, unless the caller has one."""
+    """They are listed, unless the caller gives a formula."""
 
     model, x = nn.Sequential(nn.Tanh()), torch.ones(3)
     with mod_tracker.profile_flops() as report:
@@ -57,7 +57,7 @@ def test_operators_without_a_formula():
 
 @pytest.mark.parametrize("name", ["profile_flops", "profile_time", "profile_memory", "trace"])
 def test_ways_to_write_a_report(name):
-    """Table, JSON, CSV, difference."""
+    """Table, JSON, CSV and difference."""
     with getattr(mod_tracker, name)() as report:
         step(MLP(), leaf())
     assert "MLP.a" in report.table()
@@ -71,13 +71,13 @@ def test_ways_to_write_a_report(name):
 
 @pytest.mark.parametrize("kind", [nn.SiLU, nn.Mish])
 def test_measuring_memory_changes_no_bit(kind):
-    """As without anybody looking."""
+    """Results equal those without a report."""
     measured = _gradients(mod_tracker.profile_memory, kind)
     assert torch.equal(measured, _gradients(nullcontext, kind))
 
 
 def test_formula_that_raises():
-    """The model's result is there, the operator among the uncounted, everything else counted."""
+    """The model's result is unchanged, the operator is uncounted, everything else is counted."""
     x = torch.ones(4, 4)
 
     def formula(*shapes, out_shape):
@@ -94,7 +94,7 @@ def test_formula_that_raises():
 
 @pytest.mark.parametrize("name", ["profile_flops", "profile_time", "profile_memory", "trace"])
 def test_page_of_a_report(name):
-    """Read as a browser would: names as text, nothing loaded, each module there."""
+    """Parsed as HTML: names as text, nothing loaded from elsewhere, each module present."""
     odd = nn.ModuleDict({"<u>a": nn.Linear(4, 4)})
     model = nn.Sequential(MLP(), odd["<u>a"])
     with getattr(mod_tracker, name)(odd) as report:

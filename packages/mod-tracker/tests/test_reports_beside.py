@@ -1,4 +1,4 @@
-"""Reports beside other threads and other reports."""
+"""Reports with concurrent threads and with other reports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIMIT_S = 60
 
 
 class _Beside(threading.Thread):
-    """Computes the same again and again, and notes what came out otherwise."""
+    """A thread that repeats a computation and records differing results."""
 
     def __init__(self):
         super().__init__()
@@ -42,7 +42,7 @@ class _Beside(threading.Thread):
 
 
 def _beside_reports(name):
-    """What a thread noted while as many reports began and ended."""
+    """Return the differences that a thread recorded while reports began and ended."""
     model, beside = MLP(), _Beside()
     beside.start()
     try:
@@ -57,7 +57,7 @@ def _beside_reports(name):
 
 
 def _last_of(*names):
-    """What the last of these reports tells that end in the order in which they began."""
+    """Open several reports and close them in the same order; return the last result."""
     model, x = MLP(), leaf()
     step(model, x)
     begun = [getattr(mod_tracker, name)() for name in names]
@@ -71,21 +71,21 @@ def _last_of(*names):
 
 
 @pytest.mark.parametrize("name", ["profile_flops", "profile_memory", "watch_memory"])
-def test_thread_that_computes_beside_reports(name):
-    """The same values and gradients, and no error."""
+def test_thread_that_computes_during_reports(name):
+    """Values and gradients are the same, and nothing raises."""
     assert _beside_reports(name) == (0, [])
 
 
 @pytest.mark.parametrize("first", ["profile_flops", "profile_memory", "watch_memory"])
 @pytest.mark.parametrize("second", ["profile_flops", "profile_memory"])
-def test_report_goes_on_after_one_that_began_before(first, second):
-    """A step while both are open and one more, as under it alone."""
+def test_overlapping_report_gives_the_same_as_alone(first, second):
+    """The second report of two overlapping ones has the same result as alone."""
     alone = _last_of(second)
     assert _last_of(first, second) == alone > 0
 
 
 def test_memory_of_another_threads_model_is_left_out():
-    """It may be in a backward, and reading its gradients would be a race."""
+    """That model may be in a backward, and reading its gradients would be a race."""
     other, model = nn.Sequential(linear()), MLP()
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
 

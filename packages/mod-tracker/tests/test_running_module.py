@@ -1,4 +1,4 @@
-"""Which module runs, forward and backward: every operation belongs to the call that made it."""
+"""The running module in forward and backward: each operation belongs to the call that made it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FW, BW = "forward", "backward"
 
 
 def test_every_operation_is_attributed_and_event_order_is_torchs(mlp, x, log_ops, log_events):
-    """A plain MLP: exact stacks; modules that share a boundary tensor keep torch's event order."""
+    """An MLP: exact stacks, and torch's event order for modules that share a boundary tensor."""
     tracker = ModTracker()
     events = log_events(tracker)
     entries = log_ops(tracker, lambda: mlp(x).sum().backward())
@@ -38,7 +38,7 @@ def test_every_operation_is_attributed_and_event_order_is_torchs(mlp, x, log_ops
 
 
 def test_modules_without_a_grad_input_are_left_at_the_end(mlp, log_ops, log_events):
-    """Input without gradient: the root and the first layer are left when the backward ends."""
+    """Without a gradient for the input, root and first layer are left when backward ends."""
     tracker = ModTracker()
     events = log_events(tracker)
     entries = log_ops(tracker, lambda: mlp(torch.randn(2, 4)).sum().backward())
@@ -77,7 +77,7 @@ class TwoOutputs(nn.Module):
 
 
 def test_unused_output_has_no_backward_event(x, log_events):
-    """A branch whose output is not used is neither entered nor left."""
+    """A branch whose output is unused is neither entered nor left."""
     tracker, model = ModTracker(), TwoOutputs()
     events = log_events(tracker)
     with tracker:
@@ -113,7 +113,7 @@ def test_in_place_modules_are_attributed(x, log_ops, log_events):
 
 
 def test_direct_call_of_forward_belongs_to_the_caller(x, log_ops):
-    """`module.forward(x)` is not a module call; its work is the calling module's."""
+    """`module.forward(x)` is not a module call; its operations belong to the calling module."""
 
     class Direct(nn.Module):
         def __init__(self):

@@ -22,20 +22,20 @@ SOURCE = os.path.dirname(mod_tracker.__file__)
 
 
 def present():
-    """What a report may put into the process."""
+    """Everything that a report may install in the process."""
     table = (hooks._global_forward_hooks, hooks._global_forward_pre_hooks)
     modes = (_get_current_dispatch_mode(), is_in_torch_dispatch_mode(), top_saved_hooks())
     return (nn.Module.__call__, *map(len, table), *modes)
 
 
 def in_a_block(schedule, work, number=None):
-    """One step as a loop of one's own has it."""
+    """A step with `with schedule.step()`."""
     with schedule.step(number):
         work()
 
 
 def by_begin_and_end(schedule, work, number=None):
-    """One step as callbacks have it, with the schedule around the loop."""
+    """A step with `begin_step` and `end_step`, with the schedule around the loop."""
     with schedule:
         schedule.begin_step(number)
         work()
@@ -53,7 +53,7 @@ def step(mlp):
 
 @pytest.fixture
 def found():
-    """Steps and reports, as `on_report` was given them."""
+    """Steps and reports that `on_report` got."""
     return []
 
 
@@ -70,18 +70,18 @@ def every(found):
 
 @pytest.mark.parametrize("run", WAYS)
 def test_one_step_of_every_n_is_measured(run, step, every, found):
-    """The first after those that are left out, and each n-th from there: each on its own."""
+    """The first step after the skipped ones, and each n-th from there, each with its own report."""
     schedule = every(3, skip_first=2)
     for _ in range(9):
         run(schedule, step)
     assert [number for number, _ in found] == [2, 5, 8]
-    # 2 layers of 4 by 4, 2 rows, once forward and twice backward less the input's gradient
+    # 2 layers of 4 x 4, 2 rows, forward once and backward twice, without the input's gradient
     assert {report.total for _, report in found} == {2 * 2 * 16 * 2 + 3 * 2 * 2 * 16}
 
 
 @pytest.mark.parametrize("run", WAYS)
 def test_step_numbers_do_not_change_the_schedule(run, step, every, found):
-    """A loop may count by two, or go on from a checkpoint."""
+    """A loop may count by two, or resume from a checkpoint."""
     schedule = every(2)
     for number in (7, 9, 11, 13):
         run(schedule, step, number)
@@ -91,7 +91,7 @@ def test_step_numbers_do_not_change_the_schedule(run, step, every, found):
 @pytest.mark.parametrize("run", WAYS)
 @pytest.mark.parametrize("report", REPORTS)
 def test_nothing_is_installed_between_measured_steps(run, report, step, every, found):
-    """No mode, no hook, no patch: not one function of this package runs inside such a step."""
+    """No mode, hook or patch: no function of this package runs inside such a step."""
     made, seen, frames = [], [], []
 
     def counted():
@@ -180,7 +180,7 @@ def test_schedules_may_end_in_the_order_in_which_they_began(outer, inner, step, 
 
 
 def test_steps_of_threads_are_independent(every, found):
-    """One that ends here ends none that began there."""
+    """Ending a step in one thread does not end a step of another."""
     here, there = every(1, profile_time), every(1, profile_time)
     here.begin_step(1)
     thread = threading.Thread(target=there.begin_step, args=(2,))

@@ -1,4 +1,4 @@
-"""Tensors that wrap others: a rank's part of a sharded one, and a quantized one's parts."""
+"""Tensors that wrap others: shards of DTensors, and parts of quantized tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RANKS = 4
 
 @pytest.fixture
 def mesh():
-    """Four ranks, of which this process is the first; the others are not there."""
+    """A mesh of four fake ranks; this process is the first."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
@@ -27,7 +27,7 @@ def mesh():
 
 
 def sharded(mesh, count=2):
-    """Layers, each a unit of its own, and their optimizer."""
+    """Sharded layers, one unit each, and their optimizer."""
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(count)))
     for unit in (*model, model):
         fully_shard(unit, mesh=mesh)
@@ -35,7 +35,7 @@ def sharded(mesh, count=2):
 
 
 def test_memory_of_a_sharded_model_is_this_ranks(mesh):
-    """A quarter of parameters, gradients and state."""
+    """A quarter of parameters, gradients and optimizer state."""
     model, optimizer = sharded(mesh)
     part = 2 * 64 * 64 * 4 // RANKS
     with profile_memory(model, optimizer=optimizer) as report:
@@ -59,7 +59,7 @@ def test_page_of_a_sharded_model_counts_each_shard_once(mesh):
 
 
 def test_flops_of_a_sharded_product_are_this_ranks(mesh):
-    """Tensor parallelism by columns: a quarter of them."""
+    """Tensor parallelism by columns: a quarter of the FLOPs."""
     weight = distribute_tensor(torch.ones(8, 64), mesh, [Shard(1)])
     x = DTensor.from_local(torch.ones(2, 8), mesh, [Replicate()])
     with profile_flops() as report:
@@ -69,7 +69,7 @@ def test_flops_of_a_sharded_product_are_this_ranks(mesh):
 
 
 class Quantized(torch.Tensor):
-    """Numbers of one byte and a scale, as torchao has it."""
+    """One-byte integers and a scale, as in torchao."""
 
     @staticmethod
     def __new__(cls, numbers, scale):
@@ -106,7 +106,7 @@ def test_quantized_weight_has_the_bytes_of_its_parts():
 
 
 def test_unsharded_parameters_count_while_allocated(mesh):
-    """FSDP2 resizes their storages to nothing and back; torch's tracker finds the same peak."""
+    """FSDP2 resizes their storages to zero and back; torch's tracker finds the same peak."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
     model, optimizer = sharded(mesh, 6)

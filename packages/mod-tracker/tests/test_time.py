@@ -17,7 +17,7 @@ from mod_tracker import OptionError, profile_time
     ("there", "says"),
     [(False, "'cpu'; there is no accelerator here"), (True, "'cpu', 'device' or 'meta'")],
 )
-def test_clock_of_a_device_that_is_not_there_is_refused(monkeypatch, there, says):
+def test_clock_of_a_missing_device_is_refused(monkeypatch, there, says):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: there)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta"))
     with pytest.raises(OptionError) as error, profile_time(clock="cuda"):
@@ -26,7 +26,7 @@ def test_clock_of_a_device_that_is_not_there_is_refused(monkeypatch, there, says
 
 
 def test_modules_in_other_threads_are_not_timed(mlp, x):
-    """Their time passes beside that of the thread that measures."""
+    """Their time overlaps with that of the measured thread."""
     with profile_time() as report:
         thread = threading.Thread(target=lambda: nn.Sequential(nn.ReLU())(torch.ones(1)))
         thread.start()
@@ -67,7 +67,7 @@ def test_time_after_a_backward_that_failed_is_outside(clock, again):
 
 
 def test_slow_module_has_the_time(clock):
-    """A slow module has the time, in forward and in backward."""
+    """A module that advances the clock has the time, in forward and in backward."""
 
     class Slow(nn.Module):
         def forward(self, x):
@@ -85,7 +85,7 @@ def test_slow_module_has_the_time(clock):
 
 
 class Event:
-    """A device's event, a quarter of a millisecond after the one before on any device."""
+    """A device event, a quarter of a millisecond after the previous one on any device."""
 
     ticks = count()
 
@@ -104,7 +104,7 @@ class Event:
 
 @pytest.fixture
 def device(monkeypatch):
-    """Devices called "meta" whose events are counted; the list has an entry per wait for one."""
+    """Fake devices called "meta" that count events; the list has one entry per synchronization."""
     waits, accelerator = [], torch.accelerator
     monkeypatch.setattr(accelerator, "is_available", lambda: True)
     monkeypatch.setattr(accelerator, "current_accelerator", lambda: torch.device("meta"))
@@ -118,7 +118,7 @@ def device(monkeypatch):
 
 @pytest.mark.parametrize("clock", ["device", "meta"])
 def test_time_of_a_device_is_that_between_its_events(device, mlp, x, clock):
-    """Milliseconds become nanoseconds: one event per change, one wait, at the end."""
+    """Milliseconds become nanoseconds: one event per change, one synchronization at the end."""
     mlp, x = mlp.to("meta"), x.to("meta")
     with profile_time(mlp, clock=clock) as report:
         mlp(x)
@@ -149,7 +149,7 @@ def test_model_on_two_devices_is_refused(device, mlp):
 
 
 def test_time_of_the_host_waits_for_no_device(device, mlp, x):
-    """The default clock asks the device nothing."""
+    """The default clock makes no call to a device."""
     with profile_time() as report:
         mlp(x)
     assert device == []

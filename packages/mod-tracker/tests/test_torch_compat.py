@@ -1,4 +1,4 @@
-"""The one file with private torch names: what it finds, and what it does without."""
+"""The one file with private torch names, and its fallbacks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mod_tracker import ModTracker
 
 
 def test_backward_attribution_works_on_this_torch():
-    """On every supported torch, backward attribution works."""
+    """Holds for every supported torch."""
     assert compat.EXACT_BACKWARD
     assert compat.CARRIES
 
@@ -31,7 +31,7 @@ ONLY_WITH_CUDA = {"_C._cuda_attach_out_of_memory_observer"}
 
 
 def names_asked_for():
-    """Every dotted name that is looked up, from the source."""
+    """Every dotted name that the source looks up."""
     for node in ast.walk(ast.parse(Path(compat.__file__).read_text(encoding="utf-8"))):
         called = getattr(getattr(node, "func", None), "id", None)
         if called == "look_up" and isinstance(node.args[0], ast.Constant):
@@ -40,7 +40,7 @@ def names_asked_for():
 
 @pytest.mark.parametrize("dotted", sorted(set(names_asked_for())))
 def test_every_private_name_exists(dotted):
-    """On this torch: a name that is misspelt would be as one that torch lacks, for ever."""
+    """A misspelt name would count as missing on every torch."""
     if dotted in ONLY_WITH_CUDA and not torch.backends.cuda.is_built():
         pytest.skip("this torch was built without CUDA")
     assert compat.look_up(dotted) is not None
@@ -56,14 +56,14 @@ def test_every_private_name_exists(dotted):
     ],
 )
 def test_probe_rejects_wrong_functions(broken):
-    """A missing function, a constant, a wrong id, no node: each is noticed."""
+    """A missing function, a constant, a wrong id, no node: the probe rejects each."""
     assert compat.probe(compat.next_number, compat.graph_task, compat.current_node)
     assert not compat.probe(*broken)
 
 
 @pytest.mark.parametrize("in_mode", [True, False])
 def test_gradient_hook_is_called_for_its_output_alone(monkeypatch, in_mode):
-    """First, later and leaf outputs: each hook gets its own gradient, by either way, once."""
+    """First, later and leaf outputs: each hook gets its own gradient once."""
     monkeypatch.setattr(compat, "in_function_mode", lambda: in_mode)
     x, grads = torch.ones(2, requires_grad=True), {}
     first, second = (x * 1).unbind()
@@ -98,7 +98,7 @@ def test_function_modes_do_not_see_hooks():
 
 
 def test_callback_runs_at_the_end_of_a_backward_only():
-    """Within a backward it is queued; outside it is refused."""
+    """In a backward it is queued; outside it is refused."""
     x, calls = torch.ones(1, requires_grad=True), []
     assert not compat.at_backward_end(lambda: calls.append("never"))
     y = x * 2
@@ -109,7 +109,7 @@ def test_callback_runs_at_the_end_of_a_backward_only():
 
 
 def test_without_private_names_forward_is_complete(monkeypatch, mlp, x):
-    """The fallbacks: the stack in forward, and no backward."""
+    """Without private names: the stack in forward is right, and backward is not attributed."""
     for module in (attribution, tracker_file):
         monkeypatch.setattr(module, "graph_task", lambda: compat.NO_TASK)
     monkeypatch.setattr(attribution, "current_node", lambda: None)
@@ -123,7 +123,7 @@ def test_without_private_names_forward_is_complete(monkeypatch, mlp, x):
 
 
 def imported_again():
-    """A second, private import of the file."""
+    """Import the file a second time, as a private module."""
     spec = importlib.util.spec_from_file_location("mod_tracker._again", compat.__file__)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -131,14 +131,14 @@ def imported_again():
 
 
 def in_hook(run):
-    """Call something in the middle of a backward."""
+    """Call a function in the middle of a backward."""
     y = torch.ones(1, requires_grad=True) * 2
     y.register_hook(lambda _: run() and None)
     y.backward()
 
 
 def inside(context):
-    """A function that calls another inside a context."""
+    """Return a function that runs another one inside a context."""
 
     def enter(run):
         with context():
@@ -169,7 +169,7 @@ def test_first_import_works_under_any_mode(way):
 
 
 def test_import_works_without_private_names(monkeypatch):
-    """Importing succeeds; every mode counts as on, so that hooks go the long way."""
+    """The import succeeds; the slow way to hook is used, as if a mode were always on."""
     monkeypatch.delattr(torch._C, "_current_graph_task_id")
     found = imported_again()
     assert (found.EXACT_BACKWARD, found.CARRIES) == (False, False)
@@ -197,7 +197,7 @@ def traced():
 
 @pytest.mark.parametrize("mark", ["id", "reason", "boxed"])
 def test_compiler_made_graph_is_recognized_by_each_mark(mark):
-    """Dynamo's has an id or a reason, AOTAutograd's takes its inputs in a list."""
+    """Dynamo's graph has an id or a reason; AOTAutograd's takes its inputs in a list."""
     graph = traced()
     if mark == "id":
         graph.meta["dynamo_compile_id"] = None
@@ -234,7 +234,7 @@ ATEN = torch.ops.aten
 
 
 class Passes(TorchDispatchMode):
-    """A mode that lets everything through."""
+    """A mode that runs every operator unchanged."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
@@ -253,7 +253,7 @@ def test_parts_give_the_operators_own_bits(lacks, monkeypatch):
 
 
 def test_higher_order_operators_are_recognized(monkeypatch):
-    """`torch.cond` does; a product does not; where torch has no such class, none does."""
+    """`torch.cond` is one, a matmul is not; nothing is where torch has no such class."""
     cond = torch.ops.higher_order.cond
     assert [compat.is_higher_order(each) for each in (cond, ATEN.mm.default, None)] == [
         *(True, False, False)
@@ -275,7 +275,7 @@ def test_leaving_a_mode_keeps_the_modes_on_top():
 
 
 class Inside(TorchDispatchMode):
-    """Runs operators so that it sees what they do."""
+    """Runs operators so that it sees the operators inside them."""
 
     def __init__(self):
         super().__init__()
@@ -320,14 +320,14 @@ shows_what_nodes_keep = pytest.mark.skipif(
 
 
 class Packed:
-    """What hooks made of a tensor."""
+    """The packed form of a tensor in saved-tensor hooks."""
 
     def __init__(self, tensor):
         self.tensor = tensor
 
 
 def kept_behind(output):
-    """Types of the values saved in a tensor's graph, with flags for hooks and checkpoint."""
+    """Types of the values saved in a tensor's graph, and who saved them: hooks or a checkpoint."""
     return [
         (type(data), hook is not None, of_checkpoint)
         for data, hook, of_checkpoint in compat.saved_values([output])

@@ -33,7 +33,7 @@ def test_encoder_fast_path_stays():
 
 
 def test_export_traces_and_is_not_tracked(mlp):
-    """torch.export gives the same program inside a tracker, which sees nothing of it."""
+    """torch.export gives the same program inside a tracker, which records no module of it."""
     tracker, names = ModTracker(), []
     tracker.subscribe(pre_forward=lambda call, *_: names.append(call.name))
     with tracker:

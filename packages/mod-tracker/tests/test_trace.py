@@ -17,7 +17,7 @@ from mod_tracker.reports._trace import events_of
 
 
 def test_trace_links_both_directions_of_a_call(mlp, x):
-    """Forward and backward slices of a call have the same id; the counter is there."""
+    """Forward and backward slices of a call have the same id; memory counters are present."""
     with trace(memory=True) as report:
         for _ in range(2):
             mlp(x).sum().backward()
@@ -33,8 +33,8 @@ def test_trace_links_both_directions_of_a_call(mlp, x):
 
 
 def test_trace_emits_record_function_ranges(mlp, x):
-    """The profiler sees a range per slice."""
-    cpu = profile(activities=[ProfilerActivity.CPU], acc_events=True)  # without: 2.11 may warn
+    """The profiler sees one range per slice."""
+    cpu = profile(activities=[ProfilerActivity.CPU], acc_events=True)  # without it 2.11 may warn
     with cpu as profiler, trace(ranges="record_function"):
         mlp(x).sum().backward()
     names = {event.name for event in profiler.events()}
@@ -60,13 +60,13 @@ def test_profiler_file_has_operators_below_their_modules(mlp, x, tmp_path):
 
 
 def call_of(name, around=None, index=0):
-    """A call of a module of this name inside another one."""
+    """Make a call of a module with this name inside another call."""
     outer = outside() if around is None else around
     return Path(lambda: None, parent=outer[0], name=name, called_as=name), index, outer
 
 
 def test_events_are_in_order_of_time_and_in_microseconds():
-    """Counters between slices; with the iteration of the root, and the call in it."""
+    """Counters lie between slices; slices have the root's iteration and the call's id."""
     net = call_of("net", index=4)
     readings = [(1000, call_of("a", net, 2), "forward"), (3000, outside(), "outside")]
     events = events_of(readings, [(2000, 64), (3000, 0)])
@@ -87,7 +87,7 @@ def test_events_are_in_order_of_time_and_in_microseconds():
 
 @pytest.mark.parametrize("ranges", ["", "nvtx", "NVTX", 1])
 def test_ranges_that_cannot_be_emitted_are_refused(monkeypatch, ranges):
-    """NVTX without its device among them; nothing is tracked then."""
+    """Such as NVTX without CUDA; no tracker is entered then."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     original = nn.Module.__call__
     with pytest.raises(OptionError, match=f"ranges must be .*; got {ranges!r}"):
@@ -114,5 +114,5 @@ def test_ranges_are_ended_after_an_error_in_the_block(monkeypatch, mlp, ranges):
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: log.append(-1))
     monkeypatch.setattr(torch.profiler, "record_function", Range)
     with pytest.raises(RuntimeError), trace(ranges=ranges):
-        mlp(torch.ones(2, 5))  # of another width than the layer's
+        mlp(torch.ones(2, 5))  # the layer expects another width
     assert log.count(1) == log.count(-1) > 1

@@ -1,4 +1,4 @@
-"""Questions, subscriptions and limits."""
+"""Properties, subscriptions and limits of a tracker."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def step(model, x):
 
 
 def test_switches_report_every_change(mlp):
-    """Entry and exit in forward; the path back in backward; outside at the end."""
+    """Entry and exit in forward, the reverse in backward, and outside at the end."""
     tracker, seen = ModTracker(), []
     tracker.on_switch(lambda call, phase: seen.append((call.name if call else None, phase)))
     with tracker:
@@ -50,7 +50,7 @@ def test_switch_after_a_backward_inside_a_forward_is_the_forward(x):
 
 
 def test_subscriptions_come_and_go_inside_the_block(mlp, x):
-    """A handle may be removed twice; the rest stay."""
+    """A subscription may be removed twice; others stay."""
     tracker, heard = ModTracker(), []
     with tracker:
         first = tracker.subscribe(pre_forward=lambda call, *_: heard.append("first"))
@@ -77,7 +77,7 @@ def test_gradients_turned_on_inside_a_module_are_attributed(x):
     assert seen == [("Sequential", "Sequential.0")]
 
 
-def test_accumulation_belongs_to_the_module_with_the_parameter(mlp, x):
+def test_accumulation_belongs_to_the_parameters_module(mlp, x):
     seen = []
 
     class Borrows(nn.Module):
@@ -97,7 +97,7 @@ def test_accumulation_belongs_to_the_module_with_the_parameter(mlp, x):
 
 
 def test_history_is_bounded_and_the_newest_stay(x):
-    """Older calls are the outside; the last are found."""
+    """Older calls are attributed to the outside, the latest to their modules."""
     model, tracker = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), ModTracker(history=4)
     with tracker:
         old = model(x)
@@ -112,7 +112,7 @@ def test_history_is_bounded_and_the_newest_stay(x):
 
 
 def test_paths_of_dead_modules_are_dropped(x):
-    """Paths of modules that are gone are dropped."""
+    """Paths of freed modules are dropped."""
 
     class Makes(nn.Module):
         def forward(self, x):
@@ -141,7 +141,7 @@ def test_tracked_modules_die_by_reference_count(x):
 
 
 def test_keyword_call_of_an_argument_named_module(x):
-    """The patch takes no keyword from the model."""
+    """The patch's own parameter names do not collide with the model's."""
 
     class Takes(nn.Module):
         def forward(self, *, module, self_=None):

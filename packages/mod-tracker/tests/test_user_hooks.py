@@ -1,4 +1,4 @@
-"""Names and hooks of modules that come, go, and share."""
+"""Names and hooks of modules that are added, removed, moved and shared."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ._small import MLP, leaf, linear, step
 
 
 def events_of(tracker):
-    """A list to which the four user hooks write "+fw name", "-fw name", "+bw name", "-bw name"."""
+    """A list to which the four user hooks append "+fw name", "-fw name", "+bw name", "-bw name"."""
     events = []
 
     def write(sign):
@@ -29,17 +29,17 @@ def events_of(tracker):
 
 
 def backward_of(events):
-    """The backward events."""
+    """Select the backward events."""
     return [event for event in events if "bw" in event]
 
 
 def names_of(*names):
-    """A set of parents."""
+    """Build a set of parents."""
     return frozenset(("Global", *names))
 
 
 class Products(TorchDispatchMode):
-    """Notes direction and parents of every matrix product."""
+    """Records direction and parents of every matrix product."""
 
     def __init__(self, tracker):
         super().__init__()
@@ -61,7 +61,7 @@ def products_of(run):
 
 
 def events_in(run):
-    """What a tracker tells of a run."""
+    """Events of a tracker during a run."""
     tracker = mod_tracker.ModTracker()
     events = events_of(tracker)
     with tracker:
@@ -70,14 +70,14 @@ def events_in(run):
 
 
 class Recursive(nn.Module):
-    """Calls itself twice."""
+    """A module that calls itself twice."""
 
     def __init__(self):
         super().__init__()
         self.inner = linear()
 
     def forward(self, x, n=2):
-        """Compute."""
+        """Call itself until the depth is reached."""
         return self.inner(x) if n == 0 else self(x, n - 1)
 
 
@@ -92,7 +92,7 @@ def _names_of_calls(tracker, module):
 
 
 def test_recursion():
-    """No warning, and the formatting of warnings is left alone."""
+    """No warning is raised, and the format of warnings is unchanged."""
     formatter = warnings.formatwarning
     try:
         with warnings.catch_warnings(record=True) as caught, mod_tracker.ModTracker() as tracker:
@@ -107,7 +107,7 @@ def test_recursion():
 
 
 def test_late_module():
-    """Named by its place."""
+    """It is named by its place in the model."""
     model, x = nn.Sequential(linear()), leaf()
     with mod_tracker.ModTracker() as tracker:
         model(x)
@@ -137,7 +137,7 @@ def test_moved_module():
 
 
 def test_modules_in_a_plain_list():
-    """Told apart by name."""
+    """They have different names."""
 
     class Hidden(nn.Module):
         def __init__(self):
@@ -154,7 +154,7 @@ def test_modules_in_a_plain_list():
 
 
 def test_frozen_layer():
-    """No backward, no events."""
+    """It has no backward, so no backward events."""
     model = nn.Sequential(linear(), linear())
     model[0].requires_grad_(False)
     events = events_in(lambda: step(model, torch.randn(2, 4)))
@@ -162,7 +162,7 @@ def test_frozen_layer():
 
 
 def test_graph_from_before_the_block():
-    """What was not seen is not guessed."""
+    """Nodes created before the block belong to no module."""
     loss = MLP()(leaf()).sum()
     products = products_of(loss.backward)
     assert set(products) == {(True, names_of())}

@@ -1,4 +1,4 @@
-"""MFU and HFU: the model FLOPs of ten models, beside a calculation by hand from their sizes."""
+"""MFU and HFU: model FLOPs of ten models, compared with a calculation by hand from their sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BATCH, TOKENS = 2, 16
 
 
 def language_model(kind, **sizes):
-    """A small model of a family with a head over its vocabulary, and its config."""
+    """Build a small language model of a family, and its config."""
     config = getattr(transformers, f"{kind}Config")(
         **{
             "vocab_size": 96,
@@ -33,17 +33,17 @@ def language_model(kind, **sizes):
 
 
 def layer(width, wide, *, keys=None, gates=3, experts=1):
-    """Weights that each token is multiplied with in a layer of a decoder.
+    """Number of weights that multiply each token in a decoder layer.
 
-    Queries, keys, values and the projection; then the products of a feed-forward layer, as many
-    as `gates`, in as many `experts` as a token goes to.
+    Queries, keys, values and the projection; then `gates` products of a feed-forward layer, in each
+    of the `experts` that process a token.
     """
     keys = width if keys is None else keys
     return 2 * width * width + 2 * width * keys + experts * gates * width * wide
 
 
 def forward(weights, *, layers=2, width=32, batch=BATCH, tokens=TOKENS, seen=None):
-    """Forward FLOPs by hand: each token and weight, and every pair of tokens in each layer."""
+    """Forward FLOPs by hand: tokens times weights, and every pair of tokens in each layer."""
     pairs = tokens * tokens if seen is None else seen
     return 2 * batch * tokens * weights + layers * 4 * batch * pairs * width
 
@@ -53,13 +53,13 @@ TOKEN_IDS = torch.arange(BATCH * TOKENS).reshape(BATCH, TOKENS) % 96
 
 
 def llama():
-    """Four heads of queries."""
+    """Four query heads."""
     model, _ = language_model("Llama")
     return model, {"input_ids": TOKEN_IDS, "labels": TOKEN_IDS}, forward(2 * layer(32, 48) + HEAD)
 
 
 def llama_shared_keys():
-    """Two heads of queries share one of keys."""
+    """Two query heads share a key head."""
     model, _ = language_model("Llama", num_key_value_heads=2)
     weights = 2 * layer(32, 48, keys=16) + HEAD
     return model, {"input_ids": TOKEN_IDS, "labels": TOKEN_IDS}, forward(weights)
@@ -73,7 +73,7 @@ def mistral_window():
 
 
 def qwen():
-    """Biases add nothing."""
+    """Biases add no FLOPs."""
     model, _ = language_model("Qwen2", num_key_value_heads=2)
     weights = 2 * layer(32, 48, keys=16) + HEAD
     return model, {"input_ids": TOKEN_IDS, "labels": TOKEN_IDS}, forward(weights)
@@ -96,7 +96,7 @@ def gpt2():
 
 
 def bert():
-    """A head of two products, over every token; nothing is causal."""
+    """A head of two products over every token; attention is not causal."""
     model, _ = language_model("Bert", head="ForMaskedLM")
     weights = 2 * layer(32, 48, gates=2) + 32 * 32 + HEAD
     return model, {"input_ids": TOKEN_IDS, "labels": TOKEN_IDS}, forward(weights)
@@ -107,7 +107,7 @@ PIXELS = 2 * BATCH * 16 * (3 * 4 * 4) * 32
 
 
 def vit():
-    """16 patches of 4 times 4 and a class token, whose product is the head's."""
+    """16 patches of 4 x 4 and a class token, which the head multiplies."""
     config = transformers.ViTConfig(
         hidden_size=32,
         num_hidden_layers=2,
@@ -125,7 +125,7 @@ def vit():
 
 
 def mixtral():
-    """Two of four experts for each token, and the router's product."""
+    """Two of four experts per token, and the router's product."""
     model, _ = language_model(
         "Mixtral", num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2
     )
@@ -134,7 +134,7 @@ def mixtral():
 
 
 def qwen_experts():
-    """Three of eight experts, smaller ones."""
+    """Three of eight smaller experts."""
     model, _ = language_model(
         "Qwen3Moe",
         num_key_value_heads=2,
@@ -149,7 +149,7 @@ def qwen_experts():
 
 
 class Packed(nn.Module):
-    """Sequences of several lengths in one row, each seen by itself."""
+    """Sequences of several lengths in one row, without attention between them."""
 
     LENGTHS = (5, 9, 2)
 
@@ -183,7 +183,7 @@ MODELS = [
 
 
 def trained(model, inputs):
-    """The report of a step, forward and backward."""
+    """Report of one training step."""
     model.train()
     with profile_flops(model) as report:
         out = model(**inputs)
@@ -205,7 +205,7 @@ def test_model_flops_are_those_by_hand(make):
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_recomputation_is_in_hfu_only(use_reentrant):
-    """A checkpoint, and the scores that fused attention computes again."""
+    """Recomputation by a checkpoint, and the scores that fused attention recomputes."""
     torch.manual_seed(0)
     model, inputs, by_hand = llama()
     plain = trained(model, inputs)
@@ -249,7 +249,7 @@ def test_recomputation_of_a_masked_pair_is_left_out_of_both():
 
 
 def test_llama_without_data_names_its_largest_cause():
-    """Before anything is allocated: a large vocabulary, or many tokens."""
+    """Without allocating anything: logits with a large vocabulary, activations with many tokens."""
     from torch._subclasses import FakeTensorMode
 
     from mod_tracker import profile_memory

@@ -1,4 +1,4 @@
-"""Who holds the memory: on one page, when asked, above a limit, and when memory runs out."""
+"""`watch_memory`: the page on request, above a limit, and when memory runs out."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_storage_is_saved_until_its_last_node_is_freed():
         kinds.append({held.kind for held in watch.page().held if held.size == 4 * 1234})
 
     with watch_memory() as watch:
-        y = leaf * 1  # keeps neither
+        y = leaf * 1  # saves neither
         kind()
         first, second = y.square().sum(), y.sin().sum()
         kind()
@@ -86,7 +86,7 @@ def test_storage_is_saved_until_its_last_node_is_freed():
 
 
 def test_changes_in_place_after_saving_are_still_an_error():
-    """Hooks for saved tensors would hide them; plain torch raises."""
+    """Saved-tensor hooks could hide them; plain torch raises."""
     x, said = (
         torch.ones(3, requires_grad=True),
         "at version 0 and changed in place",
@@ -98,7 +98,7 @@ def test_changes_in_place_after_saving_are_still_an_error():
 
 
 class Gradients(torch.nn.Module):
-    """Takes gradients in its forward."""
+    """Computes gradients in its forward."""
 
     def __init__(self):
         super().__init__()
@@ -140,18 +140,18 @@ def test_second_backward_uses_the_saved_tensors(measure):
 
 
 class Cuda:
-    """Keeps what is attached, and runs out of memory."""
+    """A fake CUDA that records its observers and can run out of memory."""
 
     def __init__(self):
         self.waiting, self.observers = [], []
 
     def start(self):
-        """Be used for the first time: now there is what observers can be attached to."""
+        """Initialize; observers can be attached from now on."""
         while self.waiting:
             self.waiting.pop(0)()
 
     def run_out(self):
-        """As the allocator does: tell the observers, and then raise."""
+        """Call the observers, then raise, as the allocator does."""
         for observer in self.observers:
             observer(0, 3_000_000, 80_000_000, 1_000_000)
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -159,7 +159,7 @@ class Cuda:
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """In the place of torch's."""
+    """A fake CUDA instead of torch's."""
     made = Cuda()
     attach = made.observers.append
     monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", attach, raising=False)
@@ -169,7 +169,7 @@ def cuda(monkeypatch):
 
 
 def test_observer_is_attached_once_after_cuda_is_initialized(cuda):
-    """torch cannot take one out again, and has nothing to attach to before CUDA is used."""
+    """torch cannot detach an observer, and none can be attached before CUDA is initialized."""
     told = []
     ends = [_torch_compat.on_out_of_memory(lambda *of: told.append(of)) for _ in range(2)]
     assert cuda.observers == []
@@ -203,7 +203,7 @@ def test_page_is_written_before_the_error(cuda):
             try:
                 try:
                     cuda.run_out()
-                except torch.OutOfMemoryError:  # as kernels that then try with less do
+                except torch.OutOfMemoryError:  # as code that retries with less memory does
                     cuda.run_out()
             finally:
                 held.untyped_storage().resize_(0)
@@ -212,7 +212,7 @@ def test_page_is_written_before_the_error(cuda):
         cuda.start()
         Held()(torch.ones(2))
     (page,) = watch.pages
-    assert page.reason == "memory ran out on cuda:0, 3 MB were asked for where 1 MB are free"
+    assert page.reason == "memory ran out on cuda:0, 3 MB requested, 1 MB free"
     assert page.by_kind()["temporaries"] >= 4 * 5000
     assert sys.version_info < (3, 11) or raised.value.__notes__ == [str(page)]
 

@@ -87,13 +87,11 @@ ENTRIES = {
     "from_json": (sp.policies.from_json, ""),
     "from_torch": (sp.policies.from_torch, "true"),
     "limit_offload": (lambda g: (sp.limit_offload(g), sp.limit_offload(None)), "none int huge"),
-    "measure_host_bandwidth": (sp.budget.measure_host_bandwidth, ""),
     "checkpoint_name.tensor": (lambda g: sp.checkpoint_name(g, "a"), "tensor"),
     "checkpoint_name.label": (lambda g: sp.checkpoint_name(X, g), "empty long text"),
     "offload": (sp.offload, ""),
     "pareto": (sp.budget.pareto, ""),
     "pareto.points": (lambda g: sp.budget.pareto(TRACE, points=g), "int"),
-    "pareto.backend": (lambda g: sp.budget.pareto(TRACE, backend=g), ""),
     "parse_size": (sp.budget.parse_size, ""),
     "profile": (sp.profile, "type"),
     "profile_step": (lambda g: sp.profile_step(g, X), ""),
@@ -128,15 +126,8 @@ ENTRIES = {
     "scoped.path": (lambda g: sp.scoped(ALL, g), "text"),
     "solve": (lambda g: sp.solve(g, 1), ""),
     "solve.budget": (lambda g: sp.solve(TRACE, g), "int huge"),
-    "solve.host_bandwidth": (
-        lambda g: sp.solve(TRACE, 1, host_bandwidth=g),
-        "none int",
-    ),
-    "solve.regions": (lambda g: sp.solve(TRACE, 1, regions=g), "int"),
-    "solve.backend": (lambda g: sp.solve(TRACE, 1, backend=g), ""),
     "to_json": (sp.policies.to_json, ""),
     "to_torch": (sp.policies.to_torch, "none"),
-    "Trace.from_json": (sp.budget.Trace.from_json, ""),
 }
 
 

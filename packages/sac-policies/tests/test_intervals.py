@@ -22,6 +22,7 @@ from sac_policies.budget._intervals import (
     kept_bytes,
     marked,
 )
+from sac_policies.budget._levels import AGAIN
 from sac_policies.budget._measure import Interval, Marks, highest
 from sac_policies.budget._step import Step
 
@@ -160,9 +161,9 @@ def test_what_others_hold_until_the_end_goes_by_the_region_that_made_it(freed: b
     assert any(each.freed for own in intervals for each in own)
     if not freed:
         intervals = [[replace(each, freed=None) for each in own] for own in intervals]
-    steps = Steps([Block] * 4, [Measured(each) for each in intervals], {3})
-    kept = KeptSteps([Block] * 4, [Measured(forward_of(each)) for each in intervals], {3})
-    for choice in [(0, 0, 0, 2), (2, 2, 2, 0), (3, 2, 1, 0), (0, 3, 0, 2)]:
+    steps = Steps([Block] * 4, [Measured(each) for each in intervals], {AGAIN})
+    kept = KeptSteps([Block] * 4, [Measured(forward_of(each)) for each in intervals], {AGAIN})
+    for choice in [(0, 0, 0, 2), (1, 1, 1, 0), (2, 2, 1, 0), (0, 2, 0, 1)]:
         measured = search._measured(choice)
         foretold = search._step.resident() + steps.growth(choice)
         assert foretold == pytest.approx(measured.peak, rel=0.02)

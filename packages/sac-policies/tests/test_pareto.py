@@ -82,7 +82,7 @@ def test_where_there_is_a_trade_there_are_several_points(body: Any) -> None:
 def test_budgets_are_spread_from_what_is_fixed_to_everything() -> None:
     """With 100 of 700 bytes fixed, three points are solved for 100, 400 and 700, and not 500."""
     sizes = (100, 350, 250)
-    ops = tuple(TracedOp("a", n, size, 9 * size, (), n) for n, size in enumerate(sizes))
+    ops = tuple(TracedOp("a", n, size, 9 * size, ()) for n, size in enumerate(sizes))
     packs = tuple(TracedPack("M" if n else "", n, 0, size) for n, size in enumerate(sizes))
     found = pareto(Trace("flops", ops, packs), points=3)
     assert [(point.bytes, point.seconds) for point in found] == [(100, 5400), (350, 3150), (700, 0)]

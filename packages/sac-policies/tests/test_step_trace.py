@@ -236,7 +236,7 @@ def test_forwards_that_differ_raise() -> None:
             self.calls += 1
             return super().forward(x).sin() if self.calls > 2 else super().forward(x)
 
-    with pytest.raises(BudgetError, match=r"profile_step: forwards of a step ran 2 and 3"):
+    with pytest.raises(BudgetError, match=r"profile_step: forwards ran 2 and 3"):
         profile_step(Counting(4, 4), torch.ones(2, 4))
 
 
@@ -246,9 +246,6 @@ def test_what_is_no_plan_of_the_engine(wrong: Any) -> None:
     step = profile_step(nn.Linear(4, 4), torch.ones(2, 4))
     with pytest.raises(BudgetError, match=r"peak_bytes: plan .* Pass what solve\(step\.trace"):
         step.peak_bytes(wrong)
-    compiled = solve(step.trace, "100%", backend="compile")
-    with pytest.raises(BudgetError, match="no plan for eager code"):
-        step.peak_bytes(compiled)  # type: ignore[arg-type]
 
 
 def test_plan_of_another_step() -> None:

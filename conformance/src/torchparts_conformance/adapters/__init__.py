@@ -1,1 +1,1 @@
-"""Adapters that come with the suite; each imports what it adapts only when it is used."""
+"""Adapters that come with the suite. Each imports its library only when it is used."""

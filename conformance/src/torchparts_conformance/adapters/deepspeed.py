@@ -1,11 +1,10 @@
-"""The adapter of DeepSpeed's activation checkpointing: functions around a call of a module.
+"""The adapter of DeepSpeed's activation checkpointing, which wraps one call of a module.
 
-People write `deepspeed.checkpointing.checkpoint(layer, x)` in a forward, or give one of its two
-functions to a pipeline. So the wrapper here is the shortest that can be written around them: the
-module itself, of which each call is such a call, by `non_reentrant_checkpoint` or `checkpoint` as
-torch's words for the two are. What is asked of wrappers as modules it does not have: their names
-and states, copies, options, anything applied to a model, offloading without an accelerator. It is
-not configured, which is how it is used where nothing is partitioned.
+Users write `deepspeed.checkpointing.checkpoint(layer, x)` in a forward, or pass one of its two
+functions to a pipeline. The wrapper here is the module itself, whose calls go through
+`non_reentrant_checkpoint` or `checkpoint`, depending on `checkpoint_impl`. DeepSpeed has no wrapper
+modules, so names, state dicts, copies, options, applying to a model, and offloading without an
+accelerator are not provided. DeepSpeed is not configured, as is usual without partitioning.
 """
 
 from __future__ import annotations

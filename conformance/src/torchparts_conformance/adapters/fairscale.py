@@ -1,10 +1,10 @@
-"""The adapter of fairscale, whose `checkpoint_wrapper` and flat parameters came before torch's.
+"""The adapter of fairscale, whose `checkpoint_wrapper` and flat parameters are older than torch's.
 
-Of ckpt-wrap it has one wrapper, and no options but `offload_to_cpu`: nothing to apply it to a
-model, no offload wrapper, one implementation. Of flat-param it has `FlattenParamsWrapper`, which
-puts the parameters of a module into one `FlatParameter`; what shards that is its FSDP, which is
-not mapped. The cases call the module and not the wrapper, so a hook does what the wrapper's forward
-does before: show the module's parameters anew.
+ckpt-wrap: one wrapper, with the single option `offload_to_cpu`. fairscale cannot apply it to a
+model, and has no offload wrapper and no second implementation. flat-param: `FlattenParamsWrapper`,
+which puts the parameters of a module into one `FlatParameter`; its FSDP, which shards, is not
+adapted. Cases call the module and not the wrapper, so a hook does the first step of the wrapper's
+forward: it makes the module's parameters views again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchparts_conformance import Implementation, NotProvided
 
 
 class _Handle:
-    """What holds a module's `FlatParameter`; it takes what a handle of torch's takes."""
+    """The holder of a module's `FlatParameter`, with the arguments of torch's handle."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class _Handle:
 
     @property
     def flat_param(self) -> Any:
-        """The one there is."""
+        """The flat parameter."""
         return self._wrapped.flat_param
 
     def __getattr__(self, name: str) -> Any:
@@ -47,14 +47,14 @@ class _Handle:
 
 
 class _Flat:
-    """Handles, and the type of what they hold; anything else is not provided."""
+    """Handles and their flat parameter type; everything else is not provided."""
 
     FlatParamHandle = _Handle
-    HandleShardingStrategy = types.SimpleNamespace(FULL_SHARD="")  # asked for, and then unused
+    HandleShardingStrategy = types.SimpleNamespace(FULL_SHARD="")  # read by cases, without effect
 
     @property
     def FlatParameter(self) -> Any:
-        """The type that fairscale's vectors have."""
+        """The type of fairscale's flat parameters."""
         return import_module("fairscale.nn.misc.flatten_params_wrapper").FlatParameter
 
     def __getattr__(self, name: str) -> Any:

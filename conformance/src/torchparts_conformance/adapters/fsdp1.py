@@ -1,8 +1,8 @@
-"""The adapter of torch's `FullyShardedDataParallel`, which wraps a module in another.
+"""The adapter of torch's `FullyShardedDataParallel`, which wraps a module in another one.
 
-It offers sharded training; planning, switches and checkpoints of its own it does not have, and its
-flat parameters are judged as torch's module of them. The cases shard a module where it is, so the
-module itself becomes the wrapper here, and what it was goes inside.
+It provides sharded training. Plans, the switches of sharded modules and checkpoint functions are
+not provided; its flat parameters are judged as a part of torch's own adapter. Cases shard a module
+in place, so the module becomes the wrapper here, and its previous contents move inside.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _MISSING = (
 
 
 class _Sharded(fsdp.FullyShardedDataParallel):
-    """The wrapper, with the words of sharded modules that cases use."""
+    """The wrapper, with the methods of sharded modules that cases use."""
 
     def __getattr__(self, name: str) -> Any:
-        """Say of our own words that they are missing, not of the module's."""
+        """Report missing methods of the suite's interface as not provided."""
         if name in _MISSING:
             raise NotProvided(f"FullyShardedDataParallel gives its modules no {name}")
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Give another forward to the module inside: the wrapper's gathers for it."""
+        """Assign `forward` to the inner module: the wrapper's forward gathers for it."""
         if name == "forward":
             self.module.forward = value
         else:
@@ -45,7 +45,7 @@ def _arguments(
     mp_policy: fsdp.MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool = True,
 ) -> dict[str, Any]:
-    """FSDP1's arguments for those of `fully_shard`."""
+    """Convert the arguments of `fully_shard` to FSDP1's."""
     kinds = fsdp.ShardingStrategy
     found: dict[str, Any] = {
         "sharding_strategy": kinds.FULL_SHARD if reshard_after_forward else kinds.SHARD_GRAD_OP,
@@ -63,11 +63,11 @@ def _arguments(
 
 
 class _Part:
-    """What `FullyShardedDataParallel` offers of the area; anything else is not provided."""
+    """`FullyShardedDataParallel` as this area's part; everything else is not provided."""
 
     @staticmethod
     def fully_shard(module: Any, **options: Any) -> Any:
-        """Shard a module; if that is refused, it stays as it was."""
+        """Shard a module; if that raises, the module is unchanged."""
         if unknown := sorted(options.keys() - set(_OPTIONS)):
             raise NotProvided(f"FullyShardedDataParallel has no {', '.join(unknown)}")
         inner, kind = copy.copy(module), type(module)

@@ -1,6 +1,6 @@
-"""The adapter of torch's `fully_shard`, which keeps each parameter as one sharded tensor.
+"""The adapter of torch's `fully_shard`, which keeps each parameter as one DTensor.
 
-It offers sharded training; flat parameters, planning and checkpoints of its own it does not have.
+It provides sharded training. Flat parameters, plans and checkpoint functions are not provided.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torchparts_conformance import Implementation, NotProvided
 
 
 class _Words:
-    """The words of sharded modules that cases use, said with those of `fully_shard`."""
+    """The methods of sharded modules that cases use, implemented with those of `fully_shard`."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Give whole tensors on every rank; collective."""
+        """Return full tensors on every rank; collective."""
         state = super().state_dict(*args, **kwargs)  # type: ignore[misc]
         if kwargs.get("destination") is None:
             state.update({name: _whole(tensor) for name, tensor in state.items()})
@@ -30,7 +30,7 @@ class _Words:
 
     @contextlib.contextmanager
     def no_sync(self: Any) -> Iterator[None]:
-        """Keep gradients whole and unsummed inside."""
+        """Accumulate unreduced gradients inside the block."""
         self.set_requires_gradient_sync(False)
         try:
             yield
@@ -38,11 +38,11 @@ class _Words:
             self.set_requires_gradient_sync(True)
 
     def register_forward_method(self: Any, name: str) -> None:
-        """Let a method run as the forward does."""
+        """Register a method as a forward method."""
         fsdp.register_fsdp_forward_method(self, name)
 
     def __getattr__(self, name: str) -> Any:
-        """Say of our own words that they are missing, not of the module's."""
+        """Report missing methods of the suite's interface as not provided."""
         if name in ("comm_counts", "_flat_param"):
             raise NotProvided(f"fully_shard gives its modules no {name}")
         return super().__getattr__(name)  # type: ignore[misc]
@@ -53,14 +53,14 @@ def _whole(tensor: Any) -> Any:
 
 
 def _named(mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """Name the dimensions of copies and shards, which `fully_shard` asks for."""
+    """Name the replicate and shard dimensions, as `fully_shard` requires."""
     if mesh is None or mesh.ndim == 1 or mesh.mesh_dim_names:
         return mesh
     return DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=("replicate", "shard"))
 
 
 class _Part:
-    """What `fully_shard` offers of the area; anything else is not provided."""
+    """`fully_shard` as this area's part; everything else is not provided."""
 
     @staticmethod
     def fully_shard(

@@ -1,6 +1,6 @@
 """The adapter of torch's own implementation, which is private and may move.
 
-This is the one file of the suite that names torch's private modules.
+No other file of the suite uses torch's private modules.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torchparts_conformance import Implementation
 
 
 def _context_fn(policy: Any) -> Callable[[], Any]:
-    """Give what `context_fn=` takes for a policy function or a list of operators to save."""
+    """Make a `context_fn` from a policy function or a list of operators to save."""
     return functools.partial(torch_checkpoint.create_selective_checkpoint_contexts, policy)
 
 
@@ -30,7 +30,7 @@ def _checkpoint(function: Callable[..., Any], *args: Any, policy: Any = None, **
 
 
 def __getattr__(name: str) -> Any:
-    """Build what is slow to import when it is asked for: `flat_param`, `MemTracker` and words."""
+    """Import on first use what is slow to import: `flat_param` and `MemTracker`."""
     if name in ("CheckpointImpl", "CheckpointWrapper"):
         wrappers = import_module("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
         return getattr(wrappers, name)
@@ -47,7 +47,7 @@ def __getattr__(name: str) -> Any:
 
 
 def dispatch_modes() -> list[Any]:
-    """Return the dispatch modes of this thread; a device's backward thread gets them from torch."""
+    """Return the dispatch modes of this thread; torch copies them to a device's backward thread."""
     modes: list[Any] = import_module(
         "torch.utils._python_dispatch"
     )._get_current_dispatch_mode_stack()

@@ -1,9 +1,9 @@
 """The adapter of Lightning's activation checkpointing, an option of its `FSDPStrategy`.
 
-`activation_checkpointing_policy` takes a set of classes or a policy of torch's, and the strategy
-applies it to a model that it has sharded. That step is called here, without the sharding before it.
-A rule that is a function is given as torch's `CustomPolicy`. One module by itself is not wrapped by
-Lightning, so that of ckpt-wrap only applying is judged; which wrapper is put in is not an option.
+`activation_checkpointing_policy` accepts a set of classes or a policy of torch. The strategy
+applies it to a model that it has sharded. The adapter calls that step without the sharding. A rule
+that is a function is passed as torch's `CustomPolicy`. Lightning does not wrap single modules, so
+only applying to a model is judged; the wrapper cannot be chosen.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _apply(
 
 
 def _checkpoint_wrapper(*args: Any, **kwargs: Any) -> nn.Module:
-    """Cases of applying name it and hand it over; to call it is what is not there."""
+    """Placeholder that cases of applying pass on; calling it is not provided."""
     raise NotProvided(_ONE_MODULE)
 
 

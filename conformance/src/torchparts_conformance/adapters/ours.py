@@ -25,7 +25,7 @@ _SUBMODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Return the names of a package and of its public submodules, as the cases use them."""
+    """Return names of a package and of its public submodules."""
     if name not in _SUBMODULES:
         raise AttributeError(name)
     modules = (name, *(f"{name}.{each}" for each in _SUBMODULES[name]))
@@ -39,7 +39,7 @@ def _version() -> str:
 
 
 def implementation() -> Implementation:
-    """Adapt the four packages; they claim every profile that a requirement has."""
+    """Adapt the four packages; they claim every existing profile."""
     registry = load_registry().values()
     profiles = {area: frozenset(r.profile for r in registry if r.area == area) for area in AREAS}
     return Implementation(

@@ -1,4 +1,4 @@
-"""The adapter of torch-remat, which decides by regions of source code, not by operators.
+"""The adapter of torch-remat, which selects regions of source code instead of operators.
 
 It has no policy over operators and no `context_fn`.
 """
@@ -20,7 +20,7 @@ _module: Any = import_module("torch_remat")
 def _checkpoint(function: Callable[..., Any], *args: Any, policy: Any = None, **kwargs: Any) -> Any:
     if policy is not None:
         raise NotProvided("torch-remat has no policies over operators")
-    kwargs.pop("use_reentrant", None)  # it knows one implementation only
+    kwargs.pop("use_reentrant", None)  # it has one implementation only
     return _module.checkpoint(region_name="case")(function)(*args, **kwargs)
 
 
@@ -31,6 +31,6 @@ def implementation() -> Implementation:
         version=version("torch-remat"),
         distributions=("torch-remat",),
         parts={"sac-policies": types.SimpleNamespace(checkpoint=_checkpoint)},
-        # A module of the last two gives a policy, where only compiled code sees it.
+        # In the last two modules the policy is used by compiled code only.
         lacks={"sac-policies": dict.fromkeys(("policy", "SP-027", "SP-028"), _NO_POLICIES)},
     )

@@ -1,9 +1,9 @@
 """The adapter of torch's public `ModuleTracker` and `FlopCounterMode`, and of its `MemTracker`.
 
-`ModuleTracker` tells the running modules and the direction; it calls no hooks of a user, and gives
-no name of a module. `FlopCounterMode` counts a run; it has a row of a module without phases, and
-none of what is outside of modules. `MemTracker` watches memory; what it tells of a module are
-snapshots by kind, not bytes that add up. Queries and hooks under compile none of them has.
+`ModuleTracker` has the running modules and the direction, but no user hooks and no module names.
+`FlopCounterMode` counts a run by module, without phases and without the outside of modules.
+`MemTracker` tracks memory; its results per module are snapshots by kind, which do not add up. None
+of them has queries, or hooks under torch.compile.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NO_PHASES = "FlopCounterMode has rows of modules without phases, and none of wh
 
 
 class _Lacking:
-    """Says of any other word that it is not provided."""
+    """Reports every other name as not provided."""
 
     tool = "torch"
 
@@ -40,13 +40,13 @@ class _Lacking:
 
 
 class _ModuleTracker(_Lacking, ModuleTracker):
-    """A tracker, as it is."""
+    """torch's tracker, unchanged."""
 
     tool = "ModuleTracker"
 
 
 class _FlopCounter(_Lacking, FlopCounterMode):
-    """A report is the counter itself."""
+    """The counter is its own report."""
 
     tool = "FlopCounterMode"
 
@@ -60,7 +60,7 @@ class _FlopCounter(_Lacking, FlopCounterMode):
 
 
 class _MemTracker(_Lacking, inside_torch.MemTracker):
-    """A report is the tracker itself, which is told of models beforehand."""
+    """The tracker is its own report; models are passed to it beforehand."""
 
     tool = "MemTracker"
 

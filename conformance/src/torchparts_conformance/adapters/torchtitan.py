@@ -1,9 +1,9 @@
 """The adapter of torchtitan's `FullAC`, which checkpoints each block of a model.
 
-It is applied to a model whose blocks are its `layers`, so a module is the one block of such a model
-here, and what stands in its place afterwards is the wrapper. `SelectiveAC` decides by a list of its
-own, in which every second product is made again, and `MemoryBudgetAC` sets torch's budget: neither
-takes a policy. Reentrant checkpointing, contexts, rules and offloading it does not have.
+It is applied to a model with blocks in `layers`. So the adapter makes a model with the module as
+its only block and returns the block's replacement as the wrapper. `SelectiveAC` has a fixed list
+that recomputes every second product, and `MemoryBudgetAC` sets torch's budget: neither accepts a
+policy. Reentrant checkpointing, contexts, rules and offloading are not provided.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OF_WRAPPERS = (
 
 
 class _Impls:
-    """The words for the two implementations, of which only one is there."""
+    """Names of the two implementations, of which only one is provided."""
 
     NO_REENTRANT = _Impl.NO_REENTRANT
     REENTRANT = _Impl.REENTRANT

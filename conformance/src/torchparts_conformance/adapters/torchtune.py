@@ -1,7 +1,7 @@
 """The adapter of torchtune's activation offloading, a context manager around a forward.
 
-It wraps no module by itself, so the wrapper here is the shortest that can be written around it. It
-asks for an accelerator's stream even where the tensors are on the CPU.
+torchtune wraps no modules, so the adapter uses a minimal wrapper. The context manager creates an
+accelerator stream even if all tensors are on the CPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _module: Any = import_module("torchtune.training._activation_offloading")
 
 
 class _Offloaded(nn.Module):
-    """A module whose forward runs inside torchtune's manager."""
+    """A module whose forward runs inside torchtune's context manager."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""The adapter of transformers' gradient checkpointing, which a layer has by its class.
+"""The adapter of transformers' gradient checkpointing, which a layer gets from its class.
 
-A layer derives from `GradientCheckpointingLayer`, and the model that holds it turns checkpointing
-on for all of them. So a module becomes a layer here, of a class made from its own and that one, in
-a model of that layer, on which `activation_checkpointing_enable` is called as people call it. No
-module is put around another, and nothing is applied to a part of a model.
+A layer derives from `GradientCheckpointingLayer`, and its model enables checkpointing for all
+layers. So the adapter gives a module a class derived from its own and that one, in a model of this
+one layer, and calls `activation_checkpointing_enable`. There is no wrapper module, and no way to
+select parts of a model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OF_WRAPPERS = (
 
 
 class _Model(_models.PreTrainedModel):
-    """A model of one layer, whose input is no token."""
+    """A model of one layer, whose input is not a token id."""
 
     supports_gradient_checkpointing = True
     main_input_name = "x"

@@ -1,7 +1,7 @@
-"""The adapter of xformers, which has selective checkpointing under names of its own.
+"""The adapter of xformers, whose selective checkpointing has the same concepts under other names.
 
-It builds on private classes of `torch.utils.checkpoint`, so that a release is for one torch; which,
-its metadata does not say, but what was written when it was built.
+xformers uses private classes of `torch.utils.checkpoint`, so each release supports one torch. Its
+metadata does not say which; its build information does.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ def _context_fn(policy: Any) -> Callable[[], Any]:
 
 
 def _checkpoint(function: Callable[..., Any], *args: Any, policy: Any = None, **kwargs: Any) -> Any:
-    kwargs.pop("use_reentrant", None)  # xformers sets it by itself
-    # An empty list saves nothing; xformers takes None for its own default list.
+    kwargs.pop("use_reentrant", None)  # xformers passes it itself
+    # An empty list saves nothing; None would mean xformers' default list.
     return _module.checkpoint(function, *args, policy_fn=[] if policy is None else policy, **kwargs)
 
 
 def _torch_it_was_built_for() -> str:
-    """Give the versions of torch, of one minor, that the installed wheel was built for."""
+    """Return the torch versions, of one minor, that the installed wheel was built for."""
     facts = Path(_module.__file__).with_name("cpp_lib.json")
-    if not facts.is_file():  # built from source, for the torch that is here
+    if not facts.is_file():  # built from source, for the installed torch
         return ""
     built = json.loads(facts.read_text(encoding="utf-8"))["version"]["torch"]
     return f"=={'.'.join(built.split('.')[:2])}.*"

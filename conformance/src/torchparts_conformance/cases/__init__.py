@@ -1,1 +1,1 @@
-"""The cases: one folder an area, each case with the ids of the requirements it checks."""
+"""The cases: one folder per area. Each case names the requirements it checks."""

@@ -1,8 +1,8 @@
-"""Devices that lie far behind the host, for cases about who waits for whom.
+"""Devices that run far behind the host, for cases about synchronization.
 
-There a wait that is missing shows as wrong values. So a stream is given work first; and where the
-device's module can say how long things take, or reports races itself (`simulate`, `races`), it is
-asked to. On the CPU nothing lies behind.
+A missing wait then shows as wrong values. To delay a device, its stream first gets other work. The
+simulated device also has a simulated duration per operation and reports races (`simulate`,
+`races`). The CPU is not delayed.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 
 
 def devices(kind):
-    """The first two of a kind, the only one twice."""
+    """Return the first two devices of a kind; the only one twice."""
     if kind == "cpu":
         return torch.device(kind), torch.device(kind)
     return torch.device(kind, 0), torch.device(kind, min(1, torch.accelerator.device_count() - 1))
 
 
 def module_of(kind):
-    """What torch has for this kind of device; None for the CPU."""
+    """Return torch's module for this kind of device; None for the CPU."""
     return None if kind == "cpu" else torch.get_device_module(kind)
 
 
@@ -33,7 +33,7 @@ def synchronize(kind):
 
 
 def lag(kind, **costs):
-    """Let the devices lie behind the host."""
+    """Give each stream work, so that devices run behind the host."""
     module = module_of(kind)
     if hasattr(module, "simulate"):
         module.simulate(**({"kernel_us": 100, "copy_us": 5000, "virtual": True} | costs))
@@ -46,7 +46,7 @@ def lag(kind, **costs):
 
 @contextmanager
 def no_races(kind):
-    """Have nothing that the device reports be left unread."""
+    """Fail if the device has reported a race."""
     module = module_of(kind)
     if hasattr(module, "reset"):
         module.reset()
@@ -60,6 +60,6 @@ def no_races(kind):
 
 @pytest.fixture(autouse=True)
 def races_are_read(request):
-    """In a file that imports it, nothing that the device reports itself is left unread."""
+    """For files that import it: fail each case that leaves a reported race unread."""
     with no_races(request.getfixturevalue("device")):
         yield

@@ -15,15 +15,15 @@ PREFIXES: Mapping[str, str] = {
 AREAS = tuple(PREFIXES)
 PARTS = tuple(area for area in AREAS if area != "combined")
 LEVELS = ("MUST", "SHOULD")
-# Any device except the CPU. A requirement may name one kind instead.
+# Any device except the CPU. A requirement may also name one kind.
 ACCELERATOR = "accelerator"
-# Every implementation is held to these; any other profile is a capability that it may claim.
+# Every implementation is judged by these; other profiles are capabilities that it may claim.
 CLAIMED_BY_ALL = ("core", "robust")
 _DEVICE = re.compile(r"[a-z][a-z0-9]{0,15}")
 
 
 def is_device(word: object) -> bool:
-    """Return whether a word can be a kind of device; torch knows which kinds exist."""
+    """Return whether a word can be a kind of device; only torch knows which kinds exist."""
     return isinstance(word, str) and _DEVICE.fullmatch(word) is not None
 
 

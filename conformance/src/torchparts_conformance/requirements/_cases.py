@@ -1,4 +1,4 @@
-"""Cases, the requirements they declare, and the tests of PyTorch these come from.
+"""Cases, the requirements they declare, and the tests of PyTorch that these come from.
 
 Decorators are read from syntax trees: no file of cases is imported.
 """
@@ -25,10 +25,10 @@ SOURCE_ROOT = "https://github.com/pytorch/pytorch/blob/v2.13.0/"
 
 @dataclass(frozen=True)
 class Case:
-    """One case function: its place, the first line of its docstring, and what it checks.
+    """One case function: its place, the first line of its docstring, and its requirements.
 
     Attributes:
-        area: of the folder that it is in.
+        area: area of its folder.
         name: `folder/file.py::function`.
         text: the first line of its docstring.
         path: of its file.
@@ -92,7 +92,7 @@ def cases_by_id(root: Path | None = None) -> dict[str, list[Case]]:
 
 @functools.cache
 def _read(path: Path, area: str, written_ns: int, size_bytes: int) -> tuple[Case, ...]:
-    """Read a file; time and size are in the key, so that a changed file is read again."""
+    """Read a file, cached by modification time and size."""
     place = f"{path.parent.name}/{path.name}"
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"), filename=path.name)
@@ -124,7 +124,7 @@ def _case(node: ast.FunctionDef, path: Path, place: str, area: str) -> Case:
 def _marks(
     node: ast.FunctionDef, place: str, area: str
 ) -> Iterator[tuple[str, Requirement | None]]:
-    """Return the marks in decorators, those inside a parametrization included."""
+    """Return the marks in decorators, also those inside a parametrization."""
     for inner in (inner for decorator in node.decorator_list for inner in ast.walk(decorator)):
         if isinstance(inner, ast.Call) and ast.unparse(inner.func) == "requirement":
             try:
@@ -172,10 +172,10 @@ def source_tests() -> dict[tuple[str, str], str]:
 
 
 def trace(root: Path | None = None) -> tuple[list[str], list[str]]:
-    """Follow each test of PyTorch to its requirements and their cases.
+    """Map each test of PyTorch to its requirements and their cases.
 
     Returns:
-        A line for each test, and a line for each that leads nowhere or does not exist.
+        A line for each test, and a line for each broken link.
     """
     cases, by_source = cases_by_id(root), dict[tuple[str, str], list[str]]()
     for requirement in load_registry(root).values():

@@ -1,8 +1,8 @@
 """Names and options of a part that a case uses, read from the syntax tree of its file.
 
 - A case needs the names it reads from `part` or `parts`, and those that its helpers read.
-- A function that asks `hasattr(part, ...)` needs nothing for sure.
-- An option that is passed where an error is expected may be wrong on purpose.
+- A function that calls `hasattr(part, ...)` has no certain needs.
+- An option in a block that expects an error may be wrong on purpose.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Needs:
 
     Attributes:
         names: as written after `part.`.
-        options: pairs of a name and a keyword that it is called with.
+        options: pairs of a name and a keyword in a call of it.
         attempts: such pairs where an error is expected or caught.
-        is_slow: the case compiles.
+        is_slow: whether the case compiles.
     """
 
     names: frozenset[str] = frozenset()
@@ -35,7 +35,7 @@ class Needs:
 
 
 def needs_of(path: Path, function: str, *, combined: bool = False) -> Needs:
-    """Return what one case needs.
+    """Return the needs of one case.
 
     Args:
         path: its file.
@@ -54,7 +54,7 @@ def needs_of(path: Path, function: str, *, combined: bool = False) -> Needs:
 
 @functools.cache
 def _said_by(node: ast.AST, combined: bool) -> Needs:
-    """Return what a function or a class needs by itself."""
+    """Return the needs of a function or class, without those of its helpers."""
     names: set[str] = set()
     options: set[tuple[str, str]] = set()
     attempts: set[tuple[str, str]] = set()
@@ -69,12 +69,12 @@ def _said_by(node: ast.AST, combined: bool) -> Needs:
 
 
 def _name(node: ast.AST, combined: bool) -> str:
-    """Return the first words after `part.`, or an empty string."""
+    """Return the first name after `part.`, or ""."""
     return ".".join(_called(node, combined).split(".")[: 2 if combined else 1])
 
 
 def _called(node: ast.AST, combined: bool) -> str:
-    """Return all words after `part.`, as the callee may be a method of a class."""
+    """Return all names after `part.`, since the callee may be a method of a class."""
     words: list[str] = []
     while isinstance(node, ast.Attribute):
         words.append(node.attr)
@@ -97,7 +97,7 @@ def _awaits(block: ast.With) -> bool:
 
 
 def _reached(path: Path, function: str) -> Iterator[ast.AST]:
-    """Return a case's function, and what it names of its file and of files beside it."""
+    """Return a case's function and its helpers, in its file and in files of the same folder."""
     waiting, seen = [(path, function)], set()
     while waiting:
         here, name = waiting.pop()
@@ -132,14 +132,14 @@ def _asks(node: ast.AST) -> bool:
 
 
 def _definitions(path: Path) -> _Places:
-    """Return what a file defines at its top, and what it imports from the same folder."""
+    """Return the top-level definitions of a file, and its imports from the same folder."""
     here = path.stat()
     return _defined(path, here.st_mtime_ns, here.st_size)
 
 
 @functools.cache
 def _defined(path: Path, written_ns: int, size_bytes: int) -> _Places:
-    """Read a file; time and size are in the key, so that a changed file is read again."""
+    """Read a file, cached by modification time and size."""
     found: _Places = {}
     for node in ast.parse(path.read_text(encoding="utf-8"), filename=path.name).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):

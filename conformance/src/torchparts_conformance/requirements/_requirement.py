@@ -35,7 +35,7 @@ class Requirement:
         since: version of the suite that introduced it.
         text: the whole requirement.
         source: name of the test of PyTorch that it comes from, or empty.
-        rationale: why it exists, or empty if the source test says so.
+        rationale: why it exists; empty if it has a source.
     """
 
     id: str
@@ -66,7 +66,7 @@ def requirement(
 ) -> Callable[[_Case], _Case]:
     """Declare a requirement on its first case; `@requirement(id)` marks further cases of it.
 
-    The suite reads the decorator from the file, so each argument is written as a literal.
+    The suite reads the decorator from the file, so each argument must be a literal.
 
     Args:
         id: such as `"CW-012"`.
@@ -78,7 +78,7 @@ def requirement(
         profile: `"core"`, `"robust"` or a capability.
         devices: kinds of devices it applies to.
     Raises:
-        ValueError: the id or one of the facts is missing or of another form.
+        ValueError: an argument is missing or has the wrong form.
     Example:
         @requirement(
             "CW-012",
@@ -96,7 +96,7 @@ def requirement(
         declared(id, devices=devices, **facts)
     else:
         area_of_id(id)
-    import pytest  # adapters import this package, and need not wait for pytest
+    import pytest  # adapters import this package without needing pytest
 
     return pytest.mark.requirement(id)
 
@@ -105,7 +105,7 @@ def area_of_id(id: str) -> str:
     """Return the area of an id.
 
     Raises:
-        ValueError: it is no id.
+        ValueError: it is not an id.
     """
     if not isinstance(id, str) or not _ID.fullmatch(id):
         raise ValueError(
@@ -119,7 +119,7 @@ def declared(id: str, **facts: Any) -> Requirement:
     """Make a requirement from the arguments of its decorator.
 
     Raises:
-        ValueError: a fact is missing or of another form.
+        ValueError: an argument is missing or has the wrong form.
     """
     area = area_of_id(id)
     facts = {"devices": ("cpu", ACCELERATOR), **facts}
@@ -129,7 +129,7 @@ def declared(id: str, **facts: Any) -> Requirement:
 
 
 def _violation(facts: dict[str, Any]) -> str:
-    """Return what is wrong with the facts of a requirement, or an empty string."""
+    """Return what is wrong with the arguments of a requirement, or ""."""
     devices = facts["devices"]
     if not isinstance(devices, tuple) or not devices or not all(map(is_device, devices)):
         return f"devices is {devices!r:.60}; it must be a tuple such as ('cpu', 'accelerator')."
@@ -162,7 +162,7 @@ def _repository(issue: re.Match[str]) -> str:
 
 
 def with_links(text: str) -> str:
-    """Turn the issues that a text names, such as `pytorch#96136`, into Markdown links."""
+    """Turn issue references in a text, such as `pytorch#96136`, into Markdown links."""
     return _ISSUE.sub(
         lambda found: f"[{found[0]}](https://github.com/{_repository(found)}/issues/{found[3]})",
         text,

@@ -1,4 +1,4 @@
-"""What faults of the area ckpt-wrap are made with: a part with one of its methods replaced."""
+"""Helpers for faults of the area ckpt-wrap: a part with one method replaced."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ PREFIX = INNER + "."
 
 
 def faulty(part: Any, **names: Any) -> Any:
-    """The part, its CheckpointWrapper with some methods replaced."""
+    """The part with a CheckpointWrapper that has some methods replaced."""
     kind = type("CheckpointWrapper", (part.CheckpointWrapper,), names)
     kind.__module__, kind.__qualname__ = __name__, "FaultyCheckpointWrapper"
-    globals()["FaultyCheckpointWrapper"] = kind  # where pickle looks for it
+    globals()["FaultyCheckpointWrapper"] = kind  # pickle looks it up here
 
     def make(
         module, checkpoint_impl=part.CheckpointImpl.NO_REENTRANT, checkpoint_fn=None, **options
@@ -28,7 +28,7 @@ def faulty(part: Any, **names: Any) -> Any:
 
 
 def faulty_call(part: Any, change: Callable[..., Any]) -> Any:
-    """The part, `change(wrapper, call, args, kwargs)` in the place of a wrapper's forward."""
+    """The part with `change(wrapper, call, args, kwargs)` instead of a wrapper's forward."""
     working = part.CheckpointWrapper.forward
 
     def forward(self, *args, **kwargs):
@@ -38,7 +38,7 @@ def faulty_call(part: Any, change: Callable[..., Any]) -> Any:
 
 
 def faulty_options(part: Any, change: Callable[..., Any]) -> Any:
-    """The part, `change(arguments)` over the arguments of `checkpoint_wrapper`."""
+    """The part with `change(arguments)` applied to the arguments of `checkpoint_wrapper`."""
     working = part.checkpoint_wrapper
 
     def make(
@@ -51,7 +51,7 @@ def faulty_options(part: Any, change: Callable[..., Any]) -> Any:
 
 
 def faulty_offload(part: Any, change: Callable[..., Any]) -> Any:
-    """The part, `change(call, args, kwargs)` in the place of an OffloadWrapper's forward."""
+    """The part with `change(call, args, kwargs)` instead of an OffloadWrapper's forward."""
     working = part.OffloadWrapper.forward
 
     def forward(self, *args, **kwargs):
@@ -62,7 +62,7 @@ def faulty_offload(part: Any, change: Callable[..., Any]) -> Any:
 
 
 def faulty_apply(part: Any, change: Callable[..., Any]) -> Any:
-    """The part, `change(working, model, wrapper_fn, options)` for applying."""
+    """The part with `change(working, model, wrapper_fn, options)` instead of the apply function."""
     working = part.apply_activation_checkpointing
 
     def apply(model, checkpoint_wrapper_fn=part.checkpoint_wrapper, **options):

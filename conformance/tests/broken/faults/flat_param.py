@@ -1,4 +1,4 @@
-"""What faults of the area flat-param are made with: handles, made or changed."""
+"""Helpers for faults of the area flat-param: handles that are replaced or changed."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from torchparts_conformance.mutants import overlay
 
 
 def with_handle(part, handle):
-    """The part with another handle, under the name that its messages carry."""
+    """The part with another handle class, named like the original in messages."""
     handle.__name__ = "FlatParamHandle"
     return overlay(part, FlatParamHandle=handle)
 
 
 def after(part, fault):
-    """The part with a handle to which something is done after construction."""
+    """The part with a handle that is changed after construction."""
 
     class Faulty(part.FlatParamHandle):
         def __init__(self, params, module, *args, **kwargs):
@@ -24,7 +24,7 @@ def after(part, fault):
 
 
 def before(part, fault):
-    """The part with a handle whose parameters something is done to first."""
+    """The part with a handle whose parameters are changed first."""
 
     class Faulty(part.FlatParamHandle):
         def __init__(self, params, module, *args, **kwargs):

@@ -1,4 +1,4 @@
-"""What faults of sharding are made with: every module that was sharded, changed."""
+"""Helpers for faults of sharding: a change to every sharded module."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torchparts_conformance.mutants import overlay
 
 
 def with_sharded(part, change):
-    """The part with something done to every module that it shards."""
+    """The part with a change to every module that it shards."""
 
     def fully_shard(module, **options):
         return change(part.fully_shard(module, **options), options)
@@ -15,7 +15,7 @@ def with_sharded(part, change):
 
 
 def with_output_hooks(part, hook_of):
-    """The part whose modules' outputs have a gradient hook, `hook_of()` for each module."""
+    """The part whose module outputs have a gradient hook, `hook_of()` for each module."""
 
     def change(module, options):
         hook = hook_of()

@@ -1,4 +1,4 @@
-"""What faults of the area mod-tracker are made with: trackers that do one thing otherwise."""
+"""Helpers for faults of the area mod-tracker: trackers with one difference."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from torchparts_conformance.mutants import overlay
 
 
 def with_tracker(part, **methods):
-    """The part with a ModTracker some of whose methods are replaced.
+    """The part with a ModTracker that has some methods replaced.
 
-    A replaced method gets the class it replaces as `base`, and then what the method gets.
+    A replacement gets the replaced class as `base`, and then the method's arguments.
     """
     base = part.ModTracker
     names = {
@@ -20,17 +20,17 @@ def with_tracker(part, **methods):
         for name, method in methods.items()
     }
     kind = type("ModTracker", (base,), names)
-    globals()["ModTracker"] = kind  # where pickle looks for it
+    globals()["ModTracker"] = kind  # pickle looks it up here
     return overlay(part, ModTracker=kind)
 
 
 def with_parents(part, change):
-    """The part whose `parents` are changed: `change(tracker, names)`."""
+    """The part with changed `parents`: `change(tracker, names)`."""
     return with_tracker(part, parents=lambda base, self: change(self, base.parents.fget(self)))
 
 
 def with_hooks(part, change):
-    """The part whose user hooks are changed: `change(tracker, hooks)` gives the four."""
+    """The part with changed user hooks: `change(tracker, hooks)` returns the four."""
 
     def register(base, self, pre_fw=None, post_fw=None, pre_bw=None, post_bw=None, **named):
         given = [
@@ -47,7 +47,7 @@ def with_hooks(part, change):
 
 
 def with_names(part, change):
-    """The part whose names are changed: `change(module, name)`."""
+    """The part with changed names: `change(module, name)`."""
 
     def get_known_fqn(base, self, mod):
         return change(mod, base.get_known_fqn(self, mod))
@@ -81,9 +81,9 @@ def following(part):
 
 
 def sticking(part, sticks):
-    """The part in which modules stay in `parents` to the end of a backward.
+    """The part in which some modules stay in `parents` until the end of a backward.
 
-    Those are meant for whose call `sticks(args, kwargs, output)`.
+    These are the modules with a call for which `sticks(args, kwargs, output)` is true.
     """
 
     def listen(tracker):
@@ -107,9 +107,9 @@ def sticking(part, sticks):
 
 
 def skipping_entry(part, skipped):
-    """The part that tells no entry in backward of modules, by their forward.
+    """The part without entries in backward for some modules.
 
-    Those are meant for which `skipped(tracker, args, output)` is true when they end.
+    These are the modules for which `skipped(tracker, args, output)` is true at the end of forward.
     """
 
     def change(tracker, hooks):

@@ -1,4 +1,4 @@
-"""What faults of the area sac-policies are made with: calls of checkpoint, changed or refused."""
+"""Helpers for faults of the area sac-policies: changed or refused calls of checkpoint."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torchparts_conformance.mutants import overlay
 
 
 def changed(part, change=None, *, result=None, **names):
-    """The part with each call of its checkpoint changed, its result too, or other names.
+    """The part with changed checkpoint calls, optionally with changed results or names.
 
     Args:
-        part: what is broken.
-        change: from (function, policy, keyword arguments) to those that the part is given.
-        result: from what the part returns to what the broken one does.
+        part: the working part.
+        change: maps (function, policy, keyword arguments) to those passed to the part.
+        result: maps the part's result to the broken one.
         names: further names to replace.
     """
 
@@ -29,7 +29,7 @@ def changed(part, change=None, *, result=None, **names):
 
 
 def eager_only(change_policy):
-    """A change of plain policy functions in eager code; the compiler sees them as they are."""
+    """A change of plain policy functions in eager code; the compiler sees the original ones."""
 
     def change(function, policy, kwargs):
         if isfunction(policy) and not torch.compiler.is_compiling():

@@ -19,6 +19,7 @@ import mmap
 import os
 import sys
 import tempfile
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -29,6 +30,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from ._errors import StateError
+from ._torch_compat import STEP_HOOKS
 from .layout._spec import dense_stride
 
 Opt = TypeVar("Opt", bound=Optimizer)
@@ -109,6 +111,11 @@ class OffloadedOptimizer(Optimizer):
     @state.setter
     def state(self, state: Any) -> None:
         vars(self)["state"] = state
+
+    @property
+    def steps_bucket(self) -> bool:
+        """True inside the step of one bucket, where `super().step()` calls step hooks again."""
+        return self._buckets.is_stepping
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every parameter that has a gradient, bucket by bucket.
@@ -200,7 +207,7 @@ class _Buckets:
         self._storage, self._numel, self._own_step = storage, numel, own_step
         self.stored: dict[tuple[Tensor, str], _Stored] = {}
         self._interrupted: tuple[State | None, str] = None, ""
-        self._is_stepping = False  # the optimizer's own step may read its state
+        self.is_stepping = False  # the optimizer's own step may read its state
 
     def check(self, state: State) -> None:
         """Refuse state of an interrupted step, or in another process.
@@ -209,7 +216,7 @@ class _Buckets:
             StateError: in these cases.
         """
         interrupted, where = self._interrupted
-        if interrupted is state and not self._is_stepping:
+        if interrupted is state and not self.is_stepping:
             raise StateError(
                 f"flat_param.offload_optimizer: a step was stopped in {where}, but buckets before "
                 "it have stepped and those after it have not. Load parameters and state that were "
@@ -220,17 +227,22 @@ class _Buckets:
     def step(self, optimizer: Optimizer, state: State) -> None:
         """Step every bucket while the state of the next one is fetched."""
         groups = optimizer.param_groups
+        hooks = {key: value for key, value in vars(optimizer).items() if key in STEP_HOOKS}
         try:
             try:
+                vars(optimizer).update({key: OrderedDict() for key in hooks})
                 self._step_each(optimizer, state, list(self._of(groups)))
             finally:
-                self._end(optimizer, groups)
+                self._end(optimizer, groups, hooks)
         finally:  # an interrupt may have cut the first call short
-            self._end(optimizer, groups)
+            self._end(optimizer, groups, hooks)
 
-    def _end(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+    def _end(
+        self, optimizer: Optimizer, groups: list[dict[str, Any]], hooks: dict[str, Any]
+    ) -> None:
         optimizer.param_groups = groups
-        self._is_stepping = False
+        vars(optimizer).update(hooks)
+        self.is_stepping = False
 
     def _step_each(
         self, optimizer: Optimizer, state: State, buckets: Sequence[dict[str, Any]]
@@ -240,7 +252,7 @@ class _Buckets:
             arriving = self._fetch(copies, state, buckets[:1])
             for index, bucket in enumerate(buckets):
                 current, arriving = arriving, self._fetch(copies, state, buckets[index + 1 :][:1])
-                self._is_stepping = True
+                self.is_stepping = True
                 self._interrupted = state, f"bucket {index + 1} of {len(buckets)}"
                 fetched = _receive(state, *current)
                 self._step_one(optimizer, bucket)

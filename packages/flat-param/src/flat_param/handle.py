@@ -21,14 +21,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ._errors import ParameterError, StateError
+from .buffers._buffer import migrate
+from .buffers._overlap import check_apart
+from .buffers._owners import FLATTENED, UNIT, check_unowned
+from .buffers._views import memory_order, unflatten
 from .comm._comm import CommLog, Communicator
 from .comm._exit import dropped_at_exit
 from .layout._layout import DEFAULT_ALIGN_BYTES, FlatLayout, plan_layout
 from .layout._spec import ParamSpec, collect_params, place_of, spec_of
-from .memory._buffer import migrate
-from .memory._overlap import check_apart
-from .memory._owners import FLATTENED, UNIT, check_unowned
-from .memory._views import memory_order, unflatten
 
 __all__ = [
     "FlatParamHandle",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import warnings
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,19 @@ def check_reductions_of_pieces_are_refused(rank: int, world: int) -> None:
     assert type(copy.deepcopy(param)) is nn.Parameter
 
 
+def check_gradients_are_copied(rank: int, world: int) -> None:
+    """Those that this rank has all of, and those that are pieces; both can be saved."""
+    for boundary in ("element", "tensor"):
+        layer = flat_param.fully_shard(nn.Linear(6, 6), boundary=boundary)
+        layer(torch.ones(2, 6)).sum().backward()
+        for param in (each for each in layer.parameters() if each.grad is not None):
+            assert torch.equal(copy.deepcopy(param.grad), param.grad)
+            file = io.BytesIO()
+            torch.save(param.grad.detach(), file)
+            file.seek(0)
+            assert torch.equal(torch.load(file), param.grad)
+
+
 def sharded_not() -> nn.Module:
     """The same layers as one process has them."""
     torch.manual_seed(0)
@@ -125,9 +139,13 @@ def check_rows_are_reduced_along_rows(rank: int, world: int) -> None:
 
 def check_groups_by_number_of_dimensions(rank: int, world: int) -> None:
     """Those of the whole parameters; foreach and compiled steps are as before."""
+    for boundary in ("element", "row", "tensor", flat_param.Blocks(4)):
+        layers = nn.Sequential(nn.Linear(6, 6), nn.Conv1d(2, 3, 2))
+        model = flat_param.fully_shard(layers, boundary=boundary)
+        assert [each.ndim for each in model.parameters()] == [2, 1, 3, 1], boundary
+        assert [each.dim() for each in model.parameters()] == [2, 1, 3, 1], boundary
+        assert [len(each.shape) for each in model.parameters()] == [2, 1, 3, 1], boundary
     model = sharded()
-    assert [each.ndim for each in model.parameters()] == [2, 1, 2, 1]
-    assert [each.dim() for each in model.parameters()] == [2, 1, 2, 1]
     model(torch.ones(2, 6)).square().sum().backward()
     for options in ({}, {"foreach": True}, {"fused": True}):
         torch.optim.AdamW(model.parameters(), **options).step()
@@ -157,6 +175,11 @@ def check_optimizers_of_whole_tensors_are_found_by_what_they_do(rank: int, world
             step()
         else:
             raises(flat_param.ParameterError, "shard with boundary='tensor'", step)
+    rules = flat_param.by_name({"0.*": "tensor"})
+    mixed = flat_param.fully_shard(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 40)), boundary=rules)
+    mixed(torch.ones(2, 6)).square().sum().backward()
+    text = "parameters before this one may have been stepped: load a checkpoint"
+    raises(flat_param.ParameterError, text, Mine(mixed.parameters(), lr=0.1).step)
 
 
 class Stopped(Exception):

@@ -1,8 +1,9 @@
-"""Which module is running, in forward, recompute and backward, at about a microsecond a call.
+"""Track which module is running, in forward, recompute and backward, at about 1 us per call.
 
-`ModTracker` is a drop-in for torch's. `profile_flops`, `profile_time`, `profile_memory` and `trace`
-are reports per module, and a `ReportSchedule` runs one every n steps of a training loop. Results
-do not change. For a timeline of kernels use `torch.profiler`.
+`ModTracker` is a drop-in for torch's `ModTracker`. `profile_flops`, `profile_time`,
+`profile_memory` and `trace` report per module. A `ReportSchedule` runs one of them every n steps
+of a training loop. Results of the model do not change. For a timeline of kernels use
+`torch.profiler`.
 
     with ModTracker() as tracker:
         loss = model(batch).sum()      # inside: tracker.stack, tracker.phase, ...

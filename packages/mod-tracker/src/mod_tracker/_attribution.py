@@ -1,23 +1,23 @@
-"""The running call and the phase of each thread.
+"""The running module call and the phase of each thread.
 
 Note [Where are we]
-Let `task` be the id of the backward that runs in the thread, and `state.task` the one that ran when
-the innermost running module was entered.
-Rule 1: task == state.task, no backward: forward, or outside if no module runs.
-Rule 2: task == state.task, a backward: a module was entered inside it, so this is a recompute.
-Rule 3: task != state.task: autograd runs a node. The record has the call that created the node.
-Rule 4: a gradient accumulation node has no number. It belongs to the module that registers the
-        parameter, on the first path on which that module, or else the nearest one above, ran.
-Rule 5: numbers mean something only within the thread that created the node. A backward in another
-        thread is looked up in the state of the thread whose root outputs it started from. If
-        modules ran in one thread only, their outputs carry no mark. Then this thread's state is
-        used or, if it made no nodes, that of another thread.
-        A backward thread of a device that makes nodes, in a backward that creates a graph, reuses
-        numbers of other threads: a backward through them is attributed to other modules.
-Rule 6: a backward that keeps no graph runs nodes without gradients. If gradients are enabled
-        there, forward code runs again: a recompute outside of the modules that it calls. It
-        belongs to the call around those modules once one of them has run for the same node, and
-        until then to the call whose node asked for it.
+Let `task` be the id of the backward that runs in the thread, and `state.task` the id of the one
+that ran when the innermost running module was entered.
+- task == state.task, no backward runs: forward, or "outside" if no module runs.
+- task == state.task, a backward runs: a module was entered inside that backward: recompute.
+- task != state.task: autograd runs a node. The thread's record has the call that created it.
+- A gradient accumulation node has no number. It belongs to the module that registers the
+  parameter, on the first path on which that module ran. If that module never ran, it belongs to
+  the nearest module above that did.
+- Node numbers are per thread. A backward may run in another thread than its forward. The marks on
+  outputs then give the thread whose nodes it runs. If only one thread ran modules, outputs carry
+  no marks; the lookup uses this thread's state or, if it created no nodes, the other's.
+- Known error: a device's backward thread that creates a graph reuses numbers of other threads. A
+  second backward through those nodes is attributed to other modules.
+- A backward without create_graph runs nodes with gradients disabled. If gradients are enabled
+  inside a node, forward code is being recomputed, outside of any module that it calls. That code
+  belongs to the call around those modules once one of them has run for the same node. Before
+  that, it belongs to the call whose node started the recompute.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ NOWHERE = outside()
 
 
 class PathGuard(weakref.ref[nn.Module]):
-    """Removes the path of a dead module from its siblings; see `Path.guard`."""
+    """Removes the path of a dead module from the children of its parent; see `Path.guard`."""
 
     __slots__ = ("key", "siblings")
     key: int
@@ -67,10 +67,10 @@ class PathGuard(weakref.ref[nn.Module]):
 
 
 class Attribution:
-    """The thread states of all threads, the names, and the listeners of one tracker.
+    """Thread states, names and listeners of one tracker.
 
     Attributes:
-        threaded: whether modules ran in more threads than one.
+        threaded: whether modules ran in several threads.
     """
 
     def __init__(self, *, limit: int) -> None:
@@ -83,7 +83,7 @@ class Attribution:
         self._task_states: dict[int, ThreadState] = {}
 
     def open_state(self) -> ThreadState:
-        """Create the state of a thread that is seen for the first time."""
+        """Create the state of a new thread."""
         task = graph_task()
         if task != NO_TASK and self.states:
             self.claim(task, self._state_of(None, task))
@@ -100,7 +100,7 @@ class Attribution:
         return getattr(self.local, "state", None)
 
     def locate(self) -> tuple[Call, str]:
-        """Return the running call and the phase. See Note [Where are we]."""
+        """Return the running call and its phase. See Note [Where are we]."""
         state: ThreadState | None = getattr(self.local, "state", None)
         task = graph_task()
         if state is None:
@@ -108,7 +108,7 @@ class Attribution:
         if state.shown is not None:
             return state.shown, BACKWARD
         if task != state.task:
-            if is_grad_enabled() and not keeps_graph():  # see Rule 6
+            if is_grad_enabled() and not keeps_graph():  # forward code that is recomputed
                 return state.recomputed() or self._run_by(state, task), RECOMPUTE
             return self._run_by(state, task), BACKWARD
         if task != NO_TASK:
@@ -116,7 +116,7 @@ class Attribution:
         return state.call, OUTSIDE if state.call[2] is None else FORWARD
 
     def attribute_op(self) -> tuple[Call, str]:
-        """`locate` for an operator; also attributes nodes that a backward creates."""
+        """`locate` for an operator. Also attributes nodes that a backward creates."""
         call, phase = self.locate()
         state = self.state()
         if state is not None:
@@ -127,14 +127,14 @@ class Attribution:
         return call, phase
 
     def tell_switch(self) -> None:
-        """Notify listeners that another call runs now."""
+        """Notify listeners of `switched` that another call is running."""
         if self.listeners.switched:
             call, phase = self.locate()
             for notify in self.listeners.switched:
                 notify(call, phase)
 
     def resting_place(self, task: int) -> tuple[Call, str]:
-        """Return call and phase of the thread that called a backward, after that backward."""
+        """Return the call and phase of a backward's caller, which continue after the backward."""
         state = self.state()
         if state is None or state.inner:
             state = self._state_of(None, task)
@@ -143,7 +143,7 @@ class Attribution:
         return state.call, FORWARD
 
     def base_of(self, state: ThreadState, module: nn.Module, task: int) -> Call:
-        """Return the call around a module that runs again in a backward."""
+        """Return the call around a module that is recomputed in a backward."""
         at_backward_end(state.resume)
         state.asked = number_asking()
         call = self._run_by(state, task)
@@ -173,14 +173,14 @@ class Attribution:
         return path
 
     def update_listeners(self) -> None:
-        """Decide again, for every path, which listeners it has."""
+        """Look up the listeners of every path again, after a listener was added or removed."""
         for state in list(self.states):
             for path in state.walk():
                 if path.parent is not None and path.listeners is not INTERNAL:
                     path.listeners = self._listeners_of(path)
 
     def claim(self, task: int, state: ThreadState | None) -> None:
-        """Note that backward `task` runs nodes created in `state`. See Rule 5."""
+        """Record that backward `task` runs nodes created in `state`."""
         if state is None or task in self._task_states:
             return
         while len(self._task_states) >= KEPT_TASKS:
@@ -192,7 +192,7 @@ class Attribution:
         return NOWHERE if node is None else self.maker_of(state, task, node, number_of(node))
 
     def maker_of(self, state: ThreadState | None, task: int, node: Any, number: int) -> Call:
-        """Return the call that made a node with this number; `task` is the backward that runs."""
+        """Return the call that created the node `number`, for the running backward `task`."""
         known = state is not None and not self.threaded
         owner = state if known else self._state_of(state, task)
         if owner is None:
@@ -202,7 +202,7 @@ class Attribution:
         return self._accumulates(owner, node)
 
     def _accumulates(self, state: ThreadState, node: Any) -> Call:
-        # See Rule 4.
+        # A gradient accumulation node: it has no number.
         variable = getattr(node, "variable", None)
         module = None if variable is None else self.names.owner(variable)
         if module is None:
@@ -214,17 +214,17 @@ class Attribution:
         return NOWHERE
 
     def _state_of(self, state: ThreadState | None, task: int) -> ThreadState | None:
-        # See Rule 5.
+        # Numbers are per thread, so find the thread that created the node.
         claimed = self._task_states.get(task)
         if claimed is not None:
             return claimed
         if state is not None and not self.threaded:
-            return state  # the only one
+            return state  # only one thread ran modules
         made = [known for known in self.states if not known.inner and len(known.record)]
         return state if state in made or not made else made[-1]
 
     def _listeners_of(self, path: Path) -> PathListeners | None:
-        # With several threads, outputs are marked; see Rule 5.
+        # Several threads ran modules, so outputs are marked.
         return self.listeners.of(path) or (NOTHING if self.threaded else None)
 
     def _is_internal(self, module: nn.Module, parent: Path) -> bool:
@@ -252,5 +252,5 @@ class Attribution:
 
 
 def _drop(guard: PathGuard) -> None:
-    # Runs before the address can be reused, so the entry is the dead module's.
+    # The callback runs before the address can be reused, so the entry is the dead module's.
     guard.siblings.pop(guard.key, None)

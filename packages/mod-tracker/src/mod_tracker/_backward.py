@@ -1,19 +1,19 @@
-"""Backward events, through hooks on the gradient edges at module boundaries.
+"""Backward events, from hooks on the gradient edges at module boundaries.
 
 Note [Backward events]
-A module is entered in backward when the gradient of one of its outputs is available, and left when
-those of all its inputs are, or else at the end of that backward.
-Rule 1: only a module that was entered is left, and both happen once in a backward.
-Rule 2: at one edge, modules are entered first, in the order in which their calls ended; then
-        modules are left, in the order in which their calls began. This is torch's order.
-Rule 3: at the end of a backward, modules are left in the reverse order in which their calls began.
-Rule 4: hooks sit on nodes, not on tensors: they are freed with the graph, and torch.autograd.grad
-        for a leaf tensor, which does not run that leaf's node, works as without hooks.
-Rule 5: one hook per edge, for all modules that meet there. If no listener has pre_backward or
-        post_backward, the hook only reports changes of the running call.
-Rule 6: a leaf that a module returns, such as its parameter, was not computed by the module: it has
-        no backward through that leaf, and is not entered.
-Rule 7: a backward that fails leaves no module, and is dropped when the engine drops its callback.
+A module is entered in backward when the gradient of one of its outputs is available. It is left
+when the gradients of all its inputs are available, or at the end of that backward.
+- Only an entered module is left. Each happens once per backward.
+- At one edge, modules are first entered, in the order in which their calls ended; then modules are
+  left, in the order in which their calls began. torch's tracker has the same order.
+- At the end of a backward, the remaining modules are left in reverse order of their calls.
+- Hooks sit on nodes, not on tensors. They are freed with the graph. torch.autograd.grad for a leaf
+  does not run the leaf's node, so it behaves as without hooks.
+- An edge has one hook for all modules that meet there. Without a pre_backward or post_backward
+  listener the hook only reports changes of the running call.
+- A leaf that a module returns, such as its parameter, was not computed by the module. The module
+  is not entered through it.
+- A backward that fails leaves no module. Its state is freed when the engine drops its callback.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Crossing = Union["CallBackward", tuple["ref[CallBackward]", int]]
 
 
 class CallBackward:
-    """The backward of one call. Alive as long as a node that made an output.
+    """The backward of one call. Lives as long as a node that created an output.
 
     Attributes:
         inputs: number of gradient edges of the call's inputs.
@@ -70,8 +70,8 @@ class BackwardPass:
     """Progress of one backward.
 
     Attributes:
-        thread: the thread in which it runs.
-        entered: for each call that was entered, whether it was left.
+        thread: the thread that called it.
+        entered: for each entered call, whether it was left.
         arrived: gradients of a call's inputs so far, by position.
         end: callback that torch calls when the backward ends; None if torch has no such callback.
     """
@@ -86,12 +86,12 @@ class BackwardPass:
 
 
 class EdgeHook(list[Crossing]):
-    """The hook of an edge, and a list of the calls whose outputs and inputs meet there.
+    """The hook of an edge, with the calls whose outputs and inputs meet there.
 
-    An output is a `CallBackward`: its backward begins here. An input is a weak reference to one,
-    since the node may outlive the graph of that call, with the position of the edge among the
-    inputs. Outputs are in the order in which their calls ended, inputs in the order in which their
-    calls began, as Rule 2 needs them.
+    An output is a `CallBackward`: its backward begins here. An input is a weak reference to a
+    `CallBackward`, since the node may outlive the graph of that call, with the position of the edge
+    among the inputs. Outputs are in the order in which their calls ended, inputs in the order in
+    which their calls began: the order of events in Note [Backward events].
     """
 
     __slots__ = ("backward",)
@@ -119,7 +119,7 @@ class EdgeHook(list[Crossing]):
                     notify(call, BACKWARD)
 
     def _cross(self, state: ThreadState, backward_pass: BackwardPass, grad: Any) -> None:
-        # See Rules 1 and 2.
+        # Enter modules first, then leave modules; a module that was not entered is not left.
         entered = backward_pass.entered
         for entry in self:
             if isinstance(entry, CallBackward) and entry not in entered:
@@ -133,7 +133,7 @@ class EdgeHook(list[Crossing]):
                 continue
             alive, at = entry
             call_backward = alive()
-            # A gradient is kept if it is one of several, or if the module was entered.
+            # A gradient is stored if others of the call are missing, or if the module was entered.
             if call_backward is None or entered.get(call_backward, call_backward.inputs == 1):
                 continue
             arrived = backward_pass.arrived.setdefault(call_backward, {})
@@ -148,10 +148,10 @@ class EdgeHook(list[Crossing]):
 
 
 class Backward:
-    """Attaches edge hooks in forward, and turns their firing into events in backward.
+    """Attaches edge hooks in forward and turns their calls into events in backward.
 
     Attributes:
-        passes: the backwards that run, by id.
+        passes: running backwards by id.
     """
 
     def __init__(self, attribution: Attribution) -> None:
@@ -162,7 +162,7 @@ class Backward:
     def open(
         self, state: ThreadState, listeners: PathListeners, args: tuple, kwargs: dict[str, Any]
     ) -> CallBackward | None:
-        """Hook the inputs of the call that begins, before they can be changed in place."""
+        """Hook the inputs of a call that begins, before they can be changed in place."""
         told = listeners.pre_backward or listeners.post_backward
         if not (told or listeners.switched) or not is_grad_enabled():
             return None
@@ -170,7 +170,7 @@ class Backward:
         if not told:
             self._watch(state, values)
             return None
-        # Edges of inputs are needed for post_backward only.
+        # Only post_backward needs the edges of inputs.
         edges = edges_of(values, state.leaves) if listeners.post_backward else ()
         call_backward = CallBackward(state.call, len(edges))
         for at, (node, output) in enumerate(edges):
@@ -178,17 +178,17 @@ class Backward:
         return call_backward
 
     def close(self, state: ThreadState, call_backward: CallBackward | None, output: Any) -> None:
-        """Hook the outputs of a call that is about to be left."""
+        """Hook the outputs of a call that ends."""
         attribution, call = self.attribution, state.call
-        # A plain tuple is unpacked here, since searching containers costs several times as much.
+        # A plain tuple is unpacked here: searching containers costs several times as much.
         outputs = output if type(output) is tuple else (output,)
         if call_backward is not None:
-            for node, position in edges_of(outputs, None):  # see Rule 6
+            for node, position in edges_of(outputs, None):  # without leaves
                 self._edge_hook(node, position, state).append(call_backward)
         elif attribution.listeners.switched and is_grad_enabled():
             self._watch(state, outputs)
         if attribution.threaded and (call[2] is state.base or graph_task() != NO_TASK):
-            # A backward through this output is looked up in this state, in any thread.
+            # Mark the output, so that a backward in any thread finds this state.
             for node, _ in edges_of((output,), {}):
                 node.register_prehook(lambda grads: attribution.claim(graph_task(), state))
 
@@ -201,7 +201,7 @@ class Backward:
             self.passes.pop(next(iter(self.passes)), None)
         backward_pass = self.passes[task] = BackwardPass()
         end = partial(self._finish, task)
-        # If the backward fails, the engine drops this callback without a call (Rule 7).
+        # If the backward fails, the engine drops this callback without calling it.
         failed = partial(_forget_one_failed, ref(self), task)
         backward_pass.end = ref(end, failed) if at_backward_end(end) else None
         return backward_pass
@@ -226,7 +226,7 @@ class Backward:
         return edge_hook
 
     def _finish(self, task: int) -> None:
-        # See Rule 3.
+        # The remaining modules are left in reverse order of their calls.
         backward_pass = self.passes.pop(task, None)
         if backward_pass is None:
             return
@@ -241,15 +241,15 @@ class Backward:
         self.rest(backward_pass, task)
 
     def rest(self, ended: BackwardPass, task: int) -> None:
-        """Report the call that the caller of a backward goes on with, unless that is a backward."""
+        """Report the call that runs after a backward, unless the caller is a backward itself."""
         if not any(other.thread == ended.thread for other in self.passes.values()):
             for notify in self.attribution.listeners.switched:
                 notify(*self.attribution.resting_place(task))
 
 
 def _forget_one_failed(backward: ref[Backward], task: int, _: object) -> None:
-    # Called in the thread that drops the backward last: its caller's or a device's. A device's
-    # thread may be late: the caller may have gone on.
+    # Runs in the thread that drops the backward last: the caller's or a device's. A device's thread
+    # may run this after the caller has continued.
     found = backward()
     dropped = None if found is None else found.passes.pop(task, None)
     if found is not None and dropped is not None:

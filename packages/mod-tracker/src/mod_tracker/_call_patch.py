@@ -5,23 +5,23 @@ call the running one, calls the module, and restores the caller. `call_with_even
 if the path has listeners.
 
 Note [Owning the patch]
-- Each time a tracker is entered it puts a new layer around the current `nn.Module.__call__`. A
-  layer is never reused: put on top while it is still in the chain, it would close a cycle.
-- A tracker that is left makes its layer inactive: an inactive layer only passes calls on. Inactive
-  layers on top, or between our layers, are removed. So trackers may be left in any order, and the
-  last one restores the original object.
+- Entering a tracker puts a new layer around the current `nn.Module.__call__`. A layer is never
+  reused: added again while still in the chain, it would call itself.
+- Leaving a tracker makes its layer inactive: the layer then only passes calls on. Inactive layers
+  on top, or between our layers, are removed. So trackers may be left in any order, and the last
+  one restores the original method.
 - A layer below a foreign patch stays, inactive, since that patch may call it. If the foreign patch
   is removed by restoring our layer, the next call removes that layer.
 - A layer that a foreign patch replaced, instead of wrapping it, is never restored.
 - While torch.compile traces, a layer is one branch that Dynamo folds away: compiled code contains
   nothing of it and has no guard on it.
-- A foreign patch may carry the attributes of the layer it wraps, as `functools.wraps` copies them.
-  So the layer also refers to its own function.
+- A foreign patch may copy the attributes of the layer it wraps, as `functools.wraps` does. So a
+  function counts as a layer's only if the layer refers to that function.
 
 Note [Calls with events]
-An exception of the module or of a listener reaches the caller of the module and leaves the
-thread's state clean. Listeners that were called on entry are called on exit, with output None if
-the call failed.
+An exception of the module or of a listener reaches the caller of the module, and the thread's
+state is restored. Listeners that were called on entry are called on exit, with output None if the
+call failed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Layer:
 
     Attributes:
         active: whether its tracker is entered.
-        below: the callable that calls are passed on to.
+        below: the callable that gets the calls.
         function: weak reference to the layer's function, which holds the layer.
     """
 
@@ -102,13 +102,13 @@ def take_out_inactive() -> None:
 
 
 def layer_of(function: Proceed) -> Layer | None:
-    """Return the layer whose function this is; None if it is not one of ours."""
+    """Return the layer of a function; None if the function is not one of ours."""
     layer: Layer | None = getattr(function, "mod_tracker_layer", None)
     return layer if layer is not None and layer.function() is function else None
 
 
 def tracked(layer: Layer, backward: Backward) -> Proceed:
-    """Return the function of a layer: `layer.below`, and the thread's state kept up to date."""
+    """Return the function of a layer: it updates the thread's state and calls `layer.below`."""
     attribution = backward.attribution
     local, open_state = attribution.local, attribution.open_state
     is_compiling = torch.compiler.is_dynamo_compiling
@@ -160,9 +160,9 @@ def call_with_events(
     args: tuple,
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call the module between its events. See Note [Calls with events].
+    """Call the module and its listeners. See Note [Calls with events].
 
-    The thread state is in the call already.
+    The caller has made this call the running one.
     """
     path = state.call[0]
     listeners: PathListeners = path.listeners

@@ -1,7 +1,7 @@
 """The tensors in a value, and the gradient edges of those that require a gradient.
 
-No code of the values runs here, since it could raise an error that the model alone would not. So
-containers are read by the methods of the built-in types, and tensor subclasses without their
+The search runs no code of the values, which could raise an error that the model alone would not.
+So containers are read by the methods of the built-in types, and tensor subclasses without their
 `__torch_function__`.
 """
 
@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from ._torch_compat import without_torch_function
 
-Edge = tuple[Any, int]  # autograd node, and which of its outputs
+Edge = tuple[Any, int]  # autograd node, index of its output
 
 PLAIN = frozenset({type(None), bool, int, float, str})
 """The most frequent types of values that hold no tensor."""
@@ -70,10 +70,10 @@ def edges_of(values: Iterable[Any], leaves: dict[int, Edge] | None) -> Sequence[
     """Return the gradient edges of the tensors in `values` that require a gradient, each once.
 
     Args:
-        values: tensors, or containers of them, or anything else.
-        leaves: edges of leaf tensors found before, by `id` of the tensor. A leaf's edge is twenty
-            times as expensive as another edge, and nested modules get the same leaf. The entries
-            keep the tensors alive. None to leave leaf tensors out.
+        values: tensors, containers of tensors, or anything else.
+        leaves: edges of leaf tensors found before, by `id` of the tensor. Finding a leaf's edge
+            costs twenty times as much as another edge, and nested modules get the same leaf. The
+            entries keep the tensors alive. None leaves leaf tensors out.
     """
     edges: dict[Edge, None] = {}
     for value in values:

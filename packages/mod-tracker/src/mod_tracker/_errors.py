@@ -1,4 +1,4 @@
-"""The errors of this package. `ModTrackerError` is the base of all of them."""
+"""The errors of this package, all derived from `ModTrackerError`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class ModTrackerError(Exception):
 
 
 class HookSlotError(ModTrackerError, AssertionError, ValueError):
-    """A user hook of this kind is registered already; the drop-in interface has one of each."""
+    """`register_user_hooks` accepts one hook of each kind; use `subscribe` for several."""
 
 
 class OptionError(ModTrackerError, ValueError):
@@ -16,7 +16,7 @@ class OptionError(ModTrackerError, ValueError):
 
 
 class StateError(ModTrackerError, RuntimeError):
-    """The operation is not possible in this state."""
+    """The operation is not possible in the current state."""
 
 
 class MissingExtraError(ModTrackerError, RuntimeError):

@@ -1,14 +1,14 @@
 """Listeners of module calls, and the paths they listen to.
 
-Which listeners a path has is decided once, when the path is created or a listener is added or
-removed, and kept on the path as `PathListeners`. Calls on a path without listeners do no work for
+The listeners of a path are looked up once, when the path is created or a listener is added or
+removed, and stored on the path as `PathListeners`. Calls on a path without listeners do no work for
 events.
 
 Note [Listeners that fail]
-Rule 1: an `Exception` of a listener does not reach the model. It is logged, the subscription ends,
-        and `Subscription.error` keeps it.
-Rule 2: other exceptions, such as a KeyboardInterrupt, reach the caller of the model.
-Rule 3: exceptions of hooks of `register_user_hooks` reach the caller, as in torch.
+- An `Exception` of a listener does not reach the model. It is logged, the subscription ends, and
+  `Subscription.error` has it.
+- Other exceptions, such as a KeyboardInterrupt, reach the caller of the model.
+- Exceptions of hooks of `register_user_hooks` reach the caller, as in torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Callback = Callable[..., object]
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a module's name, or its state_dict prefix below the root, matches a pattern.
+    """Whether a pattern matches a module's name or its state_dict prefix below the root.
 
     Example:
         >>> matches("Encoder.layers.0", ["layers.*"]), matches("Encoder", ["layers.*"])
@@ -39,12 +39,12 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 @dataclass(frozen=True)
 class Listener:
-    """Callbacks, and the modules whose calls they get: the options of `ModTracker.subscribe`.
+    """Callbacks and filters of one subscription: the options of `ModTracker.subscribe`.
 
-    Each callback gets the module, or None if it is gone, and: pre_forward `(args, kwargs)`,
-    post_forward `(args, kwargs, output)`, pre_backward and post_backward `(grads,)`.
-    `Attribution.locate` returns the call meanwhile. `switched` gets `(call, phase)` whenever
-    another call runs.
+    Each callback gets the module, or None if the module was freed, and: pre_forward
+    `(args, kwargs)`, post_forward `(args, kwargs, output)`, pre_backward and post_backward
+    `(grads,)`. During the callback `Attribution.locate` returns the call. `switched` gets
+    `(call, phase)` whenever another call runs.
     """
 
     pre_forward: Callback | None = None
@@ -73,7 +73,7 @@ class PathListeners:
 
     Attributes:
         forward: pairs of `pre_forward` and `post_forward`. If a `pre_forward` raises, the
-            `post_forward` of the pairs before it are called.
+            `post_forward` callbacks of the pairs before it are called.
     """
 
     forward: tuple[tuple[Callback | None, Callback | None], ...] = ()
@@ -97,7 +97,7 @@ class Listeners:
         self.switched: tuple[Callback, ...] = ()
 
     def add(self, listener: Listener) -> Callable[[], None]:
-        """Register a listener; the returned function removes it."""
+        """Register a listener and return a function that removes it."""
         self._set((*self._listeners, listener))
         return lambda: self._set(kept for kept in self._listeners if kept is not listener)
 
@@ -132,8 +132,8 @@ class Subscription:
     """A registered listener. Ends with `remove()`, or with the `with` block it is used in.
 
     Attributes:
-        error: what the listener raised, without its traceback, which would keep tensors alive; the
-            log has that. None if it did not fail. A listener that fails is not called again.
+        error: the exception that the listener raised, or None. A listener that raised is not called
+            again. The exception has no traceback, which would keep tensors alive; the log has it.
     """
 
     def __init__(self) -> None:
@@ -141,13 +141,13 @@ class Subscription:
         self._remove: Callable[[], None] | None = None
 
     def remove(self) -> None:
-        """Stop listening. A second call does nothing."""
+        """Stop listening. Calling it twice is allowed."""
         if self._remove is not None:
             self._remove()
             self._remove = None
 
     def _guard(self, listener: Callable[..., object]) -> Callable[..., None]:
-        """Wrap a listener so that its errors do not reach the model. See Rules 1 and 2."""
+        """Wrap a listener so that its errors do not reach the model. See the note above."""
 
         def call(*args: Any) -> None:
             if self.error is None:

@@ -2,8 +2,8 @@
 
 A name is a root label, a dot, and the module's state_dict prefix below that root:
 "Encoder.layers.0". The label is the class name of the root; a second root of the same class
-gets "Encoder#2". Wrappers of torch.compile are left out of names. Modules are told apart by `id`
-and a weak reference, since a module may define `__eq__` and have no hash.
+gets "Encoder#2". Wrappers of torch.compile are left out of names. Modules are identified by `id`
+and a weak reference, since a module may define `__eq__` and be unhashable.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ._torch_compat import children_of, parameters_of, unwrap
 
 
 def walk(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield (state_dict prefix, module) for a module and all below it, each module once.
+    """Yield (state_dict prefix, module) for a module and all modules below it, each once.
 
     Parents come before their children, and children in order of registration. No method of a module
     is called, since a module may override it.
@@ -116,7 +116,8 @@ class Names:
         Args:
             module: the module that is called.
             around: modules whose calls are around this one, innermost first. The name begins with
-                that of the first one that contains the module; without one it is a root.
+                the name of the first of these that contains the module. If none does, the module is
+                a root.
         """
         known = self.of(module)
         if known is not None:
@@ -130,7 +131,7 @@ class Names:
                 key = keys_below(holder).get(id(module))
                 if key is not None:
                     return self._name_tree(module, f"{self.adopt(holder)}.{key}")
-            # A label is not reused when its module is gone: a report would have both in one row.
+            # Labels of freed modules are not reused: a report would merge two modules into one row.
             kind = type(module).__name__
             number = self._labels[kind] = self._labels.get(kind, 0) + 1
             label = kind if number == 1 else f"{kind}#{number}"
@@ -145,7 +146,7 @@ class Names:
         return name
 
     def _forget(self, gone: _Held) -> None:
-        # A later object at the same address is another module.
+        # Another module was created at the same address.
         if self._modules.get(gone.name) is gone:
             del self._modules[gone.name]
         if self._names.get(gone.identity) is gone:

@@ -7,7 +7,7 @@ _TIMES = ((10**9, "s"), (10**6, "ms"), (10**3, "us"))
 
 
 def with_unit(value: int, unit: str) -> str:
-    """Write an amount.
+    """Format an amount.
 
     Example:
         >>> with_unit(20480, "B"), with_unit(-7, "B")
@@ -20,12 +20,12 @@ def with_unit(value: int, unit: str) -> str:
 
 
 def bytes_shown(value: int) -> str:
-    """Write an amount of bytes, in decimal prefixes."""
+    """Format a number of bytes with a decimal prefix."""
     return with_unit(value, "B")
 
 
 def time_shown(nanoseconds: int) -> str:
-    """Write a time in the unit that fits.
+    """Format a time in the unit that fits.
 
     Example:
         >>> time_shown(1500), time_shown(12)

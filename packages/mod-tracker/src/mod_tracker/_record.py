@@ -1,16 +1,16 @@
 """Paths, module calls, and each thread's record of which call created which autograd node.
 
-Autograd numbers the nodes of a thread in the order in which they are created. A call creates the
-nodes whose numbers lie between the counter at its entry and the counter at its exit, without those
-of the calls inside it. So whenever another call begins to run, the interval that ends there is
-recorded with the call that ran in it.
+Autograd numbers the nodes of a thread in order of creation. A call creates the nodes whose numbers
+lie between the counter at its entry and the counter at its exit, without those of the calls inside
+it. So whenever another call begins to run, the interval that ends there is recorded with the call
+that ran in it.
 
-Rule 1: intervals follow each other without gaps, so a lookup is one bisection of their starts.
-Rule 2: an empty interval is not recorded. Without gradients the counter does not move, so nothing
-        is kept.
-Rule 3: a record holds at most `limit` intervals. When it is full, the older half is dropped; nodes
-        that old belong to no call.
-Rule 4: nothing here refers to a tensor, and modules are referred to weakly.
+- Intervals follow each other without gaps, so a lookup is one bisection of their starts.
+- An empty interval is not recorded. Without gradients the counter does not advance, so inference
+  records nothing.
+- A record holds at most `limit` intervals. When it is full, the older half is dropped; nodes of
+  dropped intervals are attributed to the outside.
+- A record refers to no tensor, and to modules only weakly.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from ._torch_compat import NO_TASK, new_carrier, next_number, number_asking
 DEFAULT_LIMIT = 1 << 17
 """Intervals kept per thread; about 20 MB when full of distinct calls."""
 
-# One call of a module: (path, how many calls on that path came before, the call around it).
+# One call of a module: (path, number of earlier calls on that path, the call around it).
 # A plain tuple, because one is made for every module call: a class costs five times as much.
 Call = tuple["Path", int, Optional["Call"]]
 
 
 class Path:
-    """A module, and the path it was called from; shared by all calls that are nested alike.
+    """A module, and the path it was called from. Calls with the same nesting share a path.
 
     Attributes:
-        module: returns the module, or None once it is gone.
+        module: returns the module, or None once it is freed.
         parent: the path around this one; None for the outside of all modules.
         name: canonical name of the module, "" for the outside.
         called_as: name built from the names by which this path was reached.
@@ -47,7 +47,7 @@ class Path:
         last: the latest call on this path.
         listeners: listeners of calls on this path; None if there are none.
         guard: weak reference that removes the path from `parent.children` when the called object
-            dies; otherwise a new object with the same `id` would be taken for the old one.
+            is freed. Otherwise a new object with the same `id` would get this path.
     """
 
     __slots__ = (
@@ -104,7 +104,7 @@ class Path:
 
 
 def outside() -> Call:
-    """Return the call that stands for code outside every module."""
+    """Return the call that represents code outside every module."""
     return (Path(lambda: None), 0, None)
 
 
@@ -118,8 +118,8 @@ def root_of(call: Call) -> Call:
 def recompute_base(call: Call, key: int) -> Call:
     """Return the call around a module that is recomputed for a node of `call`.
 
-    The node may belong to the recomputed region (non-reentrant checkpoint): then a call around
-    the node has called this module. Or it is the region's own node (reentrant): then it is `call`.
+    A non-reentrant checkpoint recomputes for a node inside the region: a call around `call` has
+    called this module. A reentrant one recomputes in the region's own node: the result is `call`.
 
     Args:
         call: owner of the node that runs.
@@ -137,7 +137,8 @@ class Record:
     """The closed intervals of one thread.
 
     Attributes:
-        starts: number of the first node of each interval; `calls`: whose it is.
+        starts: number of the first node of each interval.
+        calls: the call of each interval.
 
     Example:
         >>> record, out = Record(), outside()
@@ -151,12 +152,12 @@ class Record:
 
     def __init__(self, *, limit: int = DEFAULT_LIMIT) -> None:
         self.limit = limit
-        # What comes before the first interval is an interval of the outside.
+        # Nodes before the first interval belong to the outside.
         self.starts: list[int] = [-1]
         self.calls: list[Call] = [outside()]
 
     def close(self, start: int, end: int, call: Call) -> None:
-        """Record that nodes from `start` up to, not including, `end` are `call`'s."""
+        """Record that `call` created the nodes from `start` up to, not including, `end`."""
         if start >= end:
             return
         if len(self.starts) > self.limit:
@@ -180,21 +181,21 @@ NO_INTERVAL = -1
 
 
 class ThreadState:
-    """The running call of a thread. Autograd's counter is one per thread, and so is this.
+    """The running call of a thread. Autograd has one node counter per thread, so does this class.
 
     Attributes:
         base: represents code outside every module.
         call: innermost running call; `base` when none runs.
         task: id of the backward in which that call was entered, `NO_TASK` in a plain forward.
-            If another backward runs now, the thread is in backward proper.
+            If another backward is running now, it runs a node, not module code.
         shown: call to report instead, while a backward hook of that call runs.
         asked: number of the node for which a module was last recomputed.
         number: start of the open interval; `NO_INTERVAL` if it is not the running call's.
         owner: call that the open interval belongs to; None if it is the running call's.
         inner: whether the thread is a backward thread of torch.
         seen: counter when `explain` was last called.
-        leaves: gradient edges of leaf inputs, by `id`, while the modules run that were given
-            them: nothing else holds the node of a leaf before it is used.
+        leaves: gradient edges of leaf inputs, by `id`, until the calls with those inputs end.
+            Nothing else keeps the node of a leaf alive before the leaf is used.
         record: the closed intervals.
         paths: first path of each module, by `id`.
         carrier: puts hooks on autograd nodes; see `hook_gradient`.
@@ -231,7 +232,7 @@ class ThreadState:
         self.carrier = new_carrier()
 
     def flush(self, number: int, ran: Call) -> None:
-        """Close the open interval, in which `ran` ran; the next one begins at `number`."""
+        """Close the open interval as one of `ran`; the next one begins at `number`."""
         owner = self.owner
         if owner is None:
             self.record.close(self.number, number, ran)
@@ -251,9 +252,9 @@ class ThreadState:
         return self.record.find(number)
 
     def explain(self, call: Call) -> None:
-        """Attribute the nodes created since the last such call to `call`.
+        """Attribute the nodes created since the previous `explain` to `call`.
 
-        The reports do this at every operator. So nodes that a backward creates, for a second
+        Reports call this at every operator. So nodes that a backward creates, for a second
         backward, are attributed to the module whose node ran.
         """
         if call is not (self.owner or self.call):
@@ -264,9 +265,9 @@ class ThreadState:
         self.seen = next_number()
 
     def recomputed(self) -> Call | None:
-        """Return the call whose code is recomputed for the running node; None if not known.
+        """Return the call whose code is recomputed for the running node; None if not known yet.
 
-        It is known once a module that this code calls has run.
+        It is known once this code has called a module.
         """
         return self.owner if self.owner is not None and self.asked == number_asking() else None
 
@@ -274,7 +275,7 @@ class ThreadState:
         return self.base[0].walk()
 
     def borrow(self, owner: Call, start: int) -> None:
-        """Attribute the nodes from `start` on to `owner`, until another call runs."""
+        """Attribute nodes from `start` on to `owner`, until another call runs."""
         self.owner, self._start, self.number = owner, start, NO_INTERVAL
 
 

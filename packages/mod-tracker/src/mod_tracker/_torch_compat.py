@@ -1,11 +1,11 @@
 """All private names of torch that this package uses, each with a check and a fallback.
 
-If torch lacks a name, or the name does something else, the feature that needs it is left out.
+If torch lacks a name, or the name behaves differently, the feature that needs it is disabled.
 
-Backward attribution needs four facts that torch has no public function for: the number of the next
-autograd node, the number of a node, the running node, and whether a backward runs. `probe` tries
-them once at import on a two-node graph. If any is missing or wrong, `EXACT_BACKWARD` is False:
-forward tracking is complete, and backward is not attributed.
+Backward attribution needs four values that torch has no public function for: the number of the
+next autograd node, the number of a given node, the running node, and whether a backward runs.
+`probe` checks them once at import on a two-node graph. If any is missing or wrong,
+`EXACT_BACKWARD` is False: forward tracking is complete, and backward is not attributed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ UNNUMBERED = 2**63
 def in_fresh_thread(function: Callable[[], Found]) -> Found:
     """Call a function in a new thread, where no mode of torch is on and no backward runs.
 
-    If no thread can be started it is called in this one.
+    If no thread can be started, call it in this one.
     """
     found: list[Found] = []
     thread = threading.Thread(target=lambda: found.append(function()), name="mod_tracker probe")
@@ -65,12 +65,12 @@ def probe(
     graph_task: Callable[[], int] | None,
     current_node: Callable[[], Any] | None,
 ) -> bool:
-    """Whether the three functions are right about a two-node graph.
+    """Whether the three functions return the right values on a two-node graph.
 
     Args:
-        next_number: number that the next autograd node of this thread will get.
-        graph_task: id of the backward that runs in this thread, or `NO_TASK`.
-        current_node: the autograd node that runs in this thread, or None.
+        next_number: returns the number of the next autograd node of this thread.
+        graph_task: returns the id of the backward that runs in this thread, or `NO_TASK`.
+        current_node: returns the autograd node that runs in this thread, or None.
     """
     if next_number is None or graph_task is None or current_node is None:
         return False
@@ -118,7 +118,7 @@ in_function_mode: Callable[[], bool] = _function_mode if CARRIES else (lambda: T
 
 
 def new_carrier() -> torch.Tensor:
-    """Return the tensor that carries hooks to nodes in one thread; invisible to modes."""
+    """Return the tensor that attaches hooks to nodes in one thread. Modes do not see it."""
     return nn.Parameter(_EMPTY, requires_grad=False)
 
 
@@ -132,8 +132,8 @@ def hook_gradient(
 
     Args:
         node: an autograd node.
-        output: which of its outputs.
-        carrier: of this thread, from `new_carrier`; used for first outputs.
+        output: index of the output.
+        carrier: result of `new_carrier` for this thread; used for the first output of a node.
         hook: must return None.
     """
     if output == 0 and not in_function_mode() and type(node) is not LEAF_NODE:
@@ -144,7 +144,7 @@ def hook_gradient(
 
 
 def number_asking() -> int:
-    """Return the number of the node that runs in this thread; `UNNUMBERED` if none does."""
+    """Return the number of the running node of this thread; `UNNUMBERED` if no node runs."""
     node = current_node()
     return UNNUMBERED if node is None else number_of(node)
 
@@ -156,7 +156,7 @@ keeps_graph: Callable[[], bool] = look_up("_C._autograd._get_current_graph_task_
 
 
 def number_of(node: Any) -> int:
-    """Return autograd's number of a node: creation order within the thread that created it."""
+    """Return autograd's number of a node: its order of creation within its thread."""
     number: int = node._sequence_nr()
     return number
 
@@ -197,8 +197,8 @@ class SavedValue(NamedTuple):
 
     Attributes:
         data: the tensor, or the result of the pack hook.
-        hook: the unpack hook; None if there were no hooks.
-        of_checkpoint: whether torch's checkpoint saves its inputs by this node.
+        hook: the unpack hook; None without saved-tensor hooks.
+        of_checkpoint: whether this is an input that torch's checkpoint saved.
     """
 
     data: Any
@@ -209,7 +209,8 @@ class SavedValue(NamedTuple):
 def saved_values(tensors: Iterable[torch.Tensor]) -> Iterator[SavedValue]:
     """Yield the values saved by all nodes in the graphs of these tensors.
 
-    Nothing if torch does not show them (2.9), and not those that a backward has freed.
+    Yields nothing on torch 2.9, which does not expose them. Values that a backward has freed are
+    left out.
     """
     waiting = [_node_of(tensor) for tensor in tensors]
     seen: set[Any] = set()
@@ -227,7 +228,7 @@ def saved_values(tensors: Iterable[torch.Tensor]) -> Iterator[SavedValue]:
 
 
 def value_in(saved: Any, *, of_checkpoint: bool) -> Iterator[SavedValue]:
-    """Yield the value in an instance of `SAVED`; nothing if torch does not show it."""
+    """Yield the value in an instance of `SAVED`; nothing if torch does not expose it."""
     data = getattr(saved, "data", None)
     if data is not None:
         yield SavedValue(data, getattr(saved, "unpack_hook", None), of_checkpoint)
@@ -236,7 +237,7 @@ def value_in(saved: Any, *, of_checkpoint: bool) -> Iterator[SavedValue]:
 def _node_of(tensor: torch.Tensor) -> Any:
     try:
         return tensor.grad_fn
-    except Exception:  # any tensor subclass may come here
+    except Exception:  # a tensor subclass may raise anything
         return None
 
 
@@ -248,7 +249,7 @@ def _fields(kind: Any) -> tuple[str, ...]:
 def _saved_in(node: Any, name: str) -> Iterable[Any]:
     try:
         found = getattr(node, name)
-    except RuntimeError:  # a backward has freed it
+    except RuntimeError:  # freed by a backward
         return ()
     return found if isinstance(found, (list, tuple)) else (found,)
 
@@ -300,7 +301,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def is_compiled_graph(module: nn.Module) -> bool:
-    """Whether torch.compile made this module; the user's own traced graphs do not count."""
+    """Whether torch.compile created this module; graphs that the user traced do not count."""
     if not isinstance(module, torch.fx.GraphModule):
         return False
     if "dynamo_compile_id" in getattr(module, "meta", ()) or hasattr(
@@ -328,8 +329,8 @@ _OWN_KERNELS = ("CPU", "CUDA", "CompositeExplicitAutograd")
 def is_composite(operator: Any) -> bool:
     """Whether torch runs an operator by decomposition, as it may in inference mode.
 
-    Some operators have a decomposition and a kernel, such as `aten.silu_backward`. torch runs the
-    kernel, and the results differ in the last bits.
+    Some operators, such as `aten.silu_backward`, have both a decomposition and a kernel. torch runs
+    the kernel, whose results differ in the last bits.
     """
     can = getattr(operator, "_can_decompose", None)
     try:
@@ -349,7 +350,7 @@ def views_are_noted(operator: Any) -> AbstractContextManager[Any]:
     """Context in which an operator under a mode treats views as without the mode.
 
     In inference mode `matmul` chooses its kernel by whether a view of a parameter requires a
-    gradient. Below a mode views are not tracked, so another kernel would run, whose last bits may
+    gradient. Below a mode views are not tracked. So another kernel would run, whose last bits may
     differ.
     """
     if not torch.is_inference_mode_enabled() or not is_composite(operator):
@@ -387,13 +388,13 @@ _INTERNAL_TENSORS: tuple[type, ...] = tuple(
 
 
 def has_own_operators(kind: type) -> bool:
-    """Whether a tensor class has a `__torch_dispatch__`, and is not a fake tensor or the like."""
+    """Whether a tensor class has a `__torch_dispatch__`; False for fake tensors and the like."""
     own = getattr(kind, "__torch_dispatch__", None)
     return own is not torch.Tensor.__torch_dispatch__ and not issubclass(kind, _INTERNAL_TENSORS)
 
 
 def is_stand_in(kind: type) -> bool:
-    """Whether a tensor class is torch's own for tensors without data, such as a fake tensor."""
+    """Whether a tensor class is one of torch's for tensors without data, such as `FakeTensor`."""
     return issubclass(kind, _INTERNAL_TENSORS)
 
 
@@ -404,9 +405,9 @@ def mode_depth() -> int:
 
 
 def leave_mode(mode: TorchDispatchMode) -> None:
-    """Leave a dispatch mode, if it is on; modes that were entered after it stay on.
+    """Leave a dispatch mode, if it is on; modes that were entered later stay on.
 
-    Its own `__exit__` would leave the topmost mode instead.
+    The mode's `__exit__` would leave the topmost mode instead.
     """
     if mode_depth() < 0:
         mode.__exit__(None, None, None)
@@ -423,14 +424,14 @@ def leave_mode(mode: TorchDispatchMode) -> None:
 
 
 def _down_to(mode: TorchDispatchMode) -> list[TorchDispatchMode]:
-    """Return the modes from the topmost to this one; none if it is not on."""
+    """Return the modes from the topmost one down to this one; nothing if it is not on."""
     at = look_up("_C._get_dispatch_stack_at")
     found: list[TorchDispatchMode] = []
     for place in reversed(range(mode_depth())):
         each = at(place)
         if each is mode:
             return [*found, mode]
-        if getattr(each, "_mode_key", None) is None:  # torch's own modes are kept elsewhere
+        if getattr(each, "_mode_key", None) is None:  # torch stores its own modes elsewhere
             found.append(each)
     return []
 
@@ -440,13 +441,13 @@ SAYS_HOOKS: bool = look_up("_C._autograd._top_saved_tensors_default_hooks") is n
 
 
 def top_saved_hooks() -> tuple[Any, Any] | None:
-    """Return the innermost hooks for saved tensors of this thread, or None."""
+    """Return the innermost saved-tensor hooks of this thread, or None."""
     top = look_up("_C._autograd._top_saved_tensors_default_hooks")
     return None if top is None else top(True)
 
 
 def leave_saved_hooks(own: saved_tensors_hooks) -> None:
-    """Leave hooks for saved tensors, if they are on; hooks that were entered later stay on.
+    """Leave saved-tensor hooks, if they are on; hooks that were entered later stay on.
 
     Their own `__exit__` would leave the topmost hooks instead.
     """
@@ -473,12 +474,13 @@ def run_inside(
 ) -> tuple[Any] | None:
     """Run an operator so that a mode sees the operators that its kernel calls.
 
-    A mode is off while it handles an operator. So it is entered again, and the kernel is called
-    past the mode.
+    A mode is off while it handles an operator. So the mode is entered again, and the kernel is
+    called directly, without the mode.
 
     Returns:
-        The result, in a tuple; None if this is not possible and nothing has run: for tensor
-        subclasses, without tensors, with a number in place of a tensor, and for fake tensors.
+        The result, in a tuple. None if this is not possible and nothing was run: for tensor
+        subclasses and fake tensors, for calls without tensors, and for calls with a number in place
+        of a tensor.
     """
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
     if (

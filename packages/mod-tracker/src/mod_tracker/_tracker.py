@@ -1,4 +1,4 @@
-"""`ModTracker`, the public face: attribution, events, and how calls are seen."""
+"""`ModTracker`, the public class: running modules, names, and subscriptions."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ Phase = Literal["forward", "recompute", "backward", "outside"]
 
 
 class ModTracker:
-    """Tracks which module is running, in forward, in recompute and in backward.
+    """Tracks which module is running, in forward, recompute and backward.
 
-    A drop-in for `torch.distributed._tools.mod_tracker.ModTracker`, with more to ask. Every module
-    call in the `with` block is tracked; backward is attributed as long as the tracker lives. A
-    tracker may be entered several times, and trackers may be nested and left in any order. Modules
-    that already run when the first tracker is entered are not seen.
+    A drop-in for `torch.distributed._tools.mod_tracker.ModTracker` with more properties. Every
+    module call in the `with` block is tracked; backward is attributed as long as the tracker lives.
+    A tracker may be entered several times, and trackers may be nested and left in any order.
+    Modules that already run when the first tracker is entered are not seen.
 
     Args:
         roots: models to name before they are called. Otherwise a model is named when it is first
@@ -103,7 +103,7 @@ class ModTracker:
         pre_bw_hook: Hook | None = None,
         post_bw_hook: Hook | None = None,
     ) -> None:
-        """Register at most one hook of each kind; those left out stay as they are.
+        """Register at most one hook of each kind; hooks that are left out stay registered.
 
         Args:
             pre_fw_hook: called with `(module, args)` before the forward.
@@ -148,7 +148,7 @@ class ModTracker:
             registered.remove()
         self._user_hooks = {}
 
-    # What runs now.
+    # The running call.
 
     @property
     def stack(self) -> tuple[str, ...]:
@@ -162,18 +162,17 @@ class ModTracker:
 
     @property
     def call(self) -> ModuleCall | None:
-        """The innermost module call that is running, or in backward the one whose node is
-        running."""
+        """The innermost running module call; in backward, the call of the running node."""
         return describe(self._attribution.locate()[0])
 
     @property
     def phase(self) -> Phase:
-        """What is running: "forward", "recompute", "backward" or "outside"."""
+        """The current phase: "forward", "recompute", "backward" or "outside"."""
         return self._attribution.locate()[1]  # type: ignore[return-value]
 
     @property
     def called_as(self) -> str | None:
-        """Name of the innermost module by the path of this call, or None."""
+        """Name of the innermost running module by the path of this call, or None."""
         return self._attribution.locate()[0][0].called_as or None
 
     @property
@@ -207,7 +206,7 @@ class ModTracker:
         """The roots seen so far, by label."""
         return self._attribution.names.roots()
 
-    # Listening.
+    # Subscriptions.
 
     def subscribe(
         self,
@@ -221,9 +220,9 @@ class ModTracker:
         max_depth: int | None = None,
         types: type | tuple[type, ...] = (),
     ) -> Subscription:
-        """Listen to module calls; any number of subscriptions may exist.
+        """Listen to module calls. Any number of subscriptions may exist.
 
-        An `Exception` of a callback does not reach the model: it is logged and kept in
+        An `Exception` of a callback does not reach the model: it is logged and stored in
         `Subscription.error`, and the callback is not called again.
 
         Args:
@@ -232,12 +231,13 @@ class ModTracker:
             pre_backward: called with `(call, grads)`.
             post_backward: called with `(call, grads)`.
             include: only modules whose name or state_dict prefix matches one of these patterns.
-            exclude: without modules that match one of these.
+            exclude: leave out modules that match one of these patterns.
             max_depth: only modules with at most this many modules on the path, itself included.
             types: only instances of these classes.
 
         Raises:
-            OptionError: a callback, a pattern, a class or `max_depth` is something else.
+            OptionError: a callback is not callable, or a pattern, a class or `max_depth` is not
+                valid.
         """
         check_int("subscribe", "max_depth", max_depth, 1, or_none="any depth")
         subscription, locate = Subscription(), self._attribution.locate

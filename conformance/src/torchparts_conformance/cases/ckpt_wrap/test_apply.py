@@ -1,4 +1,4 @@
-"""`apply_activation_checkpointing` where the source goes wrong, and bad input."""
+"""`apply_activation_checkpointing`: cases that torch 2.13 fails, and invalid arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PREFIX = "_checkpoint_wrapped_module"
 
 
 def is_linear(module):
-    """Whether it is a linear layer."""
+    """Whether a module is a linear layer."""
     return isinstance(module, nn.Linear)
 
 
@@ -26,17 +26,18 @@ FORMS = (
     "CW-033",
     level="MUST",
     text=(
-        "A shared module MUST get one wrapper that stands in all its places, whatever the form "
-        "of the policy."
+        "A module that occurs at several places MUST get one wrapper at all these places, for each "
+        "kind of policy."
     ),
     rationale=(
-        "reproduced on torch 2.13: only the first place, or two wrappers, by form of the policy"
+        "reproduced on torch 2.13: wraps only the first place, or makes two wrappers, depending on "
+        "the kind of policy"
     ),
     since="0.1.0",
     profile="robust",
 )
 def test_a_shared_module_gets_one_wrapper_everywhere(part, device):
-    """Twice in one parent, once in another."""
+    """The module occurs twice in one parent and once in another."""
     for form in FORMS:
         shared = nn.Linear(2, 2, device=device)
         model = nn.Sequential(shared, shared, nn.Sequential(shared))
@@ -48,7 +49,7 @@ def test_a_shared_module_gets_one_wrapper_everywhere(part, device):
 @requirement(
     "CW-034",
     level="SHOULD",
-    text="Applying twice, or meeting a shared container twice, SHOULD NOT wrap a module twice.",
+    text="Applying twice, or to a container that occurs twice, SHOULD NOT wrap a module twice.",
     rationale="reproduced on torch 2.13: wraps the inner module again",
     since="0.1.0",
     profile="robust",
@@ -64,7 +65,7 @@ def test_applying_twice_wraps_once(part, device):
 
 @requirement("CW-034")
 def test_a_shared_container_is_visited_once(part, device):
-    """Its layer has one wrapper."""
+    """Its layer gets one wrapper."""
     for form in FORMS:
         container = nn.Sequential(nn.Linear(2, 2, device=device))
         model = nn.ModuleDict({"a": nn.Sequential(container), "b": nn.Sequential(container)})

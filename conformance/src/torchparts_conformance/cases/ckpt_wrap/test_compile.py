@@ -1,4 +1,4 @@
-"""Compilers: one graph, and the plain names."""
+"""torch.compile and torch.export of wrapped modules: one graph, and plain names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Block(nn.Module):
         self.linear = nn.Linear(8, 8)
 
     def forward(self, x, *, scale=1.0):
-        """Run."""
+        """Call both layers."""
         return torch.tanh(self.linear(x) * scale)
 
 
@@ -31,7 +31,7 @@ class Model(nn.Module):
         self.block = block
 
     def forward(self, x):
-        """Run."""
+        """Call the block."""
         return self.block(x, scale=2.0)
 
 
@@ -52,14 +52,14 @@ def compiles(wrap, device):
     level="MUST",
     text=(
         "`torch.compile(fullgraph=True)` MUST compile a wrapped module into one graph with the "
-        "plain gradients, under both implementations."
+        "plain module's gradients, under both implementations."
     ),
-    rationale="a graph break at each block costs what compiling had gained",
+    rationale="a graph break at each block costs more than compiling saves",
     since="0.1.0",
     profile="compile",
 )
 def test_checkpoint_compiles(part, device):
-    """Both implementations."""
+    """Under both implementations."""
     for impl in part.CheckpointImpl:
         compiles(partial(part.checkpoint_wrapper, checkpoint_impl=impl), device)
 
@@ -68,15 +68,15 @@ def test_checkpoint_compiles(part, device):
     "CW-082",
     level="MUST",
     text=(
-        "`torch.export` MUST export a model with a wrapped module, strict and not, with the names "
-        "of its state dict."
+        "`torch.export`, strict and not strict, MUST export a model with a wrapped module, under "
+        "the names of its state dict."
     ),
-    rationale="a model that was trained with wrappers is exported without being built again",
+    rationale="a model trained with wrappers can then be exported without building it again",
     since="0.1.0",
     profile="compile",
 )
 def test_export(part, device):
-    """Strict and not."""
+    """Strict and not strict."""
     x = torch.randn(3, 8, device=device)
     model = Model(part.checkpoint_wrapper(Block())).to(device)
     for strict in (True, False):

@@ -1,4 +1,4 @@
-"""What the source's own tests say."""
+"""Requirements from the source's own tests."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from torchparts_conformance import requirement
 
 
 class Four(nn.Module):
-    """Two positional arguments, two that may be keywords, and any others."""
+    """Two positional arguments, two positional or keyword ones, and any others."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(10, 10)
 
     def forward(self, a, b, c=None, d=None, **kwargs):
-        """Run."""
+        """Combine all arguments."""
         return tuple(self.linear(x) for x in (a, b, c, d))
 
 
@@ -36,12 +36,12 @@ class KeywordOnly(nn.Module):
         self.linear = nn.Linear(10, 10)
 
     def forward(self, *, a=None, b=None):
-        """Run."""
+        """Combine both arguments."""
         return self.linear(a), self.linear(b)
 
 
 class Counted(nn.Module):
-    """A layer and a dropout; counts its runs."""
+    """A layer and a dropout; counts its forwards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,13 +50,13 @@ class Counted(nn.Module):
         self.runs = 0
 
     def forward(self, x):
-        """Run."""
+        """Count, then run both."""
         self.runs += 1
         return torch.tanh(self.dropout(self.linear(x)))
 
 
 def is_linear(module):
-    """Whether it is a linear layer."""
+    """Whether a module is a linear layer."""
     return isinstance(module, nn.Linear)
 
 
@@ -85,7 +85,7 @@ def gradients(module, x):
     profile="core",
 )
 def test_state_dict_of_wrapped_loads_into_plain(part, device):
-    """Keys are the plain module's, and values arrive."""
+    """Keys are those of the plain module, and values are loaded."""
     wrapped = part.checkpoint_wrapper(nn.Linear(10, 10, device=device))
     plain = nn.Linear(10, 10, device=device)
     plain.load_state_dict(copy.deepcopy(wrapped.state_dict()))
@@ -102,7 +102,7 @@ def test_state_dict_of_wrapped_loads_into_plain(part, device):
     profile="core",
 )
 def test_state_dict_of_plain_loads_into_wrapped(part, device):
-    """Plain keys find their way, under a parent too."""
+    """Plain keys are accepted, also below a parent."""
     wrapped = nn.Sequential(part.checkpoint_wrapper(nn.Linear(10, 10, device=device)))
     plain = nn.Sequential(nn.Linear(10, 10, device=device))
     wrapped.load_state_dict(plain.state_dict())
@@ -114,8 +114,8 @@ def test_state_dict_of_plain_loads_into_wrapped(part, device):
     "CW-003",
     level="MUST",
     text=(
-        "Keyword arguments MUST reach the wrapped module of every wrapper and give the results "
-        "and `requires_grad` that positional ones give."
+        "Keyword arguments MUST reach the wrapped module of every wrapper, with the same results "
+        "and `requires_grad` as positional ones."
     ),
     source="test_checkpoint_wrapper_kwarg_support",
     since="0.1.0",
@@ -148,7 +148,7 @@ def test_keywords_act_like_positionals(part, device):
     profile="core",
 )
 def test_keyword_only_module_under_reentrant(part, device):
-    """Both results arrive."""
+    """Both results are right."""
     model = part.checkpoint_wrapper(
         KeywordOnly().to(device), checkpoint_impl=part.CheckpointImpl.REENTRANT
     )
@@ -160,7 +160,7 @@ def test_keyword_only_module_under_reentrant(part, device):
     "CW-005",
     level="MUST",
     text=(
-        "Both contexts of `context_fn` MUST be entered in a step, one in forward and one in "
+        "Of the two contexts of `context_fn`, one MUST be entered in forward and the other in "
         "recomputation."
     ),
     source="test_checkpoint_wrapper_args_kwargs",
@@ -187,15 +187,15 @@ def test_both_contexts_are_entered(part, device):
     "CW-006",
     level="MUST",
     text=(
-        "A `checkpoint_fn` MUST be called with the wrapped module, its arguments and the "
-        "options given with it."
+        "`checkpoint_fn` MUST be called with the wrapped module, the module's arguments, and the "
+        "options passed with `checkpoint_fn`."
     ),
     source="test_checkpoint_wrapper_args_kwargs",
     since="0.1.0",
     profile="core",
 )
 def test_checkpoint_fn_is_called_with_its_options(part, device):
-    """The function, the arguments and the bound options arrive."""
+    """It gets the function, the arguments and the bound options."""
     seen = []
 
     def engine(function, *args, label, **kwargs):
@@ -212,15 +212,15 @@ def test_checkpoint_fn_is_called_with_its_options(part, device):
     "CW-007",
     level="MUST",
     text=(
-        "A wrapped module MUST keep no more bytes for backward than "
-        "`torch.utils.checkpoint.checkpoint` over the same module."
+        "A wrapped module MUST save no more bytes for backward than "
+        "`torch.utils.checkpoint.checkpoint` of the same module."
     ),
     source="test_checkpoint_wrapper_parity",
     since="0.1.0",
     profile="core",
 )
-def test_no_more_is_kept_than_by_a_direct_checkpoint(part, device):
-    """Bytes that saved-tensor hooks see, per implementation; parameters are there anyway."""
+def test_no_more_is_saved_than_by_a_direct_checkpoint(part, device):
+    """Bytes that saved-tensor hooks see, per implementation, without parameters."""
     block = nn.Sequential(*[nn.Linear(16, 16, device=device) for _ in range(3)])
     x = torch.randn(5, 16, device=device, requires_grad=True)
 
@@ -259,13 +259,13 @@ def test_indexing_reaches_the_module(part, device):
 @requirement(
     "CW-009",
     level="MUST",
-    text="An attribute the wrapper lacks MUST be the wrapped module's.",
+    text="Reading an attribute that the wrapper lacks MUST return the wrapped module's attribute.",
     source="test_forward_missing_attributes",
     since="0.1.0",
     profile="core",
 )
 def test_missing_attributes_are_the_modules(part, device):
-    """An attribute set on the module later is found."""
+    """Also an attribute that is set on the module later."""
     module = nn.Sequential(nn.Linear(1, 1, device=device))
     wrapped = part.checkpoint_wrapper(module)
     module.note = "bar"
@@ -281,7 +281,7 @@ def test_missing_attributes_are_the_modules(part, device):
     profile="core",
 )
 def test_parameter_names_are_state_dict_keys(part, device):
-    """Of the wrapper itself."""
+    """For the wrapper itself."""
     wrapped = part.checkpoint_wrapper(nn.Linear(10, 10, device=device))
     assert {name for name, _ in wrapped.named_parameters()} <= set(wrapped.state_dict())
 
@@ -290,15 +290,15 @@ def test_parameter_names_are_state_dict_keys(part, device):
     "CW-011",
     level="MUST",
     text=(
-        "A module under `offload_wrapper` MUST get the plain gradients and hold none of its "
-        "activations on an accelerator after forward."
+        "A module under `offload_wrapper` MUST get the plain module's gradients, and MUST hold "
+        "none of its activations on an accelerator after forward."
     ),
     source="test_checkpoint_wrapper_cpu_offload",
     since="0.1.0",
     profile="core",
 )
 def test_offload_gives_plain_gradients_and_frees_the_device(part, device):
-    """On an accelerator, memory after forward is that of input and result."""
+    """On an accelerator, only input and result are allocated after forward."""
     plain = Counted().to(device)
     wrapped = part.offload_wrapper(copy.deepcopy(plain))
     x = torch.randn(2, 8, device=device, requires_grad=True)
@@ -327,7 +327,7 @@ def test_offload_gives_plain_gradients_and_frees_the_device(part, device):
     profile="core",
 )
 def test_wrapper_classes_and_the_name_of_the_inner_module(part, device):
-    """The module is held as it is."""
+    """The module is held unchanged."""
     module = nn.Linear(1, 1, device=device)
     for wrap, kind in (
         (part.checkpoint_wrapper, part.CheckpointWrapper),
@@ -346,7 +346,7 @@ def test_wrapper_classes_and_the_name_of_the_inner_module(part, device):
         "`apply_activation_checkpointing` with a `check_fn` MUST wrap every selected module "
         "below the root, and not the root."
     ),
-    rationale="documented behaviour of the function the source's tests import",
+    rationale="documented behaviour of the function that the source's tests import",
     since="0.1.0",
     profile="core",
 )
@@ -362,7 +362,7 @@ def test_apply_with_check_fn(part, device):
 
 @requirement("CW-013")
 def test_apply_never_wraps_the_root(part, device):
-    """Not even where everything is selected."""
+    """Even if everything is selected."""
     model = build().to(device)
     part.apply_activation_checkpointing(model, part.checkpoint_wrapper, check_fn=lambda m: True)
     assert type(model) is nn.Sequential
@@ -373,15 +373,15 @@ def test_apply_never_wraps_the_root(part, device):
     "CW-014",
     level="MUST",
     text=(
-        "`apply_activation_checkpointing` MUST take a ModuleWrapPolicy and select what its "
-        "classes say."
+        "`apply_activation_checkpointing` MUST accept a ModuleWrapPolicy and wrap the modules of "
+        "its classes."
     ),
-    rationale="documented behaviour of the function the source's tests import",
+    rationale="documented behaviour of the function that the source's tests import",
     since="0.1.0",
     profile="core",
 )
 def test_apply_with_module_wrap_policy(part, device):
-    """The classes of the policy decide."""
+    """Modules of the policy's classes are wrapped."""
     model = build().to(device)
     part.apply_activation_checkpointing(
         model, part.checkpoint_wrapper, auto_wrap_policy=ModuleWrapPolicy({nn.Linear})
@@ -392,7 +392,7 @@ def test_apply_with_module_wrap_policy(part, device):
 @requirement(
     "CW-015",
     level="MUST",
-    text="Options a CustomPolicy gives MUST reach the wrapper of that module.",
+    text="Options that a CustomPolicy returns for a module MUST reach the wrapper of that module.",
     rationale="documented behaviour of CustomPolicy",
     since="0.1.0",
     profile="core",
@@ -424,8 +424,8 @@ def test_apply_with_custom_policy_options(part, device):
     since="0.1.0",
     profile="core",
 )
-def test_apply_with_something_else(part, device):
-    """The sentence is fixed."""
+def test_apply_with_an_invalid_policy(part, device):
+    """The message has torch's sentence."""
     with pytest.raises(ValueError, match="to be callable or be a pre-defined wrap policy"):
         part.apply_activation_checkpointing(build().to(device), auto_wrap_policy=3)
 
@@ -433,7 +433,7 @@ def test_apply_with_something_else(part, device):
 @requirement(
     "CW-017",
     level="MUST",
-    text="A dropout inside a wrapped module MUST drop the same elements when it is recomputed.",
+    text="Dropout in a wrapped module MUST drop the same elements in forward and in recomputation.",
     rationale="documented contract of preserve_rng_state",
     since="0.1.0",
     profile="core",
@@ -472,13 +472,13 @@ def test_forward_runs_once_more_in_backward(part, device):
 @requirement(
     "CW-019",
     level="MUST",
-    text="A wrapper MUST survive deepcopy and pickle, with weights of its own.",
+    text="A wrapper MUST survive deepcopy and pickle, and the copy MUST have its own weights.",
     rationale="the source's wrapper does; facebookresearch/fairscale#816",
     since="0.1.0",
     profile="core",
 )
 def test_copies_are_independent(part, device):
-    """A deepcopy and a pickle train without touching the original."""
+    """A deep copy and a pickle train without changing the original."""
     wrapped = part.checkpoint_wrapper(nn.Linear(4, 4, device=device))
     for twin in (copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))):
         twin(torch.randn(2, 4, device=device)).sum().backward()

@@ -14,7 +14,7 @@ PREFIX = "_checkpoint_wrapped_module"
 
 
 class Block(nn.Module):
-    """A layer, a buffer, a flag, and a version of its own."""
+    """A layer, a buffer, a flag, and a state dict version."""
 
     _version = 2
 
@@ -26,7 +26,7 @@ class Block(nn.Module):
         self.versions = []
 
     def forward(self, x):
-        """Run."""
+        """Call the layer."""
         return self.linear(x) * self.flag
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 def models(part, device):
-    """A plain model and the same with its first child wrapped."""
+    """A plain model, and a copy with its first child wrapped."""
     wrapped = part.checkpoint_wrapper(Block().to(device))
     rest = nn.BatchNorm1d(2, device=device)
     plain = nn.Sequential(OrderedDict(a=Block().to(device), b=nn.BatchNorm1d(2, device=device)))
@@ -57,7 +57,7 @@ def models(part, device):
     profile="robust",
 )
 def test_parameter_and_buffer_names(part, device):
-    """In the plain model's order."""
+    """In the order of the plain model."""
     plain, wrapped = models(part, device)
     for names in ("named_parameters", "named_buffers"):
         expected = [name for name, _ in getattr(plain, names)()]
@@ -73,7 +73,7 @@ def test_parameter_and_buffer_names(part, device):
     profile="robust",
 )
 def test_module_names(part, device):
-    """No name has the wrapper's part."""
+    """No name contains the wrapper's prefix."""
     plain, wrapped = models(part, device)
     assert {n for n, _ in wrapped.named_modules()} == {n for n, _ in plain.named_modules()}
 
@@ -82,8 +82,8 @@ def test_module_names(part, device):
     "CW-022",
     level="MUST",
     text=(
-        "`load_state_dict(dict(model.named_parameters()))` and a state dict whose keys carry "
-        "the prefix MUST load."
+        "`load_state_dict` MUST accept `dict(model.named_parameters())`, and a state dict whose "
+        "keys contain the wrapper's prefix."
     ),
     rationale=(
         "reproduced on torch 2.13: the prefix is added a second time; facebookresearch/d2go#578"
@@ -92,7 +92,7 @@ def test_module_names(part, device):
     profile="robust",
 )
 def test_named_parameters_load(part, device):
-    """What `named_parameters` gives, `load_state_dict` takes."""
+    """`load_state_dict` accepts the names of `named_parameters`."""
     _, wrapped = models(part, device)
     wrapped.load_state_dict(dict(wrapped.named_parameters()), strict=False)
     result = wrapped.load_state_dict(dict(wrapped.named_parameters()), strict=False)
@@ -102,7 +102,7 @@ def test_named_parameters_load(part, device):
 
 @requirement("CW-022")
 def test_keys_with_the_prefix_load(part, device):
-    """A state dict written with the prefix arrives whole."""
+    """Every value of a state dict with the prefix is loaded."""
     _, wrapped = models(part, device)
     old = {k.replace("a.", f"a.{PREFIX}."): v + 1 for k, v in wrapped.state_dict().items()}
     wrapped.load_state_dict(old)
@@ -110,14 +110,14 @@ def test_keys_with_the_prefix_load(part, device):
 
 
 class CopiesItself(nn.Module):
-    """Has a way of its own to be copied."""
+    """A module with its own `__deepcopy__`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(2, 2)
 
     def forward(self, x):
-        """Run."""
+        """Call the layer."""
         return self.linear(x)
 
     def __deepcopy__(self, memo):
@@ -133,12 +133,14 @@ class CopiesItself(nn.Module):
         "A deepcopy of a wrapper MUST be a wrapper, also where the wrapped module has a "
         "`__deepcopy__`."
     ),
-    rationale="reproduced on torch 2.13: the copy is one of the wrapped module",
+    rationale=(
+        "reproduced on torch 2.13: the copy is a copy of the wrapped module, without the wrapper"
+    ),
     since="0.1.0",
     profile="robust",
 )
-def test_deepcopy_around_a_module_that_copies_itself(part, device):
-    """A wrapper around a module of the same class."""
+def test_deepcopy_of_a_module_with_its_own_deepcopy(part, device):
+    """The copy is a wrapper around a module of the same class."""
     twin = copy.deepcopy(part.checkpoint_wrapper(CopiesItself().to(device)))
     assert isinstance(twin, part.CheckpointWrapper)
     assert type(getattr(twin, PREFIX)) is CopiesItself

@@ -1,4 +1,4 @@
-"""Recomputation and offload where the source goes wrong."""
+"""Recomputation and offload: cases that torch 2.13 fails."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchparts_conformance import requirement
 
 
 class Scaled(nn.Module):
-    """Positional, keyword and nested tensors; dropout; counts its runs."""
+    """Positional, keyword and nested tensors with dropout; counts its forwards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class Scaled(nn.Module):
         self.runs = 0
 
     def forward(self, x, scale=None, nested=None):
-        """Run."""
+        """Combine all tensors."""
         self.runs += 1
         y = torch.tanh(self.linear(x))
         if scale is not None:
@@ -32,26 +32,26 @@ class Scaled(nn.Module):
 
 
 class DictOut(nn.Module):
-    """A tensor in a dict."""
+    """Returns a tensor in a dict."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
 
     def forward(self, x):
-        """Run."""
+        """Call the layer."""
         return {"out": torch.tanh(self.linear(x)), "n": 1}
 
 
 class ListIn(nn.Module):
-    """A tensor in a list."""
+    """Takes a tensor in a list."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
 
     def forward(self, tensors):
-        """Run."""
+        """Call the layer."""
         return torch.tanh(self.linear(tensors[0]))
 
 
@@ -64,15 +64,15 @@ def leaf(device, *shape):
     "CW-036",
     level="MUST",
     text=(
-        "An input changed in place between forward and backward MUST raise, be it positional, "
-        "keyword or nested."
+        "If an input is changed in place between forward and backward, backward MUST raise, for "
+        "positional, keyword and nested inputs."
     ),
     rationale="reproduced on torch 2.13: keyword and nested inputs give wrong gradients silently",
     since="0.1.0",
     profile="robust",
 )
 def test_an_input_changed_in_place_raises(part, device):
-    """Wherever it stands, under both implementations."""
+    """Positional, keyword and nested, under both implementations."""
     places = ("positional", "keyword", "nested")
     for impl, place in itertools.product(part.CheckpointImpl, places):
         module = part.checkpoint_wrapper(Scaled().to(device), impl)
@@ -92,15 +92,15 @@ def test_an_input_changed_in_place_raises(part, device):
     "CW-037",
     level="MUST",
     text=(
-        "Hooks on saved tensors around a wrapper MUST see every input tensor, be it positional,"
-        " keyword or nested."
+        "Saved-tensor hooks around a wrapper MUST see every input tensor: positional, keyword and "
+        "nested."
     ),
-    rationale="reproduced on torch 2.13: only positional ones",
+    rationale="reproduced on torch 2.13: the hooks see only positional ones",
     since="0.1.0",
     profile="robust",
 )
 def test_outer_hooks_see_every_input(part, device):
-    """Positional, keyword and nested tensors are packed."""
+    """Hooks see positional, keyword and nested tensors."""
     module = part.checkpoint_wrapper(Scaled().to(device))
     given = [torch.randn(3, 6, device=device) for _ in range(3)]
     packed = set()
@@ -117,16 +117,19 @@ def test_outer_hooks_see_every_input(part, device):
 @requirement(
     "CW-038",
     level="MUST",
-    text="Random numbers MUST be replayed when all tensors are passed by keyword.",
+    text=(
+        "Recomputation MUST use the random numbers of forward also if all tensors are passed by "
+        "keyword."
+    ),
     rationale=(
-        "pytorch#190758 for compiled code; read in torch 2.13's source: device state is stashed"
-        " for positional tensors only"
+        "pytorch#190758 for compiled code; torch 2.13 saves the random state only of devices of "
+        "positional tensors"
     ),
     since="0.1.0",
     profile="robust",
 )
 def test_dropout_is_replayed_for_keyword_tensors(part, device):
-    """No tensor stands in a positional place."""
+    """No tensor is passed by position."""
     plain = Scaled().to(device)
     wrapped = part.checkpoint_wrapper(copy.deepcopy(plain))
     x = leaf(device, 8, 6)
@@ -143,8 +146,8 @@ def test_dropout_is_replayed_for_keyword_tensors(part, device):
     "CW-039",
     level="MUST",
     text=(
-        "Checkpoint around offload and offload around checkpoint MUST both run forward twice "
-        "and give the plain gradients."
+        "Checkpoint around offload, and offload around checkpoint, MUST both run forward twice and "
+        "give the plain module's gradients."
     ),
     rationale=(
         "reproduced on torch 2.13: checkpoint around offload does not recompute; pytorch#84907"
@@ -153,7 +156,7 @@ def test_dropout_is_replayed_for_keyword_tensors(part, device):
     profile="robust",
 )
 def test_checkpoint_and_offload_compose_both_ways(part, device):
-    """Two runs and the plain gradients."""
+    """Two forwards, and the plain module's gradients."""
     plain = Scaled().to(device)
     x = leaf(device, 4, 6)
     wraps = (
@@ -204,7 +207,7 @@ def test_batch_norm_advances_once(part, device):
     profile="robust",
 )
 def test_a_dict_result_carries_gradients_under_reentrant(part, device):
-    """Parameters and input get the plain gradients."""
+    """Parameters and input get the plain module's gradients."""
     plain = DictOut().to(device)
     wrapped = part.checkpoint_wrapper(copy.deepcopy(plain), part.CheckpointImpl.REENTRANT)
     x = leaf(device, 3, 4)
@@ -221,12 +224,12 @@ def test_a_dict_result_carries_gradients_under_reentrant(part, device):
 @requirement(
     "CW-043",
     level="MUST",
-    text="Under REENTRANT, parameters MUST get gradients where no input requires any.",
-    rationale="reproduced on torch 2.13: the output requires no grad; pytorch#7617",
+    text="Under REENTRANT, parameters MUST get gradients if no input requires a gradient.",
+    rationale="reproduced on torch 2.13: the output does not require a gradient; pytorch#7617",
     since="0.1.0",
     profile="robust",
 )
-def test_parameters_get_gradients_without_an_input_that_requires_any(part, device):
+def test_parameters_get_gradients_without_input_gradients(part, device):
     """The first layer of a network under REENTRANT."""
     plain = nn.Linear(4, 4, device=device)
     wrapped = part.checkpoint_wrapper(copy.deepcopy(plain), part.CheckpointImpl.REENTRANT)
@@ -269,7 +272,7 @@ def test_nested_inputs_get_gradients_under_reentrant(part, device):
     profile="robust",
 )
 def test_func_grad(part, device):
-    """The gradient torch.func takes is autograd's."""
+    """torch.func.grad gives autograd's gradient."""
     wrapped = part.checkpoint_wrapper(nn.Sequential(nn.Linear(3, 3), nn.Tanh()).to(device))
     x = leaf(device, 2, 3)
     wrapped(x).sum().backward()
@@ -280,16 +283,16 @@ def test_func_grad(part, device):
 @requirement(
     "CW-047",
     level="SHOULD",
-    text="Offload SHOULD NOT copy a tensor of the CPU.",
+    text="Offload SHOULD NOT copy a CPU tensor.",
     rationale=(
-        "reproduced on torch 2.13: copies it, to pinned memory where there is some; pytorch#86097"
+        "reproduced on torch 2.13: copies it, to pinned memory if that is available; pytorch#86097"
     ),
     since="0.1.0",
     profile="robust",
     devices=("cpu",),
 )
 def test_offload_copies_nothing_on_the_cpu(part, device):
-    """Forward and backward of a small network, with the copying methods of tensors counted."""
+    """Counts calls of the copying methods of tensors in a forward and backward."""
     module = part.offload_wrapper(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)))
     x = torch.randn(8, 64, requires_grad=True)
     copies = []

@@ -1,4 +1,4 @@
-"""What a forward does besides computing: hooks, changed arguments, weights out of sight."""
+"""Side effects of forward: hooks, changed arguments, and weights from outside."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchparts_conformance import requirement
 
 
 class Hooked(nn.Module):
-    """Scales gradients by hooks that it registers in forward."""
+    """Registers hooks in forward that scale gradients."""
 
     def __init__(self, of: str) -> None:
         super().__init__()
@@ -20,26 +20,26 @@ class Hooked(nn.Module):
         self.of = of
 
     def forward(self, x):
-        """Run."""
+        """Register hooks and call the layer."""
         (x if self.of == "input" else self.linear.weight).register_hook(lambda g: g * 1.5)
         return torch.tanh(self.linear(x)).exp()
 
 
 class Cache:
-    """Rows by layer, as caches of keys are."""
+    """Rows by layer, like a key and value cache."""
 
     def __init__(self) -> None:
         self.rows: dict[int, torch.Tensor] = {}
 
     def append(self, index, rows):
-        """Add rows to those of a layer; all of them."""
+        """Append rows to those of a layer and return all of them."""
         old = self.rows.get(index)
         self.rows[index] = rows if old is None else torch.cat([old, rows])
         return self.rows[index]
 
 
 class Cached(nn.Module):
-    """Reads all rows that were ever appended."""
+    """Reads all rows that were appended so far."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -47,13 +47,13 @@ class Cached(nn.Module):
         self.index = index
 
     def forward(self, x, cache):
-        """Run."""
+        """Append to the cache and use it."""
         rows = cache.append(self.index, self.linear(x))
         return torch.softmax(x @ rows.mT, -1) @ rows
 
 
 class Past:
-    """A number of steps, and what there is of the past."""
+    """A step count and rows from earlier steps."""
 
     def __init__(self, first) -> None:
         self.steps = 0
@@ -61,27 +61,27 @@ class Past:
 
 
 class CachedPast(nn.Module):
-    """Counts its steps in a cache, and reads what is there of the past."""
+    """Counts its steps in a cache and reads earlier rows."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
 
     def forward(self, x, cache):
-        """Run."""
+        """Count and read."""
         cache.steps += 1
         return torch.tanh(self.linear(x) * sum(cache.past[0]) * cache.steps).exp()
 
 
 class Buffered(nn.Module):
-    """Writes its rows into a tensor that is there already, and reads it."""
+    """Writes its rows into an existing tensor and reads the tensor."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
 
     def forward(self, x, cache):
-        """Run."""
+        """Write and read."""
         y = torch.tanh(self.linear(x))
         scale = cache.rows[0].clone()
         cache.rows[0].add_(1)
@@ -98,18 +98,18 @@ def _step(model, *args):
     "CW-094",
     level="MUST",
     text=(
-        "A hook that forward registers on an input or a parameter MUST act once a step, as it "
-        "does in the plain module."
+        "A hook that forward registers on an input or a parameter MUST act once per step, as in "
+        "the plain module."
     ),
     rationale=(
-        "reproduced on torch 2.13: recomputation registers the hook again, and a gradient is "
-        "scaled twice"
+        "reproduced on torch 2.13: recomputation registers the hook again, so a gradient is scaled "
+        "twice"
     ),
     since="0.1.0",
     profile="robust",
 )
 def test_hooks_of_a_forward_act_once(part, device):
-    """On an input that is no leaf, and on a parameter."""
+    """On an input that is not a leaf, and on a parameter."""
     for of in ("input", "weight"):
         plain = Hooked(of).to(device)
         wrapped = part.checkpoint_wrapper(copy.deepcopy(plain))
@@ -127,18 +127,18 @@ def test_hooks_of_a_forward_act_once(part, device):
     "CW-095",
     level="MUST",
     text=(
-        "Where forward changes an argument, such as a cache it appends to, gradients MUST be "
-        "the plain ones and the argument MUST end as it does in the plain module."
+        "If forward changes an argument, such as a cache that it appends to, gradients and the "
+        "argument's final state MUST be those of the plain module."
     ),
     rationale=(
-        "reproduced on torch 2.13: recomputation appends to the cache again and reads what both"
-        " runs put there; shihao1895/MemoryVLA#18"
+        "reproduced on torch 2.13: recomputation appends to the cache again and reads the entries "
+        "of both runs; shihao1895/MemoryVLA#18"
     ),
     since="0.1.0",
     profile="robust",
 )
 def test_a_cache_grows_once_a_step(part, device):
-    """Three layers share it; the second step goes on from the first."""
+    """Three layers share the cache; the second step continues from the first."""
     plain = nn.ModuleList(Cached(i) for i in range(3)).to(device)
     wrapped = nn.ModuleList(part.checkpoint_wrapper(copy.deepcopy(layer)) for layer in plain)
     caches = Cache(), Cache()
@@ -157,8 +157,8 @@ def test_a_cache_grows_once_a_step(part, device):
 
 
 @requirement("CW-095")
-def test_what_comes_into_a_cache_before_backward_is_not_read(part, device):
-    """Beside what forward changes: a list that it reads, and that others append to."""
+def test_cache_entries_from_after_forward_are_not_read(part, device):
+    """Other code appends to a list that forward reads."""
     plain = CachedPast().to(device)
     wrapped = part.checkpoint_wrapper(copy.deepcopy(plain))
     x, grads = torch.linspace(-1, 1, 8, device=device).view(2, 4), []
@@ -176,8 +176,8 @@ def test_what_comes_into_a_cache_before_backward_is_not_read(part, device):
     "CW-096",
     level="MUST",
     text=(
-        "Where forward changes a tensor in an argument in place, gradients MUST be the plain "
-        "ones, or an error MUST be raised before any is given."
+        "If forward changes a tensor inside an argument in place, either gradients MUST be those "
+        "of the plain module, or an error MUST be raised before any gradient is returned."
     ),
     rationale=(
         "pytorch#197039 for compiled code; reproduced on torch 2.13: recomputation reads the "
@@ -187,7 +187,7 @@ def test_what_comes_into_a_cache_before_backward_is_not_read(part, device):
     profile="robust",
 )
 def test_a_tensor_changed_in_place_is_never_silently_wrong(part, device):
-    """Right, or refused before a gradient is given."""
+    """Either right, or an error before any gradient is returned."""
     plain = Buffered().to(device)
     wrapped = part.checkpoint_wrapper(copy.deepcopy(plain))
     x = torch.linspace(-1, 1, 8, device=device).view(2, 4)
@@ -208,8 +208,8 @@ def test_a_tensor_changed_in_place_is_never_silently_wrong(part, device):
     "CW-100",
     level="MUST",
     text=(
-        "Weights that `torch.func.functional_call` gives a module for one call MUST have the "
-        "plain gradients when backward runs after it has returned."
+        "If `torch.func.functional_call` passes weights to a module, their gradients MUST be the "
+        "plain module's, also if backward runs after the call has returned."
     ),
     rationale=(
         "reproduced on torch 2.13: recomputation uses the module's own weights, and gradients "
@@ -218,8 +218,8 @@ def test_a_tensor_changed_in_place_is_never_silently_wrong(part, device):
     since="0.1.0",
     profile="robust",
 )
-def test_weights_of_a_functional_call_are_recomputed_with(part, device):
-    """Backward runs when the module has its own weights again."""
+def test_weights_of_a_functional_call_are_used_in_recompute(part, device):
+    """Backward runs after the module has its own weights again."""
     plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).to(device)
     wrapped = part.checkpoint_wrapper(copy.deepcopy(plain))
     x = torch.linspace(-1, 1, 8, device=device).view(2, 4)
@@ -234,7 +234,7 @@ def test_weights_of_a_functional_call_are_recomputed_with(part, device):
 
 
 class Centred(nn.Module):
-    """Subtracts an average that each forward advances, in place or by another tensor."""
+    """Subtracts an average that each forward advances, in place or by assignment."""
 
     def __init__(self, *, in_place: bool) -> None:
         super().__init__()
@@ -243,7 +243,7 @@ class Centred(nn.Module):
         self.register_buffer("centre", torch.zeros(4))
 
     def forward(self, x):
-        """Run."""
+        """Advance the average and subtract it."""
         y = self.linear(x)
         centred = y - self.centre
         with torch.no_grad():
@@ -258,17 +258,17 @@ class Centred(nn.Module):
     "CW-110",
     level="MUST",
     text=(
-        "A buffer that forward reads and writes MUST be read in recomputation as forward read "
-        "it, and MUST advance once per step, under both implementations."
+        "Recomputation MUST read the value that a buffer had in forward, and a buffer that forward "
+        "writes MUST advance once per step, under both implementations."
     ),
     rationale=(
         "pytorch#197039 for compiled code; reproduced on torch 2.13: recomputation reads the "
-        "buffer as forward left it, gradients are silently wrong, and it advances twice"
+        "buffer that forward left, so gradients are silently wrong, and the buffer advances twice"
     ),
     since="0.1.0",
     profile="robust",
 )
-def test_a_buffer_that_forward_writes_is_read_as_it_was(part, device):
+def test_a_buffer_that_forward_writes_has_its_value_in_recompute(part, device):
     """Gradients and the buffer equal the plain module's after each of three steps."""
     for impl in part.CheckpointImpl:
         for in_place in (True, False):
@@ -284,14 +284,14 @@ def test_a_buffer_that_forward_writes_is_read_as_it_was(part, device):
 
 
 class Doubled(nn.Module):
-    """A linear layer whose weight somebody doubles."""
+    """A linear layer whose weight other code doubles."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
 
     def forward(self, x):
-        """Run."""
+        """Call the layer."""
         return torch.tanh(self.linear(x))
 
 
@@ -299,20 +299,19 @@ class Doubled(nn.Module):
     "CW-111",
     level="MUST",
     text=(
-        "Where a parameter was changed in place between forward and backward, backward MUST "
-        "raise an error that names the parameter, under both implementations; an optimizer that"
-        " steps after backward, or in it for parameters whose gradients are there, MUST NOT be "
-        "refused."
+        "If a parameter is changed in place between forward and backward, backward MUST raise an "
+        "error that names the parameter, under both implementations, but optimizers that step "
+        "after backward, or in backward once a parameter has its gradient, MUST work."
     ),
     rationale=(
-        "without checkpointing autograd raises; reproduced on torch 2.13: recomputation runs "
-        "with the new weights and gradients are silently wrong"
+        "without checkpointing autograd raises; reproduced on torch 2.13: recomputation uses the "
+        "new weights and gradients are silently wrong"
     ),
     since="0.1.0",
     profile="robust",
 )
 def test_a_parameter_changed_in_place_since_forward_is_an_error(part, device):
-    """Its name is in the error."""
+    """The error names the parameter."""
     for impl in part.CheckpointImpl:
         wrapped = part.checkpoint_wrapper(Doubled().to(device), impl)
         x = torch.randn(5, 4, device=device, requires_grad=True)
@@ -324,15 +323,15 @@ def test_a_parameter_changed_in_place_since_forward_is_an_error(part, device):
 
 
 def step(parameter: nn.Parameter) -> None:
-    """Change a parameter by its gradient."""
+    """Subtract a parameter's gradient from it."""
     with torch.no_grad():
         parameter.sub_(parameter.grad)
     parameter.grad = None
 
 
 @requirement("CW-111")
-def test_a_step_after_backward_or_in_it_is_allowed(part, device):
-    """Weights after three steps equal the plain model's."""
+def test_an_optimizer_step_in_or_after_backward_is_allowed(part, device):
+    """Weights after three steps equal those of the plain model."""
     for impl in part.CheckpointImpl:
         for in_backward in (True, False):
             plain = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]).to(device)

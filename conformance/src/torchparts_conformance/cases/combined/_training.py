@@ -1,4 +1,4 @@
-"""A small model, its training, and what the parts do to it; every number is derived from these.
+"""A small model, its training, and the application of all parts; all numbers derive from these.
 
 Shapes: a batch is (BATCH, WIDTH); a block multiplies WIDTH -> HIDDEN -> WIDTH.
 """
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 BATCH, WIDTH, HIDDEN, BLOCKS, STEPS = 8, 8, 32, 2, 3
-# A product of (m, k) and (k, n) is 2mkn operations; a block has two.
+# A product of (m, k) and (k, n) costs 2mkn operations; a block has two.
 BLOCK_FLOPS = 2 * (2 * BATCH * WIDTH * HIDDEN)
 PRODUCTS = [torch.ops.aten.addmm.default]
 NAMES = [
@@ -42,26 +42,26 @@ class Block(nn.Module):
         self.down = nn.Linear(HIDDEN, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Give x plus what the block makes of it; (BATCH, WIDTH) both."""
+        """Add the block's result to x; (BATCH, WIDTH) both."""
         return x + self.down(self.drop(self.act(self.up(x))))
 
 
 def make_model(device: str = "cpu", dropout: float = 0.0) -> nn.Sequential:
-    """Give the same model at every call: blocks 0 and 1, and a head 2."""
+    """Make the same model at every call: blocks 0 and 1, and a head 2."""
     torch.manual_seed(1)
     blocks = [Block(dropout) for _ in range(BLOCKS)]
     return nn.Sequential(*blocks, nn.Linear(WIDTH, 2)).to(device)
 
 
 def batch(step: int, device: str = "cpu") -> torch.Tensor:
-    """Give the batch of a step."""
+    """Return the batch of a step."""
     generator = torch.Generator().manual_seed(100 + step)
     return torch.randn(BATCH, WIDTH, generator=generator).to(device)
 
 
 @dataclass
 class Record:
-    """Losses by step, gradients of the last step and parameters after it, by name."""
+    """Losses by step, and gradients and parameters after the last step, by name."""
 
     losses: list[float] = field(default_factory=list)
     grads: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Record:
 
 
 def train(model: nn.Module, device: str = "cpu", *, call=None, around=contextlib.nullcontext):
-    """Train for STEPS steps of SGD; `call` runs instead of the model, `around` holds each step."""
+    """Train for STEPS steps of SGD. `call` replaces the model's call; `around` wraps each step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     record = Record()
     for step in range(STEPS):
@@ -86,7 +86,7 @@ def train(model: nn.Module, device: str = "cpu", *, call=None, around=contextlib
 
 
 def assert_same(record: Record, plain: Record, clean=lambda name: name) -> None:
-    """Hold two trainings together bit for bit."""
+    """Assert that two trainings are bit-identical."""
     assert record.losses == plain.losses
     for kind in ("grads", "params"):
         got = {clean(name): value for name, value in getattr(record, kind).items()}
@@ -97,7 +97,7 @@ def assert_same(record: Record, plain: Record, clean=lambda name: name) -> None:
 
 
 def checkpoint_blocks(parts, model: nn.Sequential, policy=None) -> nn.Sequential:
-    """Checkpoint each block in place, through the selective engine."""
+    """Checkpoint each block in place with a selective policy."""
     for block in model[:BLOCKS]:
         parts.ckpt_wrap.checkpoint_(
             block, checkpoint_fn=parts.sac_policies.checkpoint, policy=policy
@@ -106,14 +106,14 @@ def checkpoint_blocks(parts, model: nn.Sequential, policy=None) -> nn.Sequential
 
 
 def offload_blocks(parts, model: nn.Sequential) -> nn.Sequential:
-    """Offload each block in place, however small its values."""
+    """Offload each block in place, also small values."""
     for block in model[:BLOCKS]:
         parts.ckpt_wrap.offload_(block, min_bytes=1)
     return model
 
 
 class Seen:
-    """Names of called modules by phase, the root's own name taken off."""
+    """Names of called modules by phase, without the root's name."""
 
     def __init__(self, parts, model: nn.Module) -> None:
         self.tracker = parts.mod_tracker.ModTracker(model)
@@ -121,7 +121,7 @@ class Seen:
 
     @contextlib.contextmanager
     def watching(self):
-        """Note every module call of a step."""
+        """Record every module call of a step."""
         self.names.clear()
         with self.tracker, self.tracker.subscribe(pre_forward=self._note):
             yield

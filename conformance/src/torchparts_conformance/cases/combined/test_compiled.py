@@ -1,4 +1,4 @@
-"""The parts together under torch.compile."""
+"""All parts together under torch.compile."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def _assert_plain(found, device):
         "A compiled model checkpointed in place through a selective policy MUST give the "
         "gradients of the plain model."
     ),
-    rationale="compiled code takes another path through both packages",
+    rationale="compiled code takes a different path through both packages",
     since="0.1.0",
     profile="compile",
 )
 def test_compiled_selective_gives_plain_gradients(parts, device):
-    """Compiled in one graph, the gradients are those of the plain model."""
+    """Compiled to one graph, the gradients are those of the plain model."""
     model = checkpoint_blocks(parts, make_model(device), PRODUCTS)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     _assert_plain(_gradients(model, compiled, device), device)

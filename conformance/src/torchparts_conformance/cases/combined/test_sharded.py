@@ -1,4 +1,4 @@
-"""The parts together over 2 and 4 gloo ranks; each rank sees its rows of the same batch."""
+"""All parts together over 2 and 4 gloo ranks; each rank trains on its rows of the same batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORLDS = pytest.mark.parametrize("world_size", [2, 4])
 
 
 def _sharded(parts, policy=None, *, offload=False, checkpoint=True):
-    """Give the model with each block checkpointed and a unit of its own."""
+    """Return the model with each block checkpointed and sharded as a unit."""
     model = make_model()
     if checkpoint:
         checkpoint_blocks(parts, model, policy)
@@ -46,7 +46,7 @@ def _optimizer(model):
 
 
 def _train(model, rank, world_size):
-    """Train as `train` does on one process; give this rank's losses."""
+    """Train like `train` on one process; return this rank's losses."""
     optimizer, losses = _optimizer(model), []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -63,7 +63,7 @@ def _whole(parts, model):
 
 
 def _assert_plain(results):
-    """Hold the mean of the ranks' losses and every rank's whole parameters to plain training."""
+    """Assert that the mean loss and every rank's full parameters equal plain training."""
     plain = train(make_model())
     losses = torch.tensor([result[0] for result in results]).mean(dim=0)
     torch.testing.assert_close(losses, torch.tensor(plain.losses), rtol=1e-5, atol=1e-6)
@@ -98,14 +98,14 @@ def _all_four(parts, rank, world_size):
         "All four parts on 2 and 4 ranks MUST train as the plain model, with plain names and "
         "exact FLOPs by phase on each rank."
     ),
-    rationale="the reason for one suite",
+    rationale="each part can be right alone and wrong in combination",
     since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
 @WORLDS
 def test_all_four_over_ranks(ranks, world_size):
-    """Training, names and FLOPs are the plain ones on every rank."""
+    """Training, names and FLOPs equal the plain model's on every rank."""
     results = ranks(world_size, _all_four)
     for result in results:
         assert result["names"]["forward"] == NAMES

@@ -1,4 +1,4 @@
-"""The drop-in names together: wrappers, policies and the tracker."""
+"""Drop-in names together: wrappers, policies and the tracker."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def _clean(name):
     "CB-001",
     level="MUST",
     text=(
-        "A model in checkpoint wrappers whose recompute follows a selective policy MUST train "
-        "bit for bit as the plain model."
+        "A model in checkpoint wrappers with a selective policy MUST train bit-identically to the "
+        "plain model."
     ),
-    rationale="checkpointing may change when values are computed, never which",
+    rationale="checkpointing may change when values are computed, but never the values",
     since="0.1.0",
     profile="core",
 )
@@ -51,15 +51,15 @@ def test_wrapper_with_a_policy_trains_as_plain(parts, device):
     "CB-002",
     level="MUST",
     text=(
-        "Tracking a model in checkpoint wrappers with a selective policy MUST NOT change its "
-        "training by a bit."
+        "Tracking a model in checkpoint wrappers with a selective policy MUST leave its training "
+        "bit-identical."
     ),
-    rationale="an observer changes nothing",
+    rationale="a tracker only observes",
     since="0.1.0",
     profile="core",
 )
 def test_tracking_changes_nothing(parts, device):
-    """The tracker around each step leaves losses, gradients and parameters as they were."""
+    """A tracker around each step changes no losses, gradients or parameters."""
     plain = train(make_model(device, 0.5), device)
     tracker = parts.mod_tracker.ModTracker()
     tracked = train(_wrapped(parts, device, 0.5), device, around=lambda: tracker)

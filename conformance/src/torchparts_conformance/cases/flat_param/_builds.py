@@ -1,4 +1,4 @@
-"""Modules and handles that the cases of this area share."""
+"""Modules and handles for the cases of this area."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 
 class Group:
-    """Stands for a process group where only rank and size are asked for."""
+    """A fake process group with only a rank and a size."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
 
     def rank(self) -> int:
-        """This process's place."""
+        """This process's rank."""
         return self._rank
 
     def size(self) -> int:
@@ -25,7 +25,7 @@ class Group:
 
 
 def make_handle(part: Any, module: nn.Module, device: str, **changes: Any) -> Any:
-    """A handle over all parameters of a module, with the arguments of the source's tests."""
+    """Make a handle for all parameters of a module, with the arguments of the source's tests."""
     arguments = {
         "device": torch.device(device),
         "sharding_strategy": part.HandleShardingStrategy.FULL_SHARD,
@@ -61,13 +61,13 @@ class Blocks(nn.Module):
         )
 
     def tie(self) -> None:
-        """Let two blocks share the weights of two others; a move of the module may untie them."""
+        """Share weights between blocks; moving the module may undo this."""
         for first, second in ((0, 2), (1, 3)):
             self.blocks[second][1].weight = self.blocks[first][1].weight
             self.blocks[second][3].weight = self.blocks[first][3].weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """`(batch, 6)` to `(batch, 8)`."""
+        """Map `(batch, 6)` to `(batch, 8)`."""
         x = self.embed(x)
         for block in self.blocks:
             x = x + block(x)
@@ -75,7 +75,7 @@ class Blocks(nn.Module):
 
 
 def blocks(device: str, dtype: torch.dtype, *, tied: bool = False) -> tuple[Blocks, Tensor]:
-    """A model and an input for it."""
+    """Return a model and an input."""
     model = Blocks().to(device, dtype)
     if tied:
         model.tie()
@@ -84,7 +84,7 @@ def blocks(device: str, dtype: torch.dtype, *, tied: bool = False) -> tuple[Bloc
 
 
 def holder(*tensors: Tensor) -> nn.Module:
-    """A module of given tensors, as parameters p0, p1, ..."""
+    """A module with given tensors as parameters p0, p1, ..."""
     module = nn.Module()
     for index, tensor in enumerate(tensors):
         trainable = tensor.is_floating_point() or tensor.is_complex()
@@ -94,7 +94,7 @@ def holder(*tensors: Tensor) -> nn.Module:
 
 
 def survives(part: Any, device: str, *tensors: Tensor, use_orig_params: bool = False) -> bool:
-    """Whether tensors come out of a flat parameter with the values they had."""
+    """Whether tensors keep their values in a flat parameter."""
     expected = [tensor.tolist() for tensor in tensors]
     module = holder(*(tensor.to(device) for tensor in tensors))
     make_handle(part, module, device, use_orig_params=use_orig_params)

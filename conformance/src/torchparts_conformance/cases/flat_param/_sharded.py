@@ -1,4 +1,4 @@
-"""A small model, its shards and one process's training, for the cases on several ranks."""
+"""A small model, its sharded form, and training in one process, for cases on several ranks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Backward = Callable[[nn.Module, Callable[[Tensor], Tensor]], None]
 
 
 def most_ranks(kind: str) -> int:
-    """Two on the CPU, and as many on an accelerator as it has devices, two at most."""
+    """Two on the CPU; on accelerators the number of devices, at most two."""
     return 2 if kind == "cpu" else min(2, torch.accelerator.device_count())
 
 
 def place(kind: str, rank: int) -> tuple[torch.device, dict[str, Any]]:
-    """This rank's device, and options for sharding over all of them."""
+    """Return this rank's device, and options for sharding over all ranks."""
     if kind == "cpu":
         return torch.device(kind), {}
     torch.accelerator.set_device_index(rank)
@@ -29,7 +29,7 @@ def place(kind: str, rank: int) -> tuple[torch.device, dict[str, Any]]:
 
 
 class Net(nn.Module):
-    """Two residual blocks of odd sizes with a layer that nothing uses."""
+    """Two residual blocks of odd sizes and an unused layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,13 +47,13 @@ class Net(nn.Module):
 
 
 def plain(seed: int = 0) -> Net:
-    """The model as one process has it."""
+    """Return the model of one process."""
     torch.manual_seed(seed)
     return Net()
 
 
 def sharded(part: Any, seed: int = 0, **options: Any) -> Any:
-    """The same model, one unit per block and one around them."""
+    """Return the same model with one unit per block and one around them."""
     model = plain(seed)
     for block in model.inner:
         part.fully_shard(block, **options)
@@ -61,29 +61,29 @@ def sharded(part: Any, seed: int = 0, **options: Any) -> Any:
 
 
 def batch(world_size: int, step: int = 0) -> Tensor:
-    """The inputs of all ranks, `(2 * world_size, 5)`."""
+    """Return the inputs of all ranks, `(2 * world_size, 5)`."""
     generator = torch.Generator().manual_seed(7 + step)
     return torch.randn(2 * world_size, 5, generator=generator)
 
 
 def mine(inputs: Tensor, rank: int) -> Tensor:
-    """One rank's inputs."""
+    """Return one rank's inputs."""
     return inputs[2 * rank : 2 * rank + 2]
 
 
 def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
-    """The mean over ranks is the loss of the whole batch."""
+    """Return a rank's loss; the mean over ranks is the loss of the whole batch."""
     return model(inputs).square().mean()
 
 
 def whole_state(module: nn.Module) -> dict[str, Any]:
-    """A state dict with whole tensors in the place of shards. Collective."""
+    """Return the state dict with full tensors instead of shards. Collective."""
     state = module.state_dict()
     return {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in state.items()}
 
 
 def train(model: nn.Module, shares: list[Tensor]) -> None:
-    """SGD with momentum: linear in the gradient, so that rounding stays rounding."""
+    """Train with SGD and momentum: linear in the gradient, so rounding errors stay small."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for share in shares:
         optimizer.zero_grad()
@@ -92,7 +92,7 @@ def train(model: nn.Module, shares: list[Tensor]) -> None:
 
 
 def distance(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
-    """The largest difference of two state dicts, infinite if their keys differ."""
+    """Return the largest difference of two state dicts, infinite if their keys differ."""
     if list(first) != list(second):
         return float("inf")
     pairs = zip(first.values(), second.values(), strict=True)
@@ -100,7 +100,7 @@ def distance(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
 
 
 def stepped(module: nn.Module) -> dict[str, Tensor]:
-    """The state after a step that adds each gradient as it is."""
+    """Return the state after a step that adds each gradient unscaled."""
     torch.optim.SGD(module.parameters(), lr=1.0).step()
     return whole_state(module)
 
@@ -108,7 +108,7 @@ def stepped(module: nn.Module) -> dict[str, Tensor]:
 def pair_distance(
     part: Any, rank: int, world_size: int, backward: Backward, **options: Any
 ) -> float:
-    """How far a sharded model ends from a plain one, after the same backward passes."""
+    """Return the distance between a sharded and a plain model after the same backward passes."""
     reference, model = plain(), sharded(part, **options)
     backward(reference, lambda inputs: inputs)
     backward(model, lambda inputs: mine(inputs, rank))

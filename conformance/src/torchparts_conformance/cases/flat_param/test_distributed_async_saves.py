@@ -1,4 +1,4 @@
-"""Saves that go on beside training, on two ranks."""
+"""Saves that overlap with training, on two ranks."""
 
 from __future__ import annotations
 
@@ -44,17 +44,15 @@ def _trained_meanwhile(part: Any, rank: int, world_size: int, folder: str) -> li
     "FP-230",
     level="MUST",
     text=(
-        "`async_save_sharded` MUST save the parameters and optimizer state of its call, "
-        "whatever training does before its future is done, and the future MUST end where "
-        "`save_sharded` would."
+        "`async_save_sharded` MUST save the parameters and optimizer state at the time of the "
+        "call, even if training continues, and its future MUST finish when `save_sharded` would "
+        "return."
     ),
-    rationale=(
-        "a copy that is taken late, or not at all, is a mixture of two steps that no checksum shows"
-    ),
+    rationale="a late or missing copy mixes two steps, and no checksum shows it",
     since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
-def test_async_save_is_of_its_call(part, ranks, tmp_path):
-    """A step after the call, and before its end, is not in it."""
+def test_async_save_has_the_state_of_its_call(part, ranks, tmp_path):
+    """A step after the call, before the save has ended, is not saved."""
     assert ranks(2, _trained_meanwhile, str(tmp_path / "saved")) == [[True, True, 0.0]] * 2

@@ -1,7 +1,7 @@
-"""Backward passes of a sharded module inside of another.
+"""Backward passes of a sharded module inside another backward.
 
-On the CPU one and two ranks of a gloo group; on an accelerator as many of the backend of its kind
-as it has devices, two at most.
+On the CPU, one and two ranks with gloo. On an accelerator, its own backend with as many ranks as
+devices, at most two.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WIDTH, UNITS, STEPS, ROWS = 6, 3, 3, 4
 
 
 class _Again(nn.Module):
-    """Runs what is inside again in backward, in a backward of its own; or runs it as it is."""
+    """A reentrant checkpoint of its inner module, or that module unchanged."""
 
     def __init__(self, inner, again):
         super().__init__()
@@ -35,7 +35,7 @@ class _Again(nn.Module):
 
 
 def _plain(where, way=""):
-    """Linear layers around blocks, each of which may run again inside of its unit or around it."""
+    """Linear layers around blocks, with reentrant checkpoints inside or around units."""
     torch.manual_seed(1)
     blocks = []
     for _ in range(UNITS):
@@ -53,7 +53,7 @@ def _sharded(part, where, way="", **options):
 
 
 def _batches(world_size, where, step=0):
-    """One for each rank, whose gradients may be asked for, too."""
+    """Return one batch per rank, optionally with requires_grad."""
     given = torch.Generator().manual_seed(step)
     data = torch.randn(world_size, ROWS, WIDTH, generator=given).to(where)
     return [batch.requires_grad_() for batch in data]
@@ -64,18 +64,18 @@ def _loss(model, batch):
 
 
 def _losses(plain, model, data, rank):
-    """Of one process, the mean over ranks; and this rank's."""
+    """Return the mean loss over ranks in one process, and this rank's loss."""
     whole = sum(_loss(plain, batch) for batch in data) / len(data)
     return whole, _loss(model, data[rank])
 
 
 def _are_same(model, plain):
-    """Whether a step ends in the same values: the mean of one rank, or of two, is exact."""
+    """Whether steps end in the same values: the mean over one or two ranks is exact."""
     return distance(stepped(model), stepped(plain)) == 0
 
 
 def _again(part, rank, world_size, kind, way):
-    """Whether each of three steps ends where one process's does, which runs nothing again."""
+    """Whether each of three steps equals that of one process without checkpoints."""
     where, options = place(kind, rank)
     plain, model, same = _plain(where), _sharded(part, where, way, **options), []
     with no_races(kind):
@@ -93,14 +93,12 @@ def _again(part, rank, world_size, kind, way):
     "FP-246",
     level="MUST",
     text=(
-        "Reentrant activation checkpoints (`use_reentrant=True`) inside of a unit, around it, "
-        "or both MUST give the gradients of a plain module that has none, bitwise, on one rank "
-        "and on two."
+        "Reentrant checkpoints (`use_reentrant=True`) inside a unit, around it, or both MUST give "
+        "bitwise the gradients of a plain module without checkpoints, on one and two ranks."
     ),
     rationale=(
-        "each has a backward inside the one that runs, and its gradients come after those for "
-        "which a unit of the outer one waits: summed too early, they are lost, or come into the"
-        " next step"
+        "each reentrant checkpoint runs a backward inside the outer backward; gradients that are "
+        "reduced before it has finished are lost or appear in the next step"
     ),
     since="0.1.0",
     profile="distributed",
@@ -108,6 +106,6 @@ def _again(part, rank, world_size, kind, way):
 @pytest.mark.parametrize("way", ["inside", "around", "both"])
 @pytest.mark.parametrize("count", [1, 2])
 def test_reentrant_checkpoints(part, device, ranks, count, way):
-    """Inside of units, around them, and both."""
+    """Inside units, around them, and both."""
     size = min(count, most_ranks(device))
     assert ranks(size, _again, device, way) == [[True] * STEPS] * size

@@ -25,21 +25,22 @@ def _state_dict(part: Any, rank: int, world_size: int) -> list[Any]:
     "FP-106",
     level="MUST",
     text=(
-        "state_dict() of a sharded module MUST have the plain module's keys, shapes and dtypes on"
-        " every rank; its tensors made whole MUST have the values, and load into one."
+        "state_dict() of a sharded module MUST have the plain module's keys, shapes and dtypes on "
+        "every rank, its full tensors MUST equal the plain module's, and the plain module MUST "
+        "load them."
     ),
-    rationale="pytorch#102667: LOCAL_STATE_DICT does not even load again on two ranks",
+    rationale="pytorch#102667: LOCAL_STATE_DICT does not load again even on two ranks",
     since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
-def test_state_dict_is_the_plain_one(part, ranks):
-    """Keys, shapes, dtypes and values, on both ranks, also once loaded."""
+def test_state_dict_equals_the_plain_one(part, ranks):
+    """Keys, shapes, dtypes and values, on both ranks, also after loading."""
     assert ranks(2, _state_dict) == [[True, 0.0], [True, 0.0]]
 
 
 class _Touch:
-    """Unpickling it makes a file."""
+    """Unpickling it creates a file."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -66,14 +67,14 @@ def _hostile(part: Any, rank: int, world_size: int, folder: str) -> list[bool]:
 @requirement(
     "FP-109",
     level="MUST",
-    text="A checkpoint whose metadata would run code MUST be refused without running it.",
+    text="A checkpoint whose metadata contains code MUST be refused without running that code.",
     rationale="torch.distributed.checkpoint unpickles its metadata",
     since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
-def test_hostile_checkpoint_is_an_error_not_an_execution(part, ranks, tmp_path):
-    """Refused, and the file is not there."""
+def test_hostile_checkpoint_is_refused_without_running_code(part, ranks, tmp_path):
+    """Loading raises, and the file was not created."""
     assert ranks(2, _hostile, str(tmp_path)) == [[True, False], [True, False]]
 
 
@@ -100,16 +101,17 @@ def _damaged(part: Any, rank: int, world_size: int, folder: str, which: str) -> 
 @requirement(
     "FP-115",
     level="MUST",
-    text="A changed byte in the data of a sharded checkpoint MUST be an error when it is loaded.",
+    text="Loading a sharded checkpoint MUST raise an error if a byte of its data was changed.",
     rationale=(
-        "torch.distributed.checkpoint compares no checksum; damaged weights train on without a word"
+        "torch.distributed.checkpoint compares no checksum, so training silently continues with "
+        "damaged weights"
     ),
     since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
 def test_changed_byte_is_refused(part, ranks, tmp_path):
-    """In the part of the first rank, which the first rank reads at least."""
+    """In the first rank's part, which at least the first rank reads."""
     found = ranks(2, _damaged, str(tmp_path / "saved"), "first")
     assert any(refused for refused, _ in found)
 
@@ -118,15 +120,15 @@ def test_changed_byte_is_refused(part, ranks, tmp_path):
     "FP-116",
     level="MUST",
     text=(
-        "A sharded load that fails on one rank MUST fail on all, and leave every rank's "
-        "parameters as they were."
+        "A sharded load that fails on one rank MUST fail on all ranks and MUST leave the "
+        "parameters of every rank unchanged."
     ),
-    rationale="otherwise a caller who goes on after the error trains a model that is half another",
+    rationale="otherwise a caller that catches the error trains a mixture of two models",
     since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
 def test_load_that_fails_on_one_rank_changes_none(part, ranks, tmp_path):
-    """Damage in one rank's part: an error on both, and both keep their parameters."""
+    """Damage in one rank's part raises on both ranks, and both keep their parameters."""
     found = ranks(2, _damaged, str(tmp_path / "saved"), "last")
     assert found == [[True, True], [True, True]]

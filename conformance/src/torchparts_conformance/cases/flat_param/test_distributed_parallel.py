@@ -1,4 +1,4 @@
-"""Sharded modules beside what else divides, calls or compiles them."""
+"""Sharded modules together with tensor parallelism, nested sharding and torch.compile."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from torchparts_conformance.cases.flat_param._sharded import (
 
 
 def _even() -> nn.Module:
-    """The model with blocks that two ranks cut in halves."""
+    """Return the model with blocks that two ranks can halve."""
     model = plain()
     for index in range(2):
         model.inner[index] = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 5))
@@ -70,23 +70,22 @@ def _whole(state: dict[str, Tensor]) -> dict[str, Tensor]:
     "FP-197",
     level="MUST",
     text=(
-        "A module whose parameters are DTensors over one axis of a mesh, sharded over the other"
-        " axis, MUST train to the state of one process, in optimizer steps and in its state "
+        "A module whose parameters are DTensors over one axis of a mesh, sharded over the other "
+        "axis, MUST train to the same state as one process, in optimizer steps and in its state "
         "dict."
     ),
     rationale=(
-        "models too wide for one rank are cut by tensor parallel first and sharded over the "
-        "other axis"
+        "models too wide for one rank combine tensor parallelism with sharding over the other axis"
     ),
     since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
-def test_parameters_cut_by_tensor_parallel_train_as_in_one_process(part, ranks):
-    """Two rows of ranks hold parts, two columns cut the layers of the blocks in halves."""
+def test_tensor_parallel_parameters_train_as_in_one_process(part, ranks):
+    """A 2 x 2 mesh: data parallel over one axis, tensor parallel over the other."""
     numel = sum(param.numel() for param in _even().parameters())
     for kept, error in ranks(4, _on_two_axes):
-        assert kept < numel / 2  # the head and what nothing uses are on both columns
+        assert kept < numel / 2  # both columns hold the head and the unused layer
         assert error < 1e-5
 
 
@@ -107,15 +106,15 @@ def _outer_first(part: Any, rank: int, world_size: int) -> list[Any]:
     "FP-200",
     level="MUST",
     text=(
-        "Sharding a module inside one that is sharded already MUST train as one process does, "
-        "or raise an error that names a parameter."
+        "Sharding a module inside an already sharded module MUST either train like one process or "
+        "raise an error that names a parameter."
     ),
-    rationale="reproduced: the order of the calls was taken for another rank's mistake",
+    rationale="reproduced: the error blamed another rank for the order of the calls",
     since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
-def test_outer_modules_first_are_right_or_named(part, ranks):
+def test_outer_module_sharded_first_is_right_or_refused(part, ranks):
     """The whole model is sharded, and then its blocks."""
     for text, error in ranks(2, _outer_first):
         assert not text or "weight" in text, text
@@ -123,7 +122,7 @@ def test_outer_modules_first_are_right_or_named(part, ranks):
 
 
 class _Residual(nn.Module):
-    """Of a class of its own: the compiler does not look into torch's containers."""
+    """Not a torch container: the compiler does not trace into those."""
 
     def __init__(self, layers: nn.Sequential) -> None:
         super().__init__()
@@ -163,15 +162,15 @@ def _compiled(part: Any, rank: int, world_size: int) -> list[float]:
     "FP-202",
     level="SHOULD",
     text=(
-        "A module that is compiled as one graph SHOULD stay one as a unit, compiled before or "
-        "after it was sharded, with the gradients of one process."
+        "A module that compiles to one graph SHOULD still do so as a unit, compiled before or "
+        "after sharding, with the gradients of one process."
     ),
-    rationale="each break of a graph costs what compiling had gained, and nobody is told",
+    rationale="graph breaks are silent, and each costs more than compiling saves",
     since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
 def test_compiled_units_are_one_graph(part, ranks):
-    """Compiled before or after sharding, and told that a break is an error."""
+    """Compiled before or after sharding with fullgraph=True."""
     for errors in ranks(2, _compiled):
         assert max(errors) < 1e-5

@@ -1,4 +1,4 @@
-"""What a sharded module does in the less usual steps is what the plain one does."""
+"""Less usual steps of a sharded module, compared with the plain module."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def _frozen_beside_trained(part: Any, rank: int, world_size: int) -> list[Any]:
     "FP-170",
     level="MUST",
     text=(
-        "Frozen parameters MUST stay as they are, in units of their own and beside trained "
-        "ones, and the others MUST train as in one process."
+        "Frozen parameters MUST stay unchanged, in separate units and together with trained ones, "
+        "and the others MUST train as in one process."
     ),
     rationale=(
-        "adapters train a few layers of a frozen model; a unit whose parameters need no "
-        "gradient has no backward of its own to wait for"
+        "adapters train a few layers of a frozen model; a unit without trained parameters gets no "
+        "gradient that shows the end of its backward"
     ),
     since="0.1.0",
     profile="distributed",
@@ -91,16 +91,16 @@ def _shared_inside_a_unit(part: Any, rank: int, world_size: int) -> list[Any]:
     "FP-171",
     level="MUST",
     text=(
-        "A parameter shared by modules of one unit MUST stay one parameter, and MUST train on "
-        "the sum of the gradients of its uses."
+        "A parameter shared by modules of one unit MUST remain one parameter, and MUST train on "
+        "the sum of the gradients of all uses."
     ),
-    rationale="tied embeddings; a copy for each name drifts apart after the first step",
+    rationale="tied embeddings; separate copies differ after the first step",
     since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
 def test_weight_shared_inside_a_unit_trains_as_one(part, ranks):
-    """One parameter, with the sum of the gradients of its uses, under both names."""
+    """One parameter under both names, with the sum of the gradients of its uses."""
     for same, error, is_one in ranks(2, _shared_inside_a_unit):
         assert same
         assert error < LIMIT
@@ -118,17 +118,17 @@ def _twice(part: Any, rank: int, world_size: int) -> float:
 @requirement(
     "FP-172",
     level="MUST",
-    text="A backward pass MUST add the mean over ranks to gradients that are there.",
+    text="A backward pass MUST add the mean over ranks to existing gradients.",
     rationale=(
-        "accumulation that pays for each sum; a second sum of what was summed already is off by"
-        " a factor"
+        "gradient accumulation with a reduction in each backward; reducing the earlier gradients "
+        "again scales them"
     ),
     since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
-def test_backward_adds_to_the_gradients_that_are_there(part, ranks):
-    """Two whole steps of communication without zeroing in between."""
+def test_backward_adds_to_existing_gradients(part, ranks):
+    """Two full steps of communication without zero_grad between them."""
     errors = ranks(2, _twice)
     assert max(errors) < LIMIT, errors
 
@@ -152,8 +152,8 @@ def _two_forwards(part: Any, rank: int, world_size: int) -> list[float]:
         "their losses."
     ),
     rationale=(
-        "contrastive losses and two views of a batch; parameters freed after the first use are "
-        "needed by the second"
+        "contrastive losses and two views of a batch; parameters freed after the first forward are "
+        "needed again by the second"
     ),
     since="0.1.0",
     profile="distributed",
@@ -177,18 +177,18 @@ def _unit_by_itself(part: Any, rank: int, world_size: int) -> float:
     "FP-174",
     level="MUST",
     text=(
-        "A unit that is called by itself before the module around it MUST train as in one "
-        "process, and so MUST the whole afterwards."
+        "A unit that is called alone before the module around it MUST train as in one process, and "
+        "the whole module MUST do so afterwards."
     ),
     rationale=(
-        "an encoder that is warmed up alone; FSDP2 takes the first unit that is called for the "
-        "root and raises in the next: reproduced on 2.13"
+        "an encoder is trained alone first; FSDP2 takes the first called unit as the root and "
+        "raises in the next: reproduced on 2.13"
     ),
     since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
-def test_unit_called_by_itself_before_the_whole(part, ranks):
+def test_unit_called_alone_before_the_whole_module(part, ranks):
     """An inner unit trains alone, and then as a part of the whole module."""
     errors = ranks(2, _unit_by_itself)
     assert max(errors) < LIMIT, errors
@@ -211,17 +211,15 @@ def _low_precision(part: Any, rank: int, world_size: int) -> list[Any]:
     "FP-177",
     level="MUST",
     text=(
-        "With a parameter dtype of bfloat16 and a reduction dtype of float32, the module MUST "
-        "compute in bfloat16 and MUST keep gradients, parameters and state dict in float32."
+        "With parameter dtype bfloat16 and reduction dtype float32, the module MUST compute in "
+        "bfloat16, and gradients, parameters and state dict MUST stay float32."
     ),
-    rationale=(
-        "updates smaller than bfloat16 can hold are lost where the stored parameters are low too"
-    ),
+    rationale="updates too small for bfloat16 are lost if stored parameters are bfloat16",
     since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
-def test_mixed_precision_computes_low_and_keeps_high(part, ranks):
+def test_mixed_precision_computes_low_and_stores_high(part, ranks):
     """Outputs in bfloat16, gradients and state in float32, close to the plain model's."""
     for is_low, is_whole, error in ranks(2, _low_precision):
         assert is_low
@@ -253,18 +251,17 @@ def _looking(part: Any, rank: int, world_size: int) -> list[Any]:
     level="MUST",
     text=(
         "Forward passes in no_grad and inference_mode MUST give the plain outputs, MUST set no "
-        "gradients, and MUST leave the next training step right."
+        "gradients, and MUST NOT change the next training step."
     ),
     rationale=(
-        "validation between training steps; tensors made in inference_mode cannot be used in "
-        "autograd later"
+        "validation between training steps; autograd cannot use tensors created in inference_mode"
     ),
     since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
-def test_evaluation_leaves_no_trace(part, ranks):
-    """Outputs without gradients are the plain ones, and the training step after them is right."""
+def test_evaluation_does_not_change_the_next_step(part, ranks):
+    """Outputs without gradients equal the plain ones, and the next training step is right."""
     for no_grads, error in ranks(2, _looking):
         assert no_grads
         assert error < LIMIT
@@ -288,8 +285,8 @@ def _in_parts(part: Any, rank: int, world_size: int) -> float:
     "FP-181",
     level="MUST",
     text=(
-        "A backward pass from a part of the outputs, or of what the forward pass computed, MUST"
-        " give the gradients of one process."
+        "A backward pass from some of the outputs, or from intermediate results, MUST give the "
+        "gradients of one process."
     ),
     rationale="auxiliary losses of inner layers",
     since="0.1.0",
@@ -297,6 +294,6 @@ def _in_parts(part: Any, rank: int, world_size: int) -> float:
     devices=("cpu",),
 )
 def test_backward_through_a_part_of_the_outputs(part, ranks):
-    """Losses of an inner output and of one column; nothing of one pass is left for the next."""
+    """Losses of an inner output and of one column; one pass leaves nothing for the next."""
     errors = ranks(2, _in_parts)
     assert max(errors) < LIMIT, errors

@@ -1,4 +1,4 @@
-"""Steps that are stopped, frozen in part, hooked, measured, or out of order, on two ranks."""
+"""Interrupted, partly frozen, hooked and out-of-order steps, on two ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _one_step(model: Any, inputs: Any) -> dict[str, Any]:
 
 
 def _stopped(part: Any, rank: int, world_size: int) -> list[float]:
-    """A hook on what goes into a block stops the backward, once in each block."""
+    """A hook on the input of a block stops the backward, once in each block."""
     inputs = mine(batch(world_size), rank)
     errors = []
     for index in range(2):
@@ -57,16 +57,16 @@ def _stopped(part: Any, rank: int, world_size: int) -> list[float]:
     "FP-130",
     level="MUST",
     text=(
-        "A backward that an exception has stopped MUST leave nothing of its gradients: after "
-        "zero_grad() the next step's MUST be those of a model that was never stopped."
+        "After a backward that an exception stopped, and zero_grad(), the next step's gradients "
+        "MUST be those of a model without the stopped backward."
     ),
-    rationale="Ctrl-C in a notebook, or an error in a user's hook, is an ordinary end of a step",
+    rationale="steps often end by Ctrl-C in a notebook or by an error in a user's hook",
     since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
 def test_a_stopped_backward_leaves_nothing(part, ranks):
-    """The next step is that of a model that was never stopped."""
+    """The next step equals that of a model without the stopped backward."""
     for errors in ranks(2, _stopped):
         assert max(errors) == 0, errors
 
@@ -92,18 +92,18 @@ def _frozen_head(part: Any, rank: int, world_size: int) -> float:
     "FP-131",
     level="MUST",
     text=(
-        "Frozen weights MUST stay readable in backward until every gradient that leads through "
-        "them is there."
+        "Frozen weights MUST stay readable in backward until all gradients that need them are "
+        "computed."
     ),
     rationale=(
-        "a frozen head behind a trained unit has no gradient of its own that says when it is done"
+        "a frozen head behind a trained unit has no gradient of its own that shows when it is done"
     ),
     since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
-def test_a_frozen_head_stays_for_the_unit_before_it(part, ranks):
-    """A trained unit, and a frozen layer of the outermost one behind it."""
+def test_a_frozen_head_is_readable_until_backward_is_done(part, ranks):
+    """A trained unit followed by a frozen layer of the outermost unit."""
     errors = ranks(2, _frozen_head)
     assert max(errors) < 1e-5, errors
 
@@ -133,16 +133,16 @@ def _in_backward(part: Any, rank: int, world_size: int) -> list[Any]:
     "FP-132",
     level="MUST",
     text=(
-        "A hook of register_post_accumulate_grad_hook MUST be called once per sum over ranks "
-        "with .grad set, so that an optimizer in backward trains as one after it."
+        "A hook of register_post_accumulate_grad_hook MUST be called once per reduction over ranks "
+        "with .grad set, and an optimizer step in that hook MUST train like a step after backward."
     ),
-    rationale="a hook that is never called trains nothing, without a word",
+    rationale="if the hook is never called, nothing trains and nothing raises",
     since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
 def test_an_optimizer_in_backward_trains(part, ranks):
-    """Each used parameter's hook is called once per step, and trains it."""
+    """The hook of each used parameter is called once per step and steps the optimizer."""
     for told, error in ranks(2, _in_backward):
         assert told
         assert error < 1e-5
@@ -171,18 +171,18 @@ def _left_out(part: Any, rank: int, world_size: int) -> str:
     "FP-193",
     level="SHOULD",
     text=(
-        "A unit that only some ranks call SHOULD end in an error on every rank that names the "
-        "unit, within 20 seconds, whatever the process group's timeout is."
+        "A unit that only some ranks call SHOULD raise an error on every rank that names the unit, "
+        "within 20 seconds, whatever the process group's timeout."
     ),
     rationale=(
-        "reproduced: the ranks waited for the process group's whole timeout, half an hour "
-        "unless told otherwise, and no message named the unit; lightseekorg/TorchSpec#126"
+        "reproduced: ranks waited for the process group's timeout, half an hour by default, and no "
+        "message named the unit; lightseekorg/TorchSpec#126"
     ),
     since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
-def test_unit_left_out_by_one_rank_is_named_soon(part, ranks):
-    """Both ranks name the block that only one of them has called."""
+def test_unit_called_by_some_ranks_only_is_named(part, ranks):
+    """Both ranks name the block that only one of them called."""
     for message in ranks(2, _left_out, timeout_s=_SOON_S):
         assert "inner.1" in message, message

@@ -1,7 +1,7 @@
-"""Sharded steps on devices whose host is far ahead: streams, threads, what runs beside a step.
+"""Sharded steps with the host far ahead of the device: streams, threads, overlap.
 
-On the CPU two ranks of a gloo group; on an accelerator as many of the backend of its kind as it
-has devices, two at most. See `_devices` for how a wait that is missing is seen.
+On the CPU, two ranks with gloo. On an accelerator, its own backend with as many ranks as devices,
+at most two. `_devices` describes how a missing wait is noticed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _distance(model, expected):
 
 
 def _far_ahead(part, rank, world_size, kind, way):
-    """How far training ends from one process's, the device far behind."""
+    """Distance to training in one process, with the device far behind."""
     where, options = place(kind, rank)
     micro_batches = 2 if way == "microbatches" else 1
     if way == "kept":
@@ -88,19 +88,16 @@ def _far_ahead(part, rank, world_size, kind, way):
     "FP-235",
     level="MUST",
     text=(
-        "However far the host is ahead of the device, training MUST be that of one process with"
-        " units that are gathered ahead of their use, in forward and in backward, with parts "
-        "that stay whole after forward, and over microbatches of which the last one sums."
+        "However far the host runs ahead of the device, training MUST equal that of one process: "
+        "with prefetched units in forward and backward, with units not resharded after forward, "
+        "and with microbatches of which only the last reduces gradients."
     ),
-    rationale=(
-        "gathers and sums run beside the step, and each of their waits that is missing is a "
-        "race that shows on a slow day only"
-    ),
+    rationale="collectives overlap with the step; a missing wait is a race that shows only rarely",
     since="0.1.0",
     profile="distributed",
 )
 @pytest.mark.parametrize("way", ["freed", "kept", "microbatches"])
 def test_steps_with_the_host_far_ahead(part, device, ranks, way):
-    """Parts that are freed after forward or kept, and two microbatches."""
+    """Parameters resharded after forward or kept, and two microbatches."""
     for distance in ranks(most_ranks(device), _far_ahead, device, way):
         assert distance < 1e-6

@@ -1,4 +1,4 @@
-"""What is said of a sharded module after it was made: methods, switches, gathers by hand."""
+"""Methods of a sharded module: forward methods, gradient sync, and unshard by hand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchparts_conformance.cases.flat_param._sharded import (
 
 
 class _Coder(nn.Module):
-    """An autoencoder that is called by its two methods."""
+    """An autoencoder that is called by two methods."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class _Coder(nn.Module):
 
 
 def _stepped(model: nn.Module) -> dict[str, Tensor]:
-    """The state after a step whose size is one, which shows every gradient."""
+    """The state after a step of size one, which shows every gradient."""
     torch.optim.SGD(model.parameters(), lr=1.0).step()
     return whole_state(model)
 
@@ -57,9 +57,8 @@ def _coded(part: Any, rank: int, world_size: int) -> float:
     "FP-188",
     level="MUST",
     text=(
-        "A method that is registered to run as the forward does MUST compute with whole "
-        "parameters and MUST have the gradients of one process, also where the module itself is"
-        " never called."
+        "A method registered as a forward method MUST compute with full parameters and give the "
+        "gradients of one process, also if the module itself is never called."
     ),
     rationale=(
         "autoencoders are called by `encode` and `decode`; FSDP2 has "
@@ -89,25 +88,27 @@ def _switched(part: Any, rank: int, world_size: int) -> list[Any]:
     "FP-189",
     level="MUST",
     text=(
-        "After `set_requires_gradient_sync(False)` backward passes MUST leave gradients unset, "
-        "and the first one after it was set back MUST give the mean of the sum of all."
+        "After `set_requires_gradient_sync(False)` backward passes MUST leave gradients unset, and "
+        "the first backward after `set_requires_gradient_sync(True)` MUST give the mean over ranks "
+        "of the sum of all of them."
     ),
     rationale=(
-        "accumulation loops of FSDP2's users switch once a step, and have no block to put around it"
+        "accumulation loops for FSDP2 switch this on and off in each step instead of using a "
+        "context"
     ),
     since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
-def test_sums_are_switched_off_and_on(part, ranks):
-    """Two passes that sum nothing, and one that sums all three."""
+def test_gradient_sync_is_switched_off_and_on(part, ranks):
+    """Two backward passes without reduction, and one that reduces all three."""
     for silent, error in ranks(2, _switched):
         assert silent == [True, True, False]
         assert error < 1e-5
 
 
 class _Gathers(TorchDispatchMode):
-    """Counts the collectives in which parts are put together; some exchange them and sums alike."""
+    """Counts the collectives that gather parameters; some libraries also reduce by these."""
 
     count = 0
 
@@ -141,17 +142,16 @@ def _gathered_by_hand(part: Any, rank: int, world_size: int) -> list[Any]:
     "FP-191",
     level="MUST",
     text=(
-        "`unshard()` MUST gather the parameters of its unit and show them whole, a forward "
-        "after it MUST NOT gather them again, one after `reshard()` MUST, and gradients MUST be"
-        " those of one process."
+        "`unshard()` MUST gather a unit's full parameters, a following forward MUST NOT gather "
+        "them again, a forward after `reshard()` MUST, and gradients MUST be those of one process."
     ),
-    rationale="FSDP2's users gather ahead of a forward by hand, and read or use weights beside one",
+    rationale="FSDP2's users prefetch units by hand, and read or use weights outside of forward",
     since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
-def test_units_are_gathered_by_hand(part, ranks):
-    """A step gathers as often as without, but for the unit that is whole already."""
+def test_units_are_unsharded_by_hand(part, ranks):
+    """A step gathers as often as without, except for the unit that is already gathered."""
     for usual, error, *others in ranks(2, _gathered_by_hand):
         shown, gathers, errors = others[::3], others[1::3], others[2::3]
         assert shown == [True] * 3

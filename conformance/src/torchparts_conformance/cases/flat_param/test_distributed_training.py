@@ -1,4 +1,4 @@
-"""Sharded training is plain training, on two and four ranks."""
+"""Sharded training equals plain training, on two and four ranks."""
 
 from __future__ import annotations
 
@@ -39,18 +39,19 @@ def _every_way(part: Any, rank: int, world_size: int) -> list[float]:
     "FP-100",
     level="MUST",
     text=(
-        "Training MUST give the losses and parameters of one process, for sizes that no number "
-        "of ranks divides: parameters freed after forward, kept until backward, or replicated."
+        "Training MUST give the losses and parameters of one process, also for sizes not divisible "
+        "by the number of ranks, with parameters resharded after forward, kept until backward, or "
+        "replicated."
     ),
     rationale=(
-        "ZeRO (arXiv 1910.02054) divides memory, not mathematics; FlatParamHandle pads with 42,"
-        " which leaks into norms"
+        "ZeRO (arXiv 1910.02054) divides memory and leaves the mathematics unchanged; "
+        "FlatParamHandle pads with 42, which leaks into norms"
     ),
     since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
-def test_every_way_follows_one_process(part, ranks):
+def test_training_equals_one_process(part, ranks):
     """Parameters after three steps equal those of one process."""
     for errors in ranks(2, _every_way):
         assert max(errors) < 1e-6, errors
@@ -66,15 +67,15 @@ def _hybrid(part: Any, rank: int, world_size: int) -> float:
     level="MUST",
     text="Training over a 2 x 2 mesh MUST give the losses and parameters of one process.",
     rationale=(
-        "FSDP1 and FSDP2 both offer it; a sum over one axis only goes unnoticed in the loss of "
-        "one step"
+        "FSDP1 and FSDP2 both offer it; the loss of one step does not show a reduction over one "
+        "axis only"
     ),
     since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
-def test_hybrid_follows_one_process(part, ranks):
-    """Two copies of two shards train as one process does."""
+def test_hybrid_training_equals_one_process(part, ranks):
+    """Two replicas of two shards train like one process."""
     errors = ranks(4, _hybrid)
     assert max(errors) < 1e-6, errors
 
@@ -94,7 +95,7 @@ def _used_by_first_only(part: Any, rank: int, world_size: int) -> list[Any]:
     model(mine(inputs, rank)).sum().backward()
     (sum(y.sum() for y in everyone(reference)) / 2).backward()
     expected = torch.cat([p.grad.flatten() for p in reference.unused.parameters()])
-    pieces = [p.grad for p in model.unused.parameters() if p.numel()]  # of what this rank holds
+    pieces = [p.grad for p in model.unused.parameters() if p.numel()]  # parts that this rank holds
     has = [piece is not None for piece in pieces]
     held = [value for piece in pieces if piece is not None for value in piece.flatten().tolist()]
     idle = [p.grad is None for p in model.inner.parameters()]
@@ -105,8 +106,8 @@ def _used_by_first_only(part: Any, rank: int, world_size: int) -> list[Any]:
     "FP-102",
     level="MUST",
     text=(
-        "A parameter that no rank used MUST have no gradient on any rank, and one that some "
-        "rank used MUST have the mean on all that hold a part of it."
+        "A parameter that no rank used MUST have no gradient on any rank, and a parameter that "
+        "some rank used MUST have the mean gradient on all ranks that hold a part of it."
     ),
     rationale=(
         "pytorch#87308; FSDP1 gives zeros, and weight decay then moves the parameter: "
@@ -117,7 +118,7 @@ def _used_by_first_only(part: Any, rank: int, world_size: int) -> list[Any]:
     devices=("cpu",),
 )
 def test_gradients_are_unset_only_where_no_rank_used_the_parameter(part, ranks):
-    """The ranks' pieces, one after the other, are the mean gradient; unused ones are None."""
+    """The ranks' pieces form the mean gradient; unused parameters have None."""
     results = ranks(2, _used_by_first_only)
     held = [value for _, _, piece, _ in results for value in piece]
     for idle, has, _, expected in results:
@@ -146,13 +147,13 @@ def _clipped(part: Any, rank: int, world_size: int) -> list[float]:
         "torch.nn.utils.clip_grad_norm_ on sharded parameters MUST use the norm over all ranks "
         "or raise an error."
     ),
-    rationale="FSDP1 clips each rank by its own norm without a word: reproduced on 2.13",
+    rationale="FSDP1 silently clips each rank by its own norm: reproduced on 2.13",
     since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
 def test_clipping_uses_the_norm_over_all_ranks(part, ranks):
-    """The norm is that of one process, or there is an error."""
+    """The norm is that of one process, or an error is raised."""
     assert all(error < 1e-5 for (error,) in ranks(2, _clipped))
 
 
@@ -173,16 +174,16 @@ def _accumulated(part: Any, rank: int, world_size: int) -> list[Any]:
     "FP-104",
     level="MUST",
     text=(
-        "Backward passes inside no_sync MUST leave gradients unset, and the next one MUST give "
-        "the mean of the sum of all."
+        "Backward passes inside no_sync MUST leave gradients unset, and the next backward MUST "
+        "give the mean over ranks of the sum of all of them."
     ),
-    rationale="gradient accumulation; each backward's sum over ranks would otherwise be paid for",
+    rationale="gradient accumulation; otherwise each backward costs a reduction over ranks",
     since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
 def test_no_sync_accumulates(part, ranks):
-    """Nothing is set inside; everything is there after the next backward."""
+    """Inside, gradients are None; after the next backward they are complete."""
     for silent, error in ranks(2, _accumulated):
         assert silent
         assert error < 1e-5
@@ -235,12 +236,12 @@ def _adafactor(part: Any, rank: int, world_size: int) -> list[Any]:
     "FP-111",
     level="MUST",
     text=(
-        "An optimizer that looks at whole tensors MUST match one process where shards end at "
-        "tensors, and MUST refuse to step where they do not."
+        "An optimizer that reads whole tensors MUST match one process if shards end at tensor "
+        "boundaries, and MUST refuse to step otherwise."
     ),
     rationale=(
-        "Adafactor on FSDP1 differs from one process by 1.6e-2 after a step, without a word: "
-        "reproduced on 2.13"
+        "Adafactor on FSDP1 silently differs from one process by 1.6e-2 after a step: reproduced "
+        "on 2.13"
     ),
     since="0.1.0",
     profile="distributed",

@@ -1,4 +1,4 @@
-"""One process, one vector: what `flatten` promises."""
+"""`flatten` in one process: parameters and gradients as one vector."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ def _aliased(model, flat):
 @requirement(
     "FP-050",
     level="MUST",
-    text="Parameters MUST keep identity and values and be views of one vector.",
-    rationale="one process, one vector: pytorch#2794, pytorch#49723, pytorch#38655",
+    text="Parameters MUST keep their identity and values and MUST become views of one vector.",
+    rationale=(
+        "users ask for all parameters as one vector: pytorch#2794, pytorch#49723, pytorch#38655"
+    ),
     since="0.1.0",
     profile="flatten",
 )
 def test_parameters_are_views_of_one_vector(part, device):
-    """Same objects, same values, one storage; writing to the vector writes to them."""
+    """Same objects and values in one storage; writing to the vector writes to them."""
     model, _ = blocks(device, torch.float32)
     before = [(param, param.detach().clone()) for param in model.parameters()]
     flat = part.flatten(model)
@@ -45,14 +47,16 @@ def test_parameters_are_views_of_one_vector(part, device):
 @requirement(
     "FP-051",
     level="MUST",
-    text="Gradients MUST be views of one vector, however they were cleared.",
-    rationale="one process, one vector: pytorch#2794, pytorch#49723, pytorch#38655",
+    text="Gradients MUST be views of one vector, however they were cleared before.",
+    rationale=(
+        "users ask for all gradients as one vector: pytorch#2794, pytorch#49723, pytorch#38655"
+    ),
     since="0.1.0",
     profile="flatten",
 )
 @pytest.mark.parametrize("clear", ["none", "zero", "flat"])
 def test_gradients_are_views_of_one_vector(part, device, clear):
-    """However gradients were cleared, they end in the flat gradient, bitwise right."""
+    """However gradients were cleared, backward writes to the flat gradient, bitwise right."""
     plain, x = blocks(device, torch.float32)
     plain(x).sum().backward()
     model, _ = blocks(device, torch.float32)
@@ -72,13 +76,13 @@ def test_gradients_are_views_of_one_vector(part, device, clear):
 @requirement(
     "FP-052",
     level="MUST",
-    text="An optimizer built before flattening MUST train.",
-    rationale="silently never trains with FSDP1 on 2.13",
+    text="An optimizer built before flattening MUST still train the module.",
+    rationale="with FSDP1 on 2.13 it silently trains nothing",
     since="0.1.0",
     profile="flatten",
 )
 def test_an_optimizer_built_before_trains(part, device):
-    """Parameters keep their identity, so it steps the flattened module."""
+    """Parameters keep their identity, so the optimizer trains the flattened module."""
     model, x = blocks(device, torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     flat = part.flatten(model)
@@ -91,13 +95,13 @@ def test_an_optimizer_built_before_trains(part, device):
 @requirement(
     "FP-053",
     level="MUST",
-    text="A parameter that no backward reached MUST keep None as its gradient.",
-    rationale="FSDP1 gives zeros on 2.13, and weight decay moves it",
+    text="A parameter that got no gradient in backward MUST have None as its gradient.",
+    rationale="FSDP1 gives zeros on 2.13, and weight decay moves the parameter",
     since="0.1.0",
     profile="flatten",
 )
 def test_an_unused_parameter_keeps_no_gradient(part, device):
-    """Weight decay does not move what no backward reached."""
+    """Weight decay does not move parameters without a gradient."""
     model, x = blocks(device, torch.float32)
     flat = part.flatten(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
@@ -112,14 +116,14 @@ def test_an_unused_parameter_keeps_no_gradient(part, device):
 @requirement(
     "FP-055",
     level="MUST",
-    text="Clipping MUST be torch's, padding left out.",
-    rationale="padding of 42 pollutes every reduction on 2.13",
+    text="Clipping MUST give the norm and gradients of torch's clip_grad_norm_, without padding.",
+    rationale="padding of 42 enters every reduction on 2.13",
     since="0.1.0",
     profile="flatten",
 )
 @pytest.mark.parametrize("max_norm", [0.1, 1e9])
-def test_clipping_is_torchs(part, device, max_norm):
-    """Same norm and same gradients as `clip_grad_norm_`, of sizes that leave padding."""
+def test_clipping_equals_torchs(part, device, max_norm):
+    """Same norm and gradients as `clip_grad_norm_`, with sizes that need padding."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).to(device)
     plain, x = copy.deepcopy(model), torch.rand(5, 5).to(device)
@@ -135,14 +139,17 @@ def test_clipping_is_torchs(part, device, max_norm):
 @requirement(
     "FP-058",
     level="SHOULD",
-    text="Aliasing SHOULD survive casts, loads and assignments, before the next forward.",
+    text=(
+        "Parameters SHOULD be views of the vector again before the next forward, after casts, "
+        "loads and assignments."
+    ),
     rationale="pytorch#151223",
     since="0.1.0",
     profile="flatten",
 )
 @pytest.mark.parametrize("change", ["to", "load", "assign", "parameter"])
-def test_aliasing_survives_what_modules_go_through(part, device, change):
-    """Cast, loaded, loaded by assignment, or given a new parameter: still one storage."""
+def test_aliasing_survives_casts_loads_and_assignments(part, device, change):
+    """After a cast, a load, a load with assign, or a new parameter: still one storage."""
     model, _ = blocks(device, torch.float32)
     flat = part.flatten(model)
     if change == "to":
@@ -160,13 +167,13 @@ def test_aliasing_survives_what_modules_go_through(part, device, change):
 @requirement(
     "FP-060",
     level="MUST",
-    text="Each dtype and trainability MUST have a vector of its own.",
+    text="Each combination of dtype and requires_grad MUST have a separate vector.",
     rationale="pytorch#104690; the most frequent complaint of FSDP1's users",
     since="0.1.0",
     profile="flatten",
 )
-def test_dtypes_and_frozen_parts_have_segments_of_their_own(part, device):
-    """One vector per (dtype, trainable); values survive in each."""
+def test_dtypes_and_frozen_parts_have_separate_segments(part, device):
+    """One vector per (dtype, requires_grad); values are kept in each."""
     frozen = nn.Parameter(torch.full((5,), 3.0), requires_grad=False)
     tensors = [torch.ones(3), torch.full((4,), 2.0, dtype=torch.bfloat16), frozen]
     model = holder(*tensors).to(device)
@@ -178,7 +185,7 @@ def test_dtypes_and_frozen_parts_have_segments_of_their_own(part, device):
 @requirement(
     "FP-061",
     level="MUST",
-    text="Any stride and dtype MUST survive.",
+    text="Parameters of any stride and dtype MUST keep their values.",
     rationale="silent corruption on 2.13",
     since="0.1.0",
     profile="flatten",
@@ -204,12 +211,12 @@ def test_any_stride_and_dtype_survives(part, device):
     "FP-064",
     level="SHOULD",
     text="A compiled forward SHOULD keep gradients in the flat vector, without a graph break.",
-    rationale="hooks that Dynamo cannot trace break the graph",
+    rationale="hooks that Dynamo cannot trace cause graph breaks",
     since="0.1.0",
     profile="flatten",
 )
 def test_a_compiled_forward_keeps_gradients_flat(part, device):
-    """No graph break, and gradients arrive in the flat gradient."""
+    """No graph break, and gradients are in the flat gradient."""
     model, x = blocks(device, torch.float32)
     flat = part.flatten(model)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -1,4 +1,4 @@
-"""Optimizer state of separate parameters and of chunks: each trains on with the other's."""
+"""Optimizer state of separate parameters and of chunks, converted both ways."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPTIMIZERS = {
 
 
 def _model(device):
-    """A model with a frozen parameter, and one whose gradient never comes."""
+    """A model with a frozen parameter, and a parameter without a gradient."""
     model, x = blocks(device, torch.float32)
     model.frozen = nn.Parameter(torch.ones(3, device=device), requires_grad=False)
     model.unused = nn.Parameter(torch.ones(3, device=device))
@@ -34,7 +34,7 @@ def _train(model, optimizer, x):
 
 
 def _assert_same(one, other, device):
-    """Bit by bit on the CPU; kernels of an accelerator depend on size and alignment."""
+    """Bitwise on the CPU; kernels of an accelerator depend on size and alignment."""
     tolerance = {"rtol": 0, "atol": 0} if device == "cpu" else {}
     for left, right in zip(one.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(left, right, **tolerance)
@@ -44,20 +44,20 @@ def _assert_same(one, other, device):
     "FP-203",
     level="MUST",
     text=(
-        "The state of an optimizer over separate parameters MUST load into one over chunks and "
-        "convert back bitwise, and steps MUST be those of separate parameters, on the CPU bitwise; "
-        "a state of other parameters MUST be refused before anything is loaded."
+        "Optimizer state of separate parameters MUST load into an optimizer over chunks and "
+        "convert back bitwise, steps MUST equal those of separate parameters, bitwise on the CPU, "
+        "and the state of other parameters MUST be refused before anything is loaded."
     ),
     rationale=(
-        "a run that began with separate parameters goes on over chunks without losing its moments; "
-        "kernels of an accelerator may round otherwise for another size or alignment"
+        "a run that began with separate parameters can continue over chunks with its moments; "
+        "kernels of an accelerator may round differently for another size or alignment"
     ),
     since="0.1.0",
     profile="flatten",
 )
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_goes_on_over_chunks_and_back(part, device, name):
-    """Three steps apart, three over chunks, three apart again: those of nine apart."""
+def test_training_continues_over_chunks_and_back(part, device, name):
+    """Three steps apart, three over chunks and three apart equal nine steps apart."""
     plain, x = _model(device)
     optimizer = OPTIMIZERS[name](plain.parameters())
     _train(plain, optimizer, x)
@@ -90,7 +90,7 @@ def _numbered(optimizer, model):
 
 
 def _by_position(state, names):
-    """Named state as `torch.optim.Optimizer.load_state_dict` takes it."""
+    """Named state in the format of `torch.optim.Optimizer.load_state_dict`."""
     at = {name: index for index, name in enumerate(names)}
     groups = [
         {**group, "params": [at[name] for name in group["params"]]}
@@ -104,7 +104,7 @@ def _by_position(state, names):
 
 @requirement("FP-203")
 def test_state_of_other_parameters_is_refused(part, device):
-    """By a name or a number, and nothing has been loaded."""
+    """By name or number, before anything is loaded."""
     model, x = _model(device)
     flat = part.flatten(model)
     chunked = OPTIMIZERS["Adam"](flat.chunks(16))

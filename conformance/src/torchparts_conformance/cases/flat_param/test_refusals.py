@@ -1,4 +1,4 @@
-"""What a handle refuses, in words that the source fixed."""
+"""Parameters that a handle refuses, with the source's messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchparts_conformance.cases.flat_param._builds import holder, make_handle
     profile="core",
 )
 def test_integer_parameters_are_refused(part, device):
-    """A gradient of integers has no meaning."""
+    """Integers have no gradient."""
     module = holder(torch.ones(2, dtype=torch.int64, device=device))
     with pytest.raises(ValueError, match="Cannot flatten integer dtype tensors"):
         make_handle(part, module, device)
@@ -51,7 +51,7 @@ def test_mixed_dtypes_are_refused(part, device):
     profile="core",
 )
 def test_mixed_trainability_is_refused_without_original_parameters(part, device):
-    """One flat parameter is trained or is not."""
+    """A flat parameter is either trained or frozen."""
     frozen = nn.Parameter(torch.ones(2, device=device), requires_grad=False)
     module = holder(torch.ones(2, device=device), frozen)
     with pytest.raises(ValueError, match="uniform `requires_grad` when `use_orig_params=False`"):

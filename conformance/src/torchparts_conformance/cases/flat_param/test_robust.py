@@ -1,4 +1,4 @@
-"""What the source gets wrong, checkable through its own names."""
+"""Cases that torch 2.13 fails, through the source's own names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SENTINELS = torch.full((20,), -1.0)
     profile="robust",
 )
 def test_a_column_slice_keeps_its_values(part, device):
-    """A parameter that leaves holes in memory does not read its neighbour's elements."""
+    """A parameter with gaps in memory does not read other elements."""
     assert survives(part, device, torch.arange(24.0).view(4, 6)[:, :3], SENTINELS)
 
 
@@ -36,7 +36,7 @@ def test_a_column_slice_keeps_its_values(part, device):
     profile="robust",
 )
 def test_a_scalar_parameter_is_flattened(part, device):
-    """Zero dimensions are a shape like any other."""
+    """Parameters with zero dimensions are supported."""
     assert survives(part, device, torch.tensor(3.0), SENTINELS)
 
 
@@ -49,7 +49,7 @@ def test_a_scalar_parameter_is_flattened(part, device):
     profile="robust",
 )
 def test_an_expanded_parameter_keeps_its_values(part, device):
-    """Several indices that map to one element become several elements."""
+    """Several indices of one element become several elements."""
     assert survives(part, device, torch.ones(1).expand(4), SENTINELS)
 
 
@@ -73,13 +73,16 @@ def test_foreign_parameters_are_refused(part, device):
 @requirement(
     "FP-028",
     level="MUST",
-    text="A flattened module MUST be deep-copied into one that computes the same, apart.",
+    text=(
+        "A deep copy of a flattened module MUST compute the same results and share nothing with "
+        "the original."
+    ),
     rationale="RuntimeError reproduced on 2.13",
     since="0.1.0",
     profile="robust",
 )
 def test_a_flattened_module_is_deep_copied(part, device):
-    """The copy computes the same, and apart."""
+    """The copy computes the same results and shares nothing."""
     model, x = blocks(device, torch.float32)
     handle = make_handle(part, model, device)
     twin = copy.deepcopy(model)
@@ -92,13 +95,13 @@ def test_a_flattened_module_is_deep_copied(part, device):
 @requirement(
     "FP-031",
     level="SHOULD",
-    text="Parameters SHOULD move into the flat parameter in place.",
+    text="Flattening SHOULD move parameters in place, without holding them twice.",
     rationale="construction holds everything twice on 2.13: 382 MiB more for 100M parameters",
     since="0.1.0",
     profile="robust",
 )
 def test_parameters_move_in_place(part, device):
-    """What was given shares memory with the flat parameter, so nothing is held twice."""
+    """The given tensors share memory with the flat parameter, so nothing is held twice."""
     model, _ = blocks(device, torch.float32)
     params = list(model.parameters())
     home = make_handle(part, model, device).flat_param.untyped_storage().data_ptr()
@@ -109,8 +112,8 @@ def test_parameters_move_in_place(part, device):
     "FP-033",
     level="MUST",
     text=(
-        "Two parameters that share memory without being one object MUST go on sharing it, or be"
-        " refused by name."
+        "Two parameters that share memory but are different objects MUST keep sharing it, or MUST "
+        "be refused by name."
     ),
     rationale=(
         "reproduced on 2.13: both are copied, and writing to one no longer writes to the other"
@@ -118,8 +121,8 @@ def test_parameters_move_in_place(part, device):
     since="0.1.0",
     profile="robust",
 )
-def test_memory_that_parameters_share_is_not_parted_silently(part, device):
-    """Writing to one writes to the other, as before, or an error names both."""
+def test_shared_memory_of_parameters_stays_shared_or_is_refused(part, device):
+    """Writing to one writes to the other, or an error names both."""
     base = torch.ones(6, device=device)
     module = holder(nn.Parameter(base[:4]), nn.Parameter(base[2:]))
     refusal = ""

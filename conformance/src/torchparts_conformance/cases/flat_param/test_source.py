@@ -1,4 +1,4 @@
-"""What the source's tests hold a handle to."""
+"""Requirements from the source's tests of a handle."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DTYPES = [torch.float32, torch.float16]
     level="MUST",
     text=(
         "Flattening parts of a model MUST leave each part one flat parameter with all its "
-        "elements, and the other parts as they were."
+        "elements, and MUST leave the other parts unchanged."
     ),
     source="test_partial_flattening",
     since="0.1.0",
@@ -27,7 +27,7 @@ DTYPES = [torch.float32, torch.float16]
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_parts_of_a_model_are_flattened(part, device, dtype):
-    """A flattened block has one parameter with all elements; the others keep theirs."""
+    """A flattened block has one parameter with all elements; the others are unchanged."""
     model, _ = blocks(device, dtype)
     numel = sum(param.numel() for param in model.parameters())
     for index in (1, 3):
@@ -49,7 +49,7 @@ def test_parts_of_a_model_are_flattened(part, device, dtype):
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_cast_of_the_model_reaches_flat_parameters(part, device, dtype):
-    """`module.to(dtype)` casts a registered flat parameter like any other."""
+    """`module.to(dtype)` casts a registered flat parameter."""
     model, _ = blocks(device, dtype)
     model.blocks[1].register_parameter(
         "_flat_param", make_handle(part, model.blocks[1], device).flat_param
@@ -68,7 +68,7 @@ def test_a_cast_of_the_model_reaches_flat_parameters(part, device, dtype):
     profile="core",
 )
 def test_an_empty_list_is_refused(part, device):
-    """No parameters, no handle."""
+    """A handle needs parameters."""
     model, _ = blocks(device, torch.float32)
     group, strategy = Group(0, 1), part.HandleShardingStrategy.FULL_SHARD
     sentence = "Cannot construct a FlatParamHandle with an empty parameter list"
@@ -99,15 +99,15 @@ def _wrap_empty(part: Any, rank: int, world_size: int) -> dict[str, Any]:
     "FP-004",
     level="MUST",
     text=(
-        "A module without parameters MUST be wrapped without a flat parameter and compute what "
-        "it did."
+        "A module without parameters MUST be wrapped without a flat parameter and give the same "
+        "results."
     ),
     source="test_empty_module",
     since="0.1.0",
     profile="core",
 )
 def test_a_module_without_parameters_is_wrapped(part, device, ranks):
-    """It has no flat parameter and computes what it did."""
+    """It has no flat parameter and gives the same results."""
     (result,) = ranks(1, _wrap_empty)
     assert result == {"parameters": 0, "flat": False, "out": [2.0, 2.0]}
 
@@ -140,7 +140,7 @@ def test_a_module_without_parameters_is_wrapped(part, device, ranks):
         ),
     ],
 )
-def test_numel_is_kept(part, device, dtype, tied):
+def test_numel_is_unchanged(part, device, dtype, tied):
     """A flat parameter has as many elements as its parameters, tied ones counted once."""
     model, _ = blocks(device, dtype, tied=tied)
     numel = sum(param.numel() for param in model.parameters())
@@ -156,7 +156,7 @@ def test_numel_is_kept(part, device, dtype, tied):
             marks=requirement(
                 "FP-007",
                 level="MUST",
-                text="A flattened module MUST give the output it gave before.",
+                text="A flattened module MUST give the same output as before.",
                 source="test_output_without_shared_params",
                 since="0.1.0",
                 profile="core",
@@ -167,7 +167,7 @@ def test_numel_is_kept(part, device, dtype, tied):
             marks=requirement(
                 "FP-008",
                 level="MUST",
-                text="A flattened module with tied parameters MUST give the output it gave before.",
+                text="A flattened module with tied parameters MUST give the same output as before.",
                 source="test_output_with_shared_params",
                 since="0.1.0",
                 profile="core",
@@ -175,8 +175,8 @@ def test_numel_is_kept(part, device, dtype, tied):
         ),
     ],
 )
-def test_the_output_is_kept(part, device, dtype, tied):
-    """Bit for bit, since the same numbers meet the same kernels."""
+def test_the_output_is_unchanged(part, device, dtype, tied):
+    """Bit-identical, since the same numbers reach the same kernels."""
     model, x = blocks(device, dtype, tied=tied)
     expected = model(x)
     make_handle(part, model, device)
@@ -187,15 +187,15 @@ def test_the_output_is_kept(part, device, dtype, tied):
     "FP-009",
     level="MUST",
     text=(
-        "A step of an optimizer on the flat parameter MUST move tied parameters as it moves the"
-        " plain module's."
+        "An optimizer step on the flat parameter MUST change tied parameters as a step on the "
+        "plain module does."
     ),
     source="test_pnorm_after_step_with_shared_params",
     since="0.1.0",
     profile="core",
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_step_moves_tied_parameters_as_it_should(part, device, dtype):
+def test_a_step_moves_tied_parameters_like_the_plain_module(part, device, dtype):
     """The norm after a step of SGD is that of the plain model."""
     norms = []
     for flattened in (False, True):
@@ -222,8 +222,8 @@ def _check_metadata(handle, start, end, names, shapes, offsets):
     "FP-010",
     level="MUST",
     text=(
-        "With original parameters kept, each parameter MUST start at 16 bytes, and shard "
-        "metadata MUST count the padding for positions only."
+        "With original parameters kept, each parameter MUST start at a multiple of 16 bytes, and "
+        "in shard metadata the padding MUST count for positions only."
     ),
     source="test_flat_param_shard_metadata_aligned_full_precision",
     since="0.1.0",
@@ -243,7 +243,7 @@ def test_metadata_with_alignment_in_full_precision(part, device):
 @requirement(
     "FP-011",
     level="MUST",
-    text="Alignment MUST follow the dtype that parameters have in forward.",
+    text="Alignment MUST be that of the dtype that parameters have in forward.",
     source="test_flat_param_shard_metadata_aligned_mixed_precision",
     since="0.1.0",
     profile="core",
@@ -262,7 +262,7 @@ def test_metadata_with_alignment_in_mixed_precision(part, device):
 @requirement(
     "FP-012",
     level="MUST",
-    text="Shard metadata MUST be right for any range, beyond the end too.",
+    text="Shard metadata MUST be right for any range, also beyond the end.",
     rationale="torch's own later test test_flat_param_shard_metadata_unaligned",
     since="0.1.0",
     profile="core",
@@ -279,13 +279,16 @@ def test_metadata_without_alignment(part, device):
 @requirement(
     "FP-013",
     level="MUST",
-    text="Gradients MUST reach the flat parameter, in the order of the parameters.",
-    rationale="an optimizer on the flat parameter has nothing else to go by",
+    text=(
+        "The flat parameter's gradient MUST contain the gradients of all parameters, in the order "
+        "of the parameters."
+    ),
+    rationale="an optimizer on the flat parameter uses only this gradient",
     since="0.1.0",
     profile="core",
 )
 def test_gradients_reach_the_flat_parameter(part, device):
-    """Bit for bit those of the plain model, one after another."""
+    """Bitwise those of the plain model, one after another."""
     plain, x = blocks(device, torch.float32)
     plain(x).sum().backward()
     model, _ = blocks(device, torch.float32)
@@ -298,14 +301,17 @@ def test_gradients_reach_the_flat_parameter(part, device):
 @requirement(
     "FP-014",
     level="MUST",
-    text="The shards of all ranks MUST be of equal size and make the whole in rank order.",
-    rationale="one all-gather restores the flat parameter only then",
+    text=(
+        "The shards of all ranks MUST be of equal size, and in rank order they MUST form the whole "
+        "flat parameter."
+    ),
+    rationale="otherwise one all-gather cannot restore the flat parameter",
     since="0.1.0",
     profile="core",
 )
 @pytest.mark.parametrize("world_size", [1, 2, 5])
-def test_shards_make_the_whole(part, device, world_size):
-    """Every rank keeps an equal part, and the parts in order are the parameters."""
+def test_shards_form_the_whole_parameter(part, device, world_size):
+    """Every rank has an equal part; the parts in order are the parameters."""
     shards = []
     for rank in range(world_size):
         model, _ = blocks(device, torch.float32)
@@ -339,14 +345,11 @@ def _cycle(part: Any, rank: int, world_size: int) -> list[bool]:
 @requirement(
     "FP-019",
     level="MUST",
-    text=(
-        "Ranks MUST get the whole flat parameter from an unshard, and their own shard back from"
-        " a reshard."
-    ),
-    rationale="the cycle that every user of a handle runs, without the wrapper around it",
+    text="Unshard MUST give each rank the whole flat parameter, and reshard its own shard again.",
+    rationale="every user of a handle without the wrapper runs this cycle",
     since="0.1.0",
     profile="core",
 )
-def test_two_ranks_gather_and_let_go(part, device, ranks):
-    """Whole, the flat parameter is all parameters; sharded again, each rank has its own part."""
+def test_two_ranks_unshard_and_reshard(part, device, ranks):
+    """Unsharded, the flat parameter has all elements; resharded, each rank has its own part."""
     assert ranks(2, _cycle) == [[True] * 5] * 2

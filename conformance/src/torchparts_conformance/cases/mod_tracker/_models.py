@@ -1,4 +1,4 @@
-"""Models, and the logs of what a tracker says, that the cases share."""
+"""Models and event logs for the cases of this area."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 def linear(device):
-    """A 4 x 4 layer without bias: each product has 2 * rows * 16 operations."""
+    """A 4 x 4 layer without bias: each product costs 2 * rows * 16 operations."""
     return nn.Linear(4, 4, bias=False, device=device)
 
 
@@ -31,7 +31,7 @@ class MLP(nn.Module):
         self.a, self.b = linear(device), linear(device)
 
     def forward(self, x):
-        """Compute."""
+        """Run both layers."""
         return self.b(self.a(x).relu())
 
 
@@ -44,12 +44,12 @@ class Checkpointed(nn.Module):
         self.use_reentrant = use_reentrant
 
     def forward(self, x):
-        """Compute."""
+        """Run both parts."""
         return self.out(checkpoint(self.m, x, use_reentrant=self.use_reentrant))
 
 
 class Note(nn.Module):
-    """Two products; notes what the tracker says in forward, and at the first one's gradient."""
+    """Two products; records the tracker's state in forward and at the first product's gradient."""
 
     def __init__(self):
         super().__init__()
@@ -57,7 +57,7 @@ class Note(nn.Module):
         self.forwards, self.backwards = [], []
 
     def forward(self, x):
-        """Compute."""
+        """Record and compute."""
         y = x * 2
         self.forwards.append((frozenset(self.tracker.parents), self.tracker.is_bw))
         if y.requires_grad:
@@ -69,7 +69,7 @@ class Note(nn.Module):
 
 
 def events_of(tracker):
-    """A list to which the four user hooks write "+fw name", "-fw name", "+bw name", "-bw name"."""
+    """A list to which the four user hooks append "+fw name", "-fw name", "+bw name", "-bw name"."""
     events = []
 
     def write(sign):
@@ -84,17 +84,17 @@ def events_of(tracker):
 
 
 def backward_of(events):
-    """The backward events."""
+    """Select the backward events."""
     return [event for event in events if "bw" in event]
 
 
 def names_of(*names):
-    """A set of parents."""
+    """Build a set of parents."""
     return frozenset(("Global", *names))
 
 
 class Products(TorchDispatchMode):
-    """Notes direction and parents of every matrix product."""
+    """Records direction and parents of every matrix product."""
 
     def __init__(self, tracker):
         super().__init__()
@@ -116,7 +116,7 @@ def products_of(part, run):
 
 
 def events_in(part, run):
-    """What a tracker tells of a run."""
+    """Events of a tracker during a run."""
     tracker = part.ModTracker()
     events = events_of(tracker)
     with tracker:

@@ -1,4 +1,4 @@
-"""Under torch.compile."""
+"""A tracker with torch.compile."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _fresh_compiler():
     profile="compile",
 )
 def test_no_recompilation(part, device):
-    """One graph before, inside and after."""
+    """One graph before, inside and after the block."""
     graphs, x = [], leaf(device)
 
     def backend(graph, inputs):
@@ -42,14 +42,14 @@ def test_no_recompilation(part, device):
 
 
 class Outer(nn.Module):
-    """A part to compile, and one not."""
+    """A part to compile and a part that is not compiled."""
 
     def __init__(self, device):
         super().__init__()
         self.m, self.o = MLP(device), linear(device)
 
     def forward(self, x):
-        """Compute."""
+        """Run both parts."""
         return self.o(self.m(x))
 
 
@@ -63,7 +63,7 @@ class Outer(nn.Module):
 )
 @pytest.mark.parametrize("in_place", [False, True])
 def test_compiled_part(part, device, in_place):
-    """Opaque, under its name."""
+    """One module without children, under its own name."""
     model = Outer(device)
     if in_place:
         model.m.compile(backend="aot_eager")

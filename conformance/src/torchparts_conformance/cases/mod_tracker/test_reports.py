@@ -1,4 +1,4 @@
-"""Reports add up, and say what they are asked for."""
+"""Reports: sums, phases, and operators that are counted."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from torchparts_conformance.cases.mod_tracker._models import Checkpointed, leaf,
     "MT-301",
     level="MUST",
     text=(
-        "FLOPs of modules themselves and outside MUST add up to the total, which MUST be that "
-        "of torch's counter."
+        "The FLOPs of all modules themselves and of the outside MUST add up to the total, and the "
+        "total MUST equal that of torch's counter."
     ),
-    rationale="a report that does not add up is wrong somewhere",
+    rationale="a report that does not add up has a wrong row",
     since="0.1.0",
     profile="reports",
 )
@@ -42,16 +42,16 @@ def test_flops_add_up(part, device):
     "MT-302",
     level="MUST",
     text=(
-        "FLOPs MUST be split into forward, recompute and backward exactly, with both kinds of "
+        "FLOPs MUST be divided exactly into forward, recompute and backward, with both kinds of "
         "checkpointing."
     ),
-    rationale="a report that does not add up is wrong somewhere",
+    rationale="a report that does not add up has a wrong row",
     since="0.1.0",
     profile="reports",
 )
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_flops_are_split_by_phase(part, device, use_reentrant):
-    """A product is 64: one forward, at most one again, two in backward."""
+    """A product costs 64: one in forward, at most one in recompute, two in backward."""
     with part.profile_flops() as report:
         step(Checkpointed(device, use_reentrant=use_reentrant), leaf(device))
     rows = {name: report[f"Checkpointed.{name}"] for name in ("m.a", "m.b", "out")}
@@ -64,18 +64,18 @@ def test_flops_are_split_by_phase(part, device, use_reentrant):
     "MT-412",
     level="MUST",
     text=(
-        "What a checkpoint runs again between the modules in it MUST be recompute, of the "
-        "module that ran it."
+        "Operators that a checkpoint recomputes between the modules in its region MUST count as "
+        "recompute of the module that ran them."
     ),
     rationale=(
-        "reproduced on a UNet of others: attention that ran again was backward of another module"
+        "reproduced on a published UNet: recomputed attention counted as backward of another module"
     ),
     since="0.1.0",
     profile="reports",
 )
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_flops_between_modules_of_a_checkpoint(part, device, use_reentrant):
-    """A product of the region's own, between two layers."""
+    """A product of the region itself, between two layers."""
 
     class Between(nn.Module):
         def __init__(self):
@@ -106,16 +106,16 @@ def _gradients(measure, kind, device):
     "MT-404",
     level="MUST",
     text=(
-        "Counting operations MUST NOT change a bit of the gradients, also of operators that "
-        "have both parts and a kernel of their own."
+        "Counting operations MUST leave gradients bit-identical, also for operators that have both "
+        "a decomposition and a kernel."
     ),
-    rationale="reproduced: counting took the backward of SiLU apart",
+    rationale="reproduced: counting decomposed the backward of SiLU",
     since="0.1.0",
     profile="reports",
 )
 @pytest.mark.parametrize("kind", [nn.SiLU, nn.Mish])
 def test_counting_changes_no_bit(part, device, kind):
-    """Operators with a kernel of their own are left to it."""
+    """Operators with a kernel run that kernel."""
     counted = _gradients(part.profile_flops, kind, device)
     assert torch.equal(counted, _gradients(nullcontext, kind, device))
 
@@ -124,18 +124,15 @@ def test_counting_changes_no_bit(part, device, kind):
     "MT-407",
     level="MUST",
     text=(
-        "FLOPs of products of groups, as in a mixture of experts, MUST be those of the "
-        "products, on every device."
+        "FLOPs of grouped products, as in a mixture of experts, MUST be those of the products, on "
+        "every device."
     ),
-    rationale=(
-        "seen on models of others: torch's counter has no formula for them, so that experts "
-        "count as nothing"
-    ),
+    rationale="torch's counter has no formula for them, so experts count as zero",
     since="0.1.0",
     profile="reports",
 )
 def test_flops_of_products_of_groups(part, device):
-    """Two experts with eight rows in all: forward and both gradients; before torch 2.10 as rows."""
+    """Two experts with eight rows in all: forward and both gradients; rows before torch 2.10."""
     x, w = (torch.ones(*s, device=device, requires_grad=True) for s in ((8, 16), (2, 16, 32)))
     product = getattr(nn.functional, "grouped_mm", None)
     with part.profile_flops() as report:
@@ -152,20 +149,18 @@ def test_flops_of_products_of_groups(part, device):
     "MT-408",
     level="MUST",
     text=(
-        "FLOPs of attention MUST be those of its products in every kernel that torch has for "
-        "it, with heads that share keys, too."
+        "FLOPs of attention MUST be those of its products, for every attention kernel of torch, "
+        "also with shared key heads."
     ),
     rationale=(
-        "seen on models of others: torch's counter has no formula for the CPU's kernel, so that"
-        " attention counts as nothing there"
+        "torch's counter has no formula for the CPU kernel, so attention counts as zero there"
     ),
     since="0.1.0",
     profile="reports",
 )
 @pytest.mark.parametrize("heads", [4, 2], ids=["own keys", "shared keys"])
 def test_flops_of_attention(part, device, heads):
-    """In each kernel that the device has: forward two products, in backward four or, where the
-    first was not kept, five."""
+    """For each kernel: two products in forward, and four in backward, or five if it recomputes."""
 
     class Attention(nn.Module):
         def forward(self, q, k, v):
@@ -181,7 +176,7 @@ def test_flops_of_attention(part, device, heads):
             try:
                 Attention()(*inputs)
             except RuntimeError:
-                continue  # the device has none for this
+                continue  # not available on this device
             with part.profile_flops() as report:
                 Attention()(*inputs).sum().backward()
         counted.append((report["Attention"].forward, report["Attention"].backward))

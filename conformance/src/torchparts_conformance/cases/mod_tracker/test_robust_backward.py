@@ -1,4 +1,4 @@
-"""Backward: attribution and events where the source is wrong."""
+"""Backward: attribution and events that torch 2.13 gets wrong."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ INNER = ("Checkpointed", "Checkpointed.m")
 @requirement(
     "MT-101",
     level="MUST",
-    text="A recompute MUST run inside the modules of the first forward and no others.",
+    text="Recomputation MUST run inside the modules of the first forward and no others.",
     rationale=(
-        "reproduced on torch 2.13: the module whose backward asked for it is in `parents`, too;"
-        " FlopCounterMode reports 256 for 192"
+        "reproduced on torch 2.13: `parents` also has the module whose backward started the "
+        "recomputation; FlopCounterMode reports 256 instead of 192"
     ),
     since="0.1.0",
     profile="robust",
 )
 def test_recompute_has_the_parents_of_the_forward(part, device):
-    """The layer that runs again does so inside the same modules."""
+    """The recomputed layer runs inside the same modules."""
     model, seen = Checkpointed(device, use_reentrant=False), []
     tracker = part.ModTracker()
     model.m.a.register_forward_pre_hook(
@@ -59,7 +59,7 @@ def test_recompute_has_the_parents_of_the_forward(part, device):
     level="MUST",
     text=(
         "The backward of a graph that reentrant checkpointing built MUST be attributed to the "
-        "modules that built it."
+        "modules whose recomputation built it."
     ),
     rationale="reproduced on torch 2.13: inner modules are never entered in backward",
     since="0.1.0",
@@ -78,15 +78,15 @@ def test_reentrant_backward_is_attributed(part, device):
     "MT-103",
     level="MUST",
     text=(
-        "With reentrant checkpointing every module MUST be entered before it is left in "
-        "backward, and as often."
+        "With reentrant checkpointing every module MUST be entered in backward before it is left, "
+        "and as often as it is left."
     ),
-    rationale="reproduced on torch 2.13: leaves without entries",
+    rationale="reproduced on torch 2.13: modules are left without having been entered",
     since="0.1.0",
     profile="robust",
 )
 def test_reentrant_events_are_paired(part, device):
-    """What is left was entered before."""
+    """Each exit has an entry before it."""
     events = events_in(part, lambda: step(Checkpointed(device, use_reentrant=True), leaf(device)))
     _assert_paired(backward_of(events))
 
@@ -102,7 +102,7 @@ def _assert_paired(events):
 class _Fails(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
-        """Compute."""
+        """Run the layers."""
         return x * 2
 
     @staticmethod
@@ -111,10 +111,10 @@ class _Fails(torch.autograd.Function):
 
 
 class FailsInBackward(nn.Module):
-    """Raises when its gradient is asked for."""
+    """Raises when its gradient is computed."""
 
     def forward(self, x):
-        """Compute."""
+        """Run the layers."""
         return _Fails.apply(x)
 
 
@@ -122,12 +122,12 @@ class FailsInBackward(nn.Module):
     "MT-113",
     level="MUST",
     text='An exception in backward MUST leave `parents` as {"Global"}.',
-    rationale="reproduced on torch 2.13: the names stay for ever",
+    rationale="reproduced on torch 2.13: the names are never removed",
     since="0.1.0",
     profile="robust",
 )
 def test_exception_in_backward(part, device):
-    """Nothing runs afterwards."""
+    """No module is running afterwards."""
     model = nn.Sequential(linear(device), FailsInBackward(), linear(device))
     with part.ModTracker() as tracker:
         with pytest.raises(ValueError, match="in backward"):
@@ -147,7 +147,7 @@ def test_exception_in_backward(part, device):
     profile="robust",
 )
 def test_grad_of_a_leaf_input(part, device):
-    """torch.autograd.grad for the input gives what it gives without a tracker."""
+    """torch.autograd.grad for the input gives the same result as without a tracker."""
     model, x = MLP(device), leaf(device)
     expected = torch.autograd.grad(model(x).sum(), x)[0]
     tracker, found = part.ModTracker(), []
@@ -161,7 +161,10 @@ def test_grad_of_a_leaf_input(part, device):
     "MT-118",
     level="MUST",
     text="A second backward through a retained graph MUST have the same events as the first.",
-    rationale="reproduced on torch 2.13: modules without grad inputs are left only the first time",
+    rationale=(
+        "reproduced on torch 2.13: modules whose inputs require no gradient are left only the "
+        "first time"
+    ),
     since="0.1.0",
     profile="robust",
 )
@@ -183,15 +186,15 @@ def test_second_backward(part, device):
     "MT-119",
     level="MUST",
     text=(
-        "Every module entered in a backward that computes one parameter's gradient MUST be left"
-        " in it."
+        "In a backward for the gradient of one parameter, every module that is entered MUST be "
+        "left."
     ),
-    rationale="reproduced on torch 2.13: entered without being left",
+    rationale="reproduced on torch 2.13: a module is entered and never left",
     since="0.1.0",
     profile="robust",
 )
 def test_gradient_of_one_parameter(part, device):
-    """Entered means left."""
+    """Every entered module is left."""
     model = MLP(device)
     x = leaf(device)
     events = events_in(part, lambda: torch.autograd.grad(model(x).sum(), [model.b.weight]))
@@ -202,13 +205,13 @@ def test_gradient_of_one_parameter(part, device):
 @requirement(
     "MT-120",
     level="MUST",
-    text="Forwards without gradients MUST NOT lead to backward events later.",
+    text="Forwards without gradients MUST NOT cause events in a later backward.",
     rationale="reproduced on torch 2.13: 1,000 forwards of 10 layers fire 11,000 bogus events",
     since="0.1.0",
     profile="robust",
 )
 def test_inference_leaves_no_events(part, device):
-    """A hundred forwards without gradients add nothing to the next backward."""
+    """A hundred forwards without gradients add no event to the next backward."""
     model, x = MLP(device), torch.randn(2, 4, device=device)
 
     def run():
@@ -224,13 +227,13 @@ def test_inference_leaves_no_events(part, device):
 @requirement(
     "MT-121",
     level="MUST",
-    text="No hook MUST stay on a tensor that outlives the graph.",
+    text="No hook MUST remain on a tensor that outlives the graph.",
     rationale="reproduced on torch 2.13: 2,000 hooks on an input used in 1,000 forwards",
     since="0.1.0",
     profile="robust",
 )
 def test_no_hook_stays_on_tensors(part, device):
-    """The input carries no hook after the graphs are gone."""
+    """The input has no hook after the graphs are freed."""
     model, x = MLP(device), leaf(device)
 
     def run():
@@ -244,13 +247,13 @@ def test_no_hook_stays_on_tensors(part, device):
 @requirement(
     "MT-133",
     level="MUST",
-    text="A backward after the tracker was left MUST still be attributed.",
+    text="A backward that runs after the tracker was left MUST still be attributed.",
     rationale="the graph outlives the block",
     since="0.1.0",
     profile="robust",
 )
 def test_backward_after_the_block(part, device):
-    """The graph outlives the block, and so does its attribution."""
+    """The graph outlives the block and is still attributed."""
     tracker, note = part.ModTracker(), Note()
     note.tracker = tracker
     with tracker:
@@ -262,13 +265,13 @@ def test_backward_after_the_block(part, device):
 @requirement(
     "MT-131",
     level="MUST",
-    text="Results and gradients MUST be the same bits with and without the tracker.",
-    rationale="a tracker is an observer",
+    text="Results and gradients MUST be bit-identical with and without the tracker.",
+    rationale="a tracker only observes",
     since="0.1.0",
     profile="robust",
 )
 def test_gradients_are_bitwise_equal(part, device):
-    """With four hooks or without a tracker: the same bits."""
+    """With four hooks and without a tracker: bit-identical."""
     model, x = Checkpointed(device, use_reentrant=False), leaf(device)
     leaves = [x, *model.parameters()]
 

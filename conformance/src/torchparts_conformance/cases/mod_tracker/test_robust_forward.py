@@ -1,4 +1,4 @@
-"""Names, exceptions, threads and moved modules in forward, where the source is wrong."""
+"""Forward: names, exceptions, threads and moved modules that torch 2.13 gets wrong."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from torchparts_conformance.cases.mod_tracker._models import (
     "MT-105",
     level="MUST",
     text="Two roots of the same class MUST have different names.",
-    rationale="reproduced on torch 2.13: both are named by their class",
+    rationale="reproduced on torch 2.13: both have the name of their class",
     since="0.1.0",
     profile="robust",
 )
 def test_roots_of_one_class(part, device):
-    """Two roots, two names."""
+    """Two roots have two names."""
     first, second = linear(device), linear(device)
     with part.ModTracker() as tracker:
         second(first(leaf(device)))
@@ -46,7 +46,7 @@ class Fails(nn.Module):
         self.a, self.error = linear(device), error
 
     def forward(self, x):
-        """Compute."""
+        """Run the layers."""
         y, error, self.error = self.a(x), self.error, None
         if error is not None:
             raise error
@@ -60,12 +60,12 @@ class Fails(nn.Module):
         'An exception in forward MUST leave `parents` as {"Global"}, and the next forward and '
         "backward MUST have each event once."
     ),
-    rationale="reproduced on torch 2.13: hooks of the failed forward fire as extra leaves",
+    rationale="reproduced on torch 2.13: hooks of the failed forward fire as additional exits",
     since="0.1.0",
     profile="robust",
 )
 def test_exception_in_forward(part, device):
-    """After a failed forward, one more step has each event once."""
+    """After a failed forward, the next step has each event once."""
     model, x = nn.Sequential(Fails(device, ValueError("once"))), leaf(device)
     tracker = part.ModTracker()
     events = events_of(tracker)
@@ -80,8 +80,8 @@ def test_exception_in_forward(part, device):
 @requirement(
     "MT-114",
     level="MUST",
-    text="What a module's own hooks compute MUST be attributed to the module.",
-    rationale="pytorch#130995; reproduced on torch 2.13: charged to the parent",
+    text="Operations in a module's own hooks MUST be attributed to that module.",
+    rationale="pytorch#130995; reproduced on torch 2.13: attributed to the parent",
     since="0.1.0",
     profile="robust",
 )
@@ -103,7 +103,7 @@ def test_own_hooks_of_a_module(part, device):
     profile="robust",
 )
 def test_threads(part, device):
-    """Two models at the same time."""
+    """Two models run at the same time."""
     meet, seen = threading.Barrier(2, timeout=20), {}
 
     class Waits(nn.Module):
@@ -136,7 +136,7 @@ def test_threads(part, device):
 
 
 class AllEqual(nn.Linear):
-    """Equal to everything, and without a hash."""
+    """Equal to everything, and unhashable."""
 
     def __eq__(self, other):
         return True
@@ -148,15 +148,17 @@ class AllEqual(nn.Linear):
     "MT-122",
     level="MUST",
     text=(
-        "Modules MUST be told apart by identity: `__eq__` that is always true, or no hash, MUST"
-        " NOT matter."
+        "Modules MUST be distinguished by identity, also if `__eq__` always returns True or the "
+        "module is unhashable."
     ),
-    rationale="reproduced on torch 2.13: one is reported as the other; TypeError in user code",
+    rationale=(
+        "reproduced on torch 2.13: one module is reported as the other; TypeError in user code"
+    ),
     since="0.1.0",
     profile="robust",
 )
 def test_identity_of_modules(part, device):
-    """Two modules, two names, no error."""
+    """Two modules have two names, and nothing raises."""
     model, seen = nn.Sequential(*(AllEqual(4, 4, device=device) for _ in "ab")), []
     for module in model:
         module.register_forward_pre_hook(lambda *_: seen.append(frozenset(tracker.parents)))
@@ -177,7 +179,7 @@ def test_identity_of_modules(part, device):
     profile="robust",
 )
 def test_compiled_model(part, device):
-    """One module, named as the user knows it."""
+    """One module with the user's name."""
     torch.compiler.reset()
     run = torch.compile(MLP(device), backend="eager")
     x = leaf(device)
@@ -193,7 +195,7 @@ def test_compiled_model(part, device):
 @requirement(
     "MT-132",
     level="SHOULD",
-    text="A model SHOULD be tracked the same under FakeTensorMode.",
+    text="A model SHOULD have the same events under FakeTensorMode.",
     rationale="memory and cost models run there",
     since="0.1.0",
     profile="robust",

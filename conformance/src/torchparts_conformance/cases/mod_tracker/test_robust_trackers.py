@@ -1,4 +1,4 @@
-"""Several trackers, and hooks of their users, where the source is wrong."""
+"""Several trackers and user hooks: cases that torch 2.13 fails."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def _restore(call):
 @requirement(
     "MT-116",
     level="MUST",
-    text="A tracker entered twice MUST call each hook once, and leave no global hook behind.",
+    text="A tracker entered twice MUST call each hook once, and MUST leave no global hook behind.",
     rationale="reproduced on torch 2.13: hooks fire twice and one pair leaks",
     since="0.1.0",
     profile="robust",
 )
 def test_tracker_entered_twice(part, device):
-    """Each hook once, and nothing is left."""
+    """Each hook is called once, and no global hook is left."""
     call, formatter = nn.Module.__call__, warnings.formatwarning
     tracker = part.ModTracker()
     events = events_of(tracker)
@@ -55,13 +55,13 @@ def test_tracker_entered_twice(part, device):
 @requirement(
     "MT-137",
     level="MUST",
-    text="Trackers that overlap MUST be independent, and MUST leave in any order without a trace.",
-    rationale="tools are combined",
+    text="Overlapping trackers MUST be independent, and MUST be removed completely in any order.",
+    rationale="users combine tools",
     since="0.1.0",
     profile="robust",
 )
 def test_overlapping_trackers(part, device):
-    """The first may leave first."""
+    """The first tracker may be left first."""
     call = nn.Module.__call__
     first, second = part.ModTracker(), part.ModTracker()
     counts = Counter()

@@ -1,4 +1,4 @@
-"""What modules take and return, and backward through it, where the source is wrong."""
+"""Inputs and outputs of modules, and backward through them: cases that torch 2.13 fails."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from torchparts_conformance.cases.mod_tracker._models import (
 
 
 class ByKeyword(nn.Module):
-    """A layer whose input is a keyword."""
+    """A layer with a keyword input."""
 
     def __init__(self, device):
         super().__init__()
         self.inner = linear(device)
 
     def forward(self, *, x):
-        """Compute."""
+        """Run the layers."""
         return self.inner(x)
 
 
 class Chain(nn.Module):
-    """Four of them."""
+    """Four such layers."""
 
     def __init__(self, device):
         super().__init__()
         self.k = nn.ModuleList(ByKeyword(device) for _ in range(4))
 
     def forward(self, x):
-        """Compute."""
+        """Run the layers."""
         for k in self.k:
             x = k(x=x)
         return x
@@ -50,15 +50,17 @@ class Chain(nn.Module):
     "MT-107",
     level="MUST",
     text=(
-        "Modules that get their input by keyword MUST be attributed in backward, each its own "
-        "operations and no others."
+        "A module with keyword inputs MUST be attributed in backward, with exactly its own "
+        "operations."
     ),
-    rationale="reproduced on torch 2.13: four chained blocks of 192 FLOPs count 192, 320, 448, 576",
+    rationale=(
+        "reproduced on torch 2.13: four chained blocks of 192 FLOPs each count 192, 320, 448, 576"
+    ),
     since="0.1.0",
     profile="robust",
 )
 def test_keyword_inputs(part, device):
-    """Each of four blocks has three products, and shares none."""
+    """Each of four blocks has three products, and none is shared."""
     products = products_of(part, lambda: step(Chain(device), leaf(device)))
     counts = Counter(names for _, names in products)
     assert counts == {names_of("Chain", f"Chain.k.{i}", f"Chain.k.{i}.inner"): 3 for i in range(4)}
@@ -66,7 +68,7 @@ def test_keyword_inputs(part, device):
 
 @dataclass
 class Box:
-    """An output that torch does not look into."""
+    """An output type that torch does not search for tensors."""
 
     y: torch.Tensor
 
@@ -79,19 +81,19 @@ class Boxing(nn.Module):
         self.inner = linear(device)
 
     def forward(self, x):
-        """Compute."""
+        """Return a dataclass."""
         return Box(self.inner(x))
 
 
 class Unboxing(nn.Module):
-    """Calls one that returns a dataclass."""
+    """Calls a module that returns a dataclass."""
 
     def __init__(self, device):
         super().__init__()
         self.d, self.o = Boxing(device), linear(device)
 
     def forward(self, x):
-        """Compute."""
+        """Unpack the dataclass."""
         return self.o(self.d(x).y)
 
 
@@ -104,7 +106,7 @@ class Unboxing(nn.Module):
     profile="robust",
 )
 def test_dataclass_output(part, device):
-    """Entered once, left once."""
+    """It is entered once and left once."""
     events = events_in(part, lambda: step(Unboxing(device), leaf(device)))
     assert [e for e in backward_of(events) if e.endswith(".d")] == [
         "+bw Unboxing.d",
@@ -119,12 +121,14 @@ def test_dataclass_output(part, device):
         "A module that returns its input MUST be entered before it is left, and MUST NOT stay "
         "in `parents`."
     ),
-    rationale="reproduced on torch 2.13: left before it is entered, then active to the end",
+    rationale=(
+        "reproduced on torch 2.13: left before it is entered, then in `parents` until the end"
+    ),
     since="0.1.0",
     profile="robust",
 )
-def test_module_that_returns_its_input(part, device):
-    """Entered, left, and gone when the layer before it runs."""
+def test_module_returning_its_input(part, device):
+    """It is entered and left, and not in `parents` when the layer before it runs."""
     model = nn.Sequential(linear(device), nn.Identity(), linear(device))
     events = backward_of(events_in(part, lambda: step(model, leaf(device))))
     assert [e for e in events if e.endswith(".1")] == ["+bw Sequential.1", "-bw Sequential.1"]

@@ -1,4 +1,4 @@
-"""What the source tests ask for."""
+"""Requirements from the source's tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchparts_conformance.cases.mod_tracker._models import Note, events_of, le
 
 
 class Nested(nn.Module):
-    """Parts as an attribute, in a dict and in a list."""
+    """Modules as an attribute, in a dict and in a list."""
 
     def __init__(self, tracker):
         super().__init__()
@@ -23,7 +23,7 @@ class Nested(nn.Module):
             part.tracker = tracker
 
     def forward(self, x):
-        """Compute."""
+        """Run all of them."""
         return self.b["nest"](self.a(self.c[0](x)))
 
 
@@ -50,8 +50,8 @@ PLACES = [[names_of("Nested", place)] for place in ("Nested.c.0", "Nested.a", "N
     "MT-001",
     level="MUST",
     text=(
-        '`parents` MUST hold "Global" and the names of the running modules in forward, '
-        "containers by their state_dict path."
+        'In forward, `parents` MUST hold "Global" and the names of the running modules, which for '
+        "modules in containers are state_dict paths."
     ),
     source="test_module_hierarchy",
     since="0.1.0",
@@ -66,28 +66,28 @@ def test_parents_in_forward(part, device):
     "MT-002",
     level="MUST",
     text=(
-        "`parents` MUST hold the same names in a gradient hook while the backward of these "
-        "modules runs."
+        "In a gradient hook during the backward of these modules, `parents` MUST hold the same "
+        "names."
     ),
     source="test_module_hierarchy",
     since="0.1.0",
     profile="core",
 )
 def test_parents_in_backward(part, device):
-    """The same names in the gradient hooks."""
+    """The same names in gradient hooks."""
     assert _seen(_run(part, device, 1), "backwards") == PLACES
 
 
 @requirement(
     "MT-003",
     level="MUST",
-    text="A second forward and backward MUST be seen like the first.",
+    text="A second forward and backward MUST have the same events as the first.",
     source="test_module_hierarchy",
     since="0.1.0",
     profile="core",
 )
 def test_second_iteration(part, device):
-    """Two steps are seen alike."""
+    """Two steps have the same events."""
     model = _run(part, device, 2)
     for kind in ("forwards", "backwards"):
         assert [entries[:1] == entries[1:] for entries in _seen(model, kind)] == [True] * 3
@@ -102,7 +102,7 @@ def test_second_iteration(part, device):
     profile="core",
 )
 def test_is_bw_in_both_directions(part, device):
-    """False in the forward, true in the gradient hook."""
+    """False in forward, true in the gradient hook."""
     model = _run(part, device, 1)
     assert [flag for _, flag in model.a.forwards] == [False]
     assert [flag for _, flag in model.a.backwards] == [True]
@@ -117,7 +117,7 @@ def test_is_bw_in_both_directions(part, device):
     profile="core",
 )
 def test_outside_after_backward(part, device):
-    """Nothing runs after a backward."""
+    """No module is running after a backward."""
     with part.ModTracker() as tracker:
         step(nn.Linear(2, 2, device=device), torch.rand(2, requires_grad=True, device=device))
         assert tracker.is_bw is False
@@ -132,7 +132,7 @@ class Bar(nn.Module):
         self.foo = nn.Linear(10, 10, device=device)
 
     def forward(self, x):
-        """Compute."""
+        """Run the layer and change its output."""
         return self.foo(x).relu_()
 
 
@@ -146,9 +146,10 @@ ORDER = [
     "MT-006",
     level="MUST",
     text=(
-        "The four user hooks MUST be called in torch's order: modules entered outside in and "
-        "left inside out in forward; in backward entered as their outputs' gradients arrive, "
-        "and left as their inputs' do, the caller first where the input is the same."
+        "The four user hooks MUST be called in torch's order: in forward, modules are entered from "
+        "outside to inside and left from inside to outside; in backward, a module is entered when "
+        "its outputs' gradients arrive and left when its inputs' gradients arrive, the caller "
+        "first if both have the same input."
     ),
     source="test_user_hooks",
     since="0.1.0",
@@ -167,8 +168,8 @@ def test_order_of_user_hooks(part, device):
     "MT-007",
     level="MUST",
     text=(
-        "While a user hook runs, its module's name MUST be in `parents`, and `is_bw` MUST tell "
-        "whether it is a backward hook."
+        "While a user hook runs, its module's name MUST be in `parents`, and `is_bw` MUST be true "
+        "exactly in backward hooks."
     ),
     source="test_user_hooks",
     since="0.1.0",
@@ -191,13 +192,13 @@ def test_state_while_user_hooks_run(part, device):
 @requirement(
     "MT-008",
     level="MUST",
-    text="Registering a hook of a kind that is taken MUST raise an AssertionError.",
+    text="Registering a second hook of the same kind MUST raise an AssertionError.",
     source="test_user_hooks",
     since="0.1.0",
     profile="core",
 )
-def test_taken_hook_is_refused(part, device):
-    """One hook of a kind."""
+def test_second_hook_of_a_kind_is_refused(part, device):
+    """One hook of each kind."""
     tracker = part.ModTracker()
     events_of(tracker)
     with pytest.raises(AssertionError):
@@ -207,13 +208,13 @@ def test_taken_hook_is_refused(part, device):
 @requirement(
     "MT-009",
     level="MUST",
-    text="The backward hooks of a module that no longer exists MUST be called with None.",
+    text="The backward hooks of a freed module MUST be called with None.",
     source="test_user_hooks",
     since="0.1.0",
     profile="core",
 )
 def test_deleted_module(part, device):
-    """Backward hooks get None for a module that is gone."""
+    """Backward hooks get None for a freed module."""
     tracker, seen = part.ModTracker(), []
 
     def note(module, grads):
@@ -236,7 +237,7 @@ class Foo(nn.Module):
         self.linears = nn.ModuleList(nn.Linear(8, 8, device=device) for _ in range(2))
 
     def forward(self, x):
-        """Compute."""
+        """Run both layers."""
         x = torch.relu(self.linears[0](x))
         return torch.relu(checkpoint(self.linears[1], x, use_reentrant=False))
 
@@ -262,8 +263,8 @@ def _checkpointed_events(part, device):
     "MT-010",
     level="MUST",
     text=(
-        "With non-reentrant checkpointing the forward hooks MUST be called again in backward, "
-        "with `is_bw` true, between the backward hooks of the checkpointed module."
+        "With non-reentrant checkpointing the forward hooks MUST be called again in backward, with "
+        "`is_bw` true, between the backward hooks of the checkpointed module."
     ),
     source="test_ac",
     since="0.1.0",
@@ -287,15 +288,15 @@ def test_hooks_in_recompute(part, device):
     "MT-011",
     level="MUST",
     text=(
-        "A module whose inputs require no gradient MUST be left at the end of the backward, the"
-        " later called first."
+        "Modules whose inputs require no gradient MUST be left at the end of the backward, in "
+        "reverse order of their calls."
     ),
-    rationale="test_ac lists the events up to there; torch 2.13 emits the two closing ones",
+    rationale="test_ac lists the events before these; torch 2.13 emits the two closing ones",
     since="0.1.0",
     profile="core",
 )
 def test_closing_events(part, device):
-    """What gets no gradient at its inputs is left at the end, inside out."""
+    """Modules without gradients at their inputs are left at the end, from inside to outside."""
     events, _ = _checkpointed_events(part, device)
     assert events[12:] == ["-bw Foo.linears.0", "-bw Foo"]
 
@@ -312,7 +313,7 @@ def test_closing_events(part, device):
     profile="core",
 )
 def test_known_names(part, device):
-    """A name for what ran, None for what did not."""
+    """A name for a module that ran, None for one that did not."""
     model, stranger = Bar(device), nn.Linear(1, 1)
     with part.ModTracker() as tracker:
         model(torch.rand(10, 10, device=device))

@@ -1,4 +1,4 @@
-"""Reports of runs that go on: steps alike, who holds the memory, and what grows."""
+"""Memory measurement does not hide errors."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def _changes_what_was_saved(measure, device):
         "Measuring memory MUST NOT hide that a tensor was changed in place after it was saved "
         "for backward."
     ),
-    rationale="hooks for saved tensors turn torch's own check off",
+    rationale="saved-tensor hooks disable torch's own check",
     since="0.1.0",
     profile="reports",
 )
 def test_measured_change_after_saving_is_an_error(part, device):
-    """As without anybody measuring."""
+    """The error is the same as without measuring."""
     _changes_what_was_saved(part.profile_memory, device)

@@ -1,1 +1,1 @@
-"""Cases for selective checkpointing: compiled graphs, eager correctness, our own promises."""
+"""Cases for selective checkpointing: compiled graphs, eager values, and state changes."""

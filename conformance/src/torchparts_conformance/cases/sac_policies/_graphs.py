@@ -1,4 +1,4 @@
-"""Compile a function and keep the graphs that its forward and backward became."""
+"""Compile a function and record its forward and backward graphs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 class Graphs:
-    """A backend for torch.compile that records what it is given and changes nothing.
+    """A backend for torch.compile that records graphs and changes nothing.
 
     Attributes:
         traced: one graph per compiled frame, as dynamo captured it.
@@ -60,7 +60,7 @@ class Graphs:
 
 
 def count(graphs: list[torch.fx.GraphModule], op: Any) -> int:
-    """Count calls of an operator, as itself or under a random-state wrapper."""
+    """Count calls of an operator, with or without a random-state wrapper."""
     return sum(
         node.target is op or op in node.args[:2] for each in graphs for node in each.graph.nodes
     )
@@ -69,7 +69,7 @@ def count(graphs: list[torch.fx.GraphModule], op: Any) -> int:
 def compile_kept(
     function: Callable[..., Any], *, fullgraph: bool = True, decompositions: Any = None
 ) -> tuple[Callable[..., Any], Graphs]:
-    """Compile `function`; returns it with the graphs it becomes when it is called."""
+    """Compile `function`; return it with the graphs that its calls produce."""
     torch.compiler.reset()
     graphs = Graphs(decompositions)
     return torch.compile(function, backend=graphs, fullgraph=fullgraph), graphs
@@ -82,15 +82,15 @@ def run_compiled(
     check: bool = True,
     decompositions: Any = None,
 ) -> Graphs:
-    """Compile and differentiate `function`; hold result and gradients against eager.
+    """Compile and differentiate `function`, and compare result and gradients with eager's.
 
     Args:
-        function: of tensors; run once eager, once compiled, from the same seed.
+        function: function of tensors; run eagerly and compiled, from the same seed.
         args: its arguments.
-        fullgraph: refuse graph breaks.
-        check: compare values; False where random numbers decide them, as compiled code may draw
-            others than eager code.
-        decompositions: operators to trace as others.
+        fullgraph: whether graph breaks raise.
+        check: whether to compare values; False if they depend on random numbers, since compiled
+            code may draw other numbers than eager code.
+        decompositions: operators to trace by decomposition.
     """
     compiled, graphs = compile_kept(function, fullgraph=fullgraph, decompositions=decompositions)
     wanted, expected = _differentiate(function, args)
@@ -102,7 +102,7 @@ def run_compiled(
 
 
 def _differentiate(function: Any, args: tuple[Any, ...]) -> tuple[list[Any], torch.Tensor]:
-    """Run and call backward(), which reentrant checkpointing needs, on fresh leaves."""
+    """Run the function and call backward(), which reentrant checkpoints need, on fresh leaves."""
     torch.manual_seed(0)
     leaves = [each.detach().clone().requires_grad_(each.requires_grad) for each in args]
     out = function(*leaves)

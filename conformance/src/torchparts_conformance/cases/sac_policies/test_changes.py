@@ -1,4 +1,4 @@
-"""What changes between a region's forward and backward, and what a recomputation may change."""
+"""Changes between a region's forward and backward, and changes by recomputation."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ aten = torch.ops.aten
 
 
 def leaf(device, *shape):
-    """Spread values of one shape that need a gradient."""
+    """Return different values of one shape, with requires_grad."""
     numel = torch.Size(shape).numel()
     return torch.linspace(-1.3, 1.7, numel, device=device).reshape(shape).requires_grad_()
 
 
 def add_unseen(tensor):
-    """Write past the version counter."""
+    """Add in place without a new version number."""
     tensor.data.add_(0.5)
 
 
 def replace_data(tensor):
-    """Give the tensor other data."""
+    """Assign other data to the tensor."""
     tensor.data = tensor.data * 2
 
 
 class Fresh(nn.Module):
-    """Wrap a function anew, so that its next region is a first step."""
+    """Wrap a function in a new object, so that its next region is a first step."""
 
     def __init__(self, function):
         super().__init__()
@@ -43,7 +43,8 @@ class Fresh(nn.Module):
 def is_seen_or_harmless(checkpoint, device, make, change):
     """Change each parameter and the input in turn between forward and backward.
 
-    Gradients are those of no checkpointing, or a change is an error; without one they are always.
+    Gradients must be those without checkpointing, or an error must be raised. Without a change,
+    gradients are always right.
     """
     for at in range(1 + len(list(make()[0].parameters()))):
         found = []
@@ -72,15 +73,15 @@ def is_seen_or_harmless(checkpoint, device, make, change):
     "SP-133",
     level="MUST",
     text=(
-        "A hook that a region registers on a tensor from outside of it MUST run once in "
-        "backward, and be registered once."
+        "A hook that a region registers on a tensor from outside MUST be registered once and run "
+        "once in backward."
     ),
-    rationale="the recomputation registers it again: 1.880 became 2.820 on 2.13",
+    rationale="recomputation registers it again: 1.880 became 2.820 on 2.13",
     since="0.1.0",
     profile="robust",
 )
 def test_hook_on_an_input_runs_once(part, device):
-    """A hook on an activation and one on a parameter, registered by the region."""
+    """The region registers hooks on an activation and on a parameter."""
     results = []
     for checkpointed in (False, True):
         x, w = leaf(device, 4, 4), leaf(device, 4, 4)
@@ -101,7 +102,7 @@ def test_hook_on_an_input_runs_once(part, device):
 
 
 class Cache:
-    """Grows, counts, and has a buffer that is written in place."""
+    """A list that grows, a counter, and a buffer that is written in place."""
 
     def __init__(self, device):
         self.keys = []
@@ -127,20 +128,19 @@ def write(t, w, cache):
     "SP-134",
     level="MUST",
     text=(
-        "A container or object among a region's arguments that the region changes, by growing "
-        "or by writing to its tensors, MUST NOT be seen changed by the recomputation, nor be "
-        "changed by it."
+        "If a region changes a container or object among its arguments, by appending or by writing "
+        "to its tensors, recomputation MUST see it unchanged and MUST NOT change it."
     ),
     rationale=(
-        "key and value caches: other operators in the recomputation, or silently wrong "
-        "gradients; shihao1895/MemoryVLA#18"
+        "key and value caches: recomputation runs other operators, or gradients are silently "
+        "wrong; shihao1895/MemoryVLA#18"
     ),
     since="0.1.0",
     profile="robust",
 )
 @pytest.mark.parametrize("function", [grow, write])
 def test_cache_among_the_arguments(part, device, function):
-    """Gradients are those of no checkpointing, and the cache is as the forward left it."""
+    """Gradients are those without checkpointing, and the cache is as forward left it."""
     results = []
     for checkpointed in (False, True):
         x, w, cache = leaf(device, 4, 4), leaf(device, 4, 4), Cache(device)
@@ -162,7 +162,7 @@ def test_cache_among_the_arguments(part, device, function):
         "In-place operators that change sizes or strides (`unsqueeze_`, `t_`, `as_strided_`) "
         "MUST give the gradients of no checkpointing, saved or not."
     ),
-    rationale="handing out a kept value by copying raised 'output with shape ... does not match'",
+    rationale="restoring a saved value by a copy raised 'output with shape ... does not match'",
     since="0.1.0",
     profile="robust",
 )
@@ -178,7 +178,7 @@ def test_cache_among_the_arguments(part, device, function):
     ],
 )
 def test_in_place_operator_changes_the_shape(part, device, saves, change):
-    """A product is made another shape in place, with everything saved and with nothing."""
+    """A product changes its shape in place, with everything saved and with nothing saved."""
 
     def function(t, w):
         y = t @ w
@@ -195,7 +195,7 @@ def test_in_place_operator_changes_the_shape(part, device, saves, change):
 
 
 def nothing(ctx, op, *args, **kwargs):
-    """A policy that keeps nothing: whatever backward needs is run again."""
+    """A policy that saves nothing: every operator is recomputed."""
     return False
 
 
@@ -203,20 +203,18 @@ def nothing(ctx, op, *args, **kwargs):
     "SP-140",
     level="MUST",
     text=(
-        "A parameter or input that is changed past its version counter before backward of the "
-        "first step of a region MUST lead to the gradients of no checkpointing or to an error."
+        "If a parameter or input is changed without a new version number before the backward of a "
+        "region's first step, gradients MUST be those without checkpointing, or an error MUST be "
+        "raised."
     ),
-    rationale=(
-        "the recomputation reads the changed tensor; torch 2.13 gives other gradients without "
-        "a word"
-    ),
+    rationale="recomputation reads the changed tensor; torch 2.13 silently gives other gradients",
     since="0.1.0",
     profile="robust",
 )
 @pytest.mark.parametrize("change", [add_unseen, replace_data])
 @pytest.mark.parametrize("size", [6, 96])
-def test_leaf_is_changed_before_its_region_runs_again(part, device, change, size):
-    """Each parameter and the input in turn, small and large; each is read by a recomputation."""
+def test_leaf_is_changed_before_recomputation(part, device, change, size):
+    """Each parameter and the input in turn, small and large; recomputation reads each."""
 
     def checkpoint(*call):
         return part.checkpoint(*call, policy=nothing)
@@ -228,7 +226,7 @@ PRODUCTS = [aten.addmm.default, aten.mm.default]
 
 
 def write_in_place(tensor):
-    """Write where the version counter sees it: plain autograd refuses what it saved."""
+    """Write with a new version number: plain autograd raises for saved tensors."""
     with torch.no_grad():
         tensor.mul_(2)
 
@@ -237,15 +235,14 @@ def write_in_place(tensor):
     "SP-159",
     level="MUST",
     text=(
-        "A weight or a value that a region was given or found, changed in place, past its "
-        "version counter, or by other data, after the forward of its first step, MUST lead to "
-        "the gradients of no checkpointing, with the change or without it, or to an error: where "
-        "the operators that read it are kept, too."
+        "If a weight or input of a region is changed after its forward (in place, without a new "
+        "version number, or by assigning other data), gradients MUST be those without "
+        "checkpointing, with or without the change, or an error MUST be raised, also if the "
+        "operators that read it are saved."
     ),
     rationale=(
-        "a kept product saves its weight again as a view, of whatever data the weight has by "
-        "then: gradients were off by 0.6 without a word; torch 2.13 gives other gradients "
-        "without a word"
+        "a saved product saves its weight as a view, which sees data assigned later: gradients "
+        "were silently wrong by 0.6; torch 2.13 silently gives other gradients"
     ),
     since="0.1.0",
     profile="robust",
@@ -254,11 +251,11 @@ def write_in_place(tensor):
 @pytest.mark.parametrize("at", range(3), ids=["weight", "given", "found"])
 @pytest.mark.parametrize("policy", [nothing, PRODUCTS], ids=["nothing", "products"])
 @pytest.mark.parametrize("nested", [False, True])
-def test_what_a_region_read_is_changed_after_it(part, device, nested, policy, at, change):
-    """Its operators are run again, or kept; gradients are as if nobody, or plain, had seen it.
+def test_inputs_of_a_region_are_changed_after_forward(part, device, nested, policy, at, change):
+    """Operators are recomputed or saved; gradients ignore the change or are plain autograd's.
 
-    Autograd itself reads a changed value where it saved the tensor, and the old one where it saved
-    a view of other data. A mixture of both is neither.
+    Autograd reads the changed value if it saved the tensor itself, and the old value if it saved a
+    view of other data. A mixture of both is wrong.
     """
     allowed = []
     for checkpointed, changed in [(False, False), (False, True), (True, True)]:
@@ -298,12 +295,12 @@ def test_what_a_region_read_is_changed_after_it(part, device, nested, policy, at
     "SP-141",
     level="MUST",
     text=(
-        "A gradient taken inside a region MUST leave what comes after it in the region as it "
-        "would be without checkpointing, with early stop or without."
+        "If a region computes a gradient inside, the rest of the region MUST run as without "
+        "checkpointing, with and without early stop."
     ),
     rationale=(
-        "the region runs for the gradient, further than its forward is; in torch 2.13 a cache "
-        "has grown before the forward reads it, and the loss is another one"
+        "the inner backward recomputes the region beyond the point that forward has reached; on "
+        "torch 2.13 a cache has grown before forward reads it, which changes the loss"
     ),
     since="0.1.0",
     profile="robust",
@@ -311,7 +308,7 @@ def test_what_a_region_read_is_changed_after_it(part, device, nested, policy, at
 @pytest.mark.parametrize("function", [grow, write])
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_gradient_inside_a_region(part, device, function, early_stop):
-    """A cache and running statistics after it are as the forward finds them without."""
+    """A cache and running statistics after the gradient are as without checkpointing."""
     results = []
     for checkpointed in (False, True):
         x, w, cache = leaf(device, 4, 4), leaf(device, 4, 4), Cache(device)

@@ -1,4 +1,4 @@
-"""Compiled code in a region, and random numbers in a compiled one."""
+"""Compiled code in a region, and random numbers in a compiled region."""
 
 import pytest
 import torch
@@ -11,13 +11,12 @@ from torchparts_conformance import requirement
     "SP-163",
     level="MUST",
     text=(
-        "Compiled code inside a region MUST run as the graph it was compiled to, in each "
-        "forward and where backward runs the region again, with the gradients of no "
-        "checkpointing."
+        "Compiled code inside a region MUST run as its compiled graph, in forward and in "
+        "recomputation, with the gradients without checkpointing."
     ),
     rationale=(
-        "pytorch/pytorch#161889: selective checkpointing of a compiled function ran it "
-        "uncompiled, without a word"
+        "pytorch/pytorch#161889: selective checkpointing silently ran a compiled function "
+        "uncompiled"
     ),
     since="0.1.0",
     profile="robust",
@@ -25,8 +24,8 @@ from torchparts_conformance import requirement
 )
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's
 @pytest.mark.parametrize("keeps", [False, True])
-def test_compiled_part_runs_as_its_graph(part, device, keeps):
-    """In each forward, and where backward runs the region again: one graph, and never beside it."""
+def test_compiled_code_in_a_region_runs_compiled(part, device, keeps):
+    """In forward and in recomputation: one graph, never run eagerly."""
     torch.compiler.reset()
     graphs, calls = [], []
 
@@ -55,9 +54,8 @@ def test_compiled_part_runs_as_its_graph(part, device, keeps):
     "SP-164",
     level="MUST",
     text=(
-        "In a compiled region, whatever its policy keeps, backward MUST use the random "
-        "numbers of the forward, and the generator MUST be left where compiled code without the "
-        "region leaves it."
+        "In a compiled region with any policy, backward MUST use the random numbers of forward, "
+        "and the generator MUST end in the same state as in compiled code without the region."
     ),
     rationale=(
         "pytorch/pytorch#190758: a memory budget with dropout corrupted random state under the "
@@ -68,8 +66,8 @@ def test_compiled_part_runs_as_its_graph(part, device, keeps):
     devices=("cpu",),
 )
 @pytest.mark.parametrize("policy", [[], [torch.ops.aten.mm.default]], ids=["nothing", "products"])
-def test_compiled_region_draws_once(part, device, policy):
-    """Dropout in a compiled region: one mask for both passes, and the generator as without it."""
+def test_compiled_region_uses_one_dropout_mask(part, device, policy):
+    """Dropout in a compiled region: one mask; the generator as without the region."""
 
     def function(t):
         hidden = torch.sin(t @ t)

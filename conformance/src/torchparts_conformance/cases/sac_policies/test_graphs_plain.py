@@ -34,15 +34,15 @@ def _product(x, y):
     "SP-001",
     level="MUST",
     text=(
-        "A checkpointed function MUST be recomputed in the compiled backward: each of its "
-        "products once more."
+        "A checkpointed function MUST be recomputed in the compiled backward, with each of its "
+        "products run once more."
     ),
     source="test_tags_function",
     since="0.1.0",
     profile="core",
 )
 def test_product_is_recomputed(part, device):
-    """One product forward; its recomputation and two gradients in backward."""
+    """One product in forward; its recomputation and two gradients in backward."""
 
     def fn(x, y):
         return part.checkpoint(_product, torch.sin(x), y, use_reentrant=True)
@@ -56,15 +56,15 @@ def test_product_is_recomputed(part, device):
     "SP-002",
     level="MUST",
     text=(
-        "`checkpoint` MUST be traced alike when it is reached through a variable of an "
-        "enclosing scope."
+        "`checkpoint` MUST be traced the same if it is reached through a variable of an enclosing "
+        "scope."
     ),
     source="test_tags_function_via_global_checkpoint",
     since="0.1.0",
     profile="core",
 )
 def test_checkpoint_is_found_through_a_global(part, device):
-    """A checkpoint function held in a variable of the enclosing scope is traced alike."""
+    """A checkpoint function in a variable of the enclosing scope is traced the same."""
     held = part.checkpoint
 
     def fn(x, y):
@@ -86,8 +86,8 @@ def test_checkpoint_is_found_through_a_global(part, device):
     since="0.1.0",
     profile="core",
 )
-def test_options_of_checkpoint_are_not_the_functions(part, device):
-    """`preserve_rng_state` belongs to checkpoint and does not reach the function."""
+def test_options_of_checkpoint_do_not_reach_the_function(part, device):
+    """`preserve_rng_state` is an option of checkpoint and does not reach the function."""
 
     def fn(x, y):
         return part.checkpoint(
@@ -103,15 +103,15 @@ def test_options_of_checkpoint_are_not_the_functions(part, device):
     "SP-004",
     level="MUST",
     text=(
-        "Two regions in sequence MUST both be recomputed: 6 products forward, 18 backward for "
-        "twice three."
+        "Two regions of three products in sequence MUST both be recomputed: 6 products in forward, "
+        "18 in backward."
     ),
     source="test_tags_sequential_layers",
     since="0.1.0",
     profile="core",
 )
 def test_two_regions_in_sequence(part, device):
-    """Two regions of three products each: 6 forward, 6 recomputed and 12 gradients."""
+    """Two regions of three products each: 6 in forward, 6 recomputed and 12 for gradients."""
 
     def body(x):
         x = x.cos()
@@ -163,7 +163,9 @@ class _Linear(nn.Module):
 @requirement(
     "SP-006",
     level="MUST",
-    text="A module MUST be accepted as a region; its activation is recomputed in backward.",
+    text=(
+        "A module MUST be accepted as a region, and its activation MUST be recomputed in backward."
+    ),
     source="test_tags_module",
     since="0.1.0",
     profile="core",
@@ -183,13 +185,13 @@ def test_module_is_a_region(part, device):
 @requirement(
     "SP-007",
     level="MUST",
-    text="Operators that decompositions make MUST be recomputed as the operator they come from.",
+    text="Operators from a decomposition MUST be recomputed if the original operator is.",
     source="test_tags_decomps",
     since="0.1.0",
     profile="core",
 )
 def test_tags_survive_decomposition(part, device):
-    """Operators that a decomposition makes are recomputed as the one they came from."""
+    """Operators from a decomposition are recomputed if the original operator is."""
     module = _Linear(lambda h: torch.sigmoid(nn.functional.gelu(h))).to(device)
 
     def gelu(x, approximate="none"):
@@ -206,14 +208,14 @@ def test_tags_survive_decomposition(part, device):
 @requirement(
     "SP-008",
     level="MUST",
-    text="A random operator inside a region MUST give its recomputation the same numbers.",
+    text="A random operator inside a region MUST give the same numbers in recomputation.",
     source="test_tags_recomputed_rand",
     since="0.1.0",
     profile="core",
 )
 @pytest.mark.parametrize("compiles", [False, True])
-def test_random_operator_is_replayed(part, device, compiles):
-    """Gradients are those of the masks that the outputs show; compiled code may draw others."""
+def test_random_operator_is_recomputed_with_the_same_numbers(part, device, compiles):
+    """Gradients use the masks that the outputs show; compiled code may draw other masks."""
 
     def body(x):
         return x.sin() * (torch.rand_like(x) > 0.5)
@@ -283,7 +285,7 @@ def _opaque(x):
     profile="core",
 )
 def test_graph_break_in_a_region_leaves_it_eager(part, device):
-    """With a graph break inside, the region runs eagerly and what is around it compiled."""
+    """With a graph break inside, the region runs eagerly and the code around it compiled."""
 
     def body(x, y):
         return torch.cos(_opaque(torch.sigmoid(torch.matmul(_opaque(x), y))))
@@ -308,7 +310,7 @@ def _region_nodes(graph):
     profile="core",
 )
 def test_keyword_arguments_reach_the_function(part, device):
-    """Keyword arguments that are not checkpoint's are inputs of the region."""
+    """Keyword arguments that are not options of checkpoint are inputs of the region."""
 
     def body(x, y, z=None):
         a = torch.matmul(x, y)
@@ -361,15 +363,15 @@ def test_symbolic_shapes_are_inputs_of_the_region(part, device):
     "SP-024",
     level="MUST",
     text=(
-        "A graph break in a region under fullgraph MUST end in an Unsupported error that names "
-        "the graph break."
+        "A graph break in a region under fullgraph MUST raise an Unsupported error that names the "
+        "graph break."
     ),
     source="test_error_msg",
     since="0.1.0",
     profile="core",
 )
 def test_graph_break_under_fullgraph_is_named(part, device):
-    """fullgraph=True refuses a region with a graph break, and the error says that."""
+    """fullgraph=True refuses a region with a graph break, and the message says so."""
 
     def body(x):
         return torch.cos(_opaque(torch.sin(x)))
@@ -391,7 +393,7 @@ def test_graph_break_under_fullgraph_is_named(part, device):
     profile="core",
 )
 def test_list_inputs(part, device):
-    """A list of tensors is an input, and a tuple with a list an output."""
+    """A list of tensors is an input, and a tuple with a list is an output."""
 
     def body(x, ys):
         return torch.sin(x), [torch.cos(ys[0]), torch.cos(ys[1])]
@@ -407,13 +409,13 @@ def test_list_inputs(part, device):
 @requirement(
     "SP-026",
     level="MUST",
-    text="What was made before a region MUST NOT be made again by its recomputation.",
+    text="Recomputing a region MUST NOT run operators from before the region.",
     source="test_pattern_matcher",
     since="0.1.0",
     profile="core",
 )
 def test_tag_is_passed_on_by_replacement(part, device):
-    """What was made before the region is kept for backward, not made again there."""
+    """Values from before the region are saved for backward and not recomputed."""
 
     def attention(query, key, value):
         scores = torch.matmul(query, key.transpose(-2, -1)).mul(1.0 / math.sqrt(key.shape[-1]))
@@ -431,13 +433,13 @@ def test_tag_is_passed_on_by_replacement(part, device):
 @requirement(
     "SP-023",
     level="MUST",
-    text="Attention in a region under autocast MUST give the same compiled as eager.",
+    text="Attention in a region under autocast MUST give the same results compiled and eager.",
     source="test_autocast_flash_attention",
     since="0.1.0",
     profile="core",
 )
 def test_attention_under_autocast(part, device):
-    """Attention called under autocast gives the same compiled as eager."""
+    """Attention under autocast gives the same results compiled and eager."""
 
     def body(q, k, v):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)

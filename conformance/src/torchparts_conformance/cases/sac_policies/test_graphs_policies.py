@@ -1,4 +1,4 @@
-"""Compiled regions with a policy: what it saves is in the forward graph only."""
+"""Compiled regions with a policy: saved operators are in the forward graph only."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def _products(x, y):
     "SP-014",
     level="MUST",
     text=(
-        "A policy function given to `context_fn` MUST decide: a product it recomputes is in "
-        "backward once more than one it saves."
+        "A policy function given to `context_fn` MUST decide which products are recomputed: such a "
+        "product is in backward once more than a saved one."
     ),
     source="test_compile_selective_checkpoint_must_recompute",
     since="0.1.0",
@@ -63,7 +63,7 @@ def _products(x, y):
     ("lists", "products"), [({"recompute": PRODUCTS}, 3), ({"save": PRODUCTS}, 2)]
 )
 def test_function_decides_what_is_recomputed(part, device, lists, products):
-    """A product that must be recomputed is in backward once more than a saved one."""
+    """A recomputed product is in backward once more than a saved one."""
     context_fn = part.context_fn(_policy(**lists))
 
     def body(x):
@@ -82,7 +82,7 @@ def test_function_decides_what_is_recomputed(part, device, lists, products):
 @requirement(
     "SP-015",
     level="MUST",
-    text="Products that a policy function saves MUST NOT be in the compiled backward again.",
+    text="Products that a policy function saves MUST NOT be recomputed in the compiled backward.",
     source="test_compile_selective_checkpoint_must_not_recompute_gemm",
     since="0.1.0",
     profile="core",
@@ -120,7 +120,7 @@ def test_list_saves_products(part, device):
 
 
 class _Pair(torch.Tensor):
-    """Two tensors that every operator is applied to in turn."""
+    """A tensor subclass that applies every operator to two tensors."""
 
     @staticmethod
     def __new__(cls, a, b):
@@ -153,13 +153,13 @@ class _Pair(torch.Tensor):
 @requirement(
     "SP-016",
     level="MUST",
-    text="A tensor subclass of two tensors MUST have the operators of both saved.",
+    text="If a tensor subclass holds two tensors, the operators of both MUST be saved.",
     source="test_compile_selective_checkpoint_tensor_subclass",
     since="0.1.0",
     profile="core",
 )
 def test_tensor_subclass(part, device):
-    """A subclass of two tensors runs and saves every product twice."""
+    """Every product runs and is saved twice."""
     policy = _save_products()
 
     def fn(x, y):
@@ -174,13 +174,13 @@ def test_tensor_subclass(part, device):
 @requirement(
     "SP-017",
     level="MUST",
-    text="A policy function with state MUST be asked once for each operator, in order.",
+    text="A policy function with state MUST be called once for each operator, in order.",
     source="test_compile_selective_checkpoint_custom_rule",
     since="0.1.0",
     profile="core",
 )
 def test_rule_with_state(part, device):
-    """A function that counts products saves all but the second, in forward and recompute alike."""
+    """A function that counts products saves all but the second, in forward and recomputation."""
 
     def make():
         seen = {False: 0, True: 0}
@@ -215,7 +215,7 @@ def _make_contexts(context_fn, ops):
 @requirement(
     "SP-018",
     level="MUST",
-    text="A `functools.partial` MUST be accepted where contexts are made.",
+    text="A `functools.partial` MUST be accepted as `context_fn`.",
     source="test_compile_selective_checkpoint_partial_ctx_fn",
     since="0.1.0",
     profile="core",
@@ -237,13 +237,13 @@ def test_partial_context_fn(part, device):
 @requirement(
     "SP-019",
     level="MUST",
-    text="Operators between saved ones MUST be recomputed and the saved ones not.",
+    text="Operators between saved ones MUST be recomputed, and the saved ones MUST NOT be.",
     source="test_compile_selective_checkpoint_outplace_op",
     since="0.1.0",
     profile="core",
 )
 def test_out_of_place_operators(part, device):
-    """Saved products and a saved sigmoid are not in backward; what is between them is."""
+    """Saved products and a saved sigmoid are not in backward; operators between them are."""
     policy = _policy(save=(aten.mm.default, aten.sigmoid.default))
 
     def body(x, y):
@@ -288,8 +288,8 @@ def test_in_place_operators(part, device):
     "SP-021",
     level="MUST",
     text=(
-        "A random operator between saved ones MUST keep its numbers, with `preserve_rng_state` "
-        "or without."
+        "A random operator between saved ones MUST use the numbers of forward, with and without "
+        "`preserve_rng_state`."
     ),
     source="test_compile_selective_checkpoint_random_op",
     since="0.1.0",
@@ -297,7 +297,7 @@ def test_in_place_operators(part, device):
 )
 @pytest.mark.parametrize("preserve_rng_state", [True, False])
 def test_random_operator_between_saved_ones(part, device, preserve_rng_state):
-    """Saved sigmoids around a dropout: backward has no sigmoid, and the mask of forward."""
+    """Saved sigmoids around a dropout: backward has no sigmoid, and uses forward's mask."""
     policy = _policy(save=(aten.sigmoid.default,))
 
     def body(x):
@@ -332,15 +332,15 @@ def _not_modes():
     "SP-022",
     level="MUST",
     text=(
-        "Contexts that are no dispatch modes MUST be refused under compilation, with torch's "
-        "sentence."
+        "Contexts that are not dispatch modes MUST be refused under compilation, with torch's "
+        "message."
     ),
     source="test_compile_selective_checkpoint_invalid_context",
     since="0.1.0",
     profile="core",
 )
-def test_contexts_that_are_no_modes_are_refused(part, device):
-    """Under compilation, contexts have to be dispatch modes; the error says so."""
+def test_contexts_that_are_not_modes_are_refused(part, device):
+    """Under compilation, contexts have to be dispatch modes; the message says so."""
 
     def fn(x, y):
         return part.checkpoint(_products, x, y, use_reentrant=False, context_fn=_not_modes)
@@ -350,7 +350,7 @@ def test_contexts_that_are_no_modes_are_refused(part, device):
 
 
 class _Wrapped(nn.Module):
-    """A checkpointed module, as a checkpoint wrapper makes one."""
+    """A checkpointed module, like one of a checkpoint wrapper."""
 
     def __init__(self, part, inner, policy) -> None:
         super().__init__()
@@ -379,13 +379,13 @@ class _Inner(nn.Module):
 @requirement(
     "SP-027",
     level="MUST",
-    text="A checkpointed module MUST compile as one graph with eager's result.",
+    text="A checkpointed module MUST compile to one graph with eager's result.",
     source="test_distributed_utils_checkpoint_wrapper",
     since="0.1.0",
     profile="core",
 )
 def test_wrapped_module_under_compile(part, device):
-    """A module wrapped in a checkpoint compiles as one graph with eager's result."""
+    """It compiles to one graph with eager's result."""
     torch.compiler.reset()
     module = _Wrapped(part, _Inner().to(device), list(PRODUCTS))
     x = torch.randn(4, 4, device=device)
@@ -396,13 +396,15 @@ def test_wrapped_module_under_compile(part, device):
 @requirement(
     "SP-028",
     level="MUST",
-    text="Attributes reached through a wrapper of a checkpointed module MUST NOT break the graph.",
+    text=(
+        "Reading attributes through the wrapper of a checkpointed module MUST NOT break the graph."
+    ),
     source="test_dynamo_does_not_trace_getattr_as_top_frame",
     since="0.1.0",
     profile="core",
 )
-def test_attribute_of_a_wrapped_module_is_no_frame_of_its_own(part, device):
-    """Attributes found through a wrapper do not break the graph."""
+def test_attributes_of_a_wrapped_module_do_not_break_the_graph(part, device):
+    """Reading attributes through a wrapper does not break the graph."""
     torch.compiler.reset()
     linear = nn.Linear(1, 1, device=device)
     module = _Wrapped(part, nn.Sequential(linear, linear), list(PRODUCTS))

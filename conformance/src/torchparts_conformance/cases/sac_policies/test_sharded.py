@@ -30,7 +30,7 @@ def _save_everything(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
 
 
 def _gradients(call: Any, rank: int, world_size: int) -> list[torch.Tensor]:
-    """Gradients of two steps over two sharded blocks, whole again."""
+    """Full gradients of two steps over two sharded blocks."""
     torch.manual_seed(0)
     blocks = nn.ModuleList(_Block() for _ in range(2))
     mesh = init_device_mesh("cpu", (world_size,))
@@ -60,16 +60,16 @@ def _trains_alike(part: Any, rank: int, world_size: int) -> bool:
     "SP-045",
     level="MUST",
     text=(
-        "A region around a module that FSDP shards MUST give the gradients of no checkpointing,"
-        " whatever its policy saves."
+        "A region around a module that FSDP shards MUST give the gradients without checkpointing, "
+        "with any policy."
     ),
     rationale=(
-        "pytorch#185178, pytorch#196862; operators of the gather shift the saved values on 2.13"
+        "pytorch#185178, pytorch#196862; on 2.13 operators of the all-gather shift the saved values"
     ),
     since="0.1.0",
     profile="robust",
     devices=("cpu",),
 )
 def test_sharded_blocks_with_everything_saved(part, ranks):
-    """What FSDP does to gather parameters, in the forward only, shifts no saved value."""
+    """FSDP's all-gather runs in forward only and must not shift saved values."""
     assert ranks(2, _trains_alike) == [True, True]

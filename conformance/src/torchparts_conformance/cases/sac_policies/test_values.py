@@ -1,4 +1,4 @@
-"""Eager regions: gradients, saved values and errors, whatever is saved."""
+"""Eager regions: gradients, saved values and errors, for any saved operators."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _assert_equal(got, wanted):
     profile="core",
 )
 def test_saved_products_are_not_run_again(part, device):
-    """A saved product leaves two products for backward."""
+    """With a saved product, backward runs two products."""
     a, b = _leaves(device)
     out = part.checkpoint(lambda p, q: (p @ q).sin().cos(), a, b, policy=PRODUCTS)
     assert _products_in_backward(out) == 2
@@ -74,13 +74,13 @@ def test_saved_products_are_not_run_again(part, device):
 @requirement(
     "SP-031",
     level="MUST",
-    text="A decision to offload a value MUST NOT be carried out as recomputing it.",
+    text="A value with the decision to offload MUST NOT be recomputed instead.",
     rationale="pytorch#158657; MUST_CPU_OFFLOAD runs the operator again in eager on 2.13",
     since="0.1.0",
     profile="robust",
 )
 def test_offload_is_not_recomputing(part, device):
-    """An offloaded product is brought back, not run again."""
+    """An offloaded product is copied back, not recomputed."""
     a, b = _leaves(device)
     offload = getattr(CheckpointPolicy, "MUST_CPU_OFFLOAD", CheckpointPolicy.MUST_SAVE)
 
@@ -97,8 +97,8 @@ def test_offload_is_not_recomputing(part, device):
     "SP-032",
     level="MUST",
     text=(
-        "A policy that compares operators with packets, and so saves nothing, MUST be answered "
-        "by a warning or an error."
+        "A policy that compares operators with packets, and therefore saves nothing, MUST cause a "
+        "warning or an error."
     ),
     rationale="pytorch#176065; reproduced on 2.13",
     since="0.1.0",
@@ -126,18 +126,18 @@ def test_packets_are_not_silently_ignored(part, device):
     "SP-033",
     level="MUST",
     text=(
-        "A saved value that a later operator of the region overwrites MUST still give the "
-        "gradients of no checkpointing."
+        "If a later operator of the region overwrites a saved value, gradients MUST still be those "
+        "without checkpointing."
     ),
     rationale=(
-        "pytorch#113737, pytorch#119590; refused on 2.13, and wrong by 1.04 with "
+        "pytorch#113737, pytorch#119590; raises on 2.13, and is wrong by 1.04 with "
         "allow_cache_entry_mutation"
     ),
     since="0.1.0",
     profile="robust",
 )
 def test_saved_value_overwritten_in_the_region(part, device):
-    """A saved product that selu_ overwrites gives the gradients of no checkpointing."""
+    """selu_ overwrites a saved product; gradients are those without checkpointing."""
     a, b = _leaves(device)
 
     def body(p, q):
@@ -153,8 +153,8 @@ def test_saved_value_overwritten_in_the_region(part, device):
     "SP-034",
     level="MUST",
     text=(
-        "Random operators that are recomputed MUST draw the numbers of the forward when other "
-        "random operators are saved."
+        "If some random operators are saved, the recomputed ones MUST still give the numbers of "
+        "forward."
     ),
     rationale="pytorch#121212; gradient wrong by 0.68 on 2.13",
     since="0.1.0",
@@ -162,7 +162,7 @@ def test_saved_value_overwritten_in_the_region(part, device):
 )
 @pytest.mark.parametrize("saved", [0, 1])
 def test_random_operators_partly_saved(part, device, saved):
-    """Saving one of two random tensors leaves the other as it was."""
+    """One of two random tensors is saved; the other keeps its numbers."""
     (a,) = _leaves(device, 1)
 
     def policy_of_a_run():
@@ -195,7 +195,7 @@ def test_random_operators_partly_saved(part, device, saved):
     profile="robust",
 )
 def test_second_backward_over_a_retained_graph(part, device):
-    """The same gradients come out of a second backward."""
+    """A second backward gives the same gradients."""
     a, b = _leaves(device)
     out = part.checkpoint(lambda p, q: (p @ q).sin(), a, b, policy=PRODUCTS).sum()
     first = torch.autograd.grad(out, (a, b), retain_graph=True)
@@ -230,13 +230,16 @@ def _alive(shape):
 @requirement(
     "SP-038",
     level="SHOULD",
-    text="The saved tensors of a region SHOULD be freed once its backward has ended, read or not.",
-    rationale="what stays is memory that nothing reads, and the next step lacks",
+    text=(
+        "The saved tensors of a region SHOULD be freed at the end of its backward, also if "
+        "backward did not read them."
+    ),
+    rationale="otherwise unused memory is missing in the next step",
     since="0.1.0",
     profile="robust",
 )
 def test_nothing_stays_cached_after_backward(part, device):
-    """A saved value that backward never reads is freed when backward ends."""
+    """A saved value that backward never reads is freed at the end of backward."""
     a, b = _leaves(device)
 
     def body(p, q):
@@ -250,7 +253,7 @@ def test_nothing_stays_cached_after_backward(part, device):
 @requirement(
     "SP-039",
     level="MUST",
-    text="Values that a policy saves MUST pass through the saved-tensor hooks around the region.",
+    text="Values that a policy saves MUST pass through saved-tensor hooks around the region.",
     rationale="pytorch#190581, pytorch#191205; hooks see only region inputs on 2.13",
     since="0.1.0",
     profile="robust",
@@ -273,13 +276,13 @@ def test_saved_values_pass_through_hooks(part, device):
 @requirement(
     "SP-041",
     level="SHOULD",
-    text="Recomputing an outer region SHOULD NOT run again what an inner region saved.",
+    text="Recomputing an outer region SHOULD NOT recompute values that an inner region saved.",
     rationale="pytorch#136433; 5 products instead of 4 on 2.13",
     since="0.1.0",
     profile="robust",
 )
-def test_inner_region_keeps_its_value_for_the_outer_one(part, device):
-    """Four products in backward: two gradients for each, the inner one not run again."""
+def test_outer_region_does_not_recompute_saved_inner_values(part, device):
+    """Four products in backward: two gradients for each; the inner one is not recomputed."""
     a, b = _leaves(device)
 
     def inner(p, q):
@@ -290,7 +293,7 @@ def test_inner_region_keeps_its_value_for_the_outer_one(part, device):
 
 
 class _Mixture(nn.Module):
-    """Two experts, each token to one of them; (tokens, 8) to (tokens, 8)."""
+    """Two experts; each token goes to one of them; (tokens, 8) to (tokens, 8)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -341,10 +344,10 @@ class _Custom(nn.Module):
     "SP-042",
     level="MUST",
     text=(
-        "Gradients of a region with any part of its operators saved MUST be bitwise those of no"
-        " checkpointing in eager."
+        "In eager code, gradients MUST be bitwise those without checkpointing, whichever operators "
+        "of a region are saved."
     ),
-    rationale="the promise of checkpointing; checked over models",
+    rationale="the promise of checkpointing",
     since="0.1.0",
     profile="robust",
 )
@@ -378,15 +381,15 @@ def test_any_part_of_the_operators_saved(part, device, make, every):
     "SP-043",
     level="MUST",
     text=(
-        "A policy function that answers with neither a CheckpointPolicy nor a bool MUST be "
-        "refused by an error that names the operator."
+        "If a policy function returns neither a CheckpointPolicy nor a bool, an error that names "
+        "the operator MUST be raised."
     ),
-    rationale="None is silently taken as recompute on 2.13",
+    rationale="None silently means recompute on 2.13",
     since="0.1.0",
     profile="robust",
 )
-def test_answer_that_is_no_decision(part, device):
-    """A policy that returns None is refused, and the error names the operator."""
+def test_policy_that_returns_none_is_refused(part, device):
+    """A policy that returns None raises an error that names the operator."""
     a, b = _leaves(device)
     with pytest.raises(Exception, match=r"aten\.mm"):
         part.checkpoint(torch.mm, a, b, policy=lambda ctx, op, *args, **kwargs: None)
@@ -396,17 +399,18 @@ def test_answer_that_is_no_decision(part, device):
     "SP-046",
     level="MUST",
     text=(
-        "A value that is written to through a view MUST give the gradients of no checkpointing "
-        "where both are saved."
+        "If both a tensor and its view are saved and one is written to, gradients MUST be those "
+        "without checkpointing."
     ),
     rationale=(
-        "pytorch#113737, pytorch#119590; raises on 2.13, and a saved view parts from its base"
+        "pytorch#113737, pytorch#119590; raises on 2.13, and a saved view no longer shares memory "
+        "with its base"
     ),
     since="0.1.0",
     profile="robust",
 )
 @pytest.mark.parametrize("through", [True, False])
-def test_saved_view_of_what_is_written_to(part, device, through):
+def test_saved_view_of_a_written_tensor(part, device, through):
     """Written through the view and read at the base, and the other way round."""
     a, b = _leaves(device)
 
@@ -431,7 +435,7 @@ def test_saved_view_of_what_is_written_to(part, device, through):
     profile="robust",
 )
 def test_backwards_over_disjoint_outputs(part, device):
-    """Each of two outputs can be differentiated on its own."""
+    """Each of two outputs can be differentiated separately."""
     a, b = _leaves(device)
 
     def body(p, q):

@@ -1,4 +1,4 @@
-"""What a region writes to where autograd does not look: state around it, values of its own."""
+"""State that a region writes without autograd's knowledge: outside state, and its own values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 class Average(nn.Module):
-    """Follows what it sees and takes that off; counts its calls, and reads that."""
+    """Subtracts a running average of its input; counts its calls and uses the count."""
 
     def __init__(self):
         super().__init__()
@@ -23,7 +23,7 @@ class Average(nn.Module):
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, t):
-        """Read both, and write to both."""
+        """Read both and write both."""
         y = self.linear(t) * (self.calls + 1)
         self.calls.add_(1)
         with torch.no_grad():
@@ -37,7 +37,7 @@ def batch_norm():
 
 
 def nothing(ctx, op, *args, **kwargs):
-    """Keep nothing."""
+    """Save nothing."""
     return False
 
 
@@ -45,14 +45,13 @@ def nothing(ctx, op, *args, **kwargs):
     "SP-157",
     level="MUST",
     text=(
-        "What a region writes to and did not make, as running averages and buffers, MUST be "
-        "read in backward as its forward read it, and MUST advance once: gradients and buffers "
-        "are those of no checkpointing, bit by bit."
+        "State outside a region that the region writes, such as running averages and buffers, MUST "
+        "have its forward value in recomputation and MUST advance once, with gradients and buffers "
+        "bitwise those without checkpointing."
     ),
     rationale=(
-        "a codebook, a centre or a spectral norm that moves in forward gives a recomputation "
-        "other values: reproduced with torch's checkpoint, gradients off by their own size "
-        "without a word"
+        "a codebook, a centre or a spectral norm advances in forward, so recomputation computes "
+        "other values; reproduced with torch's checkpoint: gradients were silently wrong by 100 %"
     ),
     since="0.1.0",
     profile="robust",
@@ -60,7 +59,7 @@ def nothing(ctx, op, *args, **kwargs):
 @pytest.mark.parametrize("policy", [nothing, [aten.mm.default]], ids=["nothing", "products"])
 @pytest.mark.parametrize("make", [Average, batch_norm])
 def test_state_that_a_region_reads_and_writes(part, device, make, policy):
-    """Three steps: gradients, averages and counts."""
+    """Gradients, averages and counts of three steps."""
     results = []
     for checkpointed in (False, True):
         torch.manual_seed(0)
@@ -74,20 +73,20 @@ def test_state_that_a_region_reads_and_writes(part, device, make, policy):
 
 
 class ReadsStatistics(nn.Module):
-    """Reads the statistics that its batch norm has just written to."""
+    """Reads the statistics that its batch norm has just written."""
 
     def __init__(self):
         super().__init__()
         self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
 
     def forward(self, t):
-        """Scale what was normalised by them."""
+        """Scale the normalized values by the statistics."""
         y = self.norm(self.linear(t))
         return y.tanh() * (self.norm.running_mean * 3 + self.norm.running_var)
 
 
 def norms(ctx, op, *args, **kwargs):
-    """Keep what batch norms return, whichever the device has."""
+    """Save results of batch norms, on every device."""
     return "batch_norm" in op.name()
 
 
@@ -95,22 +94,22 @@ def norms(ctx, op, *args, **kwargs):
     "SP-215",
     level="MUST",
     text=(
-        "A region that reads the running statistics of a batch norm after it MUST read them in "
-        "backward as in its forward, also where a policy keeps the norm's output and another "
-        "forward has moved them since: gradients and statistics MUST be those of no "
-        "checkpointing, bitwise."
+        "If a region reads the running statistics of a batch norm after it, recomputation MUST "
+        "read the same values as forward, also if the policy saves the norm's output and another "
+        "forward has advanced the statistics, with gradients and statistics bitwise those without "
+        "checkpointing."
     ),
     rationale=(
-        "a kept norm does not run again, and nothing but it says what it wrote beside its "
-        "output: with the statistics from before it gradients were others, without a word"
+        "a saved norm is not recomputed, so its running statistics need to be restored separately; "
+        "without that gradients were silently wrong"
     ),
     since="0.1.0",
     profile="robust",
 )
 @pytest.mark.parametrize("forwards", [1, 2])
 @pytest.mark.parametrize("policy", [nothing, norms])
-def test_statistics_that_are_read_after_their_batch_norm(part, device, policy, forwards):
-    """Two steps, of one or two batches whose forwards come before any backward."""
+def test_running_statistics_read_after_batch_norm(part, device, policy, forwards):
+    """Two steps, with one or two batches whose forwards both run before any backward."""
     results = []
     for checkpointed in (False, True):
         torch.manual_seed(0)

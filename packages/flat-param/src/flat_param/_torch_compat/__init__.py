@@ -19,6 +19,9 @@ from .._errors import StateError
 
 _version_of = attrgetter("_version")
 
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""Attributes of an optimizer with the hooks that its step calls."""
+
 
 def default_store() -> Any:
     """The store the default process group was started with.
@@ -173,16 +176,6 @@ def allow_foreach(kind: type[Tensor]) -> None:
     known = getattr(optimizer, "_foreach_supported_types", None)
     if isinstance(known, list) and kind not in known:
         known.append(kind)
-
-
-def is_tracing() -> bool:
-    """Whether the compiler of this thread is at work, which asks tensors for their layout.
-
-    Fallback: False; an optimizer step over pieces then cannot be compiled.
-    """
-    guards = sys.modules.get("torch._guards")
-    context = getattr(guards, "TracingContext", None)
-    return context is not None and context.try_get() is not None
 
 
 without_torch_function: Any = torch._C.DisableTorchFunctionSubclass

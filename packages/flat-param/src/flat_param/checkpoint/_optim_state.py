@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._errors import ParameterError, StateError
-from ..memory._dtensors import as_dtensor
+from ..buffers._dtensors import as_dtensor
 from ..sharded._full_params import named_sites
 from ..sharded._optim_state import present_all, take_all
 from ..sharded._param_piece import ParamPiece

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..buffers._dtensors import local_of
 from ..layout._spec import place_of
-from ..memory._dtensors import local_of
 from ..sharded._by_hand import units_at_rest
 from ..sharded._full_params import local_state
 from ._optim_state import state_of

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._errors import StateError
-from ..memory._dtensors import as_dtensor, is_dtensor
+from ..buffers._dtensors import as_dtensor, is_dtensor
 from ..sharded._by_hand import units_below
 from ..sharded._full_params import named_sites
 from ._optim_state import load_optimizer_state, named_optimizer_state, optimizer_params

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._errors import StateError
 from .._torch_compat import norms_of, without_torch_function
-from ..memory._dtensors import DTensorPlace, local_of
+from ..buffers._dtensors import DTensorPlace, local_of
 from ._comm import CommLog, Communicator
 
 Spread = tuple[Communicator, ...]

@@ -31,9 +31,9 @@ from .._torch_compat import (
     current_backward,
     versions,
 )
+from ..buffers._buffer import zeros
+from ..buffers._views import param_view
 from ..layout._layout import FlatLayout, Segment
-from ..memory._buffer import zeros
-from ..memory._views import param_view
 
 # One call into Python costs what adding 32 KiB to zeros costs over copying them.
 _LARGE_BYTES = 1 << 15

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from .._errors import ParameterError
+from ..buffers._buffer import allocate, migrate
+from ..buffers._views import over, param_view, param_views
 from ..layout._layout import Segment
-from ..memory._buffer import allocate, migrate
-from ..memory._views import over, param_view, param_views
 from ._flat_grad import FlatGrad
 
 

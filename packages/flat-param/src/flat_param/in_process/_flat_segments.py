@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from .._errors import VectorError
+from ..buffers._overlap import check_apart, overlap, shared_error
+from ..buffers._owners import FLATTENED, UNIT, Owner, check_owners, check_unowned
 from ..layout._layout import plan_segments
 from ..layout._spec import check_grads, check_one_device, collect_params
-from ..memory._overlap import check_apart, overlap, shared_error
-from ..memory._owners import FLATTENED, UNIT, Owner, check_owners, check_unowned
 from ._aliasing import Tree, register, registered, save
 from ._chunks import Chunk, Chunks
 from ._flat_segment import FlatSegment, check_shape

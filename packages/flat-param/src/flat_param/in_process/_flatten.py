@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from .._errors import ParameterError, StateError
+from ..buffers._owners import FLATTENED, UNIT, check_owners, check_unowned
 from ..layout._layout import DEFAULT_ALIGN_BYTES
-from ..memory._owners import FLATTENED, UNIT, check_owners, check_unowned
 from ._aliasing import is_watched
 from ._flat_params import FlatParams
 from ._flat_segments import FlatSegments

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .._errors import StateError
-from ..memory._views import param_views
+from ..buffers._views import param_views
 from ._by_hand import units_at_rest, units_below
 from ._param_sites import ParamSite, wrong_shape
 from ._sharded_params import ShardedParams

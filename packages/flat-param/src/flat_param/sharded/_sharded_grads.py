@@ -33,15 +33,15 @@ from .._torch_compat import (
     post_accumulate_grad_hooks,
     without_torch_function,
 )
+from ..buffers._buffer import zero_gaps_, zeros
+from ..buffers._dtensors import DTensorPlace, place_of_dtensor
+from ..buffers._views import param_views
+from ..comm._buffer_pool import acquire, release
 from ..comm._clip import Spread, norm_over, spread_of
 from ..comm._comm import Pending
 from ..comm._groups import CommGroups
+from ..comm._home_stream import at_home, home_stream
 from ..layout._param_shard import stays_whole
-from ..memory._buffer import zero_gaps_, zeros
-from ..memory._buffer_pool import acquire, release
-from ..memory._dtensors import DTensorPlace, place_of_dtensor
-from ..memory._home_stream import at_home, home_stream
-from ..memory._views import param_views
 from ._guards import by_comm, groups_of, mark_grad
 from ._piece_tensors import as_piece
 from ._sharded_params import ShardedParams

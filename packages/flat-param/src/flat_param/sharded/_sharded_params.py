@@ -16,17 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from .._torch_compat import without_torch_function
+from ..buffers._buffer import zeros
+from ..buffers._dtensors import DTensorPlace, as_plain, local_of, place_of_dtensor
+from ..buffers._views import memory_order, param_view, param_views
 from ..comm._comm import Communicator, Pending
 from ..comm._groups import CommGroups
 from ..layout._layout import Segment
 from ..layout._options import UnitOptions
 from ..layout._param_shard import keeps_dims, make_param_shards
 from ..layout._shard import plan_shard
-from ..memory._buffer import zeros
-from ..memory._dtensors import DTensorPlace, as_plain, local_of, place_of_dtensor
-from ..memory._host_copies import HostCopy
-from ..memory._views import memory_order, param_view, param_views
 from ._guards import mark_param
+from ._host_copies import HostCopy
 from ._param_piece import ParamPiece, PieceSegment
 
 
@@ -44,7 +44,7 @@ class ShardedParams:
     Attributes:
         params: the optimizer's parameters, in layout order.
         leaves: the whole parameters that the module computes with, in layout order.
-        places: of those that are DTensors, see Rule 2 in memory/_dtensors.py; None for others.
+        places: of those that are DTensors, see Rule 2 in buffers/_dtensors.py; None for others.
     """
 
     def __init__(

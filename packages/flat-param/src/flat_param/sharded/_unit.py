@@ -25,20 +25,20 @@ from torch.autograd.graph import get_gradient_edge
 
 from .._errors import StateError
 from .._torch_compat import will_run, without_torch_function
+from ..buffers._owners import Owner
 from ..comm._capturing import is_capturing, refuse_capture
 from ..comm._comm import Communicator, Pending
 from ..comm._groups import CommGroups
 from ..layout._options import UnitOptions
-from ..memory._input_hooks import InputHooks, hook_nodes
-from ..memory._owners import Owner
-from ..memory._tensors import cast_floats, tensors_in
 from ._guards import optimizer_steps
+from ._input_hooks import InputHooks, hook_nodes
 from ._kept_parts import KeptParts
 from ._param_piece import ParamPiece
 from ._param_sites import ParamSite, ParamSites
 from ._passes import UnitBackward, outdated, too_late
 from ._sharded_grads import Reduction, ShardedGrads
 from ._sharded_params import ShardedParams, placement_of
+from ._tensors import cast_floats, tensors_in
 from ._unit_schedule import UnitSchedule
 
 

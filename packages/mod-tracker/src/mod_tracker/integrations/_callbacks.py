@@ -16,12 +16,12 @@ from ._schedule import ReportSchedule
 def transformers_callback(schedule: ReportSchedule) -> Any:
     """Return a callback for `transformers.Trainer(callbacks=[...])` that runs a schedule.
 
-    A step is the Trainer's: all batches of `gradient_accumulation_steps`, from the first's forward
-    to the optimizer, without evaluation and saving. Its number is `state.global_step` where it
-    begins.
+    A step is the Trainer's: all batches of `gradient_accumulation_steps`, from the first forward to
+    the optimizer step, without evaluation and saving. Its number is `state.global_step` at its
+    beginning.
 
-    The Trainer has no event for a step that raises. `with schedule: trainer.train()` leaves
-    nothing behind then; without it the report stays open until the next step begins.
+    The Trainer has no event for a step that raises: the report stays open until the next step
+    begins. Use `with schedule: trainer.train()` to close it at once.
 
     Raises:
         OptionError: the argument is not a schedule.
@@ -31,7 +31,7 @@ def transformers_callback(schedule: ReportSchedule) -> Any:
     base: Any = _class("transformers_callback", "TrainerCallback", "transformers")
 
     class TransformersCallback(base):
-        """Steps of a schedule, by the events of `transformers.TrainerCallback`."""
+        """Begins and ends steps of a schedule by the events of `transformers.TrainerCallback`."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -55,10 +55,11 @@ def transformers_callback(schedule: ReportSchedule) -> Any:
 def lightning_callback(schedule: ReportSchedule) -> Any:
     """Return a callback for `lightning.pytorch.Trainer(callbacks=[...])` that runs a schedule.
 
-    A step ends with a step of an optimizer: it is all batches of `accumulate_grad_batches`, from
-    the first's forward, with reading the others. Validation and saving come after it; a step that
-    validation cuts in two has no report. Its number is `trainer.global_step` where it begins.
-    An exception in a step, KeyboardInterrupt included, leaves nothing behind.
+    A step ends with an optimizer step. It is all batches of `accumulate_grad_batches`, from the
+    first forward, including the time to load the later batches. Validation and saving come after
+    it; a step that validation interrupts has no report. Its number is `trainer.global_step` at its
+    beginning. A step that raises, also a KeyboardInterrupt, is abandoned and leaves no hooks or
+    modes.
 
     Raises:
         OptionError: the argument is not a schedule.
@@ -68,7 +69,7 @@ def lightning_callback(schedule: ReportSchedule) -> Any:
     base: Any = _class("lightning_callback", "Callback", "lightning.pytorch", "pytorch_lightning")
 
     class LightningCallback(base):
-        """Steps of a schedule, by the events of `lightning.pytorch.Callback`."""
+        """Begins and ends steps of a schedule by the events of `lightning.pytorch.Callback`."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -92,7 +93,8 @@ def lightning_callback(schedule: ReportSchedule) -> Any:
             self._running = None
             schedule.close()
 
-        # These end a step early: validation between its batches, the end of an epoch, an error.
+        # Events that end a step early: validation between its batches, the end of an epoch, an
+        # error.
         on_train_start = on_validation_start = on_train_epoch_end = on_exception = _leave
 
     return LightningCallback()
@@ -107,8 +109,8 @@ def _check(function: str, schedule: object) -> None:
 
 
 def _class(function: str, name: str, *modules: str) -> Any:
-    """Return a library's class for callbacks, from the first of its modules that is installed."""
-    # A module that is imported already comes first: it is the one whose trainer is used.
+    """Return a library's callback class, from the first of its modules that is installed."""
+    # Prefer a module that is imported already: its trainer is the one in use.
     for module in sorted(modules, key=lambda module: module not in sys.modules):
         try:
             return getattr(import_module(module), name)

@@ -16,15 +16,15 @@ _PASS = (
 
 
 class ReportSchedule:
-    """Runs a report in one step of every n. In other steps nothing is installed.
+    """Runs a report in one step of every n. Other steps run without hooks, modes or patches.
 
     Put `step()` around each step or, if that is not possible, call `begin_step()` and `end_step()`.
-    For the trainers of transformers and Lightning there are `transformers_callback` and
+    For the trainers of transformers and Lightning use `transformers_callback` and
     `lightning_callback`.
 
-    A step that raises has no report. `step()` then removes everything that was installed. A step
-    that was begun by `begin_step()` and never ended is abandoned by the next one, by `close()`, or
-    at the end of `with schedule:` around the loop.
+    A step that raises has no report, and `step()` removes all hooks and modes. A step that
+    `begin_step()` began and that never ended is abandoned by the next `begin_step()`, by `close()`,
+    or at the end of a `with schedule:` block around the loop.
 
     Args:
         report: `profile_time`, for example, or a function without arguments that calls a report
@@ -34,8 +34,8 @@ class ReportSchedule:
         skip_first: number of steps to skip before that, such as those that fill caches.
 
     Raises:
-        OptionError: a number is not an int or too small, `on_report` cannot be called, or
-            `report` does not make a report, which is known in the first measured step.
+        OptionError: a number is not an int or is too small, or `on_report` is not callable. Also in
+            the first measured step, if `report` does not return a report.
 
     Example:
         >>> import torch
@@ -77,8 +77,8 @@ class ReportSchedule:
         """Return a context for the next step.
 
         Args:
-            number: passed to `on_report`; by default the number of steps before. Which steps are
-                measured depends on the number of calls, not on this.
+            number: passed to `on_report`; by default the number of earlier steps. The schedule
+                counts calls and ignores this number.
         """
         before = self._told
         self._told += 1
@@ -103,7 +103,7 @@ class ReportSchedule:
     def close(self) -> None:
         """Abandon a step that has not ended, without a report."""
         if self._open is not None:
-            # No effect after it has ended.
+            # Does nothing if the report has ended.
             self._open.__exit__(GeneratorExit, GeneratorExit(), None)
             self._open = None
 

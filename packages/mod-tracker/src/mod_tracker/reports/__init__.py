@@ -1,5 +1,5 @@
-"""Reports per module: floating-point operations, time, memory, a trace.
+"""Reports per module: FLOPs, time, memory, and a trace.
 
-Each subscribes to the tracker, or puts a dispatch mode around the code, and adds amounts up by
-module and phase. The tracker's files do not import any of these.
+Each report subscribes to the tracker, or enters a dispatch mode, and adds amounts up by module and
+phase. The tracker's files do not import the reports.
 """

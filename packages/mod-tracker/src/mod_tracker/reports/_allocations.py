@@ -2,15 +2,15 @@
 
 Note [Storages]
 A tensor's bytes are those of its storage, which views share. A storage is counted when an operator
-returns it that did not get it as an argument, and freed when its last tensor is gone, which a weak
-reference reports. Storages from before the measurement are not counted.
+returns it that did not get it as an argument. It counts as freed when its last tensor is freed,
+which a weak reference reports. Storages from before the measurement are not counted.
 A storage that is resized, as FSDP2 does to free a parameter and allocate it again, is counted as
 freed and allocated. No operator does this, so `UntypedStorage.resize_` is patched.
 
 Note [What was alive at the peak]
-Which moment was the peak is known only at the end. So each storage has the number of its
-allocation, and a freed storage is remembered if it was alive at the highest peak so far. A higher
-peak clears that list.
+Only the end of the measurement shows which moment was the peak. So each storage has the number of
+its allocation, and a freed storage is recorded if it was alive at the highest peak so far. A higher
+peak clears those records.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Stored = tuple[torch.Tensor, torch.UntypedStorage]
 
 
 class Made(NamedTuple):
-    """Where a storage was allocated, and the tensor for which it was."""
+    """Where a storage was allocated, and the tensor that it was allocated for."""
 
     call: Call
     phase: str
@@ -70,10 +70,10 @@ class Allocation(weakref.ref[torch.UntypedStorage]):
 
     Attributes:
         key: `id` of the storage.
-        size: its bytes; 0 if it existed before.
+        size: bytes of the storage; 0 if it existed before the measurement.
         number: number of the allocation; see Note [What was alive at the peak].
-        cause: one of `CAUSES` if it is known; else "".
-        made: where it was allocated, if lines are followed.
+        cause: one of `CAUSES`, or "" while unknown.
+        made: where it was allocated, if lines are recorded.
     """
 
     __slots__ = ("cause", "key", "made", "number", "size")
@@ -85,7 +85,7 @@ class Allocation(weakref.ref[torch.UntypedStorage]):
 
 
 class AllocationMode(MeasuringMode):
-    """Follows the storages that operators make.
+    """Tracks the storages that operators allocate.
 
     Attributes:
         live: bytes allocated since the start and not freed.
@@ -93,9 +93,9 @@ class AllocationMode(MeasuringMode):
         peaks: largest value of `live` while a module ran, by name.
         allocated: bytes by module and phase.
         saw_any: whether any operator ran.
-        optimizers: the optimizers that made a step.
+        optimizers: optimizers whose `step` was called.
         went_back: whether a backward ran since this was set to False.
-        known: the storages that are alive, by `id`.
+        known: live storages by `id`.
 
     Args:
         attribution: of the tracker.
@@ -219,7 +219,7 @@ class AllocationMode(MeasuringMode):
         self._tell(call, phase)
 
     def mark(self, tensors: Iterable[torch.Tensor | None], cause: str) -> dict[int, int]:
-        """Set the cause of tensors; return the bytes by storage of those from before."""
+        """Set the cause of tensors; return the bytes of those that existed before, by storage."""
         before = {}
         stored = storages_of(tensor for tensor in tensors if tensor is not None)
         for key, size in ((id(storage), storage.nbytes()) for _, storage in stored):
@@ -242,7 +242,7 @@ class AllocationMode(MeasuringMode):
         return found.cause or (LOGITS if self.logits.has(found.number) else ACTIVATIONS)
 
     def by_line(self) -> Counter[tuple[str, str]]:
-        """Return the bytes alive by module and line, if lines are followed."""
+        """Return the live bytes by module and line, if lines are recorded."""
         alive: Counter[tuple[str, str]] = Counter()
         for found in list(self.known.values()):
             if found.made is not None:
@@ -251,7 +251,7 @@ class AllocationMode(MeasuringMode):
 
     @contextmanager
     def following_optimizers(self) -> Iterator[None]:
-        """Set the causes of gradients and optimizer state at every optimizer's steps."""
+        """Set the causes of gradients and optimizer state at every optimizer step."""
 
         thread = threading.get_ident()  # the hooks are called in all threads
 
@@ -326,13 +326,13 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 def storages_of(tensors: Iterable[torch.Tensor]) -> list[Stored]:
     """Return the tensors with their storages.
 
-    A tensor that consists of others has their storages: a `DTensor` that of this rank's part, a
-    quantized one those of its numbers and scales. Sparse tensors, and those with unknown parts, are
-    left out.
+    A tensor that consists of other tensors has their storages. A `DTensor` has the storage of this
+    rank's part; a quantized tensor has those of its integers and scales. Sparse tensors, and those
+    with unknown parts, are left out.
     """
     found: list[Stored] = []
     for tensor in tensors:
-        # Any tensor that Python holds may come here, also one in an invalid state.
+        # Any tensor that Python holds may be passed, also one in an invalid state.
         with suppress(Exception):
             if type(tensor) in _PLAIN:
                 found.append((tensor, tensor.untyped_storage()))
@@ -343,7 +343,7 @@ def storages_of(tensors: Iterable[torch.Tensor]) -> list[Stored]:
 
 
 def _stored_in(tensor: torch.Tensor) -> list[Stored]:
-    """Return the storages of a tensor of a subclass: of its inner tensors if it has any."""
+    """Return the storages of a tensor subclass: those of its inner tensors, if it has any."""
     flatten = getattr(type(tensor), "__tensor_flatten__", None)
     if flatten is None or getattr(type(tensor), "__tensor_unflatten__", None) is None:
         return [(tensor, tensor.untyped_storage())]
@@ -355,7 +355,7 @@ def _stored_in(tensor: torch.Tensor) -> list[Stored]:
 def registered(
     roots: Mapping[str, nn.Module], optimizers: Iterable[torch.optim.Optimizer]
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Yield kind, module's name and tensor of buffers, parameters, gradients, optimizer state."""
+    """Yield kind, module name and tensor of buffers, parameters, gradients and optimizer state."""
     for label, root in roots.items():
         for name, module in walk(root, label):
             for buffer in buffers_of(module).values():
@@ -380,7 +380,7 @@ def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
         return ()
 
 
-# With the separator, or torchvision would match torch.
+# With the separator: otherwise torchvision would match torch.
 _OWN = f"{FilePath(__file__).parent.parent}{os.sep}"
 _SKIPPED = (f"{FilePath(torch.__file__).parent}{os.sep}", _OWN, "<")
 

@@ -1,9 +1,9 @@
-"""The caching allocator of CUDA: reserved memory, and the modules that keep it fragmented.
+"""The CUDA caching allocator: reserved memory, and the modules that keep it fragmented.
 
 Note [Fragmentation]
 The allocator gets segments from the device and divides them into blocks. A segment with one block
 in use stays reserved; its free blocks serve only tensors that fit into them. So memory can run out
-although much of it is free. The tensors in such segments are the ones to move or free.
+although much of it is free. To release such a segment, move or free the tensors in it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Segment:
         reserved: bytes of the segment.
         free: bytes of its free blocks.
         largest: bytes of its largest free block.
-        holders: bytes in use by module; "" for those of no module, or of an unknown one.
+        holders: bytes in use by module; "" if the module is unknown or there is none.
     """
 
     reserved: int
@@ -75,7 +75,7 @@ class Allocator:
         return dict(found.most_common())
 
     def lines(self) -> list[str]:
-        """Return the lines of a page."""
+        """Return the text lines of this allocator for a page."""
         lines = [
             "",
             f"allocator of {self.device}: {bytes_shown(self.reserved)} reserved, "
@@ -95,7 +95,7 @@ class Allocator:
 
 
 def allocators(held: Iterable[Held]) -> tuple[Allocator, ...]:
-    """Return the allocators of this process's CUDA devices; () without CUDA, or before its use."""
+    """Return the allocators of this process's CUDA devices; () if CUDA is missing or unused."""
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return ()
     return read_snapshot(torch.cuda.memory_snapshot(), held)
@@ -104,7 +104,7 @@ def allocators(held: Iterable[Held]) -> tuple[Allocator, ...]:
 def read_snapshot(
     snapshot: Sequence[Mapping[str, Any]], held: Iterable[Held]
 ) -> tuple[Allocator, ...]:
-    """Combine the result of `torch.cuda.memory_snapshot()` with the holders of storages."""
+    """Combine `torch.cuda.memory_snapshot()` with the modules that hold storages."""
     by_device: dict[str, list[Mapping[str, Any]]] = {}
     for segment in snapshot:
         by_device.setdefault(f"cuda:{segment['device']}", []).append(segment)

@@ -1,10 +1,10 @@
 """The five causes of memory.
 
 Note [Logits and loss]
-The last layer with a weight matrix computes the logits. Its allocations, and those after it, are
-"logits and loss" until the backward reaches another module with parameters. Which layer is the last
-one is known only after the forward. So allocations are numbered, and the ranges of numbers that are
-"logits and loss" are recorded.
+The last layer with a weight matrix computes the logits. Its allocations, and all later ones, are
+"logits and loss" until the backward reaches another module with parameters. Only the end of the
+forward shows which layer is the last one. So allocations are numbered, and the ranges of numbers
+that are "logits and loss" are recorded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LogitsAndLoss:
         self._start = -1
 
     def allocates(self, number: int, call: Call, phase: str) -> None:
-        """Handle allocation `number` of a call."""
+        """Handle allocation number `number`, made by `call`."""
         if call is self._call or call[2] is None:
             return
         dimensions = self._weights.get(call[0])

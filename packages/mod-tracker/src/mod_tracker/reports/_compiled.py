@@ -1,4 +1,4 @@
-"""Notes of a report about modules that ran compiled, each of which is one row."""
+"""Notes in a report about compiled modules. A compiled module is one row, without its children."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .._torch_compat import is_compiled
 SHOWN = 3
 """Names that a note shows."""
 
-WHOLE = "time inside is charged to it"
+WHOLE = "its time includes that of its children"
 
 
 def ran_compiled(path: Path) -> bool:
@@ -39,9 +39,10 @@ def compiled_modules(attribution: Attribution) -> list[str]:
 
 
 def compiled_note(attribution: Attribution, what: str) -> tuple[str, ...]:
-    """Return a note that names the compiled modules; `what` says what is missing for them."""
+    """Return a note that names the compiled modules; `what` is the missing measurement."""
     names = compiled_modules(attribution)
     if not names:
         return ()
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return (f"compiled, and seen as one module each: {', '.join(names[:SHOWN])}{more}; {what}",)
+    shown = ", ".join(names[:SHOWN])
+    return (f"compiled, so each is one row without its children: {shown}{more}; {what}",)

@@ -1,7 +1,7 @@
 """A flame chart by module as one self-contained HTML page.
 
-A frame is a module where it was called, below the module that called it. It is as wide as its
-amount, with the modules inside it. The part with nothing below it is the module's own amount.
+A frame is a module on one path, drawn below its caller. Its width is its amount, including the
+modules inside it. The part of a frame with nothing below it is the module's own amount.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ pre { overflow-x: auto; font-size: 12px }
 p.said { min-height: 1.45em; font-variant-numeric: tabular-nums }
 """
 
-# A click on a frame hides those beside it and beside the ones above; a second one shows them.
+# A click on a frame hides its siblings and those of its parents; a second click shows them.
 SCRIPT = """
 const chart = document.querySelector('.flame'), said = document.querySelector('.said');
 const say = event => { if (event.target.title) said.textContent = event.target.title; };
@@ -72,7 +72,7 @@ class Frame:
         self.inside: dict[str, Frame] = {}
 
     def add(self, stack: Stack, amounts: Mapping[str, int]) -> None:
-        """Add amounts to this frame and to the frames of the stack below it."""
+        """Add amounts to this frame and to the frames of `stack` below it."""
         for phase, amount in amounts.items():
             self.amounts[phase] = self.amounts.get(phase, 0) + amount
         if stack:

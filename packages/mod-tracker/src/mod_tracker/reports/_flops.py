@@ -37,7 +37,7 @@ class FlopReport(Report[PhaseRow]):
     """Floating-point operations per module; a multiplication and an addition are two.
 
     Matrix products, convolutions and attention are counted. Attention counts every pair of a query
-    and a key, also those that a mask hides.
+    and a key, also masked pairs.
 
     Attributes:
         by_operator: floating-point operations of each operator that has a formula.
@@ -65,20 +65,20 @@ class FlopReport(Report[PhaseRow]):
     def mfu(self, peak_flops: float, seconds: float, *, skip_masked: bool = False) -> float:
         """Return the model FLOPs utilization: the model's FLOPs as a share of the device's peak.
 
-        Recomputation does not count (PaLM, arXiv:2204.02311, appendix B). As there, attention
-        counts in full under a causal mask.
+        Recomputation does not count (PaLM, arXiv:2204.02311, appendix B). As in that paper,
+        attention counts in full under a causal mask.
 
         Args:
-            peak_flops: FLOPs per second of the device in the type that is used: 989e12 for bfloat16
-                on an H100. In a process group a report counts the work of this rank, so this is
-                the peak of one device.
+            peak_flops: peak FLOPs per second of one device, in the dtype of the model: 989e12 for
+                bfloat16 on an H100. Also with several ranks, since a report counts the work of this
+                rank only.
             seconds: time of the measured block without a report.
             skip_masked: leave out pairs of queries and keys that `is_causal=True`, or a window, of
                 an attention kernel hides.
 
         Raises:
             OptionError: `peak_flops` or `seconds` is not a number above zero.
-            StateError: modules ran compiled, and their FLOPs are missing.
+            StateError: modules ran compiled, so their FLOPs are missing.
         """
         work = self.model_flops - (self._model_masked if skip_masked else 0)
         return self._share("mfu", work, peak_flops, seconds)
@@ -116,7 +116,7 @@ class FlopReport(Report[PhaseRow]):
 
 
 FREE, UNKNOWN = "free", "unknown"
-COMPOSITE = "composite"  # its parts are counted
+COMPOSITE = "composite"  # decomposed; its parts are counted
 INSIDE = "inside"  # a higher-order operator: its functions are counted
 
 Rule = Count | str
@@ -149,8 +149,8 @@ class FlopMode(MeasuringMode):
     """Counts every operator.
 
     Attributes:
-        errors: the last exception of a formula, by operator. Calls of the operator are uncounted
-            then; the model goes on.
+        errors: the last exception of a formula, by operator. Calls of the operator are then
+            uncounted; the model continues.
     """
 
     def __init__(self, attribution: Attribution, formulas: Mapping[Any, Count]) -> None:
@@ -167,8 +167,8 @@ class FlopMode(MeasuringMode):
         rule = self._rules.get(func)
         if rule is None:
             rule = self._rules[func] = self._rule_of(func)
-        # A subclass is counted as a whole if there is a formula, and otherwise by its inner
-        # operators. A rank of a sharded tensor computes a part of the whole.
+        # A subclass with a formula is counted as a whole; without one, its inner operators are
+        # counted. A rank of a sharded tensor computes a part of the whole.
         if types and has_own_way(types) and (isinstance(rule, str) or _not_whole(types, args)):
             return self.pass_on(func, types, args, kwargs)
         if types and self.is_tried_out(types):
@@ -250,19 +250,19 @@ def profile_flops(
 ) -> Iterator[FlopReport]:
     """Count the floating-point operations of each module in forward, recompute and backward.
 
-    On an accelerator a backward through another one, as of a gradient penalty, may be counted in
-    other modules; totals are right.
+    On an accelerator a double backward, as of a gradient penalty, may be counted in other modules;
+    totals are right.
 
     Args:
         roots: models to name before they are called; see `ModTracker`.
         formulas: formulas for your own operators, or to replace known ones. A key is an operator
             such as `torch.ops.mylib.attention`. The formula is called with the operator's
             arguments, with shapes in place of tensors, and with `out_shape`, and returns a number.
-            If it raises, the operator is uncounted, and `FlopReport.notes` say why. Formulas
+            If it raises, the operator is uncounted, and `FlopReport.notes` has the error. Formulas
             registered with `torch.utils.flop_counter.register_flop_formula` are used, too.
 
     Raises:
-        OptionError: `formulas` is no dict, a key no operator, or its formula no function.
+        OptionError: `formulas` is not a dict of operators and functions.
 
     Example:
         >>> import torch

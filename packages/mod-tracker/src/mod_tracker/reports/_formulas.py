@@ -1,8 +1,9 @@
-"""Formulas: the floating-point operations of an operator, by its arguments and its result.
+"""Formulas: the floating-point operations of an operator, from its arguments and result.
 
 A multiplication and an addition are two operations. Matrix products, convolutions and attention are
-counted. torch has formulas in `torch.utils.flop_counter.flop_registry`. Those that differ from a
-calculation by hand, or are missing, are here; `test_formulas` compares all.
+counted. Most formulas are torch's, from `torch.utils.flop_counter.flop_registry`. This file has
+those that are missing there, or that differ from a calculation by hand. `test_formulas` compares
+all of them.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class Amount(NamedTuple):
         again: part of `total` that repeats the forward. The backward of fused attention multiplies
             queries and keys once more, since the scores were not saved.
         masked: part of `total` that a causal mask or a window hides, by the operator's arguments.
-            Masks that are tensors hide nothing.
-        masked_again: part of `total` that is in both.
+            Masks that are tensors do not count as hiding anything.
+        masked_again: part of `total` that is in both `again` and `masked`.
     """
 
     total: int
@@ -39,7 +40,7 @@ class Amount(NamedTuple):
 Count = Callable[[Any, tuple, Mapping[str, Any], Any], Amount]
 """Called with an operator, its arguments, its keyword arguments, and its result."""
 
-_Given = dict[str, Any]  # arguments by the names in the operator's schema, defaults included
+_Given = dict[str, Any]  # arguments by name in the operator's schema, with defaults
 
 
 def of_shapes(formula: Formula) -> Count:
@@ -89,7 +90,7 @@ def _shape(value: Any) -> Any:
 
 
 def _product(first: str, second: str) -> Count:
-    """A product of two matrices, of two batches of them, or of a matrix and a vector."""
+    """A product of two matrices, of two batches of matrices, or of a matrix and a vector."""
 
     def count(given: _Given, out: Any) -> int:
         a, b = given[first], given[second]
@@ -102,7 +103,7 @@ def _product(first: str, second: str) -> Count:
 
 
 def _layer(given: _Given, out: Any) -> int:
-    """A linear layer; its weight may be packed, so the result gives the number of columns."""
+    """A linear layer. Its weight may be packed, so the number of columns comes from the result."""
     x = next(given[name] for name in ("input", "self", "inp") if name in given)
     return 2 * x.numel() * out.shape[-1]
 
@@ -118,16 +119,16 @@ def _list_of_products(given: _Given, out: Any) -> int:
 
 
 def _groups(given: _Given, out: Any) -> int:
-    """Products of groups, as in a mixture of experts.
+    """Grouped products, as in a mixture of experts.
 
-    Two tensors of three dimensions are multiplied in pairs. Otherwise groups divide a dimension of
-    a matrix; they are assumed to fill it, since shapes do not give their sizes.
+    Two 3-d tensors are multiplied pairwise. Otherwise the groups divide a dimension of a matrix;
+    we assume that they fill it, since shapes do not contain the group sizes.
     """
     a, b = given["self"].shape, given["mat2"].shape
     return 2 * math.prod(a[1:] if len(a) > len(b) else a) * b[-1]
 
 
-# Convolutions. A weight has the shape (channels, channels of a group, *places).
+# Convolutions. A weight has the shape (channels, channels per group, *kernel size).
 
 
 def _convolution(given: _Given, out: Any) -> int:
@@ -140,23 +141,23 @@ def _transposed_convolution(given: _Given, out: Any) -> int:
 
 
 def _convolved(x: Any, weight: Any, places: Any) -> int:
-    spatial = weight.dim() - 2  # an image without a batch has one dimension less
+    spatial = weight.dim() - 2  # an input without a batch has one dimension less
     batch = x.shape[0] if x.dim() > spatial + 1 else 1
     return 2 * int(batch * math.prod(places.shape[-spatial:]) * weight.numel())
 
 
 def _convolution_backward(given: _Given, out: Any) -> int:
-    """As many as in forward for each of the requested gradients."""
+    """Each requested gradient costs as much as the forward."""
     x = given["input"] if "input" in given else given["self"]
     places = x if given.get("transposed") else given["grad_output"]
     return _convolved(x, given["weight"], places) * sum(given["output_mask"][:2])
 
 
-# Attention. Several heads of queries may share a head of keys; heads of queries are counted.
+# Attention. Several query heads may share a key head; query heads are counted.
 
 
 class _Sizes(NamedTuple):
-    """Sizes of attention: heads of all batches, queries, keys, channels of keys and of values."""
+    """Sizes of attention: heads in all batches, queries, keys, channels of keys and of values."""
 
     heads: int
     queries: int
@@ -172,7 +173,7 @@ def _heads_first(given: _Given) -> Iterator[_Sizes]:
 
 
 def _tokens_first(given: _Given) -> Iterator[_Sizes]:
-    """Shapes are (batch, tokens, heads, channels), or without a batch: sequences one by one."""
+    """Shapes are (batch, tokens, heads, channels); without a batch, sequences are concatenated."""
     q, k, v = (given[name].shape for name in ("query", "key", "value"))
     starts = given.get("cum_seq_q", given.get("cu_seqlens_q"))
     ends = given.get("cum_seq_k", given.get("cu_seqlens_k"))
@@ -187,7 +188,7 @@ def _tokens_first(given: _Given) -> Iterator[_Sizes]:
 
 
 def _lengths(starts: torch.Tensor, longest: int) -> list[int]:
-    """Without data the lengths are unknown; each is assumed to be the longest."""
+    """Lengths of the sequences. Without data we assume that each has the maximal length."""
     if starts.is_meta or type(starts) not in (torch.Tensor, torch.nn.Parameter):
         return [longest] * (len(starts) - 1)
     found: list[int] = starts.diff().tolist()
@@ -217,7 +218,7 @@ def _clipped_sum(count: int, first: int, top: int) -> int:
 
 
 def _seen(given: _Given, sizes: _Sizes) -> int:
-    """Pairs in the mask; torch's two kinds of kernel align causal masks differently."""
+    """Visible pairs; torch's two kinds of kernel align causal masks differently."""
     queries, keys = sizes.queries, sizes.keys
     left, right = given.get("window_size_left"), given.get("window_size_right")
     left, right = (None if size is None or size < 0 else size for size in (left, right))
@@ -235,7 +236,7 @@ _Layout = Callable[[_Given], Iterator[_Sizes]]
 
 
 def _attention(layout: _Layout) -> Count:
-    """A product of queries and keys, and one of scores and values."""
+    """One product of queries and keys, and one of scores and values."""
 
     def count(given: _Given, out: Any) -> Amount:
         total = masked = 0
@@ -250,7 +251,7 @@ def _attention(layout: _Layout) -> Count:
 
 
 def _attention_backward(layout: _Layout) -> Count:
-    """Queries and keys again, and two products for each product of the forward."""
+    """The product of queries and keys again, and two products for each product of the forward."""
 
     def count(given: _Given, out: Any) -> Amount:
         total = again = masked = masked_again = 0
@@ -271,7 +272,7 @@ def _heads_and_projections(given: _Given, out: Any) -> int:
     """`nn.MultiheadAttention`, fused."""
     query, key, value = given["query"], given["key"], given["value"]
     width = given["embed_dim"]
-    tokens = 2 * query.numel() + key.numel() + value.numel()  # the result is projected, too
+    tokens = 2 * query.numel() + key.numel() + value.numel()  # the output projection
     return 2 * tokens * width + 4 * query.numel() * key.shape[1]
 
 

@@ -62,7 +62,7 @@ _FAMILIES = re.compile(
 
 _KNOWN = frozenset(_NAMES.split())
 _MULTIPLIES = ("_foreach_mm",)
-# Communication, copies around it, and what marks a place for a profiler.
+# Communication, copies around it, and profiler markers.
 _NAMESPACES = frozenset({"c10d", "_c10d_functional", "fsdp", "symm_mem", "profiler", "prim"})
 
 

@@ -1,4 +1,4 @@
-"""`assert_no_growth`: a test that steps do not leak memory."""
+"""`assert_no_growth`: check that training steps do not leak memory."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def assert_no_growth(
 ) -> None:
     """Run a step several times, and fail if the memory left alive grows in each of them.
 
-    Live bytes are compared by module and line after each step and a garbage collection. It is a
-    leak if a line has more live bytes after each of the steps; a cache that fills once is not.
+    Live bytes are compared by module and line after each step and a garbage collection. A line
+    leaks if it has more live bytes after each of the steps. A cache that fills once is no leak.
 
     Args:
         step: function to run, such as a training step.
@@ -28,7 +28,7 @@ def assert_no_growth(
 
     Raises:
         AssertionError: memory grows; the message has each line, with bytes per step.
-        OptionError: `step` cannot be called, `steps` is below 2, or another number negative.
+        OptionError: `step` is not callable, `steps` is below 2, or another number is negative.
 
     Example:
         >>> import torch

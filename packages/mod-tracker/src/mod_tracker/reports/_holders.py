@@ -1,4 +1,4 @@
-"""Storages that are alive, with the module and line that allocated them, and their holders."""
+"""Live storages: their kind, the module and line that allocated them."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Held:
 
     Attributes:
         size: bytes.
-        kind: one of `KINDS`. "saved": saved for backward by autograd. "checkpoint": saved instead
-            by a checkpoint, or by other hooks for saved tensors, such as those of a policy or of
-            offloading. "temporaries": not saved for backward. "unseen": allocated before the
-            block, or in another thread.
+        kind: one of `KINDS`. "saved": saved for backward by autograd. "checkpoint": saved by a
+            checkpoint, or by other saved-tensor hooks, such as those of a policy or of offloading.
+            "temporaries": not saved for backward. "unseen": allocated before the block, or in
+            another thread.
         module: module that allocated it, or that registers its parameter; "" for none.
         stack: that module and those around it, the root first.
         phase: phase in which it was allocated; "" if unknown.
@@ -66,10 +66,10 @@ def what_is_held(
     optimizer: torch.optim.Optimizer | None,
     inputs: dict[int, weakref.ref[torch.UntypedStorage]],
 ) -> list[Held]:
-    """Return all storages that are alive, largest first.
+    """Return all live storages, largest first.
 
     Args:
-        mode: with `lines`.
+        mode: an `AllocationMode` that records lines.
         roots: models by label.
         optimizer: optimizer with state; None to search for optimizers.
         inputs: inputs of the step, by `id` of the storage.
@@ -91,7 +91,7 @@ def what_is_held(
         )
 
     def kind_of(key: int, otherwise: str) -> str:
-        # The `id` of a dead input may have been reused.
+        # The `id` of a freed input may have been reused.
         given = inputs.get(key)
         is_input = given is not None and given() is not None
         return "inputs" if is_input else graphs.kind(key) or otherwise
@@ -117,7 +117,7 @@ def what_is_held(
                 **_place(alive),
             )
     for part, storage in storages_of([*tensors, *graphs.tensors]):
-        if storage.device.type != "meta":  # tensors of a trace have no bytes
+        if storage.device.type != "meta":  # meta tensors, as in a trace, have no bytes
             add(part, storage, kind_of(id(storage), "unseen"), "")
     return sorted(found.values(), key=lambda held: -held.size)
 
@@ -137,9 +137,9 @@ def _place(storage: torch.UntypedStorage) -> dict[str, Any]:
 class _Graphs:
     """Tensors that the graphs of some tensors save for backward.
 
-    Values of a checkpoint are found in two ways: nodes of torch's checkpoint save its inputs, and
-    the results of pack hooks, and the hooks themselves, refer to all others. Modules and the
-    globals of functions are not searched.
+    Tensors that a checkpoint saves are found in two ways: nodes of torch's checkpoint save its
+    inputs; other checkpoints refer to them from pack results and hooks. The search does not enter
+    modules or the globals of functions.
 
     Attributes:
         tensors: all of these tensors; some exist in C++ only.

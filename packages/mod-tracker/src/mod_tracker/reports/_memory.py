@@ -36,13 +36,13 @@ class MemoryRow:
     """Bytes of one module; `self_...` leaves out the modules inside it.
 
     Attributes:
-        peak: most bytes alive at once, of all modules, while this one ran, in any phase.
+        peak: largest number of live bytes, of all modules, while this module ran, in any phase.
         allocated: bytes that operators allocated.
         saved: bytes saved for backward: distinct storages other than parameters and buffers,
             counted in the module that saved them first.
         parameters: bytes of the parameters; a shared storage counts where it is first registered.
-        gradients: bytes of their gradients at the end, shared storages likewise.
-        optimizer: bytes of the optimizer's state for them at the end, shared storages likewise.
+        gradients: bytes of their gradients at the end; shared storages as for `parameters`.
+        optimizer: bytes of their optimizer state at the end; shared storages as for `parameters`.
     """
 
     name: str
@@ -63,13 +63,13 @@ class MemoryReport(Report[MemoryRow]):
     """Bytes per module.
 
     Attributes:
-        peak: most bytes alive at once of those allocated in the block, without parameters that
-            existed before.
+        peak: largest number of live bytes that were allocated in the block. Parameters that
+            existed before do not count.
         totals: sum of each kind of bytes, added up separately from the rows.
-        causes: bytes alive at the peak, with those from before the block, the largest cause first:
-            "parameters" (and buffers), "gradients", "optimizer" (its state, and temporaries of its
-            step), "logits and loss" (from the last layer with a weight matrix until the backward
-            has passed it), and "activations" (all others).
+        causes: bytes alive at the peak, including those from before the block, by cause, largest
+            first. "parameters" includes buffers; "gradients"; "optimizer" includes temporaries of
+            its step; "logits and loss" is everything from the last layer with a weight matrix until
+            backward has passed that layer; "activations" is the rest.
     """
 
     unit = "B"
@@ -109,15 +109,15 @@ class MemoryReport(Report[MemoryRow]):
 def apart(tensor: torch.Tensor) -> torch.Tensor:
     """Return a saved tensor without its node.
 
-    A node may save its own result: with the node, they would be a reference cycle, and a forward
-    without a backward would be freed by the garbage collector only. torch restores the node when
-    it unpacks the tensor.
+    A node may save its own result. With the node, the tensor would be in a reference cycle, and
+    the graph of a forward without backward would wait for the garbage collector. torch restores
+    the node when it unpacks the tensor.
     """
     return tensor if tensor.grad_fn is None else tensor.detach()
 
 
 class KeptTensor:
-    """A tensor that hooks of a report saved for backward; freed with the node that saved it.
+    """A tensor that a report's hooks saved for backward; freed with the node that saved it.
 
     Attributes:
         keys: `id` of its storages.
@@ -138,7 +138,7 @@ class KeptTensor:
             self._released(key)
 
     def given_back(self) -> torch.Tensor:
-        """Return the tensor; torch itself does not compare versions of packed tensors.
+        """Return the tensor. Checks its version, since torch does not for packed tensors.
 
         Raises:
             StateError: it was changed in place.
@@ -179,7 +179,7 @@ class _Saved:
             self._uses[key] = left
 
     def totals(self, permanent: set[int]) -> PhaseTotals:
-        """Return the saved bytes, without `permanent` storages, by `id`."""
+        """Return the saved bytes without `permanent` storages, which are given by `id`."""
         totals = PhaseTotals()
         for ref, call, phase, size in self._first:
             if id(ref()) not in permanent:
@@ -201,7 +201,7 @@ def _rows(totals_by_kind: dict[str, PhaseTotals], peaks: dict[str, int]) -> dict
 
 def _stacks(totals_by_kind: dict[str, PhaseTotals]) -> dict[str, dict[Stack, Amounts]]:
     found = {kind: totals.stacks for kind, totals in totals_by_kind.items()}
-    for kind in ("parameters", "gradients", "optimizer"):  # of no phase
+    for kind in ("parameters", "gradients", "optimizer"):  # they have no phase
         found[kind] = {stack: {"": sum(of.values())} for stack, of in found[kind].items()}
     return found
 
@@ -213,8 +213,8 @@ def profile_memory(
     """Measure each module's memory in forward, recompute and backward.
 
     Under `FakeTensorMode`, entered first, nothing is allocated, so models of any size can be
-    measured. Saved bytes are counted by hooks for saved tensors, which `torch.func` does not
-    support; see `watch_memory`. Sparse tensors are not counted.
+    measured. Saved bytes are counted by saved-tensor hooks, which `torch.func` does not support;
+    use `watch_memory` with `torch.func`. Sparse tensors are not counted.
 
     Args:
         roots: models to name before they are called; see `ModTracker`. Parameters and gradients
@@ -222,8 +222,8 @@ def profile_memory(
         optimizer: optimizer whose state to count.
 
     Raises:
-        OptionError: `optimizer` has no state to read.
-        StateError: the model uses `torch.func.grad` or what is made of it.
+        OptionError: `optimizer` is not an optimizer.
+        StateError: the model uses `torch.func.grad` or a transform built on it.
 
     Example:
         >>> import torch
@@ -247,8 +247,8 @@ def profile_memory(
             if "support saved tensor hooks" not in str(error):
                 raise
             raise StateError(
-                "mod_tracker.profile_memory: torch.func does not run with the hooks for saved "
-                "tensors that count what is kept for backward. Use watch_memory or "
+                "mod_tracker.profile_memory: torch.func does not support the saved-tensor "
+                "hooks that count bytes saved for backward. Use watch_memory or "
                 "trace(memory=True) for this model."
             ) from error
     models = _models_of_this_thread(tracker, roots)
@@ -280,7 +280,7 @@ def profile_memory(
 def _models_of_this_thread(tracker: ModTracker, roots: Iterable[nn.Module]) -> dict[str, nn.Module]:
     """Return the roots, and the models that were called in this thread, by label.
 
-    Models of other threads may be in a backward, and reading their gradients would be a race.
+    A model of another thread may be in a backward; reading its gradients would be a race.
     """
     state = tracker._attribution.state()
     names = {path.name for path in state.walk()} if state is not None else set()

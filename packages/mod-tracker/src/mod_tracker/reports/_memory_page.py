@@ -95,7 +95,7 @@ class MemoryPage:
         return "\n".join(lines)
 
     def _step_lines(self) -> Iterable[str]:
-        # A larger batch is the most frequent reason, and bytes do not show it.
+        # The most frequent reason is a larger batch, which the bytes alone do not show.
         if self.inputs:
             now, *before = self.inputs
             differ = f"; of the one before: {before[0]}" if before and before[0] != now else ""

@@ -1,19 +1,19 @@
 """The dispatch mode of the reports.
 
 Note [What a mode must not change]
-Rule 1: torch.compile must compile the same code as without the mode. So the mode is off while it
-        compiles, and the mode's own code is not compiled.
-Rule 2: a higher-order operator such as `torch.cond` runs with the mode off. Its functions are
-        wrapped, so that the mode is on in them.
-Rule 3: a tensor subclass with a `__torch_dispatch__` runs the operators that are not measured as a
-        whole, with the mode on: then its inner operators are seen instead. Among these operators
-        are queries of sizes and strides, since some C++ callers do not handle their failure.
-Rule 4: a `DTensor` first runs an operator on fake tensors of the global shape. This rank does not
-        compute that, so fake tensors are ignored inside a `DTensor`, unless the user's own
-        `FakeTensorMode` is on.
-Rule 5: torch imports its compiler at the first operator that a mode sees. Frames of that import
-        stay in reference cycles, with the tensors of the model. So it is imported before, in a
-        thread without such frames.
+- torch.compile must compile the same code as without the mode. So the mode is off while it
+  compiles, and the mode's own code is not compiled.
+- A higher-order operator such as `torch.cond` runs with the mode off. Its functions are wrapped so
+  that the mode is on inside them.
+- A tensor subclass with a `__torch_dispatch__` runs operators that are not measured as a whole
+  with the mode on, so that the mode sees its inner operators. Queries of sizes and strides also
+  go to the subclass, since some C++ callers do not handle their failure.
+- A `DTensor` first runs an operator on fake tensors of the global shape. This rank does not
+  compute that, so fake tensors are ignored inside a `DTensor`, unless the user's own
+  `FakeTensorMode` is on.
+- torch imports its compiler at the first operator that a mode sees. Stack frames of that import
+  stay in reference cycles and keep tensors of the model alive. So the compiler is imported
+  earlier, in a thread without such frames.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class MeasuringMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Make torch.compile ignore the mode. See Rule 1."""
+        """Make torch.compile ignore the mode."""
         return True
 
     def pass_on(self, func: Any, types: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Let tensor subclasses run an operator themselves. See Rules 3 and 4."""
+        """Let tensor subclasses run an operator themselves."""
         if not any(map(is_sharded, types)) or self._passing_on or makes_stand_ins():
             self._passing_on = False
             return NotImplemented
@@ -68,17 +68,17 @@ class MeasuringMode(TorchDispatchMode):
         self._tried_out += 1
         try:
             with self:
-                return func(*args, **kwargs)  # re-enters this function
+                return func(*args, **kwargs)  # calls this function again
         finally:
             self._tried_out -= 1
             self._passing_on = False
 
     def is_tried_out(self, types: Any) -> bool:
-        """Whether an operator runs only for the shape of its result. See Rule 4."""
+        """Whether an operator runs only to compute the shape of its result, inside a `DTensor`."""
         return self._tried_out > 0 and any(map(is_stand_in, types))
 
     def call_inside(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Call a higher-order operator. See Rule 2."""
+        """Call a higher-order operator with the mode off, and its functions with the mode on."""
         return operator(*(self._seen(arg) for arg in args), **kwargs)
 
     def _seen(self, value: Any) -> Any:
@@ -94,23 +94,23 @@ class MeasuringMode(TorchDispatchMode):
 
 @cache
 def _load_compiler() -> None:
-    """See Rule 5."""
+    """Import torch's compiler in a thread whose frames hold no tensors."""
     in_fresh_thread(lambda: torch.compiler.disable(len))
 
 
 def has_own_way(types: tuple[type, ...]) -> bool:
-    """Whether one of the tensor types of a call runs operators itself. See Rule 3."""
+    """Whether one of the tensor types of a call has its own `__torch_dispatch__`."""
     return any(has_own_operators(kind) for kind in types)
 
 
 def is_sharded(kind: type) -> bool:
-    """Whether each rank holds a part of tensors of this class, such as `DTensor`."""
+    """Whether each rank holds a part of tensors of this class, as of `DTensor`."""
     return hasattr(kind, "to_local") and hasattr(kind, "placements")
 
 
 @contextmanager
 def measuring(mode: MeasuringMode, hooks: saved_tensors_hooks | None = None) -> Iterator[None]:
-    """Enter a mode, and hooks for saved tensors; both may be left in any order with others."""
+    """Enter a mode and saved-tensor hooks; others may be entered and left in any order."""
     with ExitStack() as stack:
         if hooks is not None:
             stack.callback(leave_saved_hooks, hooks)

@@ -1,7 +1,7 @@
-"""Amounts by module and phase, and their sums over the modules around.
+"""Amounts by module and phase, and their sums over the enclosing modules.
 
-A module's own amount ("self") leaves out the modules inside it, so own amounts of all modules and
-of the outside add up to the total.
+A module's own amount ("self") leaves out the modules inside it. So the own amounts of all modules
+and of the outside add up to the total.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PhaseTotals:
 def by_module(
     stacks: Mapping[Stack, Mapping[str, int]],
 ) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, int]]]:
-    """Return amounts by name and phase, without and with the modules inside; the outside is "".
+    """Return amounts by name and phase, without and with nested modules; the outside is "".
 
     The phase "outside" counts as forward.
     """

@@ -1,4 +1,4 @@
-"""Rows of a report, and its output as table, page, JSON, CSV and scalars."""
+"""Rows of a report, and its output as a table, an HTML page, JSON, CSV and scalars."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ P = ParamSpec("P")
 
 
 class _NoReportError(StateError, AttributeError):
-    """An attribute of a report was read from its context."""
+    """Raised when an attribute of a report is read from the report's context."""
 
 
 class ReportContext(AbstractContextManager[R]):
-    """The context of a report. Reading a report from it is an error that says how."""
+    """The context manager of a report. Reading results from it raises an error with the fix."""
 
     def __init__(self, function: str, context: AbstractContextManager[R]) -> None:
         self._function, self._context = function, context
@@ -87,7 +87,7 @@ class ReportContext(AbstractContextManager[R]):
 
 
 def reporting(function: Callable[P, Iterator[R]]) -> Callable[P, AbstractContextManager[R]]:
-    """Make a context manager of a generator function; see `ReportContext`."""
+    """Make a context manager from a generator function; see `ReportContext`."""
     begin = contextmanager(function)
 
     @wraps(function)
@@ -116,9 +116,9 @@ def phase_rows(totals: PhaseTotals) -> dict[str, PhaseRow]:
 
 
 class Report(Generic[R]):
-    """Result of a measurement; complete when its `with` block ends. Print it: it is a table.
+    """Result of a measurement, complete when its `with` block ends. `print` shows it as a table.
 
-    `report["layers.0"]` is the row of a module, by its name in the state dict or by its full name,
+    `report["layers.0"]` is the row of a module, by its state_dict prefix or by its full name,
     `"Net.layers.0"`.
 
     Attributes:
@@ -126,8 +126,9 @@ class Report(Generic[R]):
         title: title of a page.
         columns: columns of a table; `to_json()` and `to_csv()` have all columns.
         sort_by: default column by which rows are sorted, largest first.
-        explained: explanation of the columns, below a table.
-        scalar_unit: end of the names of `scalars()`, and the number by which amounts are divided.
+        explained: explanation of the columns, printed below a table.
+        scalar_unit: suffix of the names of `scalars()`, and the number by which amounts are
+            divided.
         notes: limits of this measurement; a table ends with them.
     """
 
@@ -160,10 +161,10 @@ class Report(Generic[R]):
 
         Args:
             rows: by name of the module; the outside has the name "".
-            total: everything that was counted.
+            total: sum over all rows.
             stacks: amounts by stack and phase, for each column that the page can show, the default
-                one first. None: there is no page.
-            ran: whether anything ran in the block.
+                column first. None: the report has no page.
+            ran: whether any code ran in the block.
         """
         self._rows = dict(rows)
         self._total = total
@@ -177,12 +178,12 @@ class Report(Generic[R]):
 
     @property
     def outside(self) -> R:
-        """Row of what ran outside of all modules."""
+        """Row of the code that ran outside of all modules."""
         return self._complete()[""]
 
     @property
     def total(self) -> int:
-        """Everything that was counted; the self amounts of modules and outside add up to it."""
+        """Sum of all amounts: the self amounts of all modules and of the outside add up to it."""
         self._complete()
         return self._total
 
@@ -274,14 +275,14 @@ class Report(Generic[R]):
         return ()
 
     def to_html(self, path: str | PathLike[str] | None = None, *, by: str | None = None) -> str:
-        """Return a page with a flame chart and the table: one self-contained file.
+        """Return a page with a flame chart and the table as one self-contained file.
 
         Args:
-            path: file to write the page to, too.
-            by: column to draw: "total", or for memory one whose bytes add up.
+            path: file to write the page to. The page is returned in any case.
+            by: column to draw: "total" or, for memory, a column whose bytes add up.
 
         Raises:
-            OptionError: `by` is none of these.
+            OptionError: `by` is none of these columns.
             StateError: the report is a difference, or not complete.
         """
         self._complete()
@@ -304,7 +305,7 @@ class Report(Generic[R]):
         return page
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain values."""
+        """Return all results as built-in Python values."""
         modules = [{"name": name, **values_of(row)} for name, row in self.rows.items()]
         outside = values_of(self.outside)
         return {
@@ -316,7 +317,7 @@ class Report(Generic[R]):
         }
 
     def to_json(self) -> str:
-        """Return everything as JSON."""
+        """Return all results as JSON."""
         return json.dumps(self.to_dict(), indent=1)
 
     def to_csv(self) -> str:
@@ -331,8 +332,8 @@ class Report(Generic[R]):
     def scalars(self, *, by: str | None = None, limit: int | None = 20) -> dict[str, float]:
         """Return a flat dict of numbers for loggers, such as `"Net.0/backward_flops": 64.0`.
 
-        There is a number for each of the `columns` of each module and of "outside", and for the
-        sums. Each name ends with the unit: flops, s (seconds) or bytes.
+        It has one number for each of the `columns` of each module, of "outside", and of the sums.
+        Each name ends with the unit: flops, s (seconds) or bytes.
 
         Args:
             by: column by which the largest modules are chosen.
@@ -359,15 +360,15 @@ class Report(Generic[R]):
         return {"total": self.total}
 
     def diff(self, other: Report[R]) -> Report[R]:
-        """Return this report minus `other`; a module that one of them lacks counts as zero.
+        """Return this report minus `other`; rows that one report lacks count as zero.
 
         Raises:
             OptionError: the reports are of different kinds.
         """
         if type(other) is not type(self):
             raise OptionError(
-                f"mod_tracker.diff: a {type(self).__name__} is compared with another one; got "
-                f"{type(other).__name__}."
+                f"mod_tracker.diff: both reports must be of the same kind; got "
+                f"{type(self).__name__} and {type(other).__name__}."
             )
         mine, theirs = self._complete(), other._complete()
         rows = {name: _difference(mine.get(name), theirs.get(name)) for name in {**mine, **theirs}}
@@ -389,7 +390,7 @@ class Report(Generic[R]):
         return self._rows
 
     def show(self, value: int) -> str:
-        """Return a number with its unit, in three digits."""
+        """Format a number with its unit, in three digits."""
         return with_unit(value, self.unit)
 
 

@@ -1,4 +1,4 @@
-"""Time per module, from one clock reading at every change of the running module."""
+"""Time per module, from one reading of the clock at every change of the running module."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ Reading = tuple[Any, Call, str]
 class TimeReport(Report[PhaseRow]):
     """Nanoseconds per module.
 
-    In backward a module's time begins at the first node that made one of its outputs. Time before
-    the first module of a backward, such as that of the loss, is outside.
+    In backward a module's time begins at the first node that created one of its outputs. Time
+    before the first module of a backward, such as that of the loss, is outside.
     """
 
     unit = "s"
@@ -46,17 +46,17 @@ class TimeReport(Report[PhaseRow]):
 class Timeline:
     """Readings of a clock, each with the call that runs from then on.
 
-    Readings are taken in the thread that created this, and in torch's backward threads.
+    Readings are taken in the thread that created this object, and in torch's backward threads.
 
     Args:
         attribution: of the tracker.
-        read: reads the clock; must be cheap, and must not wait for a device.
+        read: reads the clock; must be cheap, and must not synchronize with a device.
 
     Attributes:
         readings: all readings.
-        switch: called with the call and phase that run from now on; takes a reading if this thread
-            is followed, and returns whether it did. A closure, since it is half of the cost of a
-            report of times.
+        switch: called with the call and phase that run from now on. Takes a reading if this thread
+            is measured, and returns whether it did. A closure, for speed: it is half of the cost of
+            a time report.
     """
 
     def __init__(self, attribution: Attribution, read: Callable[[], Any]) -> None:
@@ -90,13 +90,13 @@ def profile_time(*roots: nn.Module, clock: str = "cpu") -> Iterator[TimeReport]:
     Args:
         roots: models to name before they are called; see `ModTracker`.
         clock: "cpu" is the wall clock of the host. "device", or the type of this machine's
-            accelerators such as "cuda", uses events on the current stream of one device, and waits
-            for it once, at the end: the device of `roots`, or without them the current device.
-            While a graph is captured nothing runs, and nothing is read.
+            accelerator such as "cuda", records events on the current stream of one device and
+            synchronizes once, at the end. The device is that of `roots`, or without roots the
+            current one. Nothing is recorded during a graph capture, since nothing runs.
 
     Raises:
         OptionError: `clock` is not one of these, there is no such device, or `roots` are on
-            several.
+            several devices.
 
     Example:
         >>> import torch
@@ -150,7 +150,7 @@ def _device_of(clock: str, roots: tuple[nn.Module, ...]) -> torch.device:
 
 
 def _events_on(device: torch.device) -> Callable[[], torch.Event | None]:
-    """Return what records an event; None while a graph is captured, where events have no time."""
+    """Return a function that records an event; during a graph capture it returns None."""
     module = getattr(torch, device.type, None)
     is_capturing = getattr(module, "is_current_stream_capturing", lambda: False)
 

@@ -1,8 +1,7 @@
 """A timeline of module calls in the Chrome trace-event format, for Perfetto.
 
-At every change of the running call, the slices that the old and the new stack do not share are
-ended and begun. So slices are nested and balanced in whatever order a backward runs, and their
-times never decrease.
+At every change of the running call, the slices that the old and the new stack do not share end and
+begin. So slices are nested and balanced in any order of backward, and their times never decrease.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class TraceReport(TimeReport):
         return self._events
 
     def to_json(self) -> str:
-        """Return the timeline; Perfetto and chrome://tracing open it."""
+        """Return the timeline as JSON for Perfetto or chrome://tracing."""
         return json.dumps({"traceEvents": self.events, "displayTimeUnit": "ms"})
 
 
@@ -85,11 +84,11 @@ class Slices:
 
 
 def events_of(readings: list[tuple[int, Call, str]], live: list[tuple[int, int]]) -> list[Event]:
-    """Return the slices between readings of the clock, and the memory counter, by time.
+    """Return slices and memory counter events in order of time.
 
     Args:
-        readings: nanoseconds, and the call and phase from then on.
-        live: nanoseconds, and the live bytes from then on.
+        readings: pairs of nanoseconds and (call, phase) from then on.
+        live: pairs of nanoseconds and live bytes from then on.
     """
     origin = {"pid": os.getpid(), "tid": threading.get_native_id()}
     events: list[Event] = []

@@ -1,4 +1,4 @@
-"""`watch_memory`: what holds the memory, on request, above a limit, and when memory runs out."""
+"""`watch_memory`: a page about live memory, on request, above a limit, or when it runs out."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class MemoryWatch:
         return self._tracker._attribution
 
     def page(self, reason: str = "asked") -> MemoryPage:
-        """Return what holds the memory now. Visits every Python object, so it takes a while."""
+        """Return a page about the memory alive now. Slow: it visits every Python object."""
         held = what_is_held(self._mode, self._tracker.roots, self._optimizer, self._given)
         call, phase = self._attribution.locate()
         return MemoryPage(
@@ -75,7 +75,7 @@ class MemoryWatch:
         )
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Begin a step at a call of an outermost module, after a backward or without gradients."""
+        """Begin a step at a call of a root module, after a backward or without gradients."""
         if graph_task() != NO_TASK or threading.get_ident() != self._thread:
             return
         if self._steps == 0 or self._mode.went_back or not is_grad_enabled():
@@ -92,24 +92,24 @@ class MemoryWatch:
         self._inputs = (", ".join(map(tensor_shown, given)), *self._inputs[:1])
 
     def _above(self, live: int) -> None:
-        """Write a page the first time that more than the limit is alive."""
+        """Write a page the first time that the live bytes exceed the limit."""
         if self._limit is not None and live > self._limit and not self.pages:
             self.write(f"{bytes_shown(live)} is above the limit of {bytes_shown(self._limit)}")
 
     def _ran_out_on(self, device: int, asked: int, free: int) -> None:
-        """Write a page when CUDA has no memory left, before torch raises; one in a step."""
+        """Write a page when CUDA has no memory left, before torch raises; at most one per step."""
         if self._observed is None:
-            wanted = f"{bytes_shown(asked)} were asked for where {bytes_shown(free)} are free"
+            wanted = f"{bytes_shown(asked)} requested, {bytes_shown(free)} free"
             self._observed = self.write(f"memory ran out on cuda:{device}, {wanted}")
 
     def _ran_out(self, error: BaseException) -> None:
-        """Write a page for an error, unless the observer wrote it, and add it to the error."""
+        """Write a page for an error, unless the CUDA observer wrote it, and add it to the error."""
         page = self._observed or self.write(f"memory ran out ({type(error).__name__})")
         if hasattr(error, "add_note"):
             error.add_note(str(page))
 
     def write(self, reason: str) -> MemoryPage:
-        """Log a page, and add it to `pages`."""
+        """Log a page and add it to `pages`."""
         page = self.page(reason)
         self.pages.append(page)
         _log.warning("%s", page)
@@ -122,9 +122,9 @@ def watch_memory(
     optimizer: torch.optim.Optimizer | None = None,
     limit_bytes: int | None = None,
 ) -> Iterator[MemoryWatch]:
-    """Write a page on what holds the memory: on request, above a limit, and when it runs out.
+    """Write a page about live memory: on request, above a limit, and when memory runs out.
 
-    May be left on around a training loop: it sees every allocation, and costs as much as
+    Can stay on around a training loop. It sees every allocation, and costs as much as
     `profile_memory`. On CUDA the page also shows the allocator's reserved memory, and the modules
     that keep it fragmented.
 

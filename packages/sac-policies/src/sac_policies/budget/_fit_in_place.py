@@ -17,21 +17,34 @@ Rule 6. All ranks decide from the same numbers, the largest peak of each step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from .._errors import BudgetError, RecomputeError, shown
-from .._torch_compat._module_calls import is_compiled
+from .._torch_compat._module_calls import around_calls, is_compiled
 from ..policies._budget_plan import Infeasible
-from ._agree import check_equal, largest
+from ._agree import check_equal, from_first_rank, largest
 from ._checkpointed import Checkpointed, is_checkpointed, region_of, release
 from ._helps import what_helps
+from ._hidden import Hidden, hidden_by
 from ._intervals import KeptSteps, Measured, Steps, forward_of, kept_bytes, marked
-from ._levels import HOLDING, KEEPING, LEVELS, Region, RegionFit
+from ._levels import (
+    AGAIN,
+    HIDDEN_AWAY,
+    HOLDING,
+    KEEPING,
+    KEEPS,
+    LEVELS,
+    OPERATORS,
+    Region,
+    RegionFit,
+)
 from ._limit import Limit
 from ._measure import Interval, Marks, highest
 from ._repeating import Seen, called_again, check_compiled, inside, kind_of, repeating
@@ -106,7 +119,7 @@ class InPlaceFit:
 def _groups(regions: Sequence[RegionFit]) -> list[str]:
     """Say of each level that some are on which they are."""
     found = []
-    for level in LEVELS:
+    for level in (*LEVELS, OPERATORS):
         those = [region for region in regions if region.level == level]
         paths = [region.path or "the model" for region in those]
         if paths:
@@ -129,11 +142,12 @@ def fit_(
     """Checkpoint the blocks of a model in place, just enough for a step to fit `budget`.
 
     Finds the modules that repeat (layers of a transformer, blocks of a network), measures a step
-    without checkpointing and one with all of them on each of three levels (four on
-    accelerators, where values can be offloaded), and lets each do what costs least time in all. A
-    last step confirms that it fits, or a second one. At most twelve steps are run for that. If
-    they are short, two to five on each level are clocked: a profiler takes much of them. If no
-    choice fits and the blocks are stages with lists of blocks, those blocks are tried in turn.
+    without checkpointing and one with all of them on each of two levels (four on accelerators,
+    where inputs can be offloaded, and as many values as their copies hide behind the forward), and
+    lets each do what costs least time in all. A last step confirms that it fits, or a second one.
+    At most eight steps are run for that, thirteen on accelerators. If they are short, two to five
+    on each level are clocked: a profiler takes much of them. If no choice fits and the blocks are
+    stages with lists of blocks, those blocks are tried in turn.
     Blocks do not run again if that gives other bits, as with random numbers from a generator that
     is not torch's own. Collective.
 
@@ -256,7 +270,7 @@ class _Search:
             if path not in seen.operators
         ]
         check_equal(repr(list(seen.operators)), what="block", where="fit_")
-        self._levels = len(LEVELS) - (step.device.type == "cpu")
+        self._levels = AGAIN + 1 if step.device.type == "cpu" else len(LEVELS)
         self._rounds: list[tuple[int, int]] = []
         self._tried: dict[int, list[str]] = {}
         self._spent: list[Spent] = []
@@ -270,6 +284,8 @@ class _Search:
         allowed = limit.allowed(sizes[0])
         if sizes[0] <= allowed:
             return self._found((0,) * count, uniform[0], sizes[0], uniform[0], allowed)
+        if self._levels > HIDDEN_AWAY:
+            self._hide_copies()
         self._learn()
         for level in range(1, self._levels):
             intervals.append(self._intervals(level))
@@ -344,6 +360,27 @@ class _Search:
         rounds = tuple(self._rounds)
         return InPlaceFit(self._of, *taken, *plain, predicted, allowed, done, idle, rounds, put)
 
+    def _hide_copies(self) -> None:
+        """Choose for each kind of block what its forward hides. Collective."""
+        first: dict[type[nn.Module], str] = {}
+        found: dict[str, Hidden] = {}
+
+        def begin(path: str, call: Callable[..., Any], args: Any, kwargs: Any) -> None:
+            if path not in found:
+                found[path] = hidden_by(call, args, kwargs, self._step.device)
+
+        with ExitStack() as stack:
+            for each in self._regions:
+                path = first.setdefault(kind_of(each.module), each.path)
+                if path == each.path and not each.is_compiled:
+                    call = partial(begin, path, each.module.forward)
+                    stack.enter_context(around_calls(each.module, call, lambda _: None))
+            self._step.forward()
+        found = from_first_rank(found)
+        for at, each in enumerate(self._regions):
+            plan, size = found.get(first[kind_of(each.module)], (None, 0))
+            self._regions[at] = replace(each, hidden=plan, hidden_bytes=size)
+
     def _learn(self) -> None:
         """Have the first forward and backward of each level over: they compare bits.
 
@@ -412,9 +449,13 @@ class _Search:
 def _put(region: Region, level: int) -> RegionFit:
     does = region.at(level)
     release(region.module)
-    if does.level != LEVELS[0]:
+    if does.level != LEVELS[KEEPS]:
         Checkpointed(
-            region.module, policy=does.policy, wrote=region.wrote or (), rewrites=region.rewrites
+            region.module,
+            policy=does.policy,
+            wrote=region.wrote or (),
+            rewrites=region.rewrites,
+            lag_bytes=region.hidden_bytes if level == HIDDEN_AWAY else 0,
         ).put()
     return does
 

@@ -8,9 +8,7 @@ from typing import NamedTuple
 from .._errors import BudgetError, shown
 from ..policies._budget_plan import BudgetPlan
 from ..policies._checked import is_count
-from ..policies._plans import Backend
-from ._sizes import Budget
-from ._solve import check_backend, solve
+from ._solve import check_trace, solve
 from ._trace import Trace
 
 _MOST_POINTS = 10_000
@@ -21,8 +19,7 @@ class ParetoPoint(NamedTuple):
 
     Attributes:
         bytes: kept between forward and backward.
-        seconds: work that backward repeats, and waits for copies; floating point operations for a
-            trace in "flops".
+        seconds: work that backward repeats; floating point operations for a trace in "flops".
         policy: the plan, for `checkpoint`.
     """
 
@@ -31,45 +28,32 @@ class ParetoPoint(NamedTuple):
     policy: BudgetPlan
 
 
-def pareto(
-    trace: Trace,
-    *,
-    points: int = 33,
-    backend: Backend = "eager",
-    host_bandwidth: Budget | None = None,
-    regions: int = 1,
-) -> list[ParetoPoint]:
+def pareto(trace: Trace, *, points: int = 33) -> list[ParetoPoint]:
     """Solve for evenly spaced budgets and return the plans none of which beats another.
 
     Args:
         trace: from `profile`.
         points: budgets to solve for, from the smallest to everything kept; 2 to 10,000.
-        backend: as for `solve`.
-        host_bandwidth: as for `solve`.
-        regions: as for `solve`.
 
     Returns:
         Points by rising bytes and strictly falling seconds.
 
     Raises:
-        BudgetError: no trace, an unknown backend, fewer than 2 points or more than 10,000.
+        BudgetError: no trace, fewer than 2 points or more than 10,000.
 
     Example:
         >>> [point.bytes for point in pareto(Trace("ns", (), ()))]
         [0]
     """
-    check_backend(trace, backend, where="pareto")
+    check_trace(trace, where="pareto")
     if not is_count(points) or not 2 <= points <= _MOST_POINTS:
         raise BudgetError(
             f"sac_policies.pareto: points {shown(points)} is not a number of budgets, but a front "
             f"has two ends and is solved point by point. Ask for 2 to {_MOST_POINTS}."
         )
-    low, high = trace.fixed_bytes(backend), trace.total_bytes(backend)
+    low, high = trace.fixed_bytes(), trace.total_bytes()
     budgets = (low + (high - low) * step // (points - 1) for step in range(points))
-    plans = (
-        solve(trace, b, backend=backend, host_bandwidth=host_bandwidth, regions=regions)
-        for b in budgets
-    )
+    plans = (solve(trace, budget) for budget in budgets)
     return _front(point_of(plan) for plan in plans if isinstance(plan, BudgetPlan))
 
 

@@ -20,9 +20,6 @@ Call = tuple[str, int]
 Unit = Literal["ns", "flops"]
 """What work is measured in."""
 
-Backend = Literal["eager", "compile"]
-"""What a plan is solved for: regions on the tape, or compiled ones."""
-
 
 @dataclass(frozen=True)
 class Plan(Policy):

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from .._errors import ParameterError
-from ._owners import FLATTENED, IGNORED, UNIT, Owner, check_not_inside, check_owners
+from ..buffers._owners import FLATTENED, IGNORED, UNIT, Owner, check_not_inside, check_owners
 
 
 def find_ignored(
