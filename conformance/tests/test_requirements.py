@@ -181,7 +181,9 @@ def test_lost_and_invented_source_tests_are_named(write):
     assert "test_checkpoint_wrapper.py::" in lines[5]
     assert "test_fqn -> CW-001 -> ckpt_wrap/test_a.py::test_a" in lines[5]
     assert len(problems) == 49
-    assert problems[-1] == "CW-002 names test_of_nobody, which is no test of PyTorch for ckpt-wrap"
+    assert (
+        problems[-1] == "CW-002 names test_of_nobody, which is not a test of PyTorch for ckpt-wrap"
+    )
 
 
 def test_every_area_has_requirements_and_every_case_a_docstring():

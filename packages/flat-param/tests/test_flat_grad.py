@@ -96,7 +96,7 @@ def test_a_gradient_scaled_by_hand_does_not_count_as_reached(wide):
 
 
 def test_a_failed_backward_leaves_no_gradient_where_none_arrived(wide):
-    """Views handed out to a backward that failed are taken back when it has."""
+    """What arrived before the error stays, as in a plain module."""
     flatten(wide)
     bomb = wide[1].weight.register_hook(lambda grad: 1 / 0)
     with pytest.raises(ZeroDivisionError):

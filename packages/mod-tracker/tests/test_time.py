@@ -67,7 +67,7 @@ def test_time_after_a_backward_that_failed_is_outside(clock, again):
 
 
 def test_slow_module_has_the_time(clock):
-    """A module that advances the clock has the time, in forward and in backward."""
+    """The module that advances the clock gets the time, in forward and in backward."""
 
     class Slow(nn.Module):
         def forward(self, x):

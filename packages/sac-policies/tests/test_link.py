@@ -65,7 +65,7 @@ def test_slow_rounds_do_not_count() -> None:
 def traced(*values: tuple[int, int]) -> Trace:
     """A block whose calls take that many nanoseconds, and make that many bytes which are saved."""
     name = "aten.mm.default"
-    ops = [TracedOp(name, n, size, cost, (), n) for n, (cost, size) in enumerate(values)]
+    ops = [TracedOp(name, n, size, cost, ()) for n, (cost, size) in enumerate(values)]
     packs = [TracedPack(name, n, 0, size) for n, (_, size) in enumerate(values)]
     return Trace("ns", tuple(ops), tuple(packs))
 

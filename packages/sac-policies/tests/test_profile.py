@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sac_policies import BudgetError, _torch_compat, profile
+from sac_policies import BudgetError, profile
 from sac_policies.budget import _run
 
 SIM: Any = getattr(torch, "simdev", None)
@@ -161,15 +161,6 @@ def test_profiling_without_gradients_raises() -> None:
     """Nothing is saved under no_grad, so there is nothing to plan."""
     with torch.no_grad(), pytest.raises(BudgetError, match="gradients are off"):
         profile(torch.sin, leaf(2))
-
-
-def test_no_tensor_is_fake_without_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where torch's fake tensors cannot be told, they count as real."""
-    with FakeTensorMode():
-        fake = leaf(1)
-    assert _torch_compat.is_fake(fake)
-    monkeypatch.setitem(_torch_compat._torch, "fake_tensor", None)
-    assert not _torch_compat.is_fake(fake)
 
 
 def test_sparse_operand_is_recorded() -> None:

@@ -1,9 +1,9 @@
-"""A budget on the device: `fit_` reads what its allocator counts, and may offload."""
+"""Budgets on the device: `fit_` reads its allocator, and may offload."""
 
 from __future__ import annotations
 
 import copy
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from types import SimpleNamespace
 
 import pytest
@@ -11,32 +11,33 @@ import torch
 from torch import nn
 
 from sac_policies import fit_, offload_stats
-from sac_policies.budget import _record, _times
+from sac_policies.budget import _run, _times
 from sac_policies.budget._fit_in_place import _divisions, _Search
-from sac_policies.budget._intervals import forward_of, kept_bytes
 from sac_policies.budget._levels import AGAIN, HIDDEN_AWAY, INPUTS_AWAY, LEVELS
 from sac_policies.budget._step import Step
 
 
 class Block(nn.Module):
-    """A residual block; x is (rows, 32)."""
-
     def __init__(self):
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 128), nn.Linear(128, 32)
 
     def forward(self, x):
-        """Apply it."""
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 def _search(model, step):
     """Over the outermost blocks."""
-    return _Search(model, step, "peak", next(iter(_divisions(model, step))))
+    return _Search(model, step, next(iter(_divisions(model, step))))
+
+
+def forward_of(intervals):
+    """Intervals before backward."""
+    return list(takewhile(lambda each: each.key != _run.BACKWARD, intervals))
 
 
 def gradients(model, x):
-    """Of a step, on the host."""
+    """Return the gradients of a step, on the host."""
     model.zero_grad()
     model(x).sum().backward()
     torch.accelerator.synchronize()
@@ -45,7 +46,7 @@ def gradients(model, x):
 
 @pytest.mark.parametrize("budget", ["80%", "60%"])
 def test_a_step_fits_as_predicted(sim, device, budget):
-    """Measured again from outside, by the allocator; gradients to the last bit."""
+    """Measured again by the allocator; gradients are bit-identical."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(4)), nn.Linear(32, 4))
     twin = copy.deepcopy(model).to(device)
@@ -59,7 +60,8 @@ def test_a_step_fits_as_predicted(sim, device, budget):
 
     def peak(one):
         one.zero_grad()
-        torch.ones((), device=device, requires_grad=True).mul(1.0).backward()  # ends what was held
+        # A further backward frees memory that the last one holds.
+        torch.ones((), device=device, requires_grad=True).mul(1.0).backward()
         torch.accelerator.synchronize()
         before = torch.simdev.memory_allocated(device)
         torch.simdev.reset_peak_memory_stats(device)
@@ -84,9 +86,10 @@ def test_blocks_may_offload(sim, device, level):
     does = search.put((level,) * 3)
     assert {region.level for region in does} == {LEVELS[level]}
     assert all(map(torch.equal, gradients(model, x), plain))
-    kept = kept_bytes(search._intervals(level)) - kept_bytes(search._intervals(AGAIN))
+    left = [forward_of(search._intervals(each)) for each in (level, AGAIN)]
+    kept, again = (sum(each.grown for each in forward) for forward in left)
     statistics = 3 * 2 * 4 * len(x) if level == HIDDEN_AWAY else 0  # of a norm that is offloaded
-    assert kept == statistics - 3 * x.nbytes
+    assert kept - again == statistics - 3 * x.nbytes
     search.undo()
 
 
@@ -95,7 +98,7 @@ def test_blocks_may_offload(sim, device, level):
     "choice", [(4, 0, 0, 0), (0, 0, 0, 4), (0, 4, 1, 3), (3, 2, 4, 0), (3, 4, 2, 0), (4, 4, 4, 4)]
 )
 def test_regions_that_offload_fit_as_predicted(sim, device, choice, copy_us):
-    """To the byte, beside regions that do not, and however long copies take."""
+    """Exact, also next to regions that do not offload, however long copies take."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), *(Block() for _ in range(4)), nn.Linear(32, 4)).to(
         device
@@ -108,9 +111,8 @@ def test_regions_that_offload_fit_as_predicted(sim, device, choice, copy_us):
     plain = search._intervals(0)
     search._learn()
     measured = [plain, *(search._intervals(level) for level in range(1, search._levels))]
-    steps, before = search._steps(measured, [[]] * search._levels)
-    peak = search._measured(choice).peak
-    assert before + steps.growth(choice) == peak
+    steps = search._steps(measured, [[]] * search._levels)
+    assert step.resident() + steps.growth(choice) == search._measured(choice)
     search.undo()
 
 
@@ -120,7 +122,7 @@ def virtual(sim, monkeypatch):
     costs = {"kernel_us": 100, "virtual": True}
     sim.simulate(**costs, copy_gbps=1)
     clock = SimpleNamespace(perf_counter_ns=lambda: int(sim.host_us() * 1e3))
-    for module in (_record, _times):
+    for module in (_run, _times):
         monkeypatch.setattr(module, "time", clock)
     return costs
 
@@ -162,7 +164,7 @@ def test_copies_hide_behind_forward_and_backward(sim, device, virtual):
 
 
 def test_what_is_measured_is_that_of_a_host_far_ahead(sim, device):
-    """Also where the host waits for the copies inside of regions, and could let go of values."""
+    """The host does not wait for copies inside regions, and no values are freed early."""
     sim.simulate(kernel_us=20, copy_us=5000, virtual=True)
     found = []
     for waits in (False, True):

@@ -21,6 +21,7 @@ from torch import nn
 from ._errors import LayoutError
 from .comm._comm import CommCount
 from .comm._trail import ORDER_BYTES
+from .layout._arguments import check_is_module
 from .layout._boundary import Boundary
 from .layout._boundary_rules import BoundaryRules, resolve
 from .layout._layout import FlatLayout, Segment, plan_layout, plan_segments
@@ -151,6 +152,10 @@ def unit_shapes(
     Returns:
         Inner units in the order of the module walk, the root last.
 
+    Raises:
+        StateError: `module` is no module.
+        LayoutError: `units` are no classes of modules.
+
     Example:
         >>> import torch
         >>> with torch.device("meta"):
@@ -158,6 +163,13 @@ def unit_shapes(
         >>> [shape.name for shape in unit_shapes(model, units=nn.Linear)]
         ['0', '1', '']
     """
+    check_is_module("unit_shapes", module)
+    kinds = units if isinstance(units, tuple) else (units,)
+    if not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds):
+        raise LayoutError(
+            f"flat_param.unit_shapes: units is {units!r}, but it must be a class of modules, or a "
+            "tuple of classes. Write for example units=nn.TransformerEncoderLayer."
+        )
     taken: set[nn.Parameter] = set()
     shapes: list[UnitShape] = []
     inner = [pair for pair in module.named_modules() if pair[0] and isinstance(pair[1], units)]
@@ -211,17 +223,23 @@ def plan_training(
         >>> plan.rank_bytes.params, plan.rank_bytes.optimizer
         (48, 96)
     """
+    if not isinstance(units, (list, tuple)) or not all(isinstance(u, UnitShape) for u in units):
+        raise LayoutError(
+            f"flat_param.plan_training: units is a {type(units).__name__}, but a plan is made of "
+            "the shapes of units. Pass unit_shapes(module, units=...)."
+        )
     if not units:
         raise LayoutError(
             "flat_param.plan_training: units is empty, but a plan needs the outermost unit. "
             "Pass unit_shapes(module)."
         )
     counts = {"world_size": world_size, "replicas": replicas, "microbatches": microbatches}
-    for name, count in counts.items():
-        if type(count) is not int or count < 1:
+    for name, count in {**counts, "state_tensors": state_tensors}.items():
+        least = int(name in counts)
+        if type(count) is not int or count < least:
             raise LayoutError(
-                f"flat_param.plan_training: {name} is {count!r}, but it must be a whole number "
-                "above 0."
+                f"flat_param.plan_training: {name} is {count!r}, but it must be a whole number of "
+                f"at least {least}."
             )
     precision = precision_of(mp_policy, where="plan_training")
     frees = bool(reshard_after_forward)
@@ -298,7 +316,7 @@ def _parts_of(
 ) -> list[_Part]:
     if isinstance(boundary, BoundaryRules):
         boundary = replace(boundary, missing_ok=True)  # a plan is of all units
-    chosen = resolve(boundary, specs)
+    chosen = resolve(boundary, specs, where="plan_training")
     segments = plan_segments(specs) if specs else ()
     return [
         _Part(each, plan_shard(each.layout, world_size=world_size, boundary=chosen), precision)

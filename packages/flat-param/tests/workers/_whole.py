@@ -33,4 +33,4 @@ def whole_bytes(model: nn.Module) -> int:
 def whole_grad_bytes(model: nn.Module) -> int:
     """Bytes of this rank's gradients that are not summed yet."""
     grads = [each for unit in model._flat_param.schedule.units for each in unit.grads]
-    return sum(each._full_grad.nbytes for each in grads if each._full_grad is not None)
+    return sum(each.held.flat.nbytes for each in grads if each.held is not None)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,8 +15,6 @@ from torch.nn import utils
 from torch.nn.utils import clip_grad
 
 from .._errors import StateError
-
-_version_of = attrgetter("_version")
 
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 """Attributes of an optimizer with the hooks that its step calls."""
@@ -96,16 +93,6 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
             "but gradients are summed over ranks there. Use torch 2.9 to 2.15."
         )
     engine.queue_callback(callback)
-
-
-def versions(tensors: Iterable[Tensor]) -> list[int] | None:
-    """How often each tensor was written to in place.
-
-    Fallback: None; gradients are then all copied into the flat one when a backward ends.
-    """
-    if not hasattr(Tensor, "_version"):
-        return None
-    return list(map(_version_of, tensors))
 
 
 def assign_grad(param: Tensor, grad: Tensor) -> None:

@@ -1,7 +1,7 @@
-"""Who moves a parameter's values: a flattened module or a unit, found from the parameter.
+"""Which flattened module or unit moves a parameter's values.
 
-Two that do not lie inside one another would each train values of its own, though the parameter is
-one: what is tied has to be flattened or sharded together.
+Two that are not inside one another would each train values of their own, though the parameter is
+one. Tied parameters have to be flattened or sharded together.
 """
 
 from __future__ import annotations
@@ -17,19 +17,17 @@ from .._errors import ParameterError
 FLATTENED, UNIT = "a flattened module", "a unit"
 IGNORED = "what is ignored by a unit"
 
+# By kind, then by `id` of a parameter. An `id` may be reused, so `Owner` compares the parameter.
 _owners: dict[str, WeakValueDictionary[int, Owner]] = {
-    FLATTENED: WeakValueDictionary(),
-    UNIT: WeakValueDictionary(),
-    IGNORED: WeakValueDictionary(),
+    kind: WeakValueDictionary() for kind in (FLATTENED, UNIT, IGNORED)
 }
-"""By kind, then by `id` of a parameter; where that is gone, another may have its `id`."""
 
 
 class Owner:
-    """What moves the values of some parameters, for as long as it is kept.
+    """The owner of some parameters, until it is dropped or garbage.
 
     Args:
-        kind: `FLATTENED` or `UNIT`; or `IGNORED`, of what it leaves to its user.
+        kind: `FLATTENED`, `UNIT` or `IGNORED`.
         module: what was flattened or sharded.
         named: its parameters with their names in it.
     """
@@ -43,40 +41,45 @@ class Owner:
         for key in self._params:
             _owners[kind][key] = self
 
+    def drop(self) -> None:
+        """Own nothing any more."""
+        self._params = {}
+
     def name_of(self, param: nn.Parameter) -> str | None:
-        """The parameter's name in the module; None if it is another one with the same `id`."""
-        known, name = self._params[id(param)]
-        return name if known() is param else None
+        """The parameter's name in the module; None if the owner does not have it."""
+        known, name = self._params.get(id(param), (None, None))
+        return name if known is not None and known() is param else None
+
+    def is_around(self, module: nn.Module) -> bool:
+        """Whether the module is inside the owner's module."""
+        own = self._module()
+        return own is not None and own is not module and _has(own, module)
 
     def is_beside(self, module: nn.Module) -> bool:
         """Whether neither of the two modules is inside the other."""
         own = self._module()
-        if own is None:
-            return False
-        return all(module is not one for one in own.modules()) and all(
-            own is not one for one in module.modules()
-        )
-
-    def is_around(self, module: nn.Module) -> bool:
-        """Whether the module is inside the one whose parameters these are."""
-        own = self._module()
-        return own is not None and own is not module and any(module is one for one in own.modules())
+        return own is not None and not _has(own, module) and not _has(module, own)
 
 
-def _owner_of(param: nn.Parameter, kind: str) -> tuple[Owner | None, str]:
+def _has(module: nn.Module, other: nn.Module) -> bool:
+    return any(other is one for one in module.modules())
+
+
+def owner_of(param: nn.Parameter, kind: str) -> tuple[Owner | None, str]:
+    """The owner of a kind, and the parameter's name in it."""
     owner = _owners[kind].get(id(param))
     name = None if owner is None else owner.name_of(param)
     return (None, "") if name is None else (owner, name)
 
 
 def check_not_inside(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Refuse a module whose parameters a unit around it has already divided.
+    """Refuse a module whose parameters a unit around it has already sharded.
 
     Raises:
         ParameterError: names the first such parameter in both.
     """
     for name, param in named:
-        owner, theirs = _owner_of(param, UNIT)
+        owner, theirs = owner_of(param, UNIT)
         if owner is not None and owner.is_around(module):
             raise ParameterError(
                 f"flat_param.fully_shard: parameter '{name}' is divided already, as '{theirs}' of "
@@ -91,14 +94,14 @@ def check_owners(
     named: Iterable[tuple[str, nn.Parameter]],
     kinds: Sequence[str],
 ) -> None:
-    """Refuse a parameter whose values something beside the module moves.
+    """Refuse a parameter of an owner beside the module.
 
     Raises:
         ParameterError: names the parameter in both.
     """
     for name, param in named:
         for kind in kinds:
-            owner, theirs = _owner_of(param, kind)
+            owner, theirs = owner_of(param, kind)
             if owner is not None and owner.is_beside(module):
                 raise ParameterError(
                     f"flat_param.{caller}: parameter '{name}' is tied to '{theirs}' in {kind} "
@@ -108,14 +111,13 @@ def check_owners(
 
 
 def check_unowned(caller: str, named: Iterable[tuple[str, nn.Parameter]], kind: str) -> None:
-    """Refuse a parameter whose values something of a kind moves, wherever that is.
+    """Refuse a parameter of any owner of a kind.
 
     Raises:
         ParameterError: names the parameter.
     """
     for name, param in named:
-        owner, _ = _owner_of(param, kind)
-        if owner is not None:
+        if owner_of(param, kind)[0] is not None:
             raise ParameterError(f"flat_param.{caller}: parameter '{name}' {_WHY_NOT[kind]}")
 
 

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from .._errors import CheckpointError
 from .._torch_compat import without_storage_warning
 from ..buffers._dtensors import is_dtensor
+from ..layout._arguments import check_is_module, path_of
 from ..sharded._by_hand import units_at_rest, units_below
 from ..sharded._strays import check_strays
 from ..sharded._tensors import map_tensors
@@ -116,6 +117,8 @@ def _prepare(
     snapshot: bool,
 ) -> Callable[[], None]:
     """Agree on what is saved. Collective; gives the function that writes it, collective too."""
+    check_is_module("save_sharded", module)
+    path = path_of("save_sharded", path)
     state: dict[str, Any] = {}
     error: Exception | None = None
     world = World(module, "save_sharded")
@@ -150,7 +153,7 @@ def _prepare(
                     "save one state. Call it after the same step on all ranks, or pass step=."
                 )
     writers = world.for_thread() if snapshot else world
-    return lambda: _write(state, Path(path), notes[0][3], writers)
+    return lambda: _write(state, path, notes[0][3], writers)
 
 
 def _short(told: Any) -> Any:

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._errors import StateError, VectorError
-from ..buffers._buffer import zero_gaps_
-from ..buffers._views import unflatten
+from ..buffers._views import unflatten, zero_gaps_
 from ..layout._layout import FlatLayout
 from ._chunk_state import by_name, chunks_of, one_setting, to_chunks, to_parameters
 from ._flat_segments import FlatSegments

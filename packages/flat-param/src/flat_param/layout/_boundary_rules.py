@@ -67,18 +67,21 @@ def by_name(
     return BoundaryRules(tuple(rules.items()), default, missing_ok)
 
 
-def resolve(boundary: Boundary | BoundaryRules, specs: Sequence[ParamSpec]) -> Boundary:
+def resolve(
+    boundary: Boundary | BoundaryRules, specs: Sequence[ParamSpec], *, where: str = "fully_shard"
+) -> Boundary:
     """The boundary of each parameter of a unit.
 
     Raises:
-        LayoutError: a rule matches no parameter, or `boundary` is a mapping.
+        LayoutError: a rule matches no parameter, or `boundary` is none.
     """
     if isinstance(boundary, Mapping):
         raise LayoutError(
-            f"flat_param.fully_shard: boundary is the mapping {boundary!r}. Pass "
-            "flat_param.by_name(...) of it."
+            f"flat_param.{where}: boundary is {boundary!r}, but names alone are no rules. Pass "
+            f"flat_param.by_name({boundary!r})."
         )
     if not isinstance(boundary, BoundaryRules):
+        check_boundary(boundary, where=where)
         return boundary
     matching = [[glob for glob, _ in boundary.rules if _matches(glob, spec)] for spec in specs]
     used = {glob for globs in matching for glob in globs}

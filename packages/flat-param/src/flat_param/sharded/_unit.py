@@ -189,10 +189,11 @@ class Unit:
                 gathering.append(source.start_gather(part) if source else part.start_gather())
 
     def take_changes(self) -> None:
-        """Take in what somebody put in place of parameters; what is wrong, every rank learns."""
-        with self.comms.telling_others():
-            if self.sites.absorb_changes():
-                self._version = self._kept = None
+        """Copy what a user put in place of parameters. Errors are raised on every rank."""
+        if self.sites.have_changed():
+            with self.comms.telling_others():
+                if self.sites.take_changes():
+                    self._version = self._kept = None
 
     def _follow_changes(self) -> None:
         self.take_changes()
@@ -221,7 +222,7 @@ class Unit:
         """Take in parameters that were re-assigned while they were shown. Not a collective."""
         if self.sites.shows:
             with self.comms.telling_others():
-                if self.sites.end_show():
+                if self.sites.write(self.sites.checked(self.sites.end_show())):
                     self._version = None
         self.is_by_hand = False
 

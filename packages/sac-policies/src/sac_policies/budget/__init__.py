@@ -1,4 +1,4 @@
-"""From a number of bytes to a plan: profiles, solvers, fronts, and measuring whether a plan fits.
+"""From a number of bytes to a plan: profiles, a solver, predictions, and measured steps.
 
 Uses `policies`, and runs plans through `checkpoint`.
 """
@@ -6,7 +6,6 @@ Uses `policies`, and runs plans through `checkpoint`.
 from sac_policies.budget._fit import Fit, plan_region
 from sac_policies.budget._fit_in_place import InPlaceFit, fit_
 from sac_policies.budget._levels import RegionFit
-from sac_policies.budget._pareto import ParetoPoint, pareto
 from sac_policies.budget._profile import profile
 from sac_policies.budget._sizes import format_size, parse_size
 from sac_policies.budget._solve import solve
@@ -21,7 +20,6 @@ __all__ = [
     "InPlaceFit",
     "Infeasible",
     "Item",
-    "ParetoPoint",
     "RegionFit",
     "StepTrace",
     "Trace",
@@ -29,7 +27,6 @@ __all__ = [
     "TracedPack",
     "fit_",
     "format_size",
-    "pareto",
     "parse_size",
     "plan_region",
     "profile",

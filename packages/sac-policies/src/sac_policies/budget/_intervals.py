@@ -18,7 +18,6 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import takewhile
 from operator import add
 from typing import Any, NamedTuple
 
@@ -29,7 +28,6 @@ from .._tensors import tensors_in
 from .._torch_compat._module_calls import around_calls
 from ._measure import Interval, Marks
 from ._offloaded import Offloaded
-from ._run import BACKWARD
 from ._times import Clock, Spent, costs, last_word
 
 Key = tuple[int, int, bool | None]
@@ -63,21 +61,6 @@ def marked(regions: Sequence[nn.Module], marks: Marks | Clock) -> Iterator[None]
             around = around_calls(module, partial(begin, number), partial(end, number))
             stack.enter_context(around)
         yield
-
-
-def forward_of(intervals: Sequence[Interval]) -> list[Interval]:
-    """Return what comes before `BACKWARD`.
-
-    Example:
-        >>> [each.grown for each in forward_of([Interval(None, 8, 9), Interval(BACKWARD, -2, 4)])]
-        [8]
-    """
-    return list(takewhile(lambda each: each.key != BACKWARD, intervals))
-
-
-def kept_bytes(intervals: Sequence[Interval]) -> int:
-    """Bytes that a forward leaves in use, over those before it."""
-    return sum(each.grown for each in forward_of(intervals))
 
 
 class Measured(NamedTuple):
@@ -299,24 +282,6 @@ class Steps:
             most[backward] = max(most[backward], before + each.most)
             called = each.grown
         return most[False], most[True]
-
-
-class KeptSteps(Steps):
-    """The same where the bytes count that a forward leaves: `measured` has forwards alone."""
-
-    def growth(self, choice: Sequence[int]) -> int:
-        """Bytes that a forward leaves, with each region on the level of `choice`."""
-        return sum(self._interval_of(plain, choice).grown for plain in self._plain)
-
-    def _sum(self, number: int) -> int:
-        return 0
-
-    def _between(self) -> tuple[int, int]:
-        grown = super()._between()[0]
-        return grown, grown
-
-    def _most(self, number: int, level: int) -> tuple[int, int]:
-        return 0, 0
 
 
 def _region_of(key: Any) -> tuple[int] | None:

@@ -166,7 +166,7 @@ class Recorder(WatchingMode):
         self._known: dict[int, _Known] = {}
         self._storages = WeakIdKeyDictionary()
         self._watched: list[ref[torch.UntypedStorage]] = []
-        self._read: dict[Layout, int] = {}
+        self._read: dict[Layout, list[int]] = {}
         self._is_own = False
         self._in_backward = False
 
@@ -255,11 +255,9 @@ class Recorder(WatchingMode):
         if known is not None and known() is tensor:
             return known.number
         layout = self._layout(tensor)
-        if (
-            layout.storage >= 0 and layout in self._read
-        ):  # autograd made a tensor of its own of what it read
-            return self._read[layout]
-        number = self._new(layout)
+        reads = self._read.get(layout) if layout.storage >= 0 else None
+        # Autograd makes a tensor of its own of each one that it reads.
+        number = reads.pop(0) if reads else self._new(layout)
         seen = _Known(tensor, self._gone)
         seen.number = number
         self._known[id(tensor)] = seen
@@ -324,20 +322,23 @@ class Recorder(WatchingMode):
             self._run.events.append(("save", len(self._run.saves)))
             places.append(len(self._run.saves))
             self._run.saves.append(Save(number, read_as, part.requires_grad))
+        return _Saved(self._alias(tensor), places, self._released)
+
+    def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
         self._is_own = True
         try:
             with below_autograd():
-                alias = tensor.detach()
+                return tensor.detach()
         finally:
             self._is_own = False
-        return _Saved(alias, places, self._released)
 
     def _unpack(self, saved: _Saved) -> torch.Tensor:
+        """Note that backward reads a tensor; return an alias that lives as long as it is read."""
         for at in saved.places:
             save = self._run.saves[at]
             self._run.events.append(("read", at))
-            self._read[self._run.layouts[save.number]] = save.read_as
-        return saved.tensor
+            self._read.setdefault(self._run.layouts[save.number], []).append(save.read_as)
+        return self._alias(saved.tensor)
 
     def _released(self, places: list[int]) -> None:
         self._run.events.extend(("release", at) for at in places)

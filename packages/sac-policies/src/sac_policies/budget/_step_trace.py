@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from .._errors import BudgetError, shown
@@ -90,7 +91,6 @@ def profile_step(
             different operators.
 
     Example:
-        >>> import torch
         >>> from sac_policies import solve
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 8))
         >>> step = profile_step(model, torch.ones(512, 64))
@@ -107,6 +107,8 @@ def profile_step(
 
 def traced_step(step: Step, unit: Unit | None) -> StepTrace:
     """Record a step, and time its forward. Collective; ranks must run the same operators."""
+    # The first mode of a process imports modules, whose frames would hold a forward's tensors.
+    Recorder().record(partial(torch.empty, 0))
     chosen = unit or ("flops" if step.is_dry else "ns")
     # The profiler that reads the allocator would count in times.
     timed = [recorded_forward(step.forward, chosen) for _ in range(2 if chosen == "ns" else 0)]

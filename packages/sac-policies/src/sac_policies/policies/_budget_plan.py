@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .._errors import PolicyError
 from ._plans import Plan, Unit
 
 
@@ -23,13 +24,15 @@ class BudgetPlan(Plan):
     bound_cost: int
     unit: Unit
 
-    @property
-    def problem(self) -> str:
-        """Numbers that no solver returns."""
+    def __post_init__(self) -> None:
+        super().__post_init__()
         counts = (self.kept_bytes, self.recompute_cost, self.bound_cost)
         if min(counts) < 0 or self.bound_cost > self.recompute_cost:
-            return "its bytes and costs are {}, {} and {}".format(*counts)
-        return super().problem
+            raise PolicyError(
+                f"sac_policies.BudgetPlan: bytes and costs {counts} are of no plan, but none may "
+                "be negative, and bound_cost is a part of recompute_cost. Take the plan that "
+                "solve(...) returned."
+            )
 
     @property
     def gap(self) -> float:
