@@ -194,7 +194,6 @@ def plot(rows: list[Row], config: Config, out: Path) -> None:
     from matplotlib.figure import Figure
 
     from sac_policies import profile, solve
-    from sac_policies.budget import pareto
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
@@ -215,8 +214,9 @@ def plot(rows: list[Row], config: Config, out: Path) -> None:
     title = f"What memory buys in a block of width {config.width} (budget_half has the mark)"
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
-    points, half = pareto(trace), solve(trace, "50%")
-    axes.step([p.bytes / 2**20 for p in points], [p.seconds for p in points], where="post")
+    points, half = filter(None, (solve(trace, n / 32) for n in range(33))), solve(trace, "50%")
+    found = [(plan.kept_bytes / 2**20, plan.recompute_cost) for plan in points]
+    axes.step(*zip(*found, strict=True), where="post")
     size = half.kept_bytes / 2**20
     axes.plot([size], [half.recompute_cost], "o", label=f"chosen: {size:.2f} MiB")
     axes.legend()

@@ -27,16 +27,19 @@ def _step(model: nn.Module, *, rows: int = 4, folder: Path | None = None, **chan
 
     def wrong() -> str:
         why = differ(gradients(model, x), expected)
-        return why or (_files_left(folder) if folder is not None else "")
+        return why or (_left_in(folder, model) if folder is not None else "")
 
     return Scene(lambda: backward(model, x), wrong, **changes)
 
 
-def _files_left(folder: Path) -> str:
-    if any(folder.rglob("*.bin")):
-        gc.collect()  # an interrupted graph may be a reference cycle
-    left = [each.name for each in folder.rglob("*.bin")]
-    return f"files are left: {', '.join(left)}" if left else ""
+def _left_in(folder: Path, model: nn.Module) -> str:
+    if ckpt_wrap.offload_stats(model).bytes_away:
+        gc.collect()  # a graph that was stopped may be a circle
+    left = [each.name for each in folder.iterdir()]
+    if left:
+        return f"files are left: {', '.join(left)}"
+    away = ckpt_wrap.offload_stats(model).bytes_away
+    return f"{away} bytes are left" if away else ""
 
 
 def _in_place(folder: Path) -> Scene:
@@ -51,10 +54,6 @@ def _nested(folder: Path, **options: Any) -> Scene:
     for at, block in enumerate(model.blocks):
         model.blocks[at] = ckpt_wrap.checkpoint_wrapper(block, **options)
     return _step(model)
-
-
-def _reentrant(folder: Path) -> Scene:
-    return _nested(folder, checkpoint_impl=ckpt_wrap.CheckpointImpl.REENTRANT)
 
 
 def _host(folder: Path) -> Scene:
@@ -206,7 +205,6 @@ def scenarios() -> list[Scenario]:
     ckpt: dict[str, Callable[[Path], Scene]] = {
         "in-place": _in_place,
         "nested": _nested,
-        "reentrant": _reentrant,
         "host": _host,
         "folder": _to_folder,
         "folder-checkpointed": functools.partial(_to_folder, checkpointed=True),

@@ -135,39 +135,6 @@ class Tied(Layer):
         return y + self.l.same
 
 
-class Guarded(Layer):
-    """Takes care itself, and reads what it has written."""
-
-    def use(self, y):
-        if not is_recomputing():
-            self.b.add_(1)
-        return y + self.b
-
-
-class GuardedAfter(Layer):
-    """Takes care itself, after it has read."""
-
-    def use(self, y):
-        y = y + self.b
-        if not is_recomputing():
-            self.b.add_(1)
-        return y
-
-
-class AsksAgain(Layer):
-    """Takes care itself, reads what it has written, and guards what is no buffer."""
-
-    steps = 0
-
-    def use(self, y):
-        if not is_recomputing():
-            self.b.add_(1)
-        y = y + self.b
-        if not is_recomputing():
-            self.steps += 1
-        return y
-
-
 class GuardsAnother(Layer):
     """Guards what is no buffer, and then has a layer that writes one."""
 

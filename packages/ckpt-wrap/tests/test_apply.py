@@ -17,7 +17,6 @@ from torch.distributed.fsdp.wrap import (
 )
 
 from ckpt_wrap import (
-    CheckpointImpl,
     CheckpointWrapper,
     OffloadWrapper,
     apply_activation_checkpointing,
@@ -53,14 +52,7 @@ LINEAR_POLICIES = {
 
 
 @pytest.mark.parametrize("policy", LINEAR_POLICIES)
-@pytest.mark.parametrize(
-    "wrapper",
-    [
-        checkpoint_wrapper,
-        partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT),
-        offload_wrapper,
-    ],
-)
+@pytest.mark.parametrize("wrapper", [checkpoint_wrapper, offload_wrapper])
 def test_every_kind_of_policy_wraps_the_same(policy, wrapper):
     """Each selected module has one wrapper around it, the root none, twice applied or once."""
     model = _build()

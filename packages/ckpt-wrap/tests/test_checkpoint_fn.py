@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from ckpt_wrap import CheckpointImpl, checkpoint_wrapper
+from ckpt_wrap import CheckpointImpl, checkpoint_, checkpoint_wrapper
 
 
 def test_an_engines_own_names_do_not_hide_the_modules_keywords():
@@ -46,21 +48,8 @@ class Times(nn.Module):
         return x * debug
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"checkpoint_fn": _echo, "checkpoint_impl": CheckpointImpl.REENTRANT}, {}],
-    ids=["reentrant", "other"],
-)
-def test_keywords_go_by_position_where_tensors_are_looked_for_there(options):
-    """With REENTRANT; other functions get them by keyword."""
-    wrapped = checkpoint_wrapper(Times(), **{"checkpoint_fn": _echo, **options})
-    function, args, kwargs = wrapped(4, debug=3)
-    assert function(*args, **kwargs) == 12
-    assert (args, kwargs) == (((4, 3), {}) if options else ((4,), {"debug": 3}))
-
-
-def test_torchs_function_gets_keywords_by_position():
-    """It looks for tensors among positional arguments only."""
+def test_a_keyword_named_like_an_option_of_torchs_function():
+    """It reaches the module, and its gradient is there."""
     wrapped = checkpoint_wrapper(Times(), checkpoint_fn=torch_checkpoint, use_reentrant=True)
     x = torch.ones(2, requires_grad=True)
     wrapped(torch.ones(2), debug=x).sum().backward()
@@ -72,3 +61,28 @@ def test_options_of_a_given_function_are_passed_to_it():
     options = {"anything": 1, "use_reentrant": False, "early_stop": False}
     wrapped = checkpoint_wrapper(nn.ReLU(), checkpoint_fn=_echo, preserve_rng_state=True, **options)
     assert wrapped(4)[1:] == ((4,), options)
+
+
+@pytest.mark.parametrize("make", [checkpoint_, checkpoint_wrapper])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"checkpoint_impl": CheckpointImpl.REENTRANT},
+        {"use_reentrant": True},
+        {"use_reentrant": False},
+    ],
+    ids=str,
+)
+def test_choice_of_an_implementation_is_accepted(make, options):
+    """Every choice runs the one that handles inputs without gradients and nested results."""
+
+    class Nested(nn.Linear):
+        def forward(self, given):
+            return {"out": torch.tanh(super().forward(given["x"][0]))}
+
+    torch.manual_seed(0)
+    plain = Nested(3, 3)
+    changed = make(copy.deepcopy(plain), **options)
+    for module in (plain, changed):
+        module({"x": [torch.ones(2, 3)]})["out"].sum().backward()
+    assert torch.equal(plain.weight.grad, changed.weight.grad)

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from ckpt_wrap import CheckpointImpl, checkpoint_, checkpoint_wrapper
+from ckpt_wrap import checkpoint_, checkpoint_wrapper
 
 # Dynamo hides these warnings in a way that has no effect where warnings are errors.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
@@ -171,11 +171,7 @@ class Broken(nn.Module):
         return torch.relu(y).sin()
 
 
-MAKERS = {
-    "checkpoint_": checkpoint_,
-    "checkpoint_wrapper": checkpoint_wrapper,
-    "reentrant": partial(checkpoint_, checkpoint_impl=CheckpointImpl.REENTRANT),
-}
+MAKERS = {"checkpoint_": checkpoint_, "checkpoint_wrapper": checkpoint_wrapper}
 
 
 def _step_compiled(model):

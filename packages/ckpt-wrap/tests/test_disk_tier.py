@@ -1,128 +1,164 @@
-"""The folder tier: files and folders that can be made or not, and a full disk."""
+"""The folder tier: full disks, folders that are missing, and other processes."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import shutil
-from pathlib import Path
+import os
+import signal
+import subprocess
+import sys
+import tempfile
 
 import pytest
 import torch
 from torch import nn
 
-from ckpt_wrap import OffloadError, OptionError, offload_
+from ckpt_wrap import OffloadError, OptionError, offload_, offload_stats
 
 
-class FullFile(contextlib.nullcontext):
-    """A file on a disk that has no room."""
+def _x():
+    return torch.randn(64, 64, requires_grad=True)
 
-    def __init__(self, path, mode, buffering) -> None:
-        super().__init__()
-        Path(path).touch()
 
-    def __enter__(self):
-        return self
+def test_full_disk_is_an_error_in_forward(tmp_path, monkeypatch):
+    """It says what to do, leaves no file, and the module can be used again."""
+    module = offload_(nn.Tanh(), to=tmp_path)
 
-    def write(self, data):
+    make = tempfile.NamedTemporaryFile
+
+    def write(_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-
-def test_a_full_disk_is_an_error_in_forward_that_says_what_to_do(tmp_path, monkeypatch):
-    """The model can be used again, and no file is left."""
-    module = offload_(nn.Tanh(), to=tmp_path)
-    x = torch.randn(64, 64, requires_grad=True)
+    def full(**options):
+        file = make(**options)
+        file.write = write
+        return file
 
     with monkeypatch.context() as patch:
-        patch.setattr("ckpt_wrap._disk_tier.open", FullFile, raising=False)
+        patch.setattr(tempfile, "NamedTemporaryFile", full)
         with pytest.raises(OffloadError) as error:
-            module(x)
+            module(_x())
     assert str(error.value) == (
         f"ckpt_wrap.offload_: folder '{tmp_path}' cannot take 16384 bytes (No space left on "
         "device), but what is saved for backward must go there. Free some space or pass another "
         "folder as 'to'. This was for a tensor saved by module Tanh."
     )
-    assert not list(tmp_path.glob("*/*.bin"))
-    module(x).sum().backward()
+    assert list(tmp_path.iterdir()) == []
+    assert offload_stats(module).bytes_away == 0
+    module(_x()).sum().backward()
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_that_changes_nothing(tmp_path):
+def test_folder_that_cannot_be_written_to_changes_nothing(tmp_path, monkeypatch):
     """`offload_` raises before the module is touched."""
-    (tmp_path / "file").write_text("")
     module = nn.Tanh()
-    with pytest.raises(OffloadError, match=r"folder '.*file/below' cannot be made"):
-        offload_(module, to=tmp_path / "file" / "below", create=True)
+
+    def denied(**_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", denied)
+    with pytest.raises(OffloadError, match=r"cannot be written to \(Permission denied\)"):
+        offload_(module, to=tmp_path)
     assert type(module) is nn.Tanh
 
 
-def test_a_folder_that_is_not_there_is_made_only_if_asked(tmp_path):
-    """A word mistyped is no folder; two modules that share one, made by one, share all."""
-    with pytest.raises(OptionError, match="the folder must exist"):
-        offload_(module := nn.Tanh(), to=tmp_path / "cup")
+@pytest.mark.parametrize("place", ["missing", "file"])
+def test_path_that_is_no_folder_is_refused(tmp_path, place):
+    """A typo makes no folder."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OptionError, match="the path of a folder that exists"):
+        offload_(module := nn.Tanh(), to=tmp_path / place)
     assert type(module) is nn.Tanh
-    assert list(tmp_path.iterdir()) == []
-    made = offload_(nn.Tanh(), to=tmp_path / "cup", create=True)
-    later = offload_(nn.Tanh(), to=tmp_path / "cup")
-    assert (
-        vars(made)["_ckpt_wrap"].offload._scheduler is vars(later)["_ckpt_wrap"].offload._scheduler
-    )
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_folder_removed_meanwhile_is_made_again(tmp_path):
-    """Someone else's cleaning up between steps does not end the training."""
-    module = offload_(nn.Tanh(), to=tmp_path / "a", create=True)
-    x = torch.randn(64, 64, requires_grad=True)
-    module(x).sum().backward()
-    shutil.rmtree(tmp_path / "a")
-    module(x).sum().backward()
-    assert offload_(nn.Tanh(), to=tmp_path / "a", create=True)(x).requires_grad
-
-
-def test_a_relative_folder_is_where_it_was_when_it_was_given(tmp_path, monkeypatch):
-    """Changing the working directory between forward and backward moves no file."""
-    monkeypatch.chdir(tmp_path)
-    module = offload_(nn.Tanh(), to="relative", create=True)
-    loss = module(torch.randn(64, 64, requires_grad=True)).sum()
-    monkeypatch.chdir("/")
+def test_folder_removed_between_steps_is_an_error_in_forward(tmp_path):
+    """What was saved before can still be read."""
+    folder = tmp_path / "a"
+    folder.mkdir()
+    module = offload_(nn.Tanh(), to=folder)
+    loss = module(x := _x()).sum()
+    folder.rmdir()  # it is empty: files have no names
+    with pytest.raises(OffloadError, match=r"No such file or directory"):
+        module(_x())
     loss.backward()
-    module(torch.randn(64, 64, requires_grad=True)).sum().backward()
-    assert (tmp_path / "relative").is_dir()
+    torch.testing.assert_close(x.grad, 1 - torch.tanh(x.detach()).square())
 
 
-def test_a_folder_in_the_home_directory(tmp_path, monkeypatch):
-    """`~` is the home directory and not a folder of that name."""
+def test_relative_folder_and_home_directory(tmp_path, monkeypatch):
+    """The folder is the one it was when it was given; `~` is the home directory."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    offload_(nn.Tanh(), to="~/acts", create=True)
-    assert (tmp_path / "acts").is_dir()
+    (tmp_path / "relative").mkdir()
+    modules = [offload_(nn.Tanh(), to=to) for to in ("relative", "~/relative")]
+    monkeypatch.chdir("/")
+    for module in modules:
+        module(_x()).sum().backward()
+        assert offload_stats(module).copies_in == 1
 
 
-@pytest.mark.parametrize("function", ["mkdir", "rename"])
-def test_an_interrupt_while_the_folder_is_made_leaves_nothing(tmp_path, monkeypatch, function):
-    """Ctrl-C just after the effect: what is there is removed, at the latest at exit."""
-    done = getattr(Path, function)
+WORKER = """
+import os, signal, sys, torch
+from ckpt_wrap import offload_, offload_stats
+torch.set_num_threads(1)
+module = offload_(torch.nn.Tanh(), to=sys.argv[1])
+loss = module(torch.randn(64, 64, requires_grad=True)).sum()
+assert offload_stats(module).bytes_away == 64 * 64 * 4
+if sys.argv[2] == "raise":
+    raise ValueError("on purpose")
+if sys.argv[2] == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
 
-    def interrupted(self, *args, **kwargs):
-        done(self, *args, **kwargs)
-        if self != tmp_path:
-            raise KeyboardInterrupt
 
-    registered = []
-    monkeypatch.setattr(Path, function, interrupted)
-    monkeypatch.setattr("atexit.register", lambda *call: registered.append(call))
-    with pytest.raises(KeyboardInterrupt):
-        offload_(nn.Tanh(), to=tmp_path)
-    for call, *args in registered:
-        call(*args)
+@pytest.mark.parametrize("ending", ["normal", "raise", "kill"])
+def test_folder_is_empty_after_the_process(tmp_path, ending):
+    """Also after one that was killed with tensors in the folder."""
+    command = [sys.executable, "-c", WORKER, str(tmp_path), ending]
+    code = subprocess.run(command, capture_output=True, timeout=60, check=False).returncode
+    assert code == {"normal": 0, "raise": 1, "kill": -signal.SIGKILL}[ending]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_others_keep_in_a_shared_place_is_no_obstacle(tmp_path):
-    """A plain file, a link to nowhere, and a folder whose lock may not be opened."""
-    (tmp_path / "ckpt_wrap-file").write_text("")
-    (tmp_path / "ckpt_wrap-link").symlink_to(tmp_path / "nowhere")
-    (tmp_path / "ckpt_wrap-other").mkdir()
-    (tmp_path / "ckpt_wrap-other" / "owner.lock").mkdir()  # opening it for writing fails
-    before = sorted(tmp_path.iterdir())
+@pytest.mark.parametrize("first", ["child", "parent"])
+def test_fork_between_forward_and_backward(tmp_path, first):
+    """Both processes have the saved tensors, whichever reads and drops them first."""
+    x = torch.linspace(-2, 2, 1024, requires_grad=True)
     module = offload_(nn.Tanh(), to=tmp_path)
-    module(torch.randn(64, 64, requires_grad=True)).sum().backward()
-    assert set(before) <= set(tmp_path.iterdir())
+    loss = module(x).sum()
+    (expected,) = torch.autograd.grad(nn.Tanh()(x).sum(), x)
+
+    def backward() -> bool:
+        return torch.equal(torch.autograd.grad(loss, x)[0], expected)
+
+    wait, go = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 2
+        try:
+            if first == "parent":
+                os.read(wait, 1)
+            code = 0 if backward() and module(x).sum().isfinite() else 1
+        finally:
+            os._exit(code)
+    if first == "child":
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert backward()
+    os.write(go, b"x")
+    os.close(go)
+    os.close(wait)
+    if first == "parent":
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_offload_to_host_memory_without_accelerator_warns_once(monkeypatch):
+    """It moves nothing, and says so; gradients are the plain ones."""
+    from ckpt_wrap import _offload
+
+    if torch.accelerator.is_available():
+        pytest.skip("there is an accelerator")
+    _offload._warn_of_no_device.cache_clear()
+    with pytest.warns(UserWarning, match="offload to 'cpu' moves nothing. Pass a folder") as said:
+        modules = [offload_(nn.Tanh()) for _ in range(3)]
+    assert len(said) == 1
+    modules[0](_x()).sum().backward()
+    assert offload_stats(modules[0]).copies_out == 0

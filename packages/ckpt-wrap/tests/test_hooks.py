@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from torch import nn
 
-from ckpt_wrap import CheckpointImpl, checkpoint_, offload_
+from ckpt_wrap import checkpoint_, offload_
 
-IN_PLACE = {
-    "plain": lambda module: module,
-    "offload": offload_,
-    **{impl.name: partial(checkpoint_, checkpoint_impl=impl) for impl in CheckpointImpl},
-}
+IN_PLACE = {"plain": lambda module: module, "offload": offload_, "checkpoint": checkpoint_}
 
 
 def _block():

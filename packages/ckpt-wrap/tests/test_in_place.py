@@ -15,12 +15,10 @@ from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torch
 from torch.nn.utils import prune
 
 from ckpt_wrap import (
-    CheckpointImpl,
     ModuleError,
-    apply_activation_checkpointing,
     checkpoint_,
+    checkpoint_layers_,
     checkpoint_wrapper,
-    make_plan,
     offload_,
     offload_wrapper,
     unwrap,
@@ -99,23 +97,11 @@ def test_container_without_forward_is_refused(change, kind):
     assert type(container) is before
 
 
-@pytest.mark.parametrize("action", ["checkpoint", "offload"])
-def test_plan_of_a_container_is_refused(action):
-    """When the plan is made, and when it is applied to a model with a container in the place."""
-    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.ModuleList([nn.Linear(2, 2)]))
-    with pytest.raises(ModuleError, match=r"make_plan: module '1' \(ModuleList\) has no forward"):
-        make_plan(model, lambda name, _: name == "1", action=action)
-    plan = make_plan(model, lambda name, _: name == "0", action=action)
-    model[0] = nn.ModuleList([nn.Linear(2, 2)])
-    with pytest.raises(ModuleError, match=r"Plan.apply: module '0' \(ModuleList\) has no forward"):
-        plan.apply(model)
-
-
-def test_applying_to_a_container_changes_nothing():
+def test_selecting_a_container_changes_nothing():
     """The error names the container; modules before it stay as they are."""
     model = nn.Sequential(nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2)]))
-    with pytest.raises(ModuleError, match=r"has no forward.*module '1' \(ModuleList\)"):
-        apply_activation_checkpointing(model, checkpoint_wrapper_fn=checkpoint_)
+    with pytest.raises(ModuleError, match=r"module '1' \(ModuleList\) has no forward"):
+        checkpoint_layers_(model, lambda *_: True)
     assert type(model[0]) is nn.Linear
 
 
@@ -199,9 +185,9 @@ def test_unwrap_can_leave_the_modules_below():
 
 def test_the_last_options_count():
     """Called again, `checkpoint_` replaces options and does not nest."""
-    module = checkpoint_(checkpoint_(Scaled()), checkpoint_impl=CheckpointImpl.REENTRANT)
+    module = checkpoint_(checkpoint_(Scaled()), early_stop=False)
     assert type(module).__mro__[1] is Scaled
-    assert module._ckpt_wrap.checkpoint.options.impl is CheckpointImpl.REENTRANT
+    assert module._ckpt_wrap.checkpoint.options.early_stop is False
 
 
 def test_subclasses_are_made_once():

@@ -8,7 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_wrap import ModuleError, OptionError, checkpoint_, checkpoint_layers_, offload_stats
+from ckpt_wrap import (
+    ModuleError,
+    OptionError,
+    PolicyError,
+    checkpoint_,
+    checkpoint_layers_,
+    checkpoint_wrapper,
+    offload_stats,
+    unwrap,
+)
 
 
 class Layer(nn.Module):
@@ -57,15 +66,13 @@ def test_layers_of_encoder_and_decoder_are_found():
     plain = Model()
     model = copy.deepcopy(plain)
     found = checkpoint_layers_(model)
-    assert found.names == (
+    assert found == (
         "encoder.layer.0",
         "encoder.layer.1",
         "encoder.layer.2",
         "decoder.0",
         "decoder.1",
     )
-    assert "encoder.layer.0, encoder.layer.1, encoder.layer.2  Layer      3" in str(found)
-    assert "decoder.0, decoder.1" in str(found)
     assert all(map(torch.equal, _gradients(plain), _gradients(model)))
     runs = []
     for layer in (*model.encoder["layer"], *model.decoder):
@@ -78,8 +85,7 @@ def test_every_second_layer_with_inputs_in_a_folder(tmp_path):
     """Counted from the first of each list."""
     model = Model()
     found = checkpoint_layers_(model, every=2, offload=tmp_path)
-    assert found.names == ("encoder.layer.0", "encoder.layer.2", "decoder.0")
-    assert [step.action for step in found.steps] == ["checkpoint"] * 3 + ["offload"] * 3
+    assert found == ("encoder.layer.0", "encoder.layer.2", "decoder.0")
     model(torch.ones(256, 4).requires_grad_()).sum().backward()
     assert offload_stats(model).copies_out == 3
 
@@ -88,7 +94,7 @@ def test_blocks_inside_growing_stages_are_found():
     """Stages of other widths are no repeated blocks."""
     model = nn.Sequential(Stage(4, 2), Stage(8, 2), Stage(16, 3))
     found = checkpoint_layers_(model)
-    parents = [name.rpartition(".")[0] for name in found.names]
+    parents = [name.rpartition(".")[0] for name in found]
     assert parents == ["0.blocks"] * 2 + ["1.blocks"] * 2 + ["2.blocks"] * 3
 
 
@@ -108,6 +114,67 @@ def test_wrong_options_change_nothing(options):
     (name,) = options
     with pytest.raises(OptionError, match=f"option '{name}' is"):
         checkpoint_layers_(model, **options)
+    assert {type(block) for block in model.decoder} == {Layer}
+
+
+def _is_layer(name, module):
+    return isinstance(module, Layer)
+
+
+def test_rule_selects_by_name_and_module():
+    """In the order of the model; what is not selected stays, and `unwrap` takes all off."""
+    model = Model()
+    assert checkpoint_layers_(model, lambda name, m: _is_layer(name, m) and "encoder" in name) == (
+        "encoder.layer.0",
+        "encoder.layer.1",
+        "encoder.layer.2",
+    )
+    assert {type(block) for block in model.decoder} == {Layer}
+    assert checkpoint_layers_(model, lambda name, _: {} if name == "head" else None) == ("head",)
+    unwrap(model)
+    assert {type(block) for block in model.encoder["layer"]} == {Layer}
+    assert type(model.head) is nn.Linear
+
+
+def test_options_of_the_rule_are_added_to_those_for_all():
+    """The rule's win."""
+    model = Model()
+
+    def rule(name, module):
+        return isinstance(module, Layer) and {"early_stop": name == "decoder.1"}
+
+    checkpoint_layers_(model, rule, early_stop=True, preserve_rng_state=False)
+    options = [vars(block)["_ckpt_wrap"].checkpoint.options for block in model.decoder]
+    assert [each.early_stop for each in options] == [False, True]
+    assert not any(each.preserve_rng_state for each in options)
+
+
+def test_shared_and_wrapped_modules_have_their_first_plain_name():
+    """A rule is asked about the module inside a wrapper, and not about the wrapper."""
+    shared = nn.Linear(2, 2)
+    model = nn.ModuleDict({"a": shared, "b": nn.ModuleDict({"c": shared})})
+    assert checkpoint_layers_(model, lambda _, m: isinstance(m, nn.Linear)) == ("a",)
+    model = nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2)))
+    assert checkpoint_layers_(model, lambda *_: True) == ("0",)
+    assert type(model[0]._checkpoint_wrapped_module).__mro__[1] is nn.Linear
+
+
+@pytest.mark.parametrize(
+    ("rule", "options", "error", "message"),
+    [
+        (lambda *_: False, {}, PolicyError, "must select at least one. Classes.*: .*Linear, "),
+        (lambda *_: 3, {}, PolicyError, "the rule returned 3 for module 'head'"),
+        (3, {}, PolicyError, "rule is 3, but it must be a function"),
+        (nn.ReLU, {}, PolicyError, "such as lambda name, module: isinstance"),
+        (_is_layer, {"erly_stop": True}, OptionError, "option 'erly_stop' needs checkpoint_fn="),
+        (_is_layer, {"offload": "no/such"}, OptionError, "the path of a folder that exists"),
+    ],
+)
+def test_mistakes_are_explained_and_change_nothing(rule, options, error, message):
+    """Each mistake names what is wrong; the model is as it was."""
+    model = Model()
+    with pytest.raises(error, match=message):
+        checkpoint_layers_(model, rule, **options)
     assert {type(block) for block in model.decoder} == {Layer}
 
 

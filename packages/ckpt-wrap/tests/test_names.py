@@ -7,8 +7,7 @@ from collections import OrderedDict
 import pytest
 from torch import nn
 
-from ckpt_wrap import checkpoint_wrapper, clean_name, clean_state_dict
-from ckpt_wrap._wrapper import PREFIX
+from ckpt_wrap import _CHECKPOINT_PREFIX, checkpoint_wrapper, clean_state_dict
 
 WRAPPED = "_checkpoint_wrapped_module"
 
@@ -28,15 +27,15 @@ WRAPPED = "_checkpoint_wrapped_module"
 )
 def test_a_clean_name_has_no_wrappers_part(name, clean):
     """At the start, in the middle, at the end and twice; not a part that only contains it."""
-    assert clean_name(name) == clean
+    assert list(clean_state_dict({name: 1})) == [clean]
 
 
 def test_a_clean_state_dict_has_the_same_tensors_in_order():
     """And the plain model loads it."""
     state = checkpoint_wrapper(nn.Linear(2, 2)).state_dict()
-    torchs = OrderedDict((PREFIX + key, value) for key, value in state.items())
+    torchs = OrderedDict((_CHECKPOINT_PREFIX + key, value) for key, value in state.items())
     clean = clean_state_dict(torchs)
     assert list(clean) == ["weight", "bias"]
     assert all(clean[key] is value for key, value in state.items())
-    assert list(torchs) == [PREFIX + "weight", PREFIX + "bias"]
+    assert list(torchs) == [_CHECKPOINT_PREFIX + "weight", _CHECKPOINT_PREFIX + "bias"]
     nn.Linear(2, 2).load_state_dict(clean)

@@ -14,8 +14,15 @@ import time
 import pytest
 import torch
 
-from ckpt_wrap import OffloadError, OffloadOptions, _host_tier, checkpoint_, offload_, offload_stats
-from ckpt_wrap._offload_scheduler import scheduler_for
+from ckpt_wrap import (
+    OffloadError,
+    _host_tier,
+    _offload_scheduler,
+    checkpoint_,
+    offload_,
+    offload_stats,
+)
+from ckpt_wrap._options import OffloadOptions
 
 from ._devices import (
     FAR_AHEAD,
@@ -38,11 +45,13 @@ pytestmark = [*ON_AN_ACCELERATOR, pytest.mark.usefixtures("no_race")]
 
 
 @pytest.mark.parametrize("costs", [{}, FAR_AHEAD, SLOW_COPIES], ids=["quick", "ahead", "slow"])
-@pytest.mark.parametrize("options", [{}, {"keep_last": 1}, {"max_inflight_bytes": 0}], ids=str)
-def test_gradients_are_the_plain_ones(costs, options):
+@pytest.mark.parametrize("inflight_bytes", [None, 0])
+def test_gradients_are_the_plain_ones(costs, inflight_bytes, monkeypatch):
     """Of one stream, step after step."""
+    if inflight_bytes is not None:
+        monkeypatch.setattr(_offload_scheduler, "INFLIGHT_BYTES", inflight_bytes)
     plain = blocks(4, device())
-    moved = offloaded(plain, **options)
+    moved = offloaded(plain)
     results = []
     for model in (plain, moved):
         x = given(device())
@@ -158,11 +167,12 @@ def saved_in(loss):
 
 @TWO
 @pytest.mark.parametrize("costs", [FAR_AHEAD, SLOW_COPIES], ids=["ahead", "slow"])
-def test_whoever_reads_waits_whichever_device_is_current(costs):
+def test_whoever_reads_waits_whichever_device_is_current(costs, monkeypatch):
     """The main thread, whose device is another than that of what it asks nodes for."""
+    monkeypatch.setattr(_offload_scheduler, "INFLIGHT_BYTES", 0)
     plain = blocks(1, device(1))
     results = []
-    for model in (plain, offloaded(plain, max_inflight_bytes=0)):
+    for model in (plain, offloaded(plain)):
         loss = model(given(device(1))).square().sum()
         synchronize()
         assert torch.accelerator.current_device_index() == 0
@@ -201,13 +211,14 @@ def test_two_backward_threads_read_each_storage_once(monkeypatch):
             assert sum(s.copies_in for s in stats) <= sum(s.copies_out for s in stats)
             assert sum(s.bytes_away for s in stats) == 0
     assert all(same(results[0], result) for result in results[1:])
-    orders = scheduler_for(OffloadOptions()).orders.values()
+    orders = _offload_scheduler.scheduler_for(OffloadOptions()).orders.values()
     assert not [entry for order in orders for entry in order._leaving if entry.ref() is not None]
 
 
 def test_two_threads_that_read_one_storage_fetch_it_once(monkeypatch):
     """What one forward saved may be read by any threads."""
-    model = offload_(Block().to(device()), max_inflight_bytes=0)
+    monkeypatch.setattr(_offload_scheduler, "INFLIGHT_BYTES", 0)
+    model = offload_(Block().to(device()))
     model(given(device()))
     y = model(given(device()))
     synchronize()

@@ -93,18 +93,17 @@ def test_threads_keep_to_one_limit(tmp_path):
     assert sum(ckpt_wrap.offload_stats(model).bytes_away for model in models) == 0
 
 
-@pytest.mark.parametrize("keep_last", [0, 1])
-def test_copies_that_backward_waits_for_are_counted(tmp_path, keep_last):
-    """Of three blocks those of the last; where it keeps what it saves, none."""
+def test_copies_that_backward_waits_for_are_counted(tmp_path):
+    """Of three blocks those of the last."""
     model = blocks(3)
     for block in model:
-        ckpt_wrap.offload_(block, min_bytes=1, keep_last=keep_last, to=tmp_path)
+        ckpt_wrap.offload_(block, min_bytes=1, to=tmp_path)
     loss = model(given()).sum()
     with torch.no_grad():  # saves nothing; what is copied is let go of
         model(given())
     loss.backward()
     stats = [ckpt_wrap.offload_stats(block) for block in model]
     assert [each.late for each in stats[:2]] == [0, 0]
-    assert stats[2].late == stats[2].copies_in == (0 if keep_last else 2)
+    assert stats[2].late == stats[2].copies_in == 2
     assert [each.copies_in for each in stats[:2]] == [2, 2]
     assert ckpt_wrap.offload_stats(model).late == stats[2].late

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_wrap import OffloadOptions
+from ckpt_wrap import _offload, _offload_scheduler
 from ckpt_wrap._host_tier import HostTier
-from ckpt_wrap._offload import Offload
-from ckpt_wrap._offload_scheduler import OffloadScheduler
+from ckpt_wrap._options import OffloadOptions
 
 
 class ManualCopy:
@@ -58,14 +57,19 @@ class ManualLink:
 
 
 @pytest.fixture
-def link():
-    """A link whose copies finish when the test says so."""
-    return ManualLink()
+def link(monkeypatch):
+    """A link whose copies finish when the test says so; offload made in the test uses it."""
+    link = ManualLink()
+    monkeypatch.setattr(
+        _offload,
+        "scheduler_for",
+        lambda options: _offload_scheduler.OffloadScheduler(link, options),
+    )
+    return link
 
 
-def _offload(link, **options):
-    chosen = OffloadOptions(**{"min_bytes": 0, **options})
-    return Offload(chosen, OffloadScheduler(link, chosen))
+def _offloads(**options):
+    return _offload.Offload(OffloadOptions(**{"min_bytes": 0, **options}))
 
 
 def _leaving_bytes(link):
@@ -84,7 +88,7 @@ def _finish(link):
 
 def test_backward_fetches_what_is_away_and_waits_for_it(link):
     """Copies go out in forward; in backward each comes in once and is waited for."""
-    offload = _offload(link)
+    offload = _offloads()
     x = torch.randn(8, requires_grad=True)
     loss = offload(Square(), x).sum()
     assert link.log == ["out 0", "out 1"]
@@ -103,16 +107,17 @@ def test_backward_fetches_what_is_away_and_waits_for_it(link):
 
 def test_what_is_still_leaving_is_read_where_it_is(link):
     """A backward that comes before the copy is made uses the source: nothing comes in."""
-    offload = _offload(link)
+    offload = _offloads()
     x = torch.randn(8, requires_grad=True)
     offload(Square(), x).sum().backward()
     assert not any(event.startswith("in") for event in link.log)
     assert torch.equal(x.grad, 2 * x.detach())
 
 
-def test_bytes_in_flight_are_bounded_by_a_wait_of_the_device(link):
+def test_bytes_in_flight_are_bounded_by_a_wait_of_the_device(link, monkeypatch):
     """Above the bound the oldest copy is waited for and its source let go."""
-    offload = _offload(link, max_inflight_bytes=32)
+    monkeypatch.setattr(_offload_scheduler, "INFLIGHT_BYTES", 32)
+    offload = _offloads()
     x = torch.randn(8, requires_grad=True)
     loss = offload(Square(), x).sum()
     assert link.log == ["out 0", "out 1", "hold out 0"]
@@ -122,7 +127,7 @@ def test_bytes_in_flight_are_bounded_by_a_wait_of_the_device(link):
 
 def test_the_device_waits_for_the_copies_of_one_call_when_the_next_one_ends(link):
     """However far the host is ahead, no more than two calls' sources are held."""
-    offload = _offload(link)
+    offload = _offloads()
     x = torch.randn(8, requires_grad=True)
     y = offload(Square(), x)
     assert _leaving_bytes(link) == 64
@@ -133,18 +138,9 @@ def test_the_device_waits_for_the_copies_of_one_call_when_the_next_one_ends(link
     assert torch.equal(x.grad, 4 * x.detach() ** 3)
 
 
-def test_a_number_of_bytes_is_all_that_bounds_what_is_leaving(link):
-    """For a link that is slower than the device: no wait while there is room."""
-    offload = _offload(link, max_inflight_bytes=128)
-    y = offload(Square(), torch.randn(8, requires_grad=True))
-    loss = offload(Square(), y).sum()
-    assert _leaving_bytes(link) == 128
-    del loss
-
-
 def test_there_is_room_again_when_something_is_given_up(link):
     """For what is saved from then on."""
-    offload = _offload(link, max_bytes_away=64)
+    offload = _offloads(max_bytes_away=64)
     for _ in range(3):
         loss = offload(Square(), torch.randn(8, requires_grad=True)).sum()
         assert offload.stats.bytes_away == 64
@@ -155,7 +151,7 @@ def test_there_is_room_again_when_something_is_given_up(link):
 
 def test_the_end_of_any_call_lets_go_of_what_is_copied(link):
     """Sources do not wait for another tensor to leave."""
-    offload = _offload(link)
+    offload = _offloads()
     loss = offload(Square(), torch.randn(8, requires_grad=True)).sum()
     assert _leaving_bytes(link) == 64
     _finish(link)
@@ -166,7 +162,7 @@ def test_the_end_of_any_call_lets_go_of_what_is_copied(link):
 
 def test_the_call_before_is_fetched_when_backward_enters_the_one_after(link):
     """Reading call 2 starts fetching call 1, before anything of call 1 is asked for."""
-    offload = _offload(link)
+    offload = _offloads()
     x = torch.randn(8, requires_grad=True)
     y = offload(Square(), x)
     _finish(link)
@@ -181,7 +177,7 @@ def test_the_call_before_is_fetched_when_backward_enters_the_one_after(link):
 
 def test_a_second_read_after_leaving_the_call_fetches_again(link):
     """With `retain_graph`, what was fetched is let go once backward is in another call."""
-    offload = _offload(link)
+    offload = _offloads()
     x = torch.randn(8, requires_grad=True)
     y = offload(Square(), x)
     loss = offload(Square(), y).sum()

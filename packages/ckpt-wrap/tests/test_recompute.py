@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from ckpt_wrap import RecomputeError, checkpoint_
+from ckpt_wrap import RecomputeError, checkpoint_, is_recomputing
 
 
 def test_random_state_outside_is_not_touched(block_class):
@@ -269,3 +269,35 @@ def test_dispatch_mode_around_one_of_the_runs_is_no_error(in_forward):
     with contextlib.nullcontext() if in_forward else Nothing():
         loss.backward()
     assert torch.equal(module.linear.weight.grad, plain.linear.weight.grad)
+
+
+def test_nothing_is_kept_where_nothing_requires_grad(wrap):
+    """Not even the inputs, which hooks around the call would see."""
+    module = wrap(nn.Sequential(nn.Linear(2, 2), nn.Tanh())).requires_grad_(False)
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(packed.append, lambda t: t):
+        result = module(x := torch.ones(1, 2))
+    assert not result.requires_grad
+    assert not packed
+    gone = weakref.ref(x)
+    del x
+    assert gone() is None
+
+
+def test_is_recomputing_only_while_recomputing(wrap):
+    """False in forward, True in the second run, False again after."""
+
+    class Watch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+            self.seen = []
+
+        def forward(self, x):
+            self.seen.append(is_recomputing())
+            return torch.tanh(self.linear(x))
+
+    module = wrap(Watch())
+    module(torch.randn(1, 2, requires_grad=True)).sum().backward()
+    assert module.seen == [False, True]
+    assert not is_recomputing()

@@ -12,8 +12,8 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from ckpt_wrap import (
     ModuleError,
     checkpoint_,
+    checkpoint_layers_,
     checkpoint_wrapper,
-    make_plan,
     offload_,
     offload_wrapper,
     unwrap,
@@ -117,9 +117,10 @@ def test_a_module_that_cannot_change_is_named(why):
     make, message = REFUSED[why]
     model = nn.ModuleDict({"a": nn.ModuleDict({"b": make()})})
     before = type(model["a"]["b"])
-    plan = make_plan(model, lambda name, _: name == "a.b")
-    with pytest.raises(ModuleError, match=rf"^ckpt_wrap\.Plan\.apply: module 'a\.b' .* {message}"):
-        plan.apply(model)
+    with pytest.raises(
+        ModuleError, match=rf"^ckpt_wrap\.checkpoint_layers_: module 'a\.b' .* {message}"
+    ):
+        checkpoint_layers_(model, lambda name, _: name == "a.b")
     assert type(model["a"]["b"]) is before
 
 

@@ -186,7 +186,8 @@ def test_threads_with_one_folder_keep_their_own_order(tmp_path):
                 module(_x()).sum().backward()
         except BaseException as error:
             failures.append(error)
-        failures.extend({offload_stats(module)} - {expected})
+        if offload_stats(module) != expected:
+            failures.append(offload_stats(module))
 
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -226,13 +227,6 @@ def test_transforms_of_torch_func(layer):
     for direction in (torch.func.jvp, torch.func.vjp):
         tangents = ((x,), (x,)) if direction is torch.func.jvp else (x,)
         torch.testing.assert_close(direction(changed, *tangents)[0], direction(plain, *tangents)[0])
-
-
-def test_a_lazy_module_inside_is_made_by_its_first_forward(layer):
-    """Parameters appear in the forward, and get gradients in the same step."""
-    module = layer(nn.Sequential(nn.LazyLinear(3), nn.Tanh()))
-    module(_x()).sum().backward()
-    assert module[0].weight.grad is not None
 
 
 def test_moving_and_freezing_after_the_change(layer):

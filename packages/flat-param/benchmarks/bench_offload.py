@@ -3,7 +3,7 @@
 One rank, layers of 1024 x 1024, fused AdamW. Configurations train the same model in rounds that
 take turns: medians of a step and of the optimizer's part of it, and of their ratios to state in
 place. Memory, in a process of each one's own: the most that a step has beside what was there before
-there was any state, next to what `plan_training` says. On a device it is counted by its allocator;
+there was any state. On a device it is counted by its allocator;
 on the CPU it is the process's own resident memory (RssAnon of /proc), looked at all the time, which
 leaves out the pages of files that the system may drop.
 
@@ -33,7 +33,7 @@ import flat_param
 WIDTH, ROWS, MIB = 1024, 64, 1 << 20
 BUCKET_NUMEL = WIDTH * (WIDTH + 1)  # a layer
 PLACES = ("in place", "CPU memory", "folder")
-TABLE = "{:<11} {:>9} {:>6} {:>14} {:>6} {:>15} {:>12} {:>15}"
+TABLE = "{:<11} {:>9} {:>6} {:>14} {:>6} {:>15}"
 
 
 def made(layers: int, device: str) -> nn.Module:
@@ -109,16 +109,6 @@ def memory(place: str, layers: int, device: str, folder: str) -> int:
     return max(most_during(optimizer.step, device, before) for _ in range(4))
 
 
-def planned(layers: int, place: str) -> tuple[int, int]:
-    """Bytes of state at most, and bytes that a step moves there and back."""
-    with torch.device("meta"):
-        model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(layers)])
-    bucket = None if place == "in place" else BUCKET_NUMEL
-    shapes = flat_param.plan.unit_shapes(model, units=nn.Linear)
-    plan = flat_param.plan.plan_training(shapes, world_size=1, offload_bucket_numel=bucket)
-    return plan.rank_bytes.optimizer, 2 * plan.elsewhere.moved_bytes if plan.elsewhere else 0
-
-
 def compare(places: tuple[str, ...], layers: int, device: str, folder: str, rounds: int) -> None:
     """Print the table."""
     models = {place: made(layers, device) for place in places}
@@ -133,8 +123,7 @@ def compare(places: tuple[str, ...], layers: int, device: str, folder: str, roun
             if turn > 1:  # the first ones make state and find pages
                 steps[place].append(first + own)
                 parts[place].append(own)
-    head = ("state", "step, ms", "ratio", "optimizer, ms", "ratio", "MiB of state", "planned")
-    print(TABLE.format(*head, "MiB moved"))
+    print(TABLE.format("state", "step, ms", "ratio", "optimizer, ms", "ratio", "MiB of state"))
     for place in places:
         ratios = []
         for each in (steps, parts):
@@ -148,7 +137,6 @@ def compare(places: tuple[str, ...], layers: int, device: str, folder: str, roun
             capture_output=True,
             text=True,
         ).stdout
-        most, moved = planned(layers, place)
         print(
             TABLE.format(
                 place,
@@ -157,8 +145,6 @@ def compare(places: tuple[str, ...], layers: int, device: str, folder: str, roun
                 f"{statistics.median(parts[place]):.1f}",
                 f"{ratios[1]:.2f}",
                 f"{int(found.split()[-1]) / MIB:.1f}",
-                f"{most / MIB:.1f}",
-                f"{moved / MIB:.0f}",
             )
         )
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from flat_param import flat_params_of, fully_shard
-from flat_param.comm._comm import CommLog, Communicator, Pending
-from flat_param.comm._groups import CommGroups
 from flat_param.handle import FlatParamHandle
-from flat_param.layout._layout import Segment
-from flat_param.layout._options import Precision, UnitOptions
-from flat_param.plan import ParamSpec, plan_layout
-from flat_param.sharded._sharded_params import ShardedParams
 
 torch.set_num_threads(1)
 
@@ -56,15 +49,25 @@ def own_all() -> Callable[[Iterable[Tensor], Tensor], bool]:
     return check
 
 
+def _lies_in(tensor: Tensor, buffer: Tensor) -> bool:
+    start, stop = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
+    return start <= tensor.data_ptr() and tensor.data_ptr() + tensor.nbytes <= stop
+
+
 @pytest.fixture
 def aliased() -> Callable[[nn.Module], bool]:
     """Whether all parameters lie in the buffers of the module's flat view, each once."""
 
     def check(module: nn.Module) -> bool:
         flat = flat_params_of(module)
-        homes = {flat.as_vector(name).untyped_storage().data_ptr() for name in flat.layouts}
-        found = {param.untyped_storage().data_ptr() for param in module.parameters()}
-        return found == homes
+        homes = [flat.as_vector(name) for name in flat.layouts]
+        found = [[_lies_in(param, home) for home in homes] for param in module.parameters()]
+        places = {param.data_ptr() for param in module.parameters()}
+        return (
+            all(map(any, found))
+            and all(map(any, zip(*found, strict=True)))
+            and len(places) == len(found)
+        )
 
     return check
 
@@ -102,87 +105,6 @@ def pair(group_of_one: None) -> nn.Module:
     return model
 
 
-class RankHere(Communicator):
-    """One of several ranks in this process: all start a collective, and then all wait for it."""
-
-    def __init__(self, table: list[dict[int, Any]], rank: int, world: int) -> None:
-        super().__init__(None, log=CommLog())
-        self.rank, self.world_size = rank, world
-        self._table, self._calls = table, 0
-
-    def _start(self, what: str, call: object, *args: Any, of_unit: bool = True) -> Pending:
-        assert not any(torch.is_complex(tensor) for tensor in args), "backends know real numbers"
-        if self._calls == len(self._table):
-            self._table.append({})
-        given = self._table[self._calls]
-        given[self.rank] = (what, args)
-        self._calls += 1
-        return Pending(self, what, given)
-
-    def finish(self, pending: Pending) -> None:
-        """Give every rank its result, once the first one waits."""
-        given: Any = pending.work
-        if "done" not in given:
-            assert sorted(given) == list(range(self.world_size)), "a rank has not started"
-            values = [
-                given[rank][1][-1 if pending.what != "all_reduce" else 0]
-                for rank in range(self.world_size)
-            ]
-            found = torch.stack(values)
-            for rank in range(self.world_size):
-                out = given[rank][1][0]
-                if pending.what == "all_gather":
-                    out.copy_(found.flatten())
-                elif pending.what == "reduce_scatter":
-                    out.copy_(found.sum(0).view(self.world_size, -1)[rank])
-                else:
-                    out.copy_(found.sum(0))
-            given.clear()
-            given["done"] = True
-
-
-@pytest.fixture
-def parts_of_ranks() -> Callable[..., list[ShardedParams]]:
-    """Make one segment of given tensors, p0, p1, ..., as each of some ranks has it."""
-
-    def make(
-        world: int,
-        *tensors: Tensor,
-        trainable: bool = True,
-        device: str = "cpu",
-        **options: Any,
-    ) -> list[ShardedParams]:
-        specs = [
-            ParamSpec(f"p{index}", tuple(tensor.shape), tensor.dtype, tensor.stride())
-            for index, tensor in enumerate(tensors)
-        ]
-        layout = plan_layout(specs, align_bytes=16)
-        segment = Segment("all", trainable, layout)
-        chosen = {
-            "precision": Precision(),
-            "boundary": "element",
-            "cpu_offload": False,
-        }
-        tables: tuple[list[Any], list[Any]] = ([], [])
-
-        def comms(rank: int) -> CommGroups:
-            gather, reduce = (RankHere(table, rank, world) for table in tables)
-            return CommGroups(gather, reduce, Communicator(None, log=CommLog()), CommLog())
-
-        return [
-            ShardedParams(
-                segment,
-                [nn.Parameter(each.clone(), requires_grad=trainable) for each in tensors],
-                comms=comms(rank),
-                options=UnitOptions(**{**chosen, **options}),
-                device=torch.device(device),
-            )
-            for rank in range(world)
-        ]
-
-    return make
-
-
 class _Group:
     """Stands for a process group where only rank and size are asked for."""
 
@@ -207,42 +129,6 @@ def handle_of() -> Callable[..., FlatParamHandle]:
         return FlatParamHandle(list(module.parameters()), module, process_group=group, **changes)
 
     return make
-
-
-class Notes:
-    """A `torch.distributed.Store` in one process."""
-
-    timeout = timedelta(seconds=0.2)
-
-    def __init__(self) -> None:
-        self._notes: dict[str, Any] = {}
-
-    def set(self, key: str, value: str) -> None:
-        """Write a note."""
-        self._notes[key] = value
-
-    def get(self, key: str) -> bytes:
-        """Read a note."""
-        return str(self._notes[key]).encode()
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether all notes are there."""
-        return all(key in self._notes for key in keys)
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a number."""
-        self._notes[key] = self._notes.get(key, 0) + amount
-        return int(self._notes[key])
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Write a note where none is."""
-        return str(self._notes.setdefault(key, desired)).encode()
-
-
-@pytest.fixture
-def notes() -> Notes:
-    """A store that only this process has."""
-    return Notes()
 
 
 @pytest.fixture(scope="session")
@@ -310,6 +196,10 @@ class Ranks:
     def __call__(self, world: int, script: str, *args: Any, **options: Any) -> list[Any]:
         """The results by rank; see `Run`."""
         return self.results_of(Run(world, script, args, **options))
+
+    def folder(self, world: int, script: str, *args: Any, **options: Any) -> Path:
+        """The folder of a run that was done."""
+        return self._done[Run(world, script, args, **options)][0]
 
     def results_of(self, run: Run) -> list[Any]:
         """The same of a run that may have been done ahead."""

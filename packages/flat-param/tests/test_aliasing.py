@@ -141,16 +141,3 @@ def test_swapped_data_is_taken_back_at_the_next_use(mlp, use, aliased):
     assert mlp[0].weight.data_ptr() == flat.as_vector().data_ptr()
     assert torch.equal(mlp[0].weight, torch.ones(7, 5))
     assert aliased(mlp)
-
-
-def test_an_unused_flat_view_is_collected_with_its_module():
-    """What the modules of the tree carry keeps no module alive."""
-    import gc
-    import weakref
-
-    model = nn.Linear(2, 2)
-    gone = weakref.ref(model)
-    flatten(model)
-    del model
-    gc.collect()
-    assert gone() is None

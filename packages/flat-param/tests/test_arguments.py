@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -9,10 +10,16 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from flat_param import LayoutError, ParameterError, ShardedModule, StateError, fully_shard
-from flat_param.layout._options import Precision
+from flat_param import (
+    LayoutError,
+    ParameterError,
+    ShardedModule,
+    StateError,
+    full_state_dict,
+    fully_shard,
+)
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
 
@@ -112,47 +119,73 @@ def test_gradient_of_the_whole_parameter_is_refused() -> None:
     fully_shard(module)
 
 
-def test_precision_may_be_left_out() -> None:
-    """Everything keeps its dtype."""
-    module = fully_shard(nn.Linear(2, 2), mp_policy=None)
-    assert module._flat_param.options.precision == Precision()
-
-
-def test_policy_of_fsdp2_says_the_same() -> None:
-    """All four of its fields."""
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float64, False)
-    module = fully_shard(nn.Linear(2, 2), mp_policy=policy)
-    expected = Precision(torch.bfloat16, torch.float32, torch.float64, cast_forward_inputs=False)
-    assert module._flat_param.options.precision == expected
-
-
-@pytest.mark.parametrize(
-    ("policy", "offloads", "pins"),
-    [
-        (CPUOffloadPolicy(), True, True),
-        (CPUOffloadPolicy(pin_memory=False), True, False),
-        (OffloadPolicy(), False, False),
-    ],
-)
-def test_offload_policy_of_fsdp2_says_the_same(policy: Any, offloads: bool, pins: bool) -> None:
-    """Where shards are, and whether they are page-locked."""
-    options = fully_shard(nn.Linear(2, 2), offload_policy=policy)._flat_param.options
-    assert (options.cpu_offload, options.pin_memory) == (offloads, pins)
-
-
 @pytest.mark.parametrize("shape", [(1,), (1, 1)])
 def test_meshes_of_one_rank_shard_nothing(shape: tuple[int, ...]) -> None:
     """Parameters keep their shape."""
     module = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", shape))
     assert module.weight.shape == (2, 2)
-    assert module._flat_param.comms.world_size == 1
 
 
 def test_list_becomes_one_unit() -> None:
     """It is returned, and its modules share a unit."""
     layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
     assert fully_shard(layers) is layers
-    assert layers[0]._flat_param is layers[1]._flat_param
     assert all(isinstance(layer, ShardedModule) for layer in layers)
     layers[1](layers[0](torch.ones(1, 2))).sum().backward()
     assert all(layer.weight.grad is not None for layer in layers)
+
+
+def test_units_without_parameters_have_none_to_offload() -> None:
+    """They have no device, and run."""
+    policy = CPUOffloadPolicy()
+    inner = fully_shard(nn.ReLU(), offload_policy=policy)
+    module = fully_shard(nn.Sequential(inner), offload_policy=policy)
+    assert module(torch.ones(2)).tolist() == [1.0, 1.0]
+
+
+def test_parts_on_meta_are_given_values_and_others_keep_them() -> None:
+    """A layer that was loaded before, inside a module on meta; what is tied stays tied."""
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+    module[1].weight = module[0].weight
+    module[2] = loaded = nn.Linear(3, 3)
+    before = [param.detach().clone() for param in loaded.parameters()]
+    fully_shard(module)
+    assert all(map(torch.equal, loaded.parameters(), before))
+    assert module[1].weight is module[0].weight
+    assert not any(param.is_meta for param in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("max_norm", "norm_type"),
+    [(-1.0, 2), (math.nan, 2), ("a", 2), (None, 2), (1.0, 0), (1.0, math.nan), (1.0, "two")],
+)
+def test_norm_that_nothing_is_scaled_to_is_refused(max_norm: Any, norm_type: Any) -> None:
+    """A negative one would turn the gradients around; they stay."""
+    module = fully_shard(nn.Linear(2, 2))
+    module(torch.ones(1, 2)).sum().backward()
+    before = [param.grad.clone() for param in module.parameters() if param.grad is not None]
+    text = f"max_norm is {max_norm!r} and norm_type {norm_type!r}, but gradients"
+    with pytest.raises(StateError, match=re.escape(text)):
+        module.clip_grad_norm_(max_norm, norm_type)
+    assert all(map(torch.equal, before, [param.grad for param in module.parameters()]))
+
+
+def test_order_of_a_norm_may_be_a_word() -> None:
+    """That torch takes, too: the largest gradient."""
+    module = fully_shard(nn.Linear(2, 2))
+    (3 * module(torch.ones(1, 2)).sum()).backward()
+    assert module.clip_grad_norm_(1.0, "inf") == 3
+
+
+def test_gradients_of_sharded_parameters_are_not_handed_out() -> None:
+    """`torch.autograd.grad` says that a sharded parameter is not in the graph."""
+    model = fully_shard(nn.Linear(3, 3))
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):
+        torch.autograd.grad(model(torch.ones(2, 3)).sum(), list(model.parameters()))
+
+
+def test_what_has_no_groups_is_no_optimizer() -> None:
+    """Such as its name."""
+    with pytest.raises(ParameterError, match="optimizer is a str, but it must have the groups"):
+        full_state_dict(fully_shard(nn.Linear(2, 2)), optimizer="adam")  # type: ignore[arg-type]

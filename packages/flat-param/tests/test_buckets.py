@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from flat_param import StateError, flatten, offload_optimizer
-from flat_param._offload_optimizer import _Storage
+from flat_param._offload_optimizer import _Copies
 
 NUMEL = 512 * 512
 
@@ -150,12 +150,12 @@ def test_error_of_the_last_copy_is_raised_by_its_step(
     optimizer.step()
     calls = list[Any]()
 
-    def release(self: Any, stored: Any) -> None:
-        calls.append(stored)
+    def synchronize(self: Any) -> None:
+        calls.append(self)
         if len(calls) == 3:  # fetched for this bucket, and for none after it; written back
             raise OSError("the disk is gone")
 
-    monkeypatch.setattr(_Storage, "release_pages", release)
+    monkeypatch.setattr(_Copies, "_synchronize", synchronize)
     with pytest.raises(OSError, match="the disk is gone"):
         optimizer.step()
     with pytest.raises(StateError, match="a step was stopped in bucket 1 of 1"):

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from flat_param import flatten
-from flat_param.in_process._chunks import default_numel
 
 
 def train(module, optimizer, steps=3, clear=None):
@@ -145,14 +144,6 @@ def test_gradient_of_a_chunk_is_one_object(mlp):
     assert first.grad is not second.grad
     first.grad.fill_(3.0)
     assert flat.grad_vector()[:16].tolist() == [3.0] * 16
-
-
-@pytest.mark.parametrize("total", [0, 5, 1 << 18, (1 << 18) + 1, 1 << 30])
-def test_default_size_of_a_chunk_depends_on_the_device(total):
-    """A cache's worth on a CPU; a whole segment elsewhere. No device is needed to choose."""
-    assert default_numel(torch.device("cpu"), total) == 1 << 18
-    for kind in ("cuda", "xpu", "mps", "meta"):
-        assert default_numel(torch.device(kind), total) == max(total, 1)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,11 @@
 """Every raise of the one-process side and the drop-in, by its text."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
 
 import flat_param as fp
 from flat_param.handle import HandleShardingStrategy as Strategy
-from flat_param.layout._arguments import one_device
 
 F32 = torch.float32
 
@@ -60,20 +57,6 @@ def test_bad_plans_are_layout_errors(call, words):
         call()
 
 
-def test_unit_on_two_devices_names_a_parameter_of_each():
-    """The first, and the first that is elsewhere; one without memory yet will be on the host."""
-    specs = tuple(fp.plan.ParamSpec(name, (1,), F32) for name in "abc")
-    homes = (torch.device("cpu"), torch.device("meta"), torch.device("cuda", 0))
-    params = tuple(SimpleNamespace(device=home, is_meta=home.type == "meta") for home in homes)
-    with pytest.raises(fp.ParameterError) as raised:
-        one_device(specs, params, None)
-    assert str(raised.value) == (
-        "flat_param.fully_shard: parameter 'c' is on cuda:0 and 'a' on cpu, but a unit computes "
-        "on one device. Move the module first."
-    )
-    assert one_device(specs[:2], params[:2], None) == torch.device("cpu")
-
-
 def test_flatten_refuses_a_module_without_parameters():
     """There is nothing to flatten in a ReLU."""
     with pytest.raises(fp.ParameterError, match=r"ReLU has no parameters, but at least"):
@@ -109,15 +92,6 @@ def test_flatten_refuses_what_is_flat_already(mlp, again):
     with pytest.raises(fp.StateError, match="is flattened already"):
         fp.flatten(again(mlp))
     assert flat.numel == 72
-
-
-def test_a_parameter_of_another_shape_is_refused_by_name(mlp):
-    """The assignment fails and the module keeps its parameter."""
-    fp.flatten(mlp)
-    kept = mlp[0].weight
-    with pytest.raises(fp.ParameterError, match=r"'0.weight' has shape \(2,\), but \(7, 5\) was"):
-        mlp[0].weight = nn.Parameter(torch.ones(2))
-    assert mlp[0].weight is kept
 
 
 def test_vectors_of_another_size_are_refused_and_nothing_changes(mlp):
@@ -211,14 +185,6 @@ def test_the_handle_keeps_the_sentences_of_the_source(holder):
         fp.handle.FlatParamHandle([handle.flat_param], nest)
 
 
-def test_the_handle_refuses_foreign_parameters(holder):
-    """A parameter of another module is named by position and shape; the module is unchanged."""
-    module = holder(torch.ones(3))
-    with pytest.raises(ValueError, match=r"not found in `module`'s tree: params\[1\] \(100,\)"):
-        fp.handle.FlatParamHandle([module.p0, nn.Parameter(torch.ones(100))], module)
-    assert isinstance(module.p0, nn.Parameter)
-
-
 def test_the_handle_refuses_an_extension():
     """Tensor-parallel hooks are not silently dropped."""
     with pytest.raises(fp.ParameterError, match="fsdp_extension is given, but"):
@@ -240,3 +206,11 @@ def test_a_sharded_module_is_not_copied():
     handle.shard()
     with pytest.raises(fp.StateError, match="the module is sharded, but a copy needs whole"):
         copy.deepcopy(handle._fully_sharded_module)
+
+
+def test_fully_shard_without_a_process_group_names_the_other_way():
+    """Whoever has one process wants `flatten`."""
+    with pytest.raises(
+        fp.StateError, match=r"there is no process group.*use flat_param\.flatten\."
+    ):
+        fp.fully_shard(nn.Linear(2, 2))

@@ -1,4 +1,4 @@
-"""When the interpreter ends, no thread of a destroyed process group is left that could need it."""
+"""What a process needs to read a state, and what it waits for when it ends."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from flat_param import fully_shard
 
 START = """
 import atexit, gc, os, time
@@ -85,17 +88,42 @@ def test_groups_that_were_not_destroyed_stay() -> None:
     assert line.endswith(" True")
 
 
-def test_the_second_group_ends_with_its_users() -> None:
-    """A process that shards, destroys and starts again keeps nothing of the first time."""
-    script = """
-from flat_param.comm._groups import _twins
-import torch.distributed.nn.functional  # keeps the default group, whoever imports it
+SAVES = """
+import sys
 flat_param.fully_shard(model)
-(second,) = _twins.values()
-assert second() is not None
-del model
-gc.collect()
-dist.destroy_process_group()
-print(second(), world() is None)
+flat_param.async_save_sharded(model, sys.argv[1])
+if sys.argv[2] == "fails":
+    time.sleep(0.1)
+    flat_param.async_save_sharded(model, "/dev/null/none")
+if sys.argv[2] == "interrupted":
+    raise KeyboardInterrupt
 """
-    assert _lines(START.replace("atexit.register(at_exit)", "") + script) == ["None False"]
+
+
+@pytest.mark.parametrize("how", ["fails", "interrupted"])
+def test_interpreter_waits_for_asynchronous_saves(how: str, tmp_path: Path) -> None:
+    """Its end, by Ctrl-C too, comes after the save, and tells an error that was not asked for."""
+    script = START.replace("atexit.register(at_exit)", "") + SAVES
+    command = [sys.executable, "-c", script, str(tmp_path / "saved"), how]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (tmp_path / "saved/.metadata").exists(), found.stderr
+    told = "the save to '/dev/null/none' has failed, and its future was never asked for the result"
+    assert (told in found.stderr) == (how == "fails"), found.stderr
+    assert ("KeyboardInterrupt" in found.stderr) == (how == "interrupted")
+
+
+LOADS = """
+import sys, torch, flat_param
+state = torch.load(sys.argv[1], weights_only=True)
+print({k: tuple(v.shape) for k, v in state.items()}, "torch.distributed.checkpoint" in sys.modules)
+"""
+
+
+def test_state_dict_is_read_where_only_the_package_was_imported(
+    group_of_one: None, tmp_path: Path
+) -> None:
+    """With `weights_only=True`, without torch's checkpoint package."""
+    torch.save(fully_shard(torch.nn.Linear(3, 2)).state_dict(), tmp_path / "state.pt")
+    command = [sys.executable, "-c", LOADS, str(tmp_path / "state.pt")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "{'weight': (2, 3), 'bias': (2,)} False\n", done.stderr

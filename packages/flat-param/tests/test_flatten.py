@@ -233,11 +233,6 @@ def test_chunks_in_use_name_a_way_out_that_works(mlp):
     assert torch.equal(mlp[2].bias, torch.full((4,), -0.1))
 
 
-def test_the_public_names_are_those_of_this_file():
-    """Users find both directions where they look."""
-    assert flat_param.unflatten is unflatten
-
-
 @pytest.mark.parametrize("features", [8, 128])  # gradients that are added in place, and copied
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_an_interrupt_as_a_hook_is_placed_leaves_no_hook_that_acts(monkeypatch, features, at):

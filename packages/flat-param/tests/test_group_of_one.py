@@ -26,6 +26,7 @@ NOT_HERE = {
     "lists_change_when_and_not_what_is_gathered": "counts gathers",
     "lists_that_differ_between_ranks_are_an_error": "there is one order",
     "no_sync_accumulates_and_stays_silent": "counts gathers",
+    "state_of_whole_parameters_is_not_stepped_over_pieces": "no tensor is cut",
     "units_are_gathered_once": "counts gathers",
     "units_in_another_order_are_named_on_every_rank": "there is one order",
     "units_listed_and_not_used_are_freed": "counts gathers",
@@ -33,6 +34,7 @@ NOT_HERE = {
 }
 """Claims that are not tried in a group of one, and why."""
 OF_ITS_OWN_DTYPE = {
+    "missing_values_and_other_shapes_are_refused_by_name",
     "peak_of_whole_gradients_is_as_planned",
     "peak_of_whole_parameters_is_as_planned",
     "ranks_come_from_a_mesh_or_a_group",

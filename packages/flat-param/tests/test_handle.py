@@ -1,4 +1,4 @@
-"""The scenarios of torch's own `test_fsdp_flatten_params.py`, and what torch gets wrong."""
+"""torch's handle: values, padding, trainability, saved flat parameters."""
 
 import copy
 import io
@@ -7,84 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from flat_param.handle import FlatParameter, FlatParamHandle
-
-pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
-
-
-def _transformer(*, tied=False, half=False):
-    torch.manual_seed(0)
-    model = nn.Transformer(16, 4, 2, 2, 32, 0.0)
-    model.register_buffer("dummy_buffer", torch.tensor(1.0))
-    if tied:
-        for encoder, decoder in zip(model.encoder.layers, model.decoder.layers, strict=True):
-            decoder.linear1.weight = encoder.linear1.weight
-            decoder.linear2.weight = encoder.linear2.weight
-    return model.half() if half else model
-
-
-def _output(model):
-    torch.manual_seed(1)
-    dtype = next(iter(model.state_dict().values())).dtype
-    return model(torch.rand(5, 2, 16).to(dtype), torch.rand(3, 2, 16).to(dtype))
-
-
-@pytest.mark.parametrize("half", [False, True])
-def test_partial_flattening(half, handle_of):
-    """Flattened layers have one parameter, the others keep theirs, and `.to` reaches all."""
-    model = _transformer(half=half)
-    numel = sum(param.numel() for param in model.parameters())
-    flats = []
-    for layer in (model.encoder.layers[1], model.decoder.layers[0]):
-        layer.register_parameter("_flat_param", handle_of(layer).flat_param)
-        flats.append(layer._flat_param)
-        assert len(list(layer.parameters())) == 1
-    assert sum(param.numel() for param in model.parameters()) == numel
-    assert len(list(model.encoder.layers[0].parameters())) == 12
-    new = torch.float32 if half else torch.float16
-    model.to(new)
-    assert all(flat.dtype == new for flat in flats)
-
-
-def test_flatten_nothing():
-    """An empty list is refused, in the source's words."""
-    with pytest.raises(ValueError, match="a FlatParamHandle with an empty parameter list"):
-        FlatParamHandle([], _transformer())
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("half", [False, True])
-def test_numel_and_output_survive(tied, half, handle_of):
-    """Tied or not, in half precision or not: as many elements, the same output."""
-    model = _transformer(tied=tied, half=half)
-    numel = sum(param.numel() for param in model.parameters())
-    expected = _output(model)
-    handle = handle_of(model)
-    assert handle.flat_param.numel() == numel
-    assert torch.equal(_output(model), expected)
-
-
-def test_a_step_moves_tied_parameters_once(handle_of):
-    """The norm after a step of SGD is that of the plain model."""
-    plain, model = _transformer(tied=True), _transformer(tied=True)
-    handle = handle_of(model)
-    for one, params in ((plain, list(plain.parameters())), (model, [handle.flat_param])):
-        optimizer = torch.optim.SGD(params, lr=0.01)
-        _output(one).sum().backward()
-        optimizer.step()
-    expected = torch.cat([param.detach().flatten() for param in plain.parameters()]).norm()
-    torch.testing.assert_close(handle.flat_param.norm(), expected)
-
-
-def test_gradients_reach_the_flat_parameter(mlp, handle_of):
-    """Bit for bit those of the plain module, one after another."""
-    plain = copy.deepcopy(mlp)
-    handle = handle_of(mlp)
-    x = torch.randn(4, 5)
-    for model in (mlp, plain):
-        model(x).pow(2).sum().backward()
-    expected = torch.cat([param.grad.flatten() for param in plain.parameters()])
-    assert torch.equal(handle.flat_param.grad, expected)
+from flat_param import ParameterError
+from flat_param.handle import (
+    FlatParameter,
+    FlatParamHandle,
+    FlatParamShardMetadata,
+    is_truly_contiguous,
+)
 
 
 @pytest.mark.parametrize(
@@ -133,18 +62,6 @@ def test_flatten_tensors_lays_out_like_the_parameter(mlp, handle_of):
     assert made.shape == (66,)
 
 
-def test_a_deep_copy_is_flat_and_apart(mlp, handle_of):
-    """torch refuses to copy a flattened module."""
-    handle = handle_of(mlp)
-    mlp.register_parameter("_flat_param", handle.flat_param)
-    twin = copy.deepcopy(mlp)
-    x = torch.randn(2, 5)
-    assert torch.equal(twin(x), mlp(x))
-    twin(x).sum().backward()
-    assert twin._flat_param.grad is not None
-    assert mlp._flat_param.grad is None
-
-
 def test_a_saved_flat_parameter_knows_its_parts(mlp, handle_of):
     """Names, shapes and layout survive saving and copying."""
     flat = handle_of(mlp).flat_param
@@ -156,3 +73,99 @@ def test_a_saved_flat_parameter_knows_its_parts(mlp, handle_of):
         assert copied._fqns == flat._fqns
         assert copied._layout == flat._layout
         assert torch.equal(copied, flat)
+
+
+def test_foreign_parameters_are_listed_by_position_and_shape(mlp):
+    """The error names each that the module does not own, and leaves the module as it was."""
+    before = list(mlp.parameters())
+    foreign = nn.Parameter(torch.ones(2, 3))
+    with pytest.raises(ParameterError) as caught:
+        FlatParamHandle([*before, foreign, nn.Parameter(torch.ones(()))], mlp)
+    assert str(caught.value) == (
+        "flat_param.FlatParamHandle: `params` were not found in `module`'s tree: "
+        "params[4] (2, 3), params[5] (), but Sequential must own all of them. "
+        "Leave foreign parameters out."
+    )
+    assert all(a is b for a, b in zip(mlp.parameters(), before, strict=True))
+    with pytest.raises(ParameterError, match=r"tree: params\[0\] \(2, 3\), but"):
+        FlatParamHandle([foreign], mlp)
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_refused_list_leaves_the_module_as_it_was(mlp, last):
+    """Whichever of the two is the odd one."""
+    params = list(mlp.parameters())
+    params[-last].data = params[-last].data.double()
+    before = [param.data_ptr() for param in params]
+    with pytest.raises(ParameterError, match="uniform dtype"):
+        FlatParamHandle(params, mlp)
+    assert [param.data_ptr() for param in mlp.parameters()] == before
+
+
+def test_places_name_module_path_and_attribute(handle_of):
+    """Of the first place and the further ones, the root's own parameters with an empty path."""
+    root = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Sequential(nn.Linear(2, 2, bias=False)))
+    root.register_parameter("own", nn.Parameter(torch.ones(2)))
+    root[1][0].weight = root[0].weight
+    flat = handle_of(root).flat_param
+    assert [tuple(info) for info in flat._param_infos] == [
+        ("own", root, ""),
+        ("weight", root[0], "0"),
+    ]
+    assert [tuple(info) for info in flat._shared_param_infos] == [
+        ("weight", root[1][0], "1.0", "weight", root[0], "0")
+    ]
+
+
+FOUR = (["w"], [torch.Size([2, 2])], [4], [(0, 3)])
+SIX = (["w"], [torch.Size([2, 2])], [(2, 1)], [True], [4], [(0, 3)])
+
+
+def test_metadata_is_built_from_four_fields_or_six():
+    """Older sources have no strides; both ways fill the same names."""
+    old, new = FlatParamShardMetadata(*FOUR), FlatParamShardMetadata(*SIX)
+    assert old.param_offsets == new.param_offsets == ((0, 3),)
+    assert old.param_strides is None
+    assert new.param_contiguities == (True,)
+
+
+def test_metadata_is_compared_where_both_sides_have_fields():
+    """Four equals six; six differs from six with other strides; names always count."""
+    old, new = FlatParamShardMetadata(*FOUR), FlatParamShardMetadata(*SIX)
+    assert old == new
+    assert new == tuple(map(tuple, SIX))
+    assert new != FlatParamShardMetadata(["w"], [(2, 2)], [(1, 2)], [True], [4], [(0, 3)])
+    assert old != FlatParamShardMetadata(["v"], [(2, 2)], [4], [(0, 3)])
+    assert old != "w"
+    assert hash(old) == hash(new)
+
+
+def test_metadata_takes_names_too():
+    """By keyword, as the source's tests write it."""
+    names = ("param_names", "param_shapes", "param_numels", "param_offsets")
+    assert FlatParamShardMetadata(**dict(zip(names, FOUR, strict=True))).param_names == ("w",)
+
+
+@pytest.mark.parametrize("missing", range(4))
+def test_metadata_needs_its_four_fields(missing):
+    """A missing field is a TypeError, as for any tuple of fields."""
+    names = ("param_names", "param_shapes", "param_numels", "param_offsets")
+    fields = dict(zip(names, FOUR, strict=True))
+    del fields[names[missing]]
+    with pytest.raises(TypeError, match=names[missing]):
+        FlatParamShardMetadata(**fields)
+
+
+def test_flat_parameters_are_told_apart():
+    """A flat parameter is a parameter; a parameter is not flat."""
+    flat = FlatParameter(torch.ones(3))
+    assert isinstance(flat, torch.nn.Parameter)
+    assert not isinstance(torch.nn.Parameter(torch.ones(3)), FlatParameter)
+
+
+def test_truly_contiguous_refuses_a_channels_last_kernel_of_one():
+    """torch calls it contiguous both ways; cuDNN does not."""
+    kernel = torch.ones(4, 3, 1, 1).to(memory_format=torch.channels_last)
+    assert kernel.is_contiguous()
+    assert not is_truly_contiguous(kernel)
+    assert is_truly_contiguous(torch.tensor(1.0))

@@ -39,23 +39,6 @@ def test_low_precision_is_for_the_whole_and_full_precision_for_the_shard(mlp, ha
     assert handle.flat_param.dtype == torch.float32
 
 
-def test_shards_of_two_ranks_make_the_whole(mlp, handle_of):
-    """Each rank keeps its half, frees the rest, and names what it holds."""
-    whole = torch.cat([param.detach().flatten() for param in mlp.parameters()])
-    halves = []  # 66 elements: 33 of the first weight; its last 2, then 7, 21 and 3
-    held = [["0.weight"], ["0.weight", "0.bias", "2.weight", "2.bias"]]
-    for rank in range(2):
-        model = copy.deepcopy(mlp)
-        params = list(model.parameters())
-        handle = handle_of(model, rank=rank, world=2)
-        handle.shard()
-        halves.append(handle.flat_param.detach())
-        assert handle.is_sharded(handle.flat_param)
-        assert not any(param.numel() for param in params)
-        assert handle._fqns_in_shard == held[rank]
-    assert torch.equal(torch.cat(halves)[:66], whole)
-
-
 def test_original_parameters_come_back_as_shards(mlp, handle_of):
     """With `use_orig_params`, each parameter object holds its part, flat, or nothing."""
     params = list(mlp.parameters())
@@ -63,15 +46,6 @@ def test_original_parameters_come_back_as_shards(mlp, handle_of):
     handle.shard()
     assert [param.numel() for param in params] == [35, 0, 0, 0]
     assert mlp[0].weight is params[0]
-
-
-def test_no_shard_keeps_the_whole(mlp, handle_of):
-    """NO_SHARD has one shard, everything, on any number of ranks."""
-    handle = handle_of(mlp, sharding_strategy=Strategy.NO_SHARD, rank=1, world=4)
-    handle.shard()
-    handle.reshard(True)
-    assert handle.shard_metadata().param_names == ("0.weight", "0.bias", "2.weight", "2.bias")
-    assert not handle.is_sharded(handle.flat_param)
 
 
 def test_moving_the_flat_parameter_moves_the_views(mlp, handle_of):
@@ -166,3 +140,34 @@ def test_moving_takes_in_what_was_replaced(handle_of, mlp):
     mlp[2].bias.data = torch.full((3,), 5.0)
     handle.flat_param_to(torch.float64)
     assert mlp[2].bias.tolist() == [5.0] * 3
+
+
+def test_a_part_is_a_copy_where_it_is_not_the_whole(handle_of, holder):
+    """So that the whole can be freed; one rank keeps the memory it has."""
+    tensor = torch.ones(2, 4)
+    handle = handle_of(holder(torch.ones(1)))
+    home = tensor.untyped_storage().data_ptr()
+    for world, same in ((1, True), (2, False), (3, False)):
+        part, _ = handle._get_shard(tensor, 0, world)
+        assert (part.untyped_storage().data_ptr() == home) is same
+        view, _ = handle._get_unpadded_shard(tensor, 0, world)
+        assert view.untyped_storage().data_ptr() == home
+
+
+@pytest.mark.parametrize("rank", range(5))
+def test_what_is_noted_of_a_shard_is_what_lies_in_it(handle_of, holder, rank):
+    """Names, elements and padding of each of five ranks, a parameter of no elements among them."""
+    tensors = (torch.arange(3.0), torch.ones(0, 2), torch.arange(10.0, 16.0).view(2, 3))
+    whole = torch.cat([tensor.flatten() for tensor in tensors])
+    handle = handle_of(holder(*tensors), rank=rank, world=5)
+    handle.shard()
+    flat = handle.flat_param
+    assert (flat._sharded_size, flat._shard_numel_padded) == ((2,), 1 if rank == 4 else 0)
+    found = []
+    for param, info in zip(tensors, flat._shard_param_infos, strict=True):
+        if info.in_shard:
+            part = param.flatten()[info.intra_param_start_idx : info.intra_param_end_idx + 1]
+            start = info.offset_in_shard
+            assert torch.equal(flat[start : start + info.numel_in_shard], part)
+            found.append(part)
+    assert torch.equal(torch.cat(found), whole[2 * rank : 2 * rank + 2])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flat_param.memory._home_stream import at_home, home_stream
+from flat_param.comm._home_stream import at_home, home_stream
 
 KIND = torch.accelerator.current_accelerator() or torch.device("cpu")
 on_an_accelerator = [

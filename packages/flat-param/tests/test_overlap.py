@@ -1,10 +1,11 @@
+"""Parameters that share memory without being one object."""
+
 import pytest
 import torch
 from torch import nn
 
 from flat_param import ParameterError, flatten
 from flat_param.handle import FlatParamHandle
-from flat_param.memory._overlap import overlap
 
 
 def same(base):
@@ -67,28 +68,8 @@ def read_as_doubles(base):
 
 
 @pytest.mark.parametrize(
-    "split",
-    [
-        *(same, crossing, shared_column, on_a_column, row_through_a_column),
-        *(read_as_integers, read_as_doubles),
-    ],
+    "split", [same, crossing, shared_column, on_a_column, row_through_a_column]
 )
-def test_tensors_that_share_an_element_overlap(split):
-    """Whatever their strides and dtypes, in either order."""
-    first, second = split(torch.arange(24.0))
-    assert overlap(first, second)
-    assert overlap(second, first)
-
-
-@pytest.mark.parametrize("split", [beside, columns, in_a_gap, row_beside_a_column])
-def test_tensors_that_share_a_storage_only_do_not_overlap(split):
-    """Neighbours, and a row or a column beside a column of one matrix."""
-    first, second = split(torch.arange(24.0))
-    assert not overlap(first, second)
-    assert not overlap(second, first)
-
-
-@pytest.mark.parametrize("split", [same, crossing, shared_column])
 @pytest.mark.parametrize(
     "flat", [flatten, lambda module: FlatParamHandle(list(module.parameters()), module)]
 )
@@ -99,6 +80,17 @@ def test_parameters_that_share_memory_are_refused_by_name(holder, split, flat):
     with pytest.raises(ParameterError, match="parameter 'p0' and parameter 'p1' share memory"):
         flat(module)
     assert [param.data_ptr() for param in module.parameters()] == pointers
+
+
+@pytest.mark.parametrize("split", [read_as_integers, read_as_doubles])
+def test_parameters_of_another_dtype_that_share_memory_are_refused(holder, split):
+    """In either order."""
+    tensors = split(torch.arange(24.0))
+    for pair in (tensors, tensors[::-1]):
+        with pytest.raises(
+            ParameterError, match=r"parameter 'p\d' and parameter 'p\d' share memory"
+        ):
+            flatten(holder(*pair))
 
 
 def test_a_parameter_that_shares_memory_with_a_buffer_is_refused(holder):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from flat_param import ParameterError, flatten, fully_shard, unflatten
+from flat_param import ParameterError, flat_params_of, flatten, fully_shard, unflatten
 from flat_param.handle import FlatParamHandle
 
 
@@ -125,3 +125,38 @@ def test_flat_param_handle_refuses_parameters_of_others(group_of_one):
         make(model)
         with pytest.raises(ParameterError, match=said):
             FlatParamHandle(list(model.parameters()), model)
+
+
+def _pair():
+    """Two layers beside each other, each flattened."""
+    root = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in ("left", "right")})
+    for module in root.values():
+        flatten(module)
+    return root
+
+
+@pytest.mark.parametrize("name", ["weight", "extra"])
+def test_weight_that_is_tied_to_one_beside_later_is_refused(name):
+    """As it is assigned, or at the next use where the name is new."""
+    root = _pair()
+    with pytest.raises(ParameterError, match=r"FlatParams: parameter '\w+' is tied to"):
+        root["right"].register_parameter(name, root["left"].weight)
+        root["right"](torch.ones(1, 2))
+    if name == "weight":
+        before = root["left"].weight.detach().clone()
+        optimizer = torch.optim.SGD(flat_params_of(root["left"]).chunks(1 << 10), lr=0.1)
+        root["right"](root["left"](torch.ones(1, 2))).sum().backward()
+        optimizer.step()
+        assert not torch.equal(root["left"].weight, before)
+
+
+def test_values_of_a_module_beside_are_taken():
+    """A new parameter with its values, or what it loads from the other's state."""
+    root = _pair()
+    root["right"].weight = nn.Parameter(root["left"].weight.detach())
+    assert torch.equal(root["right"].weight, root["left"].weight)
+    with torch.no_grad():
+        root["left"].weight.add_(1)
+    assert not torch.equal(root["right"].weight, root["left"].weight)
+    root["right"].load_state_dict(root["left"].state_dict(), assign=True)
+    assert torch.equal(root["right"].weight, root["left"].weight)

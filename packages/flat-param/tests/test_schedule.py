@@ -7,30 +7,18 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from flat_param import StateError, fully_shard
-from flat_param._torch_compat import at_end_of_backward
-from flat_param.sharded import _schedule
-from flat_param.sharded._passes import BackwardPass
-from flat_param.sharded._schedule import Schedule
 
+pytestmark = pytest.mark.usefixtures("group_of_one")
 PRECISE = MixedPrecisionPolicy(param_dtype=torch.float64)
-
-
-@pytest.fixture(autouse=True)
-def _group_of_one() -> Iterator[None]:
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def _sharded(model: nn.Module, *inner: str) -> tuple[nn.Module, nn.Module]:
@@ -101,26 +89,6 @@ def test_module_that_catches_an_error_of_a_part_goes_on() -> None:
     model, plain = _sharded(GoesOn(), "fails")
     for _ in range(2):
         _same(model, plain, lambda m: m(_x()).square().sum())
-
-
-def test_backward_that_fails_at_its_end_is_over_whoever_holds_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A thread of a device may hold for a while what the engine would have called."""
-    model, plain = _sharded(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "0", "1")
-    held: list[Callable[[], None]] = []
-
-    def hold(callback: Callable[[], None]) -> None:
-        held.append(callback)
-        at_end_of_backward(callback)
-
-    with monkeypatch.context() as broken:
-        broken.setattr(_schedule, "at_end_of_backward", hold)
-        broken.setattr(_schedule, "publish", lambda units: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            model(_x()).square().sum().backward()
-    _same(model, plain, lambda m: m(_x()).square().sum())
-    assert len(held) == 1
 
 
 def _in_a_hook(run: Callable[[], None], x: Tensor | None = None) -> Tensor:
@@ -246,27 +214,12 @@ class Chooses(nn.Module):
         return y
 
 
-def test_forwards_through_different_units_before_one_backward(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """In every step, whatever came before, the backward knows all units in their order."""
+def test_forwards_through_different_units_before_one_backward() -> None:
+    """In every step, whatever came before."""
     model, plain = _sharded(Chooses(), "a", "b")
-    names = {id(part._flat_param): name for name, part in model.named_modules()}
-    orders: dict[int, list[str]] = {}
-    begin = Schedule.begin_backward
-
-    def begin_backward(schedule: Schedule) -> BackwardPass:
-        current = begin(schedule)
-        orders.setdefault(id(current), [names[id(unit)] for unit in current.units])
-        kept.append(current)
-        return current
-
-    kept: list[BackwardPass] = []
-    monkeypatch.setattr(Schedule, "begin_backward", begin_backward)
     for _ in range(3):
         _same(model, plain, lambda m: m(_x(), "a").square().sum() + m(_x(2), "b").square().sum())
         _same(model, plain, lambda m: m(_x(), "a").square().sum())
-    assert list(orders.values()) == [["a", "b", ""], ["a", ""]] * 3
 
 
 class Around(nn.Module):
@@ -291,17 +244,6 @@ def test_weights_around_units_stay_for_their_gradients(given: bool) -> None:
     x = _x().requires_grad_(given)
     for _ in range(2):
         _same(model, plain, lambda m: m(x).square().sum())
-
-
-def test_whole_parameters_are_freed_when_nothing_can_read_them_any_more() -> None:
-    """Those around other units, too, before the backward comes to what was in front of them."""
-    model, _ = _sharded(nn.Sequential(nn.Linear(4, 4), Around()), "0", "1.first", "1.second", "1")
-    x, seen = _x().requires_grad_(), []
-    x.register_hook(lambda grad: seen.append(model[1]._flat_param.is_unsharded))
-    for _ in range(2):
-        loss = model(x).square().sum()
-        loss.backward()
-    assert seen == [False, False]
 
 
 def test_backward_of_a_forward_before_a_change_of_dtype_is_refused() -> None:

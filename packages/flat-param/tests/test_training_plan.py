@@ -6,7 +6,7 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
-from flat_param.plan import CommCount, RankBytes, StateElsewhere, TrainingPlan
+from flat_param.plan import CommCount, RankBytes, TrainingPlan
 
 GIB = 2**30
 SIZES = RankBytes(
@@ -51,17 +51,6 @@ def test_text_is_a_table_of_kinds() -> None:
         "  all_gather             12 calls       0.5000 GiB sent",
         "  all_reduce              1 calls       0.0000 GiB sent",
     ]
-
-
-def test_text_tells_what_is_elsewhere() -> None:
-    """Two more lines, behind the memory of the device."""
-    plan = replace(PLAN, elsewhere=StateElsewhere(kept_bytes=3 * GIB, moved_bytes=2 * GIB))
-    lines = str(plan).splitlines()
-    assert lines[7:9] == [
-        "  state elsewhere          3.0000 GiB",
-        "  moved, each way          2.0000 GiB a step",
-    ]
-    assert lines[:7] + lines[9:] == str(PLAN).splitlines()
 
 
 def test_plan_is_a_value() -> None:

@@ -2,13 +2,9 @@
 
 Stacks of eight blocks, one way after the other in one process, in rounds that turn; a point is
 what the allocator holds after a forward, and the median of a step's time over that of no
-checkpointing in the same round. `--models` measures other people's models instead, where their
-libraries are installed (see `tests/integration/`): bytes, budgets, gradients, and times of steps
-for `--seconds` each.
+checkpointing in the same round. `bench_models.py` measures other people's models.
 
     python bench_frontier.py --runs 2 --json frontier.json
-    python bench_frontier.py --models --json models.json
-    python bench_frontier.py --models --model Mixtral --budgets
     python bench_frontier.py --device cuda --dtype bfloat16
 """
 
@@ -29,7 +25,6 @@ import torch._functorch.config
 from bench_region import keep_freed_memory
 from frontier_blocks import BLOCKS
 from frontier_fits import Region, Stack, at_the_peak_of, divided, plainly
-from frontier_models import models
 from frontier_times import in_turn, over_the_first, seconds_of
 from frontier_ways import COSTLY, FULL, kept_bytes, torchs_selective, under
 from torch import nn
@@ -156,14 +151,9 @@ def joined(runs: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 def main() -> None:
     """Measure, print a row a point, and write them where `--json` says."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--models", action="store_true", help="other people's models")
-    parser.add_argument("--model", action="append", help="only this one, by its name")
-    parser.add_argument("--copies", type=int, default=32, help="of each model's batch")
-    parser.add_argument("--budgets", nargs="*", default=["80%", "60%"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--rounds", type=int, default=5, help="at least")
-    parser.add_argument("--seconds", type=float, default=10, help="of rounds, for each model")
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--block", choices=BLOCKS, action="append")
     parser.add_argument("--json", type=Path)
@@ -178,18 +168,13 @@ def main() -> None:
         "device": options.device,
         "count": COUNT,
     }
-    if options.models:
-        result["copies"], result["runs"] = options.copies, options.runs
-        result["models"] = models(options)
-    else:
-        runs = [
-            [measured(name, options) for name in options.block or BLOCKS]
-            for _ in range(options.runs)
-        ]
-        result["runs"], result["blocks"] = options.runs, joined(runs)
-        for kind in result["blocks"]:
-            for row in kind["rows"]:
-                print(json.dumps({"block": kind["block"], **row}))
+    runs = [
+        [measured(name, options) for name in options.block or BLOCKS] for _ in range(options.runs)
+    ]
+    result["runs"], result["blocks"] = options.runs, joined(runs)
+    for kind in result["blocks"]:
+        for row in kind["rows"]:
+            print(json.dumps({"block": kind["block"], **row}))
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

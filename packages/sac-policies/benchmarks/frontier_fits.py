@@ -33,11 +33,10 @@ def at_the_peak_of(stack: Stack, blocks: nn.ModuleList, x: torch.Tensor) -> Stac
 
 
 def divided(blocks: nn.ModuleList, x: torch.Tensor, budgets: tuple[float, ...]) -> dict[str, Stack]:
-    """What `fit_` does with budgets of kept bytes; nothing where one is too small."""
+    """What `fit_` does with shares of the plain peak; nothing if one is too small."""
     model = nn.Sequential(*blocks)
     return {
-        f"{budget:.0%}": found_by(sac_policies.fit_(model, x, budget, of="kept"), blocks)
-        for budget in budgets
+        f"{budget:.0%}": found_by(sac_policies.fit_(model, x, budget), blocks) for budget in budgets
     }
 
 

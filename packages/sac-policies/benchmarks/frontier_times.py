@@ -34,13 +34,11 @@ def _wait(device: torch.device) -> None:
         torch.accelerator.synchronize()
 
 
-def in_turn(
-    clocked: Sequence[Callable[[], float]], rounds: int, seconds: float = 0.0
-) -> list[list[float]]:
-    """What each says, in rounds: so many, and more of them until `seconds` are over."""
+def in_turn(clocked: Sequence[Callable[[], float]], rounds: int) -> list[list[float]]:
+    """Measure each in turn, in so many rounds whose order alternates."""
     times: list[list[float]] = [[] for _ in clocked]
-    order, end = list(range(len(clocked))), time.monotonic() + seconds
-    while len(times[0]) < rounds or time.monotonic() < end:
+    order = list(range(len(clocked)))
+    for _ in range(rounds):
         for at in order:
             times[at].append(clocked[at]())
         order.reverse()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from sac_policies import PolicyError
 from sac_policies.budget import BudgetPlan, Infeasible
 from sac_policies.policies import Decision
 
@@ -35,29 +36,26 @@ def plan(**changed: Any) -> BudgetPlan:
     [
         {},
         {"kept_bytes": 0, "recompute_cost": 0, "bound_cost": 0},
-        {"backend": "compile"},
     ],
 )
-def test_plan_that_can_be_has_no_problem(changed: dict[str, Any]) -> None:
+def test_possible_plan_is_made(changed: dict[str, Any]) -> None:
     """Zero is a number of bytes."""
-    assert plan(**changed).problem == ""
+    assert plan(**changed).kept_bytes in (0, 8)
 
 
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"kept_bytes": -1}, "its bytes and costs are -1, 6 and 6"),
-        ({"bound_cost": -1}, "its bytes and costs are 8, 6 and -1"),
-        ({"bound_cost": 7}, "its bytes and costs are 8, 6 and 7"),
-        ({"offloaded_bytes": -1}, "it moves -1 bytes to the host"),
-        ({"copy_cost": -1}, "it waits -1 for copies, of 6 in all"),
-        ({"copy_cost": 7}, "it waits 7 for copies, of 6 in all"),
+        ({"kept_bytes": -1}, "none may be negative"),
+        ({"bound_cost": -1}, "none may be negative"),
+        ({"bound_cost": 7}, "part of recompute_cost"),
         ({"choices": ((("aten.mm.default", -1), Decision.SAVE),)}, "has a negative number"),
     ],
 )
-def test_plan_that_no_solver_gives_says_why(changed: dict[str, Any], said: str) -> None:
+def test_impossible_plan_is_refused(changed: dict[str, Any], said: str) -> None:
     """No bound is above what it bounds; the rest is as in every plan."""
-    assert said in plan(**changed).problem
+    with pytest.raises(PolicyError, match=said):
+        plan(**changed)
 
 
 @pytest.mark.parametrize(
@@ -65,17 +63,16 @@ def test_plan_that_no_solver_gives_says_why(changed: dict[str, Any], said: str) 
     [
         {"choices": ()},
         {"choices": ((("aten.mm.default", 0), Decision.OFFLOAD),)},
-        {"backend": "compile"},
     ],
 )
 def test_plan_that_decides_otherwise_has_another_digest(changed: dict[str, Any]) -> None:
-    """Decisions and backend count."""
+    """The decisions of single calls count."""
     assert plan(**changed).digest != plan().digest
 
 
 def test_costs_are_no_part_of_the_digest() -> None:
     """Ranks measure other times for the same decisions."""
-    assert plan(recompute_cost=9, bound_cost=1, unit="flops", copy_cost=3).digest == plan().digest
+    assert plan(recompute_cost=9, bound_cost=1, unit="flops").digest == plan().digest
 
 
 def test_what_does_not_fit_is_false_and_says_what_would() -> None:

@@ -1,10 +1,9 @@
-"""Damaged and hostile text: the readers raise the package's errors only, in proportionate time."""
+"""Damaged text: readers raise errors of the package only."""
 
 from __future__ import annotations
 
 import json
 import random
-import time
 from copy import deepcopy
 from typing import Any
 
@@ -14,14 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sac_policies import (
-    BudgetError,
     PolicyError,
     SacError,
-    checkpoint,
     first_match,
     offload,
     profile,
-    save_all,
     save_by_bytes,
     save_by_flops,
     save_by_shape,
@@ -31,9 +27,7 @@ from sac_policies import (
     save_ops,
     solve,
 )
-from sac_policies.budget import Trace
 from sac_policies.policies import Decision, from_json, save_by_index, to_json
-from sac_policies.reports import report
 
 X = torch.ones(4, 4, requires_grad=True)
 TRACE = profile(lambda t: (t @ t).sin().mul(t), X, unit="flops")
@@ -48,7 +42,6 @@ POLICY = first_match(
 )
 READERS = {
     "policy": (from_json, to_json(POLICY), to_json),
-    "trace": (Trace.from_json, TRACE.to_json(), Trace.to_json),
 }
 FOREIGN = [None, True, -1, 2**64, 0.5, "", "aten.mm", "@nothing", [], [1], {}, {"rule": "Always"}]
 FOREIGN += [{"decision": "save"}, {"decision": []}, [["aten.mm.default", 0], {"decision": "save"}]]
@@ -139,19 +132,19 @@ def test_text_that_is_no_document_is_refused(kind, text):
         ({"rule": "Always"}, "Always lacks 'answer'"),
         ({"rule": "Always", "answer": {"decision": "save"}, "handle": "x"}, "has no 'handle'"),
         ({"rule": "OpRule", "entries": "aten.mm", "answer": {"decision": "save"}}, "entries is"),
-        ({"rule": "OpRule", "entries": [], "answer": {"decision": "save"}}, "lists no entry"),
+        ({"rule": "OpRule", "entries": [], "answer": {"decision": "save"}}, "no operator is given"),
         ({"rule": "OpRule", "entries": [""], "answer": {"decision": "save"}}, "not empty"),
-        ({"rule": "OpRule", "entries": ["@x"], "answer": {"decision": "save"}}, "no group '@x'"),
+        ({"rule": "OpRule", "entries": ["@x"], "answer": {"decision": "save"}}, "group '@x' is"),
         ({"rule": "EveryNth", "entries": ["a"], "n": 0, "phase": 0}, "n 0 and phase 0 pick no"),
         ({"rule": "EveryNth", "entries": ["a"], "n": 2, "phase": 2}, "n 2 and phase 2 pick no"),
         ({"rule": "EveryNth", "entries": ["a"], "n": True, "phase": 0}, "n is True"),
-        ({"rule": "NameRule", "labels": [], "answer": {"decision": "save"}}, "lists no name"),
+        ({"rule": "NameRule", "labels": [], "answer": {"decision": "save"}}, "no name is given"),
         ({"rule": "SizeRule", "at_least": 3, "at_most": 2}, "bounds 3 to 2 bytes hold no size"),
         ({"rule": "SizeRule", "at_least": -1, "at_most": None}, "bounds -1 to None bytes"),
         ({"rule": "ShapeRule", "shapes": [[-1]]}, r"shape \(-1,\) is not a shape"),
-        ({"rule": "ShapeRule", "shapes": []}, "lists 0 shapes"),
+        ({"rule": "ShapeRule", "shapes": []}, "no shape is given"),
         ({"rule": "FlopRule", "at_least": -1}, "at_least -1 is not a count"),
-        ({"rule": "FirstMatch", "rules": []}, "lists no rules"),
+        ({"rule": "FirstMatch", "rules": []}, r"rules \(\) are empty"),
         ({"rule": "Complement", "inner": 3}, "inner is 3"),
         ({"rule": "Plan", "choices": [[["a", -1], {"decision": "save"}]]}, "negative number"),
         ({"rule": "Plan", "choices": [[["a", 0], {"decision": "save"}]] * 2}, "listed twice"),
@@ -179,7 +172,7 @@ def _plan(**changed: Any) -> str:
         {"recompute_cost": -1},
         {"bound_cost": 10**6},
         {"unit": "s"},
-        {"backend": "tags"},
+        {"backend": "eager"},
     ],
     ids=str,
 )
@@ -188,80 +181,3 @@ def test_plan_of_wrong_numbers_is_refused(changed):
     from_json(_plan())
     with pytest.raises(PolicyError, match="from_json: text cannot be read"):
         from_json(_plan(**changed))
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"unit": "hours"},
-        {"ops": {}},
-        {"ops": [3]},
-        {"ops": [{"name": "aten.mm.default"}]},
-        {"packs": [{"producer": "", "made_by": 99, "output": 0, "storage_bytes": 8}]},
-        {"packs": [{"producer": "", "made_by": -2, "output": 0, "storage_bytes": 8}]},
-        {"packs": [{"producer": "", "made_by": 0, "output": -1, "storage_bytes": 8}]},
-        {"packs": [{"producer": "", "made_by": 0, "output": 0, "storage_bytes": -8}]},
-        {"constants": "yes"},
-    ],
-    ids=str,
-)
-def test_trace_of_wrong_values_is_refused(changed):
-    """What no forward does is not read."""
-    text = json.dumps({**json.loads(TRACE.to_json()), **changed})
-    with pytest.raises(BudgetError, match=r"Trace\.from_json: text cannot be read \(.+\), but"):
-        Trace.from_json(text)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("call", -1), ("out_bytes", -1), ("cost", -1), ("group", 9), ("group", -1), ("inputs", [9])],
-)
-def test_trace_of_an_impossible_operator_is_refused(field, value):
-    """Counts from 0; an operator belongs to itself or an earlier one, and reads earlier ones."""
-    data = json.loads(TRACE.to_json())
-    data["ops"][0][field] = value
-    with pytest.raises(BudgetError, match=r"Trace\.from_json: text cannot be read \(operator 0"):
-        Trace.from_json(json.dumps(data))
-
-
-def _nested(depth: int) -> str:
-    text = to_json(save_all())
-    for _ in range(depth):
-        text = f'{{"rule": "Complement", "inner": {text}}}'
-    return text
-
-
-def test_limits_are_limits():
-    """100 rules in one another, 1,000 characters, 4,096 entries are read; one more is not."""
-    assert from_json(_nested(99)).extent == (100, 100)
-    with pytest.raises(PolicyError, match="101 inside one another, but 10000 and 100 are the most"):
-        from_json(_nested(100))
-    assert from_json(to_json(save_ops("a" * 999 + "*"))).entries == ("a" * 999 + "*",)
-    with pytest.raises(PolicyError, match="has 1001 characters, but 1000 are the most"):
-        from_json(to_json(save_ops("a" * 999 + "*")).replace("a*", "aa*"))
-    many = to_json(save_ops("b.x")).replace('"b.x"', ", ".join(['"b.x"'] * 4096))
-    assert len(from_json(many).entries) == 4096
-    with pytest.raises(PolicyError, match="more than 4096 of them"):
-        from_json(many.replace('["b.x"', '["b.x", "b.x"'))
-
-
-def test_rules_in_all_are_limited():
-    """A policy doubled over and over would take twice as long each time."""
-    policy = save_all()
-    with pytest.raises(PolicyError, match="but 10000 and 100 are the most"):
-        for _ in range(99):
-            policy = policy | policy
-
-
-def test_large_policies_take_proportionate_time():
-    """The largest list of globs, and the deepest nesting, in a region and a report."""
-    globs = save_ops(*(f"aten.no{n}*thing" for n in range(4096)))
-    deep = from_json(_nested(99))
-    checkpoint(torch.sin, X, policy=save_ops("aten.sin")).sum().backward()
-    began = time.perf_counter()
-    with pytest.warns(UserWarning, match="match nothing"):
-        checkpoint(lambda t: (t @ t).sin(), X, policy=globs).sum().backward()
-    for _ in range(3):
-        checkpoint(lambda t: (t @ t).sin(), X, policy=deep).sum().backward()
-    report(lambda t: (t @ t).sin(), X, policy=deep)
-    assert time.perf_counter() - began < 10

@@ -67,7 +67,7 @@ def test_wrong_order_of_arguments_prints_no_tensor_values(call):
         lambda: sac_policies.first_match([sac_policies.save_all()]),
         lambda: sac_policies.save_modules(["attn"]),
         lambda: sac_policies.checkpoint_name(3, 4),
-        lambda: sac_policies.solve(sac_policies.budget.Trace("ns", (), ()), 1, backend="fast"),
+        lambda: sac_policies.solve(3, 1),
     ],
 )
 def test_messages_have_place_rule_and_next_step(make):

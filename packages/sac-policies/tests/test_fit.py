@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sac_policies import BudgetError, checkpoint, fit_, plan_region, profile
-from sac_policies.budget import Fit, Infeasible, StepTrace, Trace, _step
+from sac_policies import BudgetError, checkpoint, fit_, plan_region
+from sac_policies.budget import Fit, Infeasible, StepTrace, Trace, _step_trace
 from sac_policies.budget._measure import peak_growth, storage_bytes
+from sac_policies.budget._profile import trace_of
 
 CPU = torch.device("cpu")
 
@@ -168,13 +169,13 @@ def test_budget_is_feasible_whatever_times_were_measured(stack: Stack, seed: int
     """Only bytes decide whether anything fits; times decide what is kept."""
     r = random.Random(seed)
 
-    def profiled(*args: object, **kwargs: object) -> Trace:
-        trace = profile(*args, **kwargs)
+    def traced(*args: object, **kwargs: object) -> Trace:
+        trace = trace_of(*args, **kwargs)
         costs = [r.choice((1, r.randrange(10**6))) for _ in trace.ops]
         pairs = zip(trace.ops, costs, strict=True)
         return replace(trace, ops=tuple(replace(op, cost=cost) for op, cost in pairs))
 
-    monkeypatch.setattr(_step, "profile", profiled)
+    monkeypatch.setattr(_step_trace, "trace_of", traced)
     x = torch.randn(1024, 32)
     found = plan_region(stack, x, 0.7)
     assert found

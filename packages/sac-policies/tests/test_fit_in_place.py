@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 from sac_policies import BudgetError, fit_
 from sac_policies.budget import Infeasible, InPlaceFit, _fit_in_place
+from sac_policies.budget._levels import AGAIN
 from sac_policies.budget._measure import peak_growth
 from sac_policies.budget._step import Step
 from sac_policies.budget._times import Spent
@@ -23,7 +23,9 @@ from ._blocks import Block, Stack, stack
 from ._fitted import BATCH, ROWS, TARGET, own_forwards, training
 
 CPU = torch.device("cpu")
-MOST_STEPS, MOST_CONFIRMED, MOST_CLOCKED = 11, 2, 5
+LEVELS = AGAIN + 1
+"""Those of the CPU."""
+MOST_STEPS, MOST_CONFIRMED, MOST_CLOCKED = 8, 2, 5
 
 
 @pytest.mark.parametrize("budget", ["85%", 0.6, "45%"])
@@ -110,12 +112,11 @@ def test_blocks_are_found_where_their_forward_is_called_by_its_name() -> None:
         return torch.autograd.grad(model(batch).square().sum(), list(model.parameters()))
 
     expected = gradients()
-    for budget, of in (("80%", "peak"), ("70%", "kept")):
-        found = fit_(model, batch, budget, of=of)
-        assert isinstance(found, InPlaceFit)
-        assert [region.path for region in found.regions] == ["0.block"]
-        assert all(map(torch.equal, gradients(), expected))
-        found.undo()
+    found = fit_(model, batch, "80%")
+    assert isinstance(found, InPlaceFit)
+    assert [region.path for region in found.regions] == ["0.block"]
+    assert all(map(torch.equal, gradients(), expected))
+    found.undo()
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
@@ -127,9 +128,8 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("of", ["peak", "kept"])
 @pytest.mark.parametrize("name", MODELS)
-def test_at_most_eleven_steps_are_run(name: str, of: str) -> None:
+def test_at_most_eight_steps_are_run(name: str) -> None:
     """Whatever blocks there are and whether it fits; two of them confirm what was foretold.
 
     Beside those, each level is clocked twice, and up to five times where steps are short.
@@ -139,11 +139,10 @@ def test_at_most_eleven_steps_are_run(name: str, of: str) -> None:
     model.register_forward_pre_hook(lambda *_: forwards.append(None))
     for budget in ("75%", 1):
         forwards.clear()
-        found = fit_(model, batch, budget, of=of)
-        levels = len(_fit_in_place.LEVELS) - 1
-        assert len(forwards) <= MOST_STEPS + MOST_CLOCKED * levels
+        found = fit_(model, batch, budget)
+        assert len(forwards) <= MOST_STEPS + MOST_CLOCKED * LEVELS
         if isinstance(found, InPlaceFit):
-            assert levels <= len(found.rounds) <= levels + MOST_CONFIRMED
+            assert LEVELS <= len(found.rounds) <= LEVELS + MOST_CONFIRMED
             found.undo()
 
 
@@ -173,7 +172,7 @@ def test_less_budget_keeps_less_in_the_first_blocks(monkeypatch: pytest.MonkeyPa
         done = [levels.index(region.level) for region in found.regions]
         assert [region.path for region in found.regions] == [f"blocks.{i}" for i in range(4)]
         assert done == sorted(done, reverse=True)
-        assert len(found.rounds) == 5
+        assert len(found.rounds) == LEVELS + 1
         assert found.predicted_bytes == pytest.approx(found.peak_bytes, rel=0.02)
         sums.append(sum(done))
         assert f"of {found.plain_bytes / 1024**2:.2f} MiB without checkpointing" in str(found)
@@ -220,7 +219,6 @@ def test_blocks_that_nobody_calls_cannot_be_checkpointed() -> None:
         (lambda: fit_(stack(), ROWS, "half"), "size 'half' does not parse"),
         (lambda: fit_(stack(), ROWS, 1.5), "budget 1.5 is a fraction, but"),
         (lambda: fit_(stack(), ROWS, "50%", loss=3), "loss 3 is a int"),  # type: ignore[arg-type]
-        (lambda: fit_(stack(), ROWS, "50%", of="most"), "of 'most' is unknown, but a budget is of"),
         (
             lambda: fit_(stack().requires_grad_(False), ROWS, "50%"),
             "the model's output has no tensor that needs a gradient",
@@ -303,43 +301,6 @@ def test_blocks_below_stages_are_found_where_stages_do_not_fit() -> None:
     assert [region.path for region in blocks.regions] == paths
     assert ".blocks.2 (Block)" in str(blocks)
     assert blocks.peak_bytes <= none.smallest_bytes
-
-
-@pytest.mark.parametrize("share", [0.85, 0.5, 0.2])
-def test_budget_of_kept_bytes_is_of_what_a_forward_leaves(share: float) -> None:
-    """Measured again from outside; gradients are the plain ones."""
-    model, plain = stack(), stack()
-    found = fit_(model, BATCH, share, of="kept")
-    assert isinstance(found, InPlaceFit)
-    assert found.of == "kept"
-    assert found.budget_bytes == pytest.approx(share * found.plain_kept_bytes, abs=1)
-    assert found.kept_bytes <= found.budget_bytes
-    assert found.predicted_bytes == pytest.approx(found.kept_bytes, rel=0.02)
-    assert f"{found}".startswith("a forward leaves ")
-
-    def forward(one: nn.Module) -> int:
-        torch.manual_seed(0)
-        with profile(
-            activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
-        ) as seen:
-            out = one(**BATCH)["loss"]
-        del out
-        return sum(event.self_cpu_memory_usage for event in seen.key_averages())
-
-    assert forward(model) == pytest.approx(found.kept_bytes, rel=0.01)
-    assert forward(plain) == pytest.approx(found.plain_kept_bytes, rel=0.01)
-    assert all(map(torch.equal, training(model), training(plain)))
-
-
-def test_kept_bytes_that_cannot_be_had_are_told() -> None:
-    """As for the peak: the model is left, and what is said fits."""
-    model = stack()
-    found = fit_(model, BATCH, 1000, of="kept")
-    assert isinstance(found, Infeasible)
-    assert own_forwards(model) == []
-    again = fit_(model, BATCH, found.smallest_bytes, of="kept")
-    assert isinstance(again, InPlaceFit)
-    assert again.kept_bytes <= found.smallest_bytes < again.plain_kept_bytes / 2
 
 
 class Towers(nn.Module):

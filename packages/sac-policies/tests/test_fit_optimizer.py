@@ -124,11 +124,6 @@ def test_one_region_takes_an_optimizer_and_a_reserve() -> None:
         ("80%", {"reserve": 1.5}, r"reserve 1\.5 is a fraction, but"),
         ("80%", {"reserve": "much"}, r"size 'much' does not parse"),
         ("device", {}, r"budget 'device' is the memory .* device 'cpu' has no such number\. Pass"),
-        (
-            "80%",
-            {"of": "kept", "optimizer": optim.SGD([torch.ones(1, requires_grad=True)], lr=1.0)},
-            r"optimizer is given with of='kept', but",
-        ),
     ],
 )
 def test_what_cannot_be_counted_is_refused(budget: str, given: dict[str, Any], said: str) -> None:

@@ -95,11 +95,3 @@ def test_state_of_the_optimizer_and_shards_are_counted() -> None:
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
     assert f"optimizer state in host memory saves {format_size(2 * nbytes)}" in found.helps
     assert f"sharding over 2 ranks saves {format_size(2 * nbytes)} on each" in found.helps
-
-
-def test_kept_bytes_have_no_such_advice() -> None:
-    """Parameters and optimizers are no part of that budget."""
-    found = fit_(Model(), BATCH, 10, of="kept")
-    assert isinstance(found, Infeasible)
-    assert found.helps == ""
-    assert "divide the batch" in str(found)

@@ -14,14 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from sac_policies.budget._fit_in_place import _divisions, _Search
-from sac_policies.budget._intervals import (
-    KeptSteps,
-    Measured,
-    Steps,
-    forward_of,
-    kept_bytes,
-    marked,
-)
+from sac_policies.budget._intervals import Measured, Steps, marked
+from sac_policies.budget._levels import AGAIN
 from sac_policies.budget._measure import Interval, Marks, highest
 from sac_policies.budget._step import Step
 
@@ -89,7 +83,7 @@ def test_hooks_are_gone_after_an_error() -> None:
 
 def _search(model: nn.Module, step: Step) -> _Search:
     """Over the outermost blocks."""
-    return _Search(model, step, "peak", next(iter(_divisions(model, step))))
+    return _Search(model, step, next(iter(_divisions(model, step))))
 
 
 @pytest.mark.parametrize("kind", [Stack, nn.Sequential])
@@ -107,17 +101,14 @@ def test_every_mixture_takes_what_is_predicted(kind: Any) -> None:
     search = _search(model, Step("here", model, batch, None))
     intervals = [search._intervals(level) for level in range(search._levels)]
     steps = Steps([Block] * 4, [Measured(each) for each in intervals])
-    kept = KeptSteps([Block] * 4, [Measured(forward_of(each)) for each in intervals])
     rng = random.Random(0)
     for _ in range(12):
         choice = tuple(rng.randrange(search._levels) for _ in range(4))
         resident = search._step.resident()
         measured = search._measured(choice)
-        assert resident + steps.growth(choice) == pytest.approx(measured.peak, rel=0.02)
-        assert kept.growth(choice) == pytest.approx(measured.kept, rel=0.02)
+        assert resident + steps.growth(choice) == pytest.approx(measured, rel=0.02)
     for level, each in enumerate(intervals):
         assert steps.growth((level,) * 4) == highest(each)
-        assert kept.growth((level,) * 4) == kept_bytes(each)
     search.undo()
 
 
@@ -160,23 +151,17 @@ def test_what_others_hold_until_the_end_goes_by_the_region_that_made_it(freed: b
     assert any(each.freed for own in intervals for each in own)
     if not freed:
         intervals = [[replace(each, freed=None) for each in own] for own in intervals]
-    steps = Steps([Block] * 4, [Measured(each) for each in intervals], {3})
-    kept = KeptSteps([Block] * 4, [Measured(forward_of(each)) for each in intervals], {3})
-    for choice in [(0, 0, 0, 2), (2, 2, 2, 0), (3, 2, 1, 0), (0, 3, 0, 2)]:
+    steps = Steps([Block] * 4, [Measured(each) for each in intervals], {AGAIN})
+    for choice in [(0, 0, 0, 2), (1, 1, 1, 0), (2, 2, 1, 0), (0, 2, 0, 1)]:
         measured = search._measured(choice)
         foretold = search._step.resident() + steps.growth(choice)
-        assert foretold == pytest.approx(measured.peak, rel=0.02)
-        assert kept.growth(choice) == pytest.approx(measured.kept, rel=0.02)
+        assert foretold == pytest.approx(measured, rel=0.02)
     search.undo()
 
 
 @st.composite
 def synthetic(draw: st.DrawFn) -> tuple[Steps, int]:
-    """Steps of a few regions on a few levels, in which what backward leaves is always the same.
-
-    Peaks are looked at, or what forwards leave.
-    """
-    peaks = draw(st.booleans())
+    """Steps of a few regions on a few levels, in which what backward leaves is always the same."""
     count, levels = draw(st.integers(1, 4)), draw(st.integers(2, 3))
     size = st.integers(0, 20)
     head = Interval(None, draw(size), draw(size))
@@ -190,10 +175,7 @@ def synthetic(draw: st.DrawFn) -> tuple[Steps, int]:
         ns: dict[Any, int] = {(n, 0, True): 1000 * draw(size) for n in range(count)}
         head = Interval(None, head.grown, max(head.most, head.grown))
         measured.append(Measured([head, *first, *reversed(last)], [ns]))
-    if peaks:
-        return Steps(range(count), measured), levels
-    forwards = [Measured(one.intervals[: 1 + count], one.rounds) for one in measured]
-    return KeptSteps(range(count), forwards), levels
+    return Steps(range(count), measured), levels
 
 
 @settings(max_examples=300, deadline=None)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sac_policies import BudgetError
+from sac_policies.budget import Trace, TracedOp, TracedPack
 from sac_policies.budget._link import Direction, Link, Timing, beside_on, measure_link
 
 
@@ -29,13 +30,12 @@ class Simulated:
         return Timing(self.work + self.slows[direction] * copy, copy)
 
 
-def test_rates_and_slowdowns_are_found() -> None:
-    """Both directions, and what each costs the work beside it."""
+def test_rates_are_found() -> None:
+    """In both directions, beside the time of the work alone."""
     link = measure_link(Simulated(), most_bytes=1 << 34)
     assert link.out == pytest.approx(50e9, rel=0.01)
     assert link.back == pytest.approx(40e9, rel=0.01)
-    assert link.slows_out == pytest.approx(0.1, rel=1e-6)
-    assert link.slows_back == pytest.approx(0.05, rel=1e-6)
+    assert link.work_seconds == 0.1
 
 
 def test_copies_take_half_of_the_work() -> None:
@@ -62,13 +62,57 @@ def test_slow_rounds_do_not_count() -> None:
     assert link.back == pytest.approx(40e9, rel=0.01)
 
 
-def test_hidden_bytes_are_those_that_leave_and_return_in_time() -> None:
-    """The narrower of forward and backward decides."""
-    link = Link(out=10.0, back=5.0)
-    assert link.hidden_bytes(2.0, 10.0) == 20
-    assert link.hidden_bytes(2.0, 3.0) == 15
-    assert link.hidden_bytes(-1.0, 3.0) == 0
-    assert link.lead_seconds(10) == 2.0
+def traced(*values: tuple[int, int]) -> Trace:
+    """A block whose calls take that many nanoseconds, and make that many bytes which are saved."""
+    name = "aten.mm.default"
+    ops = [TracedOp(name, n, size, cost, ()) for n, (cost, size) in enumerate(values)]
+    packs = [TracedPack(name, n, 0, size) for n, (_, size) in enumerate(values)]
+    return Trace("ns", tuple(ops), tuple(packs))
+
+
+def hidden(link: Link, trace: Trace, input_bytes: int = 0) -> list[int]:
+    """Numbers of the calls whose values are offloaded."""
+    return [op for item in link.hidden(trace, input_bytes) for op in item.ops]
+
+
+SLOW = Link(out=1e9, back=1e9, work_seconds=100e-9)  # a byte in a nanosecond, a forward of 100
+
+
+def test_values_fill_what_a_forward_hides() -> None:
+    """Copies end with the forward exactly; a byte more does not fit."""
+    assert hidden(SLOW, traced((50, 50), (50, 50))) == [0]
+    assert hidden(SLOW, traced((50, 51), (50, 50))) == []
+    assert hidden(SLOW, traced((25, 25), (25, 25), (25, 25), (25, 1))) == [0, 1, 2]
+
+
+def test_values_made_late_do_not_leave_in_time() -> None:
+    """The last one has no work left to hide its copy."""
+    assert hidden(SLOW, traced((10, 1), (90, 1))) == [0]
+
+
+def test_inputs_leave_first() -> None:
+    """And take their share of the forward."""
+    assert hidden(SLOW, traced((50, 40), (50, 1)), input_bytes=60) == [0]
+    assert hidden(SLOW, traced((50, 40), (50, 1)), input_bytes=61) == []
+
+
+def test_dear_values_come_first() -> None:
+    """Work that is saved for each byte decides."""
+    assert hidden(SLOW, traced((10, 60), (30, 60), (60, 1))) == [1]
+
+
+def test_slow_way_back_hides_less() -> None:
+    """Copies back have the backward of the block after, which takes two forwards."""
+    values = traced((10, 40), (10, 30), (80, 1))
+    assert hidden(SLOW, values) == [0, 1]
+    assert hidden(Link(1e9, 0.34e9, 100e-9), values) == [1]
+
+
+def test_times_are_those_of_the_forward() -> None:
+    """Single operators are timed with waits, and take longer together."""
+    values = traced((500, 50), (500, 50))
+    assert hidden(SLOW, values) == [0]
+    assert hidden(Link(1e9, 1e9, 50e-9), values) == []
 
 
 def test_work_without_time_is_an_error() -> None:
@@ -99,4 +143,4 @@ def test_link_of_an_accelerator_is_measured() -> None:
     work()
     link = measure_link(beside_on(device, work), most_bytes=1 << 22)
     assert link.out > 0 and link.back > 0
-    assert link.hidden_bytes(1.0, 1.0) > 0
+    assert link.work_seconds > 0

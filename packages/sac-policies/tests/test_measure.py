@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any, ClassVar
-
 import pytest
 import torch
 
-from sac_policies import BudgetError
-from sac_policies.budget import _measure, measure_host_bandwidth
 from sac_policies.budget._measure import peak_growth, storage_bytes
 
 CPU = torch.device("cpu")
 MIB = 2**20
-SIM: Any = getattr(torch, "simdev", None)
-simulated = [
-    pytest.mark.accelerator,
-    pytest.mark.skipif(SIM is None, reason="needs the simulated device, whose time is known"),
-]
 
 
 def test_peak_counts_what_is_alive_at_once() -> None:
@@ -69,7 +58,7 @@ def test_peak_ignores_what_an_earlier_measurement_left() -> None:
 def test_measuring_makes_no_object_of_each_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Allocations are read from the trace: torch's own view of it takes longer than small steps."""
 
-    def refused(*_: object, **__: object) -> list[Any]:
+    def refused(*_: object, **__: object) -> list[object]:
         raise AssertionError("the trace was parsed")
 
     monkeypatch.setattr("torch.autograd.profiler.profile._parse_kineto_results", refused)
@@ -93,47 +82,3 @@ def test_cuda_peak_counts_what_is_alive_at_once() -> None:
         _recipes = [torch.empty(MIB, dtype=torch.uint8, device=device) for _ in range(3)]
 
     assert 3 * MIB <= peak_growth(together, device=device) < 4 * MIB
-
-
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
-def test_bandwidth_without_an_accelerator_is_refused() -> None:
-    """With what to do instead."""
-    with pytest.raises(
-        BudgetError, match=r"device None is not an accelerator of this machine.*pass a number"
-    ):
-        measure_host_bandwidth()
-
-
-def test_bandwidth_on_a_build_for_cards_without_a_card_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Such a build names its accelerator wherever it runs."""
-
-    def named(check_available: bool = False) -> torch.device | None:
-        return None if check_available else torch.device("cuda")
-
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", named)
-    for device in (None, "cuda", "cuda:0"):
-        with pytest.raises(BudgetError, match=r"not an accelerator of this machine.*pass a number"):
-            measure_host_bandwidth(device)
-
-
-@pytest.fixture
-def virtual(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
-    """The simulated device, on which kernels and copies take 100 us each, by the clock too."""
-    SIM.reset()
-    SIM.simulate(virtual=True, kernel_us=100, copy_us=100)
-    clock = SimpleNamespace(perf_counter=lambda: SIM.host_us() / 1e6)
-    monkeypatch.setattr(_measure, "time", clock)
-    yield torch.device("simdev", 0)
-    SIM.reset()
-
-
-class TestTimeOfADevice:
-    """Ends where the device is done, and not where the host has asked for it."""
-
-    pytestmark: ClassVar = simulated
-
-    def test_bandwidth_is_that_of_copies_that_are_done(self, virtual: torch.device) -> None:
-        """There and back, 64 MiB in 100 us each."""
-        assert measure_host_bandwidth(virtual) == pytest.approx(64 * MIB / 100e-6)

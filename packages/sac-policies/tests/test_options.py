@@ -51,12 +51,6 @@ def test_first_step_of_a_region_notices_changes_past_version_counters() -> None:
             changed(lambda x: run(x, determinism_check="bits"))
 
 
-def test_without_a_check_changes_past_version_counters_go_unnoticed() -> None:
-    """In the first step, too."""
-    body = Body()
-    assert changed(lambda x: checkpoint(body, x, policy=recompute_all(), **UNCHECKED)) is not None
-
-
 def test_changes_that_a_version_counter_shows_are_noticed_all_the_same() -> None:
     """As autograd's own check does."""
     given = leaf() * 1.0

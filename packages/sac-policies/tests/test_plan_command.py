@@ -14,6 +14,8 @@ from sac_policies.__main__ import main
 from sac_policies._errors import BudgetError
 from sac_policies.budget._checkpointed import Checkpointed
 from sac_policies.budget._measure import peak_growth, storage_bytes
+from sac_policies.plan import _alike
+from sac_policies.plan._alike import Blocks
 from sac_policies.plan._devices import DEVICES, Device, device_named
 from sac_policies.plan._model import parse_tokens
 from sac_policies.plan._plan import _POLICIES, OFFLOADED, PLAIN, estimate
@@ -74,6 +76,26 @@ def test_estimates_agree_with_steps_of_an_h200(tmp_path: Path) -> None:
         step = found.uniform[level]
         assert step.peak_bytes / 2**20 == pytest.approx(mib, rel=0.02), level
         assert step.seconds * 1e3 == pytest.approx(ms, rel=0.15), level
+
+
+@pytest.mark.parametrize("function", ["build", "build_stack"])
+def test_equal_blocks_need_not_run(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step takes is the same to the byte, with a few forwards of as many equal blocks."""
+    source = SUBJECT.replace(":build", f":{function}")
+    sizes = []
+
+    def counted(blocks: Blocks) -> Any:
+        sizes.append(len(blocks.modules) - len(blocks.like))
+        return standing_in(blocks)
+
+    standing_in = Blocks.standing_in
+    monkeypatch.setattr(Blocks, "standing_in", counted)
+    few = estimate(source, no_workspace(), (4, 512)).uniform
+    monkeypatch.setattr(_alike, "_REAL", 100)
+    everything = estimate(source, no_workspace(), (4, 512)).uniform
+    assert few == everything
+    depth = {"build": 4, "build_stack": 8}[function]
+    assert sizes == 3 * [{"build": 3, "build_stack": 5}[function]] + 3 * [depth]
 
 
 def test_levels_are_ordered_and_offload_keeps_no_inputs() -> None:

@@ -28,13 +28,6 @@ class Fresh(nn.Module):
         return self.function(*args)
 
 
-def write(t, w, cache):
-    """Write to a buffer."""
-    cache.buffer[cache.count : cache.count + 4] = t @ w
-    cache.count += 4
-    return cache.buffer.sin().exp()
-
-
 def clamped_before_two_readers(t, write):
     """Both readers save the value."""
     h = t @ t

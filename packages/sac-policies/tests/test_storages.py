@@ -21,21 +21,6 @@ def test_views_have_the_key_of_their_base_and_copies_do_not():
     assert len(set(map(storage_key, empties))) == 2
 
 
-def test_key_without_the_private_name_is_the_address_of_the_data():
-    """Views that start elsewhere have the address of their storage, not of their data."""
-
-    class Bare:
-        def __init__(self, tensor):
-            self.untyped_storage = lambda: Storage(tensor)
-
-    class Storage:
-        def __init__(self, tensor):
-            self.data_ptr = tensor.untyped_storage().data_ptr
-
-    tensor = torch.ones(4)
-    assert storage_key(Bare(tensor[1:])) == tensor.data_ptr()
-
-
 EYE = torch.eye(4)
 OPAQUE = {
     "coo": lambda: EYE.to_sparse(),

@@ -1,48 +1,12 @@
-"""Private torch names: present on this torch, or the package does without."""
+"""Private names of torch do what the package needs of them."""
 
 from __future__ import annotations
-
-import importlib.util
-import sys
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sac_policies import _torch_compat as compat
-from sac_policies._tensors import tensors_in
-from sac_policies._torch_compat import _storages
-
-
-@pytest.fixture
-def without(monkeypatch):
-    """Load the compat file again as a torch without one private name would."""
-
-    def load(*names):
-        folders = list(compat.__path__)
-        spec = importlib.util.spec_from_file_location(
-            "compat_without", compat.__file__, submodule_search_locations=folders
-        )
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, "compat_without", module)
-        monkeypatch.setitem(sys.modules, "compat_without._storages", _storages)
-        spec.loader.exec_module(module)
-        monkeypatch.setattr(module, "_torch", {**module._torch, **dict.fromkeys(names)})
-        return module
-
-    return load
-
-
-def test_hooks_are_found(without):
-    """The innermost saved-tensor hooks are returned, None without any."""
-    assert compat.saved_tensor_hooks() is None
-
-    def pack(tensor):
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, pack):
-        assert compat.saved_tensor_hooks() == (pack, pack)
-        assert without("top_hooks").saved_tensor_hooks() is None
 
 
 def test_alias_shares_the_version_counter_below_autograd():
@@ -73,20 +37,16 @@ def test_alias_shares_the_version_counter():
     assert not held.requires_grad
 
 
-def test_storage_key_is_that_of_the_storage():
-    """A view shares it; another empty tensor does not."""
-    tensor, empty, other = torch.ones(4), torch.ones(0), torch.ones(0)
-    assert compat.storage_key(tensor) == compat.storage_key(tensor[1:])
-    assert compat.storage_key(empty) != compat.storage_key(other)
+def test_missing_name_is_refused_in_one_sentence():
+    """With the versions that have it."""
+    with pytest.raises(ImportError, match=r"needs torch\._C\.gone, which torch .* between 2\.9"):
+        compat.find("_C.gone")
 
 
-def test_nothing_is_traced_here(without):
+def test_nothing_is_traced_here():
     """Eager code is not traced, and there is no graph."""
     assert not compat.is_traced()
     assert compat.traced_graph() is None
-    for name in ("mode_of_key", "mode_keys"):
-        assert not without(name).is_traced()
-        assert without(name).traced_graph() is None
 
 
 def test_traced_graph_is_the_one_being_recorded():
@@ -105,47 +65,17 @@ def test_traced_graph_is_the_one_being_recorded():
     assert sizes == [2]
 
 
-def test_func_transform_is_seen(without):
-    """torch.func.grad is noticed where torch tells."""
+def test_func_transform_is_seen():
+    """Inside torch.func.grad, and not after it."""
     seen = []
 
     def function(x):
-        seen.append((compat.in_func_transform(), without("functorch_level").in_func_transform()))
+        seen.append(compat.in_func_transform())
         return x.sum()
 
     torch.func.grad(function)(torch.ones(2))
-    assert seen == [(True, False)]
+    assert seen == [True]
     assert not compat.in_func_transform()
-
-
-def test_operators_are_listed(without):
-    """Registered names have a namespace; without the list there are no suggestions."""
-    assert "aten::mm" in set(compat.registered_operators())
-    assert not list(without("op_names").registered_operators())
-
-
-def test_dispatch_is_installed_either_way(without):
-    """A mode works with its code marked, and with torch's wrapper."""
-    for module in (compat, *map(without, ("set_strategy", "strategy", "action"))):
-
-        class Mode(torch.utils._python_dispatch.TorchDispatchMode):
-            pass
-
-        calls = []
-
-        def dispatch(self, op, types, args=(), kwargs=None, calls=calls):
-            calls.append(str(op))
-            return op(*args, **(kwargs or {}))
-
-        module.install_dispatch(Mode, dispatch)
-        with Mode():
-            torch.ones(2).sin()
-        assert calls == ["aten.ones.default", "aten.sin.default"]
-
-
-def test_no_module_is_running_here():
-    """Outside of tracing there is no module path."""
-    assert compat.running_modules() == ""
 
 
 def test_running_module_is_the_innermost(monkeypatch):
@@ -155,28 +85,17 @@ def test_running_module_is_the_innermost(monkeypatch):
     assert compat.running_modules() == "layers.0"
 
 
-def test_there_is_no_backward_outside_of_one(without):
-    """As torch has it, and where it cannot tell."""
-    assert compat.backward_id() == without("backward_id").backward_id() == -1
+def test_there_is_no_backward_outside_of_one():
+    """Nothing can be called at its end."""
+    assert compat.backward_id() == -1
     assert not compat.after_backward(lambda: None)
 
 
-def test_tensors_are_found_in_nested_containers(without):
-    """In order, and without torch's own function in tuples, lists and dicts."""
-    one, two, three = torch.ones(1), torch.ones(2), torch.ones(3)
-    nested = {"a": [one, (two, "text")], "b": three, "c": None}
-    for module in (compat, without("tree_leaves")):
-        leaves = module.tree_leaves(nested)
-        assert [t.numel() for t in leaves if isinstance(t, torch.Tensor)] == [1, 2, 3]
-    assert [t.numel() for t in tensors_in(nested)] == [1, 2, 3]
-
-
-def test_fake_tensors_have_no_data(without):
-    """They are told apart where torch names them."""
+def test_fake_tensors_have_no_data():
+    """Others have."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
         fake = torch.ones(2)
     assert compat.is_fake(fake)
     assert not compat.is_fake(torch.ones(2))
-    assert not without("fake_tensor").is_fake(fake)

@@ -72,7 +72,6 @@ def _offloaded(block):
 # Each is applied to every block of the model.
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "offload": offload_,
-    "offload, two calls kept": lambda block: offload_(block, keep_last=2),
     "checkpoint + offload": lambda block: offload_(checkpoint_(block)),
     "offload by policy": _offload,
     "replay": _replay,
@@ -88,7 +87,6 @@ SHARDED: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 COPIES_OUT = {
     "offload",
-    "offload, two calls kept",
     "checkpoint + offload",
     "offload by policy",
     "sharded + offload",

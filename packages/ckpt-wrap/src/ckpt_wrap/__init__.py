@@ -7,7 +7,7 @@ Example:
     >>> block(torch.ones(1, 4)).sum().backward()
 """
 
-from ckpt_wrap._ambient import is_checkpointing, is_recomputing
+from ckpt_wrap._ambient import is_recomputing
 from ckpt_wrap._apply import apply_activation_checkpointing
 from ckpt_wrap._errors import (
     CkptWrapError,
@@ -20,8 +20,7 @@ from ckpt_wrap._errors import (
 from ckpt_wrap._in_place import checkpoint_, offload_, offload_stats, unwrap
 from ckpt_wrap._layers import checkpoint_layers_
 from ckpt_wrap._offloaded_storage import OffloadStats
-from ckpt_wrap._options import CheckpointImpl, OffloadOptions
-from ckpt_wrap._plan import Plan, Step, make_plan
+from ckpt_wrap._options import CheckpointImpl
 from ckpt_wrap._wrapper import (
     PREFIX,
     WRAPPED_MODULE,
@@ -29,7 +28,6 @@ from ckpt_wrap._wrapper import (
     CheckpointWrapper,
     OffloadWrapper,
     checkpoint_wrapper,
-    clean_name,
     clean_state_dict,
     offload_wrapper,
 )
@@ -41,23 +39,17 @@ __all__ = [
     "CkptWrapError",
     "ModuleError",
     "OffloadError",
-    "OffloadOptions",
     "OffloadStats",
     "OffloadWrapper",
     "OptionError",
-    "Plan",
     "PolicyError",
     "RecomputeError",
-    "Step",
     "apply_activation_checkpointing",
     "checkpoint_",
     "checkpoint_layers_",
     "checkpoint_wrapper",
-    "clean_name",
     "clean_state_dict",
-    "is_checkpointing",
     "is_recomputing",
-    "make_plan",
     "offload_",
     "offload_stats",
     "offload_wrapper",

@@ -10,22 +10,16 @@ import contextlib
 import functools
 import threading
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from ckpt_wrap._torch_compat import may_have_function_mode
 
 
-class Asked(Protocol):
-    """State of a forward that remembers whether the forward called `is_recomputing()`."""
-
-    asked: bool
-
-
 class _Phase(threading.local):
-    recomputing = 0
-    runs: tuple[Asked, ...] = ()  # of the forwards that are running
+    forwards = 0  # checkpointed forwards that are running
+    recomputations = 0
 
 
 _phase = _Phase()
@@ -34,51 +28,43 @@ _phase = _Phase()
 def is_recomputing() -> bool:
     """Whether the current thread is running a checkpointed module again, for its backward.
 
-    Always False in compiled code, which is the same in both runs.
+    For counters and logs. Buffers need no guard: a write to a buffer that recomputation leaves out
+    is missing where forward reads the buffer after it. Always False in compiled code, which is the
+    same in both runs.
 
     Example:
         >>> is_recomputing()
         False
     """
-    if torch.compiler.is_compiling():
-        return False
-    for run in _phase.runs:
-        run.asked = True
-    return _phase.recomputing > 0
+    return not torch.compiler.is_compiling() and _phase.recomputations > 0
 
 
 def is_checkpointing() -> bool:
-    """Whether the current thread is running a checkpointed module, for the first time or again.
+    """Whether this thread runs a checkpointed module, for the first time or again.
 
-    Tensors that autograd saves there are not kept for backward. Outside a checkpointed module, and
-    in one that is called without gradients, this is False.
-
-    Example:
-        >>> is_checkpointing()
-        False
+    Tensors that autograd saves there are not kept for backward.
     """
-    return bool(_phase.runs) or _phase.recomputing > 0
+    return _phase.forwards > 0 or _phase.recomputations > 0
 
 
 @contextlib.contextmanager
-def first_run(run: Asked) -> Iterator[None]:
-    """Context of a checkpointed forward: `run.asked` is set when it calls `is_recomputing()`."""
-    outer = _phase.runs
-    _phase.runs = (run, *outer)
+def first_run() -> Iterator[None]:
+    """Context of a checkpointed forward."""
+    _phase.forwards += 1
     try:
         yield
     finally:
-        _phase.runs = outer
+        _phase.forwards -= 1
 
 
 @contextlib.contextmanager
 def second_run() -> Iterator[None]:
     """Context of a recomputation."""
-    _phase.recomputing += 1
+    _phase.recomputations += 1
     try:
         yield
     finally:
-        _phase.recomputing -= 1
+        _phase.recomputations -= 1
 
 
 RngStates = tuple[tuple[torch.device | torch.Generator, torch.Tensor], ...]
@@ -113,7 +99,7 @@ def capture(
 
 @contextlib.contextmanager
 def replay(ambient: AmbientState) -> Iterator[None]:
-    """Run the body as if it were the forward, then put everything back."""
+    """Run the body in this state, then put the present one back."""
     now = _rng_states(source for source, _ in ambient.rng[1:])
     with contextlib.ExitStack() as stack:
         if ambient.rng:
@@ -131,7 +117,7 @@ _CPU = torch.device("cpu")
 
 
 def _rng_states(sources: Iterable[torch.device | torch.Generator]) -> RngStates:
-    """The random state of the CPU, and then those of other devices and of generators."""
+    """The random state of the CPU, then those of other devices and of generators."""
     states: list[Any] = [(_CPU, torch.default_generator.get_state())]
     for source in sources:
         if isinstance(source, torch.Generator):

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from ckpt_wrap._errors import (
-    ModuleError,
-    OptionError,
-    PolicyError,
-    about,
-    describe,
-    require_module,
-    takes,
-)
-from ckpt_wrap._in_place import behaviour, put_back, set_name
-from ckpt_wrap._plan import count_elements
+from ckpt_wrap._errors import ModuleError, PolicyError, about, describe, require_module
+from ckpt_wrap._in_place import set_name
 from ckpt_wrap._torch_compat import edges, is_torch_policy, run_torch_policy
 from ckpt_wrap._wrapper import ActivationWrapper, checkpoint_wrapper
 
@@ -40,7 +31,7 @@ def apply_activation_checkpointing(
 
     The model itself is never wrapped. A module found in several places is wrapped once,
     and all places get the same wrapper. A module that has this kind of wrapper keeps the one it
-    has. If anything raises, no module is wrapped.
+    has. All wrappers are made before the first is put in its place.
 
     Args:
         model: the model to change.
@@ -51,8 +42,7 @@ def apply_activation_checkpointing(
 
     Raises:
         ModuleError: `model`, or what `checkpoint_wrapper_fn` returns, is not an `nn.Module`.
-        OptionError: `checkpoint_wrapper_fn` or `check_fn` is not a function of a module.
-        PolicyError: `auto_wrap_policy` is neither.
+        PolicyError: `check_fn` or `auto_wrap_policy` is not one of the above.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
@@ -61,29 +51,23 @@ def apply_activation_checkpointing(
         ('CheckpointWrapper', 'ReLU')
     """
     require_module(model, "apply_activation_checkpointing")
-    for option, value in (("checkpoint_wrapper_fn", checkpoint_wrapper_fn), ("check_fn", check_fn)):
-        # A module is callable, and a module class in the place of `check_fn` would be constructed.
-        wrong = option == "check_fn" and (isinstance(value, type) or not takes(value, model))
-        if not callable(value) or isinstance(value, nn.Module) or wrong:
-            raise OptionError(
-                f"ckpt_wrap.apply_activation_checkpointing: option {option!r} is {value!r}, but "
-                "it must be a function of a module. Pass such a function."
-            )
+    if not callable(check_fn) or isinstance(check_fn, type):
+        raise PolicyError(
+            f"ckpt_wrap.apply_activation_checkpointing: option 'check_fn' is {check_fn!r}, but it "
+            "must be a function of a module. Pass such a function."
+        )
     targets = _select(model, check_fn, auto_wrap_policy)
     names = {module: name for name, module in model.named_modules()}
     wrappers: dict[nn.Module, nn.Module] = {}
-    with contextlib.ExitStack() as undo:
-        for module, options in targets.items():
-            undo.callback(put_back, module, type(module), behaviour(module))
-            with about(f"module {describe(module, names[module])}"):
-                wrappers[module] = checkpoint_wrapper_fn(module, **options)
-            if not isinstance(wrappers[module], nn.Module):
-                raise ModuleError(
-                    "ckpt_wrap.apply_activation_checkpointing: option 'checkpoint_wrapper_fn' "
-                    f"returned {wrappers[module]!r} for module {names[module]!r}, but it must "
-                    "return an nn.Module. Return the wrapped module."
-                )
-        undo.pop_all()
+    for module, options in targets.items():
+        with about(f"module {describe(module, names[module])}"):
+            wrappers[module] = checkpoint_wrapper_fn(module, **options)
+        if not isinstance(wrappers[module], nn.Module):
+            raise ModuleError(
+                "ckpt_wrap.apply_activation_checkpointing: option 'checkpoint_wrapper_fn' "
+                f"returned {wrappers[module]!r} for module {names[module]!r}, but it must "
+                "return an nn.Module. Return the wrapped module."
+            )
     _replace(model, wrappers)
     for module, wrapper in wrappers.items():
         set_name(wrapper, names[module])
@@ -119,7 +103,8 @@ def _select_bottom_up(model: nn.Module, policy: Callable[..., bool]) -> Targets:
 
     def visit(module: nn.Module) -> int:
         if module not in wrapped_numel:
-            wrapped_numel[module] = decide(module, count_elements(module))
+            numel = sum(p.numel() for p in module.parameters() if not is_lazy(p))
+            wrapped_numel[module] = decide(module, numel)
         return wrapped_numel[module]
 
     def decide(module: nn.Module, numel: int) -> int:

@@ -8,9 +8,6 @@
 | `torch.compile` traces | `torch.utils.checkpoint`, which the compiler knows; after a graph \
 break inside the function the call runs in eager mode, the function with it |
 | `torch.func` transforms the call | the function, as it is |
-| `REENTRANT`, and an input or a tensor of the module requires grad | `torch.utils.checkpoint` \
-over all tensors of the call |
-| `debug=True` | `torch.utils.checkpoint`, which can print operators |
 | otherwise | a `Region` |
 
 A region follows these rules:
@@ -32,26 +29,23 @@ A region follows these rules:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import CheckpointFunction, noop_context_fn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import noop_context_fn
 
 from ckpt_wrap._ambient import capture, first_run, replay, second_run
-from ckpt_wrap._arguments import Arguments
-from ckpt_wrap._errors import OptionError, RecomputeError, Where, owner
+from ckpt_wrap._arguments import Arguments, warn_if_grown
+from ckpt_wrap._errors import RecomputeError, describe, owner
 from ckpt_wrap._module_state import ModuleState
-from ckpt_wrap._options import CheckpointImpl, CheckpointOptions
+from ckpt_wrap._options import CheckpointOptions
 from ckpt_wrap._torch_compat import (
     Saved,
     active_transform,
     bypass_hooks,
-    debug_override,
     early_stop_override,
     is_custom_node,
     is_exporting,
@@ -73,13 +67,10 @@ class Checkpoint:
     All further arguments are the function's own.
     """
 
-    __slots__ = ("made_by", "name", "options")
+    __slots__ = ("name", "options")
 
-    def __init__(
-        self, options: CheckpointOptions, made_by: str = "checkpoint_", name: str = ""
-    ) -> None:
+    def __init__(self, options: CheckpointOptions, name: str = "") -> None:
         self.options = options
-        self.made_by = made_by  # the function the user called; for messages
         self.name = name  # of the module, where it is known; for messages
 
     @never_compiled
@@ -98,17 +89,14 @@ class Checkpoint:
     def _in_eager_mode(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        where, override = Where(function, self.name, self.made_by), debug_override()
-        call = Call(function, args, kwargs, self.options, where)
-        if call.options.impl is CheckpointImpl.REENTRANT:
-            return _reentrant(call, args, kwargs)
-        if call.options.debug if override is None else override:
-            return _with_debug(call, args, kwargs)
+        call = Call(function, args, kwargs, self.options, describe(function, self.name))
         region = Region(call)
         call.begin()
         with region.hooks():
             result = call.first(args, kwargs)
             region.finished = True
+        if region.saved_something and call.arguments.can_change:
+            warn_if_grown(args, kwargs, call.known(), call.where)
         call.end(keep=region.saved_something)
         return result
 
@@ -137,7 +125,7 @@ def _under_compile(
         by_position(function, len(args), tuple(kwargs)),
         *args,
         *kwargs.values(),
-        use_reentrant=options.impl is CheckpointImpl.REENTRANT,
+        use_reentrant=False,
         preserve_rng_state=options.preserve_rng_state,
         **extra,
     )
@@ -150,13 +138,13 @@ class Call:
         "_ambient",
         "_live",
         "_saved",
+        "_state",
         "_versions",
         "arguments",
         "contexts",
         "function",
         "module",
         "options",
-        "state",
         "where",
     )
 
@@ -166,17 +154,16 @@ class Call:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         options: CheckpointOptions,
-        where: Where,
+        where: str,
     ) -> None:
         self.function = function
-        self.where = where
+        self.options = options
+        self.where = where  # the module, for messages
         self.module = owner(function)
         self.arguments = Arguments(args, kwargs)
-        if options.impl is CheckpointImpl.REENTRANT and not self._finds_gradients():
-            options = replace(options, impl=CheckpointImpl.NO_REENTRANT)
-        self.options = options
-        self.contexts = _contexts(options, where)
-        self.state = ModuleState(self.module, where, own_hooks=function is self.module)
+        self.contexts = options.context_fn()
+        bypass_hooks(self.contexts[0])
+        self._state = ModuleState(self.module, where, own_hooks=function is self.module)
         self._ambient = capture(
             self.arguments.tensors,
             self.arguments.generators,
@@ -186,26 +173,29 @@ class Call:
         self._versions: list[int] = []
         self._saved: list[Saved | None] = []  # None: changed by forward
 
-    def begin(self) -> list[torch.Tensor]:
-        """Forward starts: note the state of the inputs, which are returned, and of the module."""
-        self._live = self.arguments.tensors + self.state.begin()
+    def begin(self) -> None:
+        """Forward starts: note the state of the inputs and of the module."""
+        self._live = self.arguments.tensors + self._state.begin()
         self._versions = [version_of(tensor) for tensor in self._live]
-        return self._live
 
     def first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make the call as forward."""
-        with self.contexts[0], first_run(self.state):
+        with self.contexts[0], first_run():
             return self.function(*args, **kwargs)
         raise RecomputeError(
-            f"ckpt_wrap.{self.where.made_by}: option 'context_fn' gave a forward context that "
+            "ckpt_wrap.checkpoint_: option 'context_fn' gave a forward context that "
             f"suppressed an exception of module {self.where}, but then there is no result. "
             "Let exceptions pass."
         )
 
+    def known(self) -> set[int]:
+        """Ids of the inputs, while forward runs."""
+        return set(map(id, self._live or ()))
+
     def end(self, *, keep: bool) -> None:
         """Forward has ended: keep what recomputation needs, or nothing."""
         tensors, self._live, self.arguments.tensors = self._live or [], None, []
-        self.state.end(keep=keep)
+        self._state.end(keep=keep)
         if not keep:
             self.arguments = Arguments((), {})
             return
@@ -215,21 +205,16 @@ class Call:
                 unchanged = version_of(tensor) == version
                 once[id(tensor)] = save_tensor(tensor) if unchanged else None
             self._saved.append(once[id(tensor)])
-        self.arguments.end(tensors, self.where)
 
     @never_compiled_inside
-    def again(self, tensors: Sequence[torch.Tensor] | None = None) -> Any:
-        """Make the call as recomputation, in the ambient state it had.
-
-        Args:
-            tensors: instead of the inputs, those that torch's reentrant checkpoint detached.
-        """
-        inputs = self.inputs() if tensors is None else tensors
-        args, kwargs = self.arguments.filled(inputs, self.where, rebuild=tensors is not None)
+    def again(self) -> Any:
+        """Make the call as recomputation, in the ambient state it had."""
+        inputs = self._inputs()
+        args, kwargs = self.arguments.filled(inputs)
         first_hook = next_hook_number()
         try:
             with (
-                self.state.put_in(inputs),
+                self._state.put_in(inputs),
                 replay(self._ambient),
                 self.contexts[1],
                 second_run(),
@@ -238,23 +223,9 @@ class Call:
         finally:
             # Forward has registered its hooks already. Ended early, recomputation cannot have
             # removed them itself.
-            remove_hooks(range(first_hook, next_hook_number()), list(inputs), self.module)
+            remove_hooks(range(first_hook, next_hook_number()), inputs, self.module)
 
-    def _finds_gradients(self) -> bool:
-        """Whether an input, or a tensor that can be found in the module, requires grad."""
-        modules = () if self.module is None else self.module.modules()
-        places = [
-            place.values()
-            for module in modules
-            for place in (module._parameters, module._buffers, vars(module))
-        ]
-        return self.module is None or any(
-            isinstance(tensor, torch.Tensor) and tensor.requires_grad
-            for place in (self.arguments.tensors, *places)
-            for tensor in place
-        )
-
-    def inputs(self) -> list[torch.Tensor]:
+    def _inputs(self) -> list[torch.Tensor]:
         """The inputs of recomputation.
 
         Raises:
@@ -273,97 +244,10 @@ class Call:
                 raise
             cause = error
         raise RecomputeError(
-            f"ckpt_wrap.{self.where.made_by}: an input of module {self.where} has been modified by "
+            f"ckpt_wrap.checkpoint_: an input of module {self.where} has been modified by "
             "an inplace operation since the forward, but recomputation needs it as it was. Change "
             "a clone of it, or change it after backward."
         ) from cause
-
-
-def _contexts(
-    options: CheckpointOptions, where: Where
-) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The contexts that `context_fn` returns for one call."""
-    made = options.context_fn()
-    try:
-        forward_context, context = made
-    except (TypeError, ValueError):
-        raise OptionError(
-            f"ckpt_wrap.{where.made_by}: option 'context_fn' of module {where} returned "
-            f"{made!r}, but it must return two context managers. Return one for forward and "
-            "one for recomputation."
-        ) from None
-    bypass_hooks(forward_context)
-    return forward_context, context
-
-
-def _with_debug(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The call in torch's checkpoint, which prints the operators of both runs."""
-    first = [(args, kwargs)]  # taken out, so that the closure does not keep the inputs
-
-    def run() -> Any:
-        if not first:
-            return call.again()
-        call.begin()
-        return call.first(*first.pop())
-
-    result = torch_checkpoint(
-        run,
-        use_reentrant=False,
-        preserve_rng_state=False,  # the call does it
-        determinism_check=call.options.determinism_check,
-        debug=True,
-        early_stop=call.options.early_stop,
-    )
-    call.end(keep=True)  # here, where the hooks of torch's checkpoint do not see it
-    return result
-
-
-class _Reentrant(CheckpointFunction):
-    """Torch's reentrant checkpoint, with an error that names the module of a changed input."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Call, *args: Any) -> Any:
-        ctx.call = call
-        return CheckpointFunction.forward(ctx, *args)
-
-    @staticmethod
-    @never_compiled_inside
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        ctx.call.inputs()
-        return (None, *CheckpointFunction.backward(ctx, *grads))
-
-
-def _reentrant(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The call in torch's reentrant checkpoint.
-
-    Torch sees tensors only where they are arguments or results themselves. So all tensors of the
-    call are handed over one by one, and put back into place inside.
-    """
-    first = [(args, kwargs)]
-    results: list[Arguments] = []
-    looks: list[list[Any]] = []
-
-    def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        if first:
-            results.append(result := Arguments([call.first(*first.pop())], {}))
-            call.end(keep=True)
-        else:
-            result = Arguments([call.again(tensors[:count])], {})
-        looks.append([(t.shape, t.dtype, t.device) for t in result.tensors])
-        if looks[-1] != looks[0] and call.options.determinism_check != "none":
-            raise RecomputeError(
-                f"ckpt_wrap.{call.where.made_by}: the result of module {call.where} is {looks[-1]} "
-                f"in recomputation, but was {looks[0]} in forward. "
-                "Make its forward depend on its inputs only."
-            )
-        return tuple(result.tensors)
-
-    inputs = call.begin()
-    count = len(inputs)
-    # Torch's checkpoint has no backward where no input requires grad, as for a first layer.
-    anchor = () if any(t.requires_grad for t in inputs) else (torch.empty(0, requires_grad=True),)
-    tensors = _Reentrant.apply(call, run, False, *inputs, *anchor)  # the call replays random state
-    return results.pop().filled(tensors, call.where, rebuild=True)[0][0]
 
 
 Metadata = tuple[torch.Size, torch.dtype, torch.device, str | None]
@@ -396,19 +280,19 @@ class Region:
     __slots__ = (
         "_call",
         "_check",
-        "_early_stop",
         "_metadata",
         "_node",
         "_slots",
         "_unwritten",
         "finished",
+        "stops_early",
     )
 
     def __init__(self, call: Call) -> None:
         override = early_stop_override()
         self._call = call
         self._check = call.options.determinism_check != "none"
-        self._early_stop = call.options.early_stop if override is None else override
+        self.stops_early = call.options.early_stop if override is None else override
         self._slots: list[weakref.ref[SavedSlot]] = []
         self._metadata: list[Metadata] = []
         self._node = -1  # number of the node that saved last
@@ -438,20 +322,15 @@ class Region:
             self._recompute()
         value, slot.value = slot.value, None
         if value is None:
-            raise self._error("fewer", len(self._slots))
+            raise self.error("fewer", len(self._slots))
         return value
 
-    def _error(self, less_or_more: str, expected: int) -> RecomputeError:
-        where = self._call.where
+    def error(self, found: int | str, expected: int) -> RecomputeError:
+        """Recomputation saved another number of tensors."""
         return RecomputeError(
-            f"ckpt_wrap.{where.made_by}: module {where} saved {less_or_more} tensors in "
-            f"recomputation than the {expected} of its forward, but the two must be the same. "
-            "Make its forward depend on its inputs only."
+            f"ckpt_wrap.checkpoint_: module {self._call.where} saved {found} tensors in "
+            f"recomputation, but {expected} in forward. Make its forward depend on its inputs only."
         )
-
-    def stops_early(self) -> bool:
-        """Whether recomputation ends at the last tensor that forward saved."""
-        return self._early_stop and not self._call.state.asked
 
     @property
     def last_may_be_unwritten(self) -> bool:
@@ -495,7 +374,7 @@ class _SecondRun:
         if index >= self._expected:
             return self._beyond(tensor)
         self._hand_over(index, tensor)
-        is_last = self._seen == self._expected and self._region.stops_early()
+        is_last = self._seen == self._expected and self._region.stops_early
         if is_last and not self._region.last_may_be_unwritten:
             self.stopped = True
             raise EnoughRecomputed
@@ -517,20 +396,20 @@ class _SecondRun:
     def _mismatch(self, index: int, found: Metadata, wanted: Metadata) -> RecomputeError:
         where = self._region._call.where
         return RecomputeError(
-            f"ckpt_wrap.{where.made_by}: saved tensor {index} of module {where} is "
+            f"ckpt_wrap.checkpoint_: saved tensor {index} of module {where} is "
             f"{_described(found)} in recomputation, but was {_described(wanted)} in forward. "
             "Make its forward depend on its inputs only, and run forward and backward in the same "
             "mode: compiled or not, with the same dispatch modes."
         )
 
     def _beyond(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._region.stops_early():
+        if self._region.stops_early:
             # The module caught the exception that was to end its recomputation, or recomputation
             # went on until the last tensor was written.
             self.stopped = True
             raise EnoughRecomputed
         if self._region._check and self._region.finished:
-            self.failure = self._region._error("more", self._expected)
+            self.failure = self._region.error("more", self._expected)
             raise self.failure
         return _detached(tensor)
 
@@ -538,12 +417,7 @@ class _SecondRun:
         if self.failure is not None:  # the module caught it
             raise self.failure
         if self._region._check and self._seen < self._expected:
-            where = self._region._call.where
-            raise RecomputeError(
-                f"ckpt_wrap.{where.made_by}: module {where} saved {self._seen} tensors in "
-                f"recomputation, but {self._expected} in forward. "
-                "Make its forward depend on its inputs only."
-            )
+            raise self._region.error(self._seen, self._expected)
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The errors this package raises, and how their messages name a module.
+"""The errors of this package, and how their messages name a module.
 
 A message begins with `ckpt_wrap.<function>: `, and says how to go on.
 """
@@ -6,15 +6,11 @@ A message begins with `ckpt_wrap.<function>: `, and says how to go on.
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class CkptWrapError(Exception):
@@ -30,7 +26,7 @@ class OptionError(CkptWrapError, ValueError):
 
 
 class PolicyError(CkptWrapError, ValueError):
-    """A policy selects nothing, or is not a policy."""
+    """A policy or a rule selects nothing, or is none."""
 
 
 class RecomputeError(CkptWrapError, CheckpointError):
@@ -46,45 +42,11 @@ class OffloadError(CkptWrapError, RuntimeError):
 
 @contextlib.contextmanager
 def about(what: str) -> Iterator[None]:
-    """Have errors raised inside say what they were about."""
+    """Add to errors raised inside what they were about."""
     try:
         yield
     except CkptWrapError as error:
         raise type(error)(f"{error} This was for {what}.") from error
-
-
-def explain_arguments(function: F) -> F:
-    """Decorator: arguments that the function does not take raise `OptionError`."""
-    signature = inspect.signature(function)
-    names = [
-        name
-        for name, parameter in signature.parameters.items()
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-    ]
-
-    @functools.wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        try:
-            signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise OptionError(
-                f"ckpt_wrap.{function.__name__}: {error}. Pass the module, and options by name: "
-                f"{', '.join(names)}."
-            ) from None
-        return function(*args, **kwargs)
-
-    return checked  # type: ignore[return-value]  # it has the signature of the function
-
-
-def takes(function: Callable[..., Any], *args: object) -> bool:
-    """Whether a function can be called with these arguments."""
-    try:
-        inspect.signature(function).bind(*args)
-    except TypeError:
-        return False
-    except ValueError:  # some built-in functions have no signature
-        return True
-    return True
 
 
 def owner(function: Callable[..., Any]) -> nn.Module | None:
@@ -93,11 +55,11 @@ def owner(function: Callable[..., Any]) -> nn.Module | None:
     return candidate if isinstance(candidate, nn.Module) else None
 
 
-def describe(function: Callable[..., Any], name: str) -> str:
+def describe(function: Callable[..., Any], name: str = "") -> str:
     """The qualified name and the class of a function's module, or as much of it as is known.
 
     Example:
-        >>> describe(nn.Linear(1, 1), "layers.0"), describe(nn.Linear(1, 1), "")
+        >>> describe(nn.Linear(1, 1), "layers.0"), describe(nn.Linear(1, 1))
         ("'layers.0' (Linear)", 'Linear')
     """
     module = owner(function)
@@ -106,43 +68,20 @@ def describe(function: Callable[..., Any], name: str) -> str:
     return f"{name!r} ({kind})" if name else kind
 
 
-class Where:
-    """A call, for messages: its text is the module, as `describe` names it."""
-
-    __slots__ = ("_function", "_name", "made_by")
-
-    def __init__(self, function: Callable[..., Any], name: str, made_by: str) -> None:
-        self._function = function
-        self._name = name
-        self.made_by = made_by  # the function of this package that the user called
-
-    def __str__(self) -> str:
-        return describe(self._function, self._name)
+def path_of(module: nn.Module, root: nn.Module | None) -> str:
+    """The qualified name of a module below another."""
+    named = () if root is None else root.named_modules()
+    return next((path for path, candidate in named if candidate is module), "")
 
 
 def require_module(value: object, function: str) -> None:
-    """Raise `ModuleError` unless `value` is an `nn.Module` that has been initialised."""
+    """Raise `ModuleError` unless `value` is an `nn.Module`."""
     if not isinstance(value, nn.Module):
         several = isinstance(value, (list, tuple, set, dict))
         advice = "Call it for each module." if several else "Pass the module itself."
         raise ModuleError(
             f"ckpt_wrap.{function}: module is {value!r} of type {type(value).__name__}, but it "
             f"must be an nn.Module. {advice}"
-        )
-    if not hasattr(value, "_modules"):
-        raise ModuleError(
-            f"ckpt_wrap.{function}: module of class {type(value).__name__} is not initialised, "
-            "but nn.Module.__init__ must have run. Call super().__init__() in its __init__."
-        )
-
-
-def require_forward(module: nn.Module, function: str, name: str = "") -> None:
-    """Raise `ModuleError` if `module` has no forward, as `nn.ModuleList` has none."""
-    if not has_forward(module):
-        raise ModuleError(
-            f"ckpt_wrap.{function}: module {describe(module, name)} has no forward, but only a "
-            "module that is called can be checkpointed or offloaded. Wrap its items instead, one "
-            "by one."
         )
 
 

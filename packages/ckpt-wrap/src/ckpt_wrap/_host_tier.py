@@ -29,8 +29,6 @@ from ckpt_wrap._offloaded_storage import Stored
 class _HostStored(Stored):
     """The bytes of one storage in a host buffer."""
 
-    is_immediate = False
-
     def __init__(self, tier: HostTier) -> None:
         self._tier = tier
         self._out: StreamCopy | None = None
@@ -132,9 +130,8 @@ class HostTier:
         """Whether it is an accelerator; tensors of the CPU are on the host already."""
         return device.type not in ("cpu", "meta")
 
-    def place(self, source: torch.Tensor) -> Stored:
-        """A place for the bytes of a flat tensor; the buffer is made when it takes them."""
-        del source
+    def place(self) -> Stored:
+        """A place for the bytes of a storage; the buffer is made when it takes them."""
         return _HostStored(self)
 
     def copy_out(self, source: torch.Tensor) -> StreamCopy:

@@ -8,9 +8,7 @@ configuration files, printed models, lists of layer types.
 - Offload goes around checkpoint, whichever was asked for first. Activations are recomputed, so only
   the inputs can be offloaded.
 - `unwrap` gives the class back. Where another class was put on top in the meantime, as
-  `fully_shard` does, the subclass stays below it and does nothing.
-- The class `parametrize` makes for a module stays the topmost, because removing a parametrization
-  takes the topmost away.
+  `fully_shard` and `parametrize` do, the subclass stays below it and does nothing.
 """
 
 from __future__ import annotations
@@ -18,9 +16,9 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -29,15 +27,7 @@ from torch.utils.checkpoint import noop_context_fn
 
 from ckpt_wrap._checkpoint import Checkpoint
 from ckpt_wrap._checkpoint_fn import CheckpointFn, make_checkpoint_fn
-from ckpt_wrap._errors import (
-    ModuleError,
-    OptionError,
-    describe,
-    explain_arguments,
-    has_forward,
-    require_forward,
-    require_module,
-)
+from ckpt_wrap._errors import ModuleError, describe, has_forward, require_module
 from ckpt_wrap._offload import Offload
 from ckpt_wrap._offloaded_storage import OffloadStats
 from ckpt_wrap._options import CheckpointImpl, ContextFn, OffloadOptions
@@ -45,7 +35,6 @@ from ckpt_wrap._torch_compat import edges, is_parametrized_class, is_sharded, ne
 from ckpt_wrap._wrapper import ActivationWrapper, clean_in_place, innermost, is_wrapper
 
 M = TypeVar("M", bound=nn.Module)
-Action = Literal["checkpoint", "offload"]
 STATE = "_ckpt_wrap"
 
 
@@ -66,7 +55,6 @@ class Behaviour:
         return self.offload(self.checkpoint, forward, *args, **kwargs)
 
 
-@explain_arguments
 def checkpoint_(
     module: M,
     *,
@@ -76,7 +64,6 @@ def checkpoint_(
     preserve_rng_state: bool = True,
     context_fn: ContextFn = noop_context_fn,
     determinism_check: str = "default",
-    debug: bool = False,
     early_stop: bool = True,
     **checkpoint_fn_options: Any,
 ) -> M:
@@ -87,15 +74,14 @@ def checkpoint_(
 
     Args:
         module: the module to change.
-        checkpoint_impl: the implementation, unless `checkpoint_fn` is given.
+        checkpoint_impl: accepted as in torch; both values run the same implementation.
         checkpoint_fn: a checkpoint function, called as `checkpoint_fn(function, *args, **kwargs)`.
             None: this package's own.
-        use_reentrant: True is the same as `checkpoint_impl=CheckpointImpl.REENTRANT`.
+        use_reentrant: as `checkpoint_impl`; a `checkpoint_fn` receives it.
         preserve_rng_state: replay random numbers in recomputation.
         context_fn: returns two context managers, for forward and for recomputation.
         determinism_check: "default" compares every recomputed tensor with the one it replaces;
             "none" does not.
-        debug: on a mismatch, print the operators of forward and of recomputation.
         early_stop: end recomputation at the last tensor that backward needs.
         **checkpoint_fn_options: further options of `checkpoint_fn`. It also receives those of the
             options above that differ from their default.
@@ -106,7 +92,7 @@ def checkpoint_(
     Raises:
         ModuleError: not an `nn.Module`, one without a forward, such as `nn.ModuleList`, or one
             whose class cannot be changed.
-        OptionError: an option is unknown, invalid or not passed by name, or two conflict.
+        OptionError: an option has a wrong value, or needs a `checkpoint_fn`.
 
     Warns:
         UserWarning: the module contains a list of repeated blocks, which become one region, or
@@ -120,7 +106,7 @@ def checkpoint_(
         >>> model(torch.ones(1, 4)).sum().backward()
     """
     require_changeable(module, "checkpoint_")
-    warn_of_one_region(module, "checkpoint_")
+    warn_of_one_region(module)
     warn_of_own_switch(module, "checkpoint_")
     made = make_checkpoint_fn(
         "checkpoint_",
@@ -130,22 +116,17 @@ def checkpoint_(
         preserve_rng_state=preserve_rng_state,
         context_fn=context_fn,
         determinism_check=determinism_check,
-        debug=debug,
         early_stop=early_stop,
         **checkpoint_fn_options,
     )
     return become(module, checkpoint=made)
 
 
-@explain_arguments
 def offload_(
     module: M,
     *,
     to: str | os.PathLike[str] = "cpu",
-    create: bool = False,
     min_bytes: int = 1024,
-    keep_last: int = 0,
-    max_inflight_bytes: int | None = None,
     max_bytes_away: int | None = None,
 ) -> M:
     """Offload a module in place: what its forward saves for backward is kept elsewhere.
@@ -156,12 +137,8 @@ def offload_(
 
     Args:
         module: the module to change.
-        to: `"cpu"` for host memory, or the path of a folder.
-        create: create that folder, and its parents, if it does not exist.
+        to: `"cpu"` for host memory, or the path of an existing folder.
         min_bytes: tensors with a smaller storage stay where they are.
-        keep_last: how many of the latest calls keep their tensors; backward needs those first.
-        max_inflight_bytes: how many bytes saved by one thread may wait on a device to be copied.
-            None: what two calls save, and 1 GiB at most.
         max_bytes_away: how many bytes may be elsewhere at one time, over all modules with the same
             options in this process. Tensors beyond that stay where they are. None: no limit.
 
@@ -171,24 +148,19 @@ def offload_(
     Raises:
         ModuleError: not an `nn.Module`, one without a forward, such as `nn.ModuleList`, or one
             whose class cannot be changed.
-        OptionError: an option is unknown, invalid or not passed by name, or the folder does not
-            exist and `create` is False.
-        OffloadError: the folder cannot be created or written to.
+        OptionError: an option has a wrong value, or there is no such folder.
+        OffloadError: the folder cannot be written to.
+
+    Warns:
+        UserWarning: `to` is host memory and there is no accelerator, so nothing moves.
 
     Example:
-        >>> import torch
-        >>> block = offload_(nn.Linear(4, 4))
+        >>> import tempfile, torch
+        >>> block = offload_(nn.Linear(4, 4), to=tempfile.gettempdir())
         >>> block(torch.ones(1, 4)).sum().backward()
     """
     require_changeable(module, "offload_")
-    options = OffloadOptions(
-        to=to,
-        create=create,
-        min_bytes=min_bytes,
-        keep_last=keep_last,
-        max_inflight_bytes=max_inflight_bytes,
-        max_bytes_away=max_bytes_away,
-    )
+    options = OffloadOptions(to=to, min_bytes=min_bytes, max_bytes_away=max_bytes_away)
     return become(module, offload=Offload(options))
 
 
@@ -205,7 +177,7 @@ def offload_stats(module: nn.Module) -> OffloadStats:
         0
     """
     require_module(module, "offload_stats")
-    callers = [caller for each in module.modules() for caller in callers_of(each)]
+    callers = [caller for each in module.modules() for caller in _callers_of(each)]
     found = [caller.stats for caller in callers if isinstance(caller, Offload)]
     return OffloadStats(*map(sum, zip(*map(astuple, [OffloadStats(), *found]), strict=True)))
 
@@ -230,7 +202,12 @@ def unwrap(module: nn.Module, *, recurse: bool = True) -> nn.Module:
     """
     require_module(module, "unwrap")
     for name, wrapper in module.named_modules() if recurse else [("", module)]:
-        _require_removable(wrapper, name)
+        if is_wrapper(wrapper) and is_sharded(wrapper):
+            raise ModuleError(
+                f"ckpt_wrap.unwrap: module {describe(wrapper, name)} is sharded, but unwrapping "
+                "would also remove what gathers its parameters. Unwrap before fully_shard, or use "
+                "checkpoint_."
+            )
     module = innermost(module)
     _restore(module)
     if recurse:
@@ -242,110 +219,51 @@ def unwrap(module: nn.Module, *, recurse: bool = True) -> nn.Module:
     return module
 
 
-def _require_removable(module: nn.Module, name: str) -> None:
-    if is_wrapper(module) and is_sharded(module):
-        raise ModuleError(
-            f"ckpt_wrap.unwrap: module {describe(module, name)} is sharded, but unwrapping would "
-            "also remove what gathers its parameters. Unwrap before fully_shard, or use "
-            "checkpoint_."
-        )
-
-
-def behaviour(module: nn.Module) -> Behaviour | None:
-    """The change in place of a module, or None."""
-    # Not by getattr: a module may look in others for the attributes it does not have.
-    done: Behaviour | None = vars(module).get(STATE)
-    return done
-
-
-def planned(
-    action: Action, options: Mapping[str, Any], *, check_only: bool = False
-) -> dict[str, Any]:
-    """The fields of `Behaviour` that an action sets; everything that can raise is raised here.
-
-    Raises:
-        OptionError: an unknown option, or a value that cannot work.
-        OffloadError: the folder cannot be made or written to; not with `check_only`.
-    """
-    if action == "checkpoint":
-        return {"checkpoint": make_checkpoint_fn("checkpoint_", **options)}
-    try:
-        checked = OffloadOptions(**options)
-    except TypeError as error:  # an unknown name
-        raise OptionError(f"ckpt_wrap.offload_: {error}. Pass options of offload_.") from None
-    return {} if check_only else {"offload": Offload(checked)}
-
-
 def become(module: M, **change: Any) -> M:
     """Change a module in place, by fields of `Behaviour`."""
-    wanted = replace(behaviour(module) or Behaviour(), **change)
-    set_class(module, changed_class(type(module)))
+    # Not by getattr: a module may look in others for the attributes it does not have.
+    wanted = replace(vars(module).get(STATE) or Behaviour(), **change)
+    _set_class(module, _changed_class(type(module)))
     vars(module)[STATE] = wanted
     return module
 
 
-def put_back(module: nn.Module, kind: type[nn.Module], before: Behaviour | None) -> None:
-    """Restore the class and the change of a module."""
-    set_class(module, kind)
-    vars(module).pop(STATE, None)
-    if before is not None:
-        vars(module)[STATE] = before
-
-
-def callers_of(module: nn.Module) -> Iterator[Callable[..., Any]]:
-    """Checkpoint functions and offloads of one module, changed in place or a wrapper."""
-    done = behaviour(module) or Behaviour()
-    yield from (caller for caller in (done.checkpoint, done.offload) if caller is not None)
-    if isinstance(module, ActivationWrapper):
-        yield from module._callers()
-
-
 def set_name(module: nn.Module, name: str) -> None:
     """Set the name that messages about a module use."""
-    for caller in callers_of(module):
+    for caller in _callers_of(module):
         if isinstance(caller, (Checkpoint, Offload)):
             caller.name = name
 
 
+def _callers_of(module: nn.Module) -> Iterator[Callable[..., Any]]:
+    """Checkpoint functions and offloads of one module, changed in place or a wrapper."""
+    done = vars(module).get(STATE) or Behaviour()
+    yield from (caller for caller in (done.checkpoint, done.offload) if caller is not None)
+    if isinstance(module, ActivationWrapper):
+        yield module._caller
+
+
 def _restore(module: nn.Module) -> None:
     vars(module).pop(STATE, None)
-    set_class(module, plain_class(type(module)))
+    if STATE in vars(type(module)):
+        _set_class(module, type(module).__bases__[0])
 
 
 _CLASS: Any = vars(object)["__class__"]
 
 
-def set_class(module: object, kind: Any) -> None:
+def _set_class(module: object, kind: Any) -> None:
     """Change the class of a module, past its own `__setattr__`."""
     _CLASS.__set__(module, kind)
 
 
-def changed_class(kind: Any) -> Any:
+def _changed_class(kind: Any) -> Any:
     """The class a module of this class gets; the same where it has it already."""
-    if hasattr(kind, STATE):
-        return kind
-    if is_parametrized_class(kind):
-        return over(kind, subclass_of(kind.__bases__[0]))
-    return subclass_of(kind)
-
-
-def plain_class(kind: Any) -> Any:
-    """The class a module had before; the same where yet another class was put on top."""
-    if STATE in vars(kind):
-        return kind.__bases__[0]
-    if is_parametrized_class(kind) and STATE in vars(kind.__bases__[0]):
-        return over(kind, kind.__bases__[0].__bases__[0])
-    return kind
-
-
-def over(kind: Any, base: Any) -> Any:
-    """A class that adds to `base` what `kind` adds to its own base."""
-    own = {k: v for k, v in vars(kind).items() if k not in ("__dict__", "__weakref__")}
-    return type(kind.__name__, (base,), own)
+    return kind if hasattr(kind, STATE) else _subclass_of(kind)
 
 
 @functools.cache
-def subclass_of(base: Any) -> Any:
+def _subclass_of(base: Any) -> Any:
     """The class that instances of the module class `base` get, one per base."""
 
     @functools.wraps(base.forward)
@@ -361,7 +279,7 @@ def subclass_of(base: Any) -> Any:
     def reduce_ex(self: Any, protocol: Any) -> tuple[Any, ...]:
         make, args, *rest = base.__reduce_ex__(self, protocol)
         plain = tuple(base if arg is made else arg for arg in args)
-        return (rebuild, (make, plain), *rest)
+        return (_rebuild, (make, plain), *rest)
 
     made: Any = type(
         base.__name__,
@@ -379,10 +297,10 @@ def subclass_of(base: Any) -> Any:
     return made
 
 
-def rebuild(make: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Module:
+def _rebuild(make: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Module:
     """An instance for pickle and copy to fill: of the plain class, then changed."""
     module = make(*args)
-    set_class(module, changed_class(type(module)))
+    _set_class(module, _changed_class(type(module)))
     return module
 
 
@@ -392,29 +310,36 @@ def require_changeable(module: nn.Module, function: str, name: str = "") -> None
     reason = _why_not(module)
     if reason:
         raise ModuleError(f"ckpt_wrap.{function}: module {describe(module, name)} {reason}")
-    require_forward(module, function, name)
 
 
 def _why_not(module: nn.Module) -> str:
-    if isinstance(module, torch.jit.ScriptModule):
-        return "is scripted, but its class must be changeable. Wrap it before scripting."
     if "_orig_mod" in module._modules:
         return (
             "is compiled, but it is the module inside that must be changed. "
             "Call this before torch.compile, or on its _orig_mod."
         )
-    if "forward" in module.__dict__:
+    if "forward" in vars(module):
         return (
             "has a 'forward' of its own, but forward must come from its class. "
             "Call this before setting forward on the instance."
+        )
+    if not has_forward(module):
+        return (
+            "has no forward, but only a module that is called can be checkpointed or offloaded. "
+            "Wrap its items instead, one by one."
         )
     if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
         return (
             "is lazy, but it must have its parameters, as it changes its class when it gets "
             "them. Run one forward first."
         )
+    if is_parametrized_class(type(module)) and not hasattr(type(module), STATE):
+        return (
+            "is parametrized, but removing its parametrization would then take the wrong class "
+            "away. Call this before torch.nn.utils.parametrize, or on the module that contains it."
+        )
     try:
-        changed_class(type(module))
+        _changed_class(type(module))
     except Exception as error:  # raised by its metaclass or __init_subclass__
         return (
             f"cannot be subclassed ({error}), but a subclass of its class is made for it. "
@@ -428,11 +353,7 @@ _SWITCHES = ("gradient_checkpointing", "grad_checkpointing")
 
 
 def warn_of_own_switch(module: nn.Module, function: str) -> None:
-    """Warn if a module has switched its own checkpointing on.
-
-    Warns:
-        UserWarning: it would recompute twice.
-    """
+    """Warn if a module has switched its own checkpointing on, and would recompute twice."""
     for name, below in module.named_modules():
         switch = next((s for s in _SWITCHES if vars(below).get(s) is True), None)
         if switch is not None:
@@ -440,19 +361,16 @@ def warn_of_own_switch(module: nn.Module, function: str) -> None:
                 f"ckpt_wrap.{function}: module {describe(below, name)} has checkpointing of its "
                 f"own switched on ({switch}=True), so it recomputes twice. Switch it off, for "
                 "example by model.gradient_checkpointing_disable().",
-                stacklevel=4,
+                stacklevel=3,
             )
             return
 
 
-def warn_of_one_region(module: nn.Module, function: str) -> None:
+def warn_of_one_region(module: nn.Module) -> None:
     """Warn if a module contains a list of repeated blocks, and becomes one region.
 
     A list itself, or one of two blocks, may be a segment on purpose. Blocks that are checkpointed
     themselves are fine: recomputation of the module saves only their inputs.
-
-    Warns:
-        UserWarning: recomputation holds the tensors of all blocks at once.
     """
     for name, below in module.named_modules():
         if below is module or not isinstance(below, (nn.ModuleList, nn.Sequential)):
@@ -461,11 +379,11 @@ def warn_of_one_region(module: nn.Module, function: str) -> None:
         repeated = next((kind for kind in kinds if kinds.count(kind) > 2), None)
         if repeated is not None and "expert" not in name:
             warnings.warn(
-                f"ckpt_wrap.{function}: module {describe(module, '')} contains "
+                f"ckpt_wrap.checkpoint_: module {describe(module)} contains "
                 f"{kinds.count(repeated)} {repeated.__name__} in {name!r} and becomes one region. "
                 "Recomputation then holds the tensors of all of them at once, and the peak is not "
                 "lower. Checkpoint the blocks: ckpt_wrap.checkpoint_layers_(model).",
-                stacklevel=4,
+                stacklevel=3,
             )
             return
 

@@ -1,4 +1,4 @@
-"""Find the repeated blocks of a model, and checkpoint them.
+"""Checkpoint the modules of a model that a rule selects, or its repeated blocks.
 
 A model's blocks are the entries of an `nn.ModuleList` or `nn.Sequential` of which at least two have
 the same class, and submodules. Of nested lists the outermost counts, unless its entries grow with
@@ -10,48 +10,65 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
+from ckpt_wrap._checkpoint_fn import make_checkpoint_fn
 from ckpt_wrap._errors import (
     ModuleError,
     OptionError,
-    explain_arguments,
+    PolicyError,
     has_forward,
     require_module,
 )
-from ckpt_wrap._in_place import warn_of_own_switch
-from ckpt_wrap._plan import Plan, count_elements, make_step
+from ckpt_wrap._in_place import become, require_changeable, set_name, warn_of_own_switch
+from ckpt_wrap._offload import Offload
+from ckpt_wrap._options import OffloadOptions
+from ckpt_wrap._wrapper import ActivationWrapper, is_wrapper
 
-Blocks = list[tuple[str, nn.Module]]
+Rule = Callable[[str, nn.Module], bool | Mapping[str, Any] | None]
+Selected = list[tuple[str, nn.Module, Mapping[str, Any]]]
 _STAGES_GROW = 3.0  # the largest entry has so many times the parameters of the smallest
 
 
-@explain_arguments
 def checkpoint_layers_(
-    model: nn.Module, every: int = 1, offload: bool | str | os.PathLike[str] = False
-) -> Plan:
-    """Find the repeated blocks of a model and checkpoint them in place.
+    model: nn.Module,
+    rule: Rule | None = None,
+    *,
+    every: int = 1,
+    offload: bool | str | os.PathLike[str] = False,
+    **options: Any,
+) -> tuple[str, ...]:
+    """Checkpoint the repeated blocks of a model in place, or the modules that a rule selects.
 
     Args:
-        model: for example a transformer: its decoder layers are found and checkpointed.
-        every: checkpoint every n-th block of each list, starting with the first.
-        offload: also offload the inputs of these blocks: True for host memory, or the path of an
+        model: the model whose layers are checkpointed.
+        rule: called as `rule(name, module)` for each module below the model. It returns True,
+            False, or options of `checkpoint_` for this module. None: the repeated blocks are found.
+        every: checkpoint every n-th of the found blocks, starting with the first.
+        offload: also offload the inputs of these modules: True for host memory, or the path of an
             existing folder. Tensors of the CPU are only moved to a folder.
+        **options: options of `checkpoint_` for every module; those of the rule are added to them.
 
     Returns:
-        The plan that was applied: print it to see which blocks were found.
+        The names of the modules, in the order of the model.
 
     Raises:
-        ModuleError: not an `nn.Module`, or one without repeated blocks.
-        OptionError: `every` is not an int of at least 1, or `offload` is not one of the above.
+        ModuleError: not an `nn.Module`, one without repeated blocks, or one of the modules cannot
+            be changed.
+        OptionError: an option has a wrong value.
+        PolicyError: the rule is not a function, returns something else, or selects nothing.
+
+        If it raises, no module is changed.
 
     Example:
         >>> block = lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh())
         >>> model = nn.Sequential(nn.Linear(2, 4), *[block() for _ in range(4)])
-        >>> print(checkpoint_layers_(model, every=2))
-        action      modules  class       count  parameters  options
-        checkpoint  1, 3     Sequential      2          40
+        >>> checkpoint_layers_(model, every=2)
+        ('1', '3')
     """
     require_module(model, "checkpoint_layers_")
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
@@ -64,22 +81,64 @@ def checkpoint_layers_(
             f"ckpt_wrap.checkpoint_layers_: option 'offload' is {offload!r}, but it must be a bool "
             "or a folder. Pass True for host memory."
         )
-    found = [blocks[::every] for blocks in find_layers(model)]
-    if not found:
+    selected = _selected_by(rule, model) if rule is not None else _found(model, every)
+    changes = []
+    for name, module, own in selected:
+        require_changeable(module, "checkpoint_layers_", name)
+        change: dict[str, Any] = {
+            "checkpoint": make_checkpoint_fn("checkpoint_layers_", **{**options, **own})
+        }
+        if offload:
+            to = "cpu" if offload is True else offload
+            change["offload"] = Offload(OffloadOptions(to=to))
+        changes.append((module, name, change))
+    warn_of_own_switch(model, "checkpoint_layers_")
+    for module, name, change in changes:
+        become(module, **change)
+        set_name(module, name)
+    return tuple(name for name, _, _ in selected)
+
+
+def _selected_by(rule: Rule, model: nn.Module) -> Selected:
+    if not callable(rule) or isinstance(rule, type):
+        raise PolicyError(
+            f"ckpt_wrap.checkpoint_layers_: rule is {rule!r}, but it must be a function of a name "
+            "and a module, such as lambda name, module: isinstance(module, Block)."
+        )
+    selected: Selected = []
+    for name, module in model.named_modules():
+        if module is model or is_wrapper(module) or isinstance(module, ActivationWrapper):
+            continue
+        chosen = rule(name, module)
+        if chosen is not None and not isinstance(chosen, (bool, Mapping)):
+            raise PolicyError(
+                f"ckpt_wrap.checkpoint_layers_: the rule returned {chosen!r} for module {name!r}, "
+                "but it must return a bool or a mapping of options."
+            )
+        if chosen is not False and chosen is not None:
+            selected.append((name, module, {} if chosen is True else chosen))
+    if not selected:
+        found = dict.fromkeys(type(module).__name__ for module in model.modules())
+        raise PolicyError(
+            f"ckpt_wrap.checkpoint_layers_: the rule selects no module of {type(model).__name__}, "
+            f"but it must select at least one. Classes of its modules: {', '.join(found)}."
+        )
+    return selected
+
+
+def _found(model: nn.Module, every: int) -> Selected:
+    selected: Selected = [
+        (name, block, {}) for blocks in find_layers(model) for name, block in blocks[::every]
+    ]
+    if not selected:
         raise ModuleError(
             f"ckpt_wrap.checkpoint_layers_: model {type(model).__name__} has no nn.ModuleList or "
             "nn.Sequential with two blocks of one class. Call checkpoint_ on its blocks."
         )
-    steps = [make_step(n, block, "checkpoint", {}) for blocks in found for n, block in blocks]
-    if offload:
-        options = {"to": "cpu" if offload is True else offload}
-        steps += [
-            make_step(n, block, "offload", options) for blocks in found for n, block in blocks
-        ]
-    warn_of_own_switch(model, "checkpoint_layers_")
-    plan = Plan(tuple(steps))
-    plan.apply(model)
-    return plan
+    return selected
+
+
+Blocks = list[tuple[str, nn.Module]]
 
 
 def find_layers(model: nn.Module, prefix: str = "") -> list[Blocks]:
@@ -101,7 +160,7 @@ def _groups(container: nn.Module, prefix: str) -> list[Blocks]:
     blocks = [
         (f"{prefix}.{name}" if prefix else name, block)
         for name, block in container.named_children()
-        if has_forward(block) and any(True for _ in block.children()) and count_elements(block)
+        if has_forward(block) and any(True for _ in block.children()) and _count_elements(block)
     ]
     count = Counter(type(block) for _, block in blocks)
     return [
@@ -113,7 +172,11 @@ def _groups(container: nn.Module, prefix: str) -> list[Blocks]:
 
 def _are_stages(groups: list[Blocks]) -> bool:
     for group in groups:
-        sizes = [count_elements(block) for _, block in group]
+        sizes = [_count_elements(block) for _, block in group]
         if max(sizes) > _STAGES_GROW * min(sizes) and all(find_layers(b) for _, b in group):
             return True
     return False
+
+
+def _count_elements(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters() if not is_lazy(p))

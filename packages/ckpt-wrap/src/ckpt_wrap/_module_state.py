@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ckpt_wrap._errors import RecomputeError, Where
+from ckpt_wrap._errors import ModuleError, RecomputeError, path_of
 from ckpt_wrap._surroundings import Surroundings
 from ckpt_wrap._torch_compat import counter_owner, unseen_by_modes, version_of, versions_of
 
@@ -39,11 +39,9 @@ class _Entry:
         place: the dict of the module that holds it.
         tensor: the tensor that forward found, or None where the buffer was None.
         copied: its contents before forward, if they were copied.
-        before: its version before forward; -1 if it was lazy.
+        before: its version before forward.
         value: the tensor for recomputation, or `_ABSENT` where no copy was made.
         version: of `value`.
-        written: whether forward has written or replaced it.
-        put_in: tensor and version that the running recomputation started from.
     """
 
     module: nn.Module
@@ -54,8 +52,6 @@ class _Entry:
     before: int = 0
     value: Any = None
     version: int = 0
-    written: bool = False
-    put_in: tuple[torch.Tensor, int] | None = None
 
     @property
     def is_buffer(self) -> bool:
@@ -65,10 +61,6 @@ class _Entry:
         """Forward starts: note the version, and copy what it may write."""
         tensor = self.value = self.tensor
         if tensor is None:
-            return
-        if is_lazy(tensor):
-            self.before = self.version = -1
-            self.value = _ABSENT
             return
         self.before = self.version = version_of(tensor)
         is_state = self.is_buffer and self.module.training and tensor.is_floating_point()
@@ -82,14 +74,8 @@ class _Entry:
         """Choose the value for recomputation; forward has ended, or recomputes inside itself."""
         tensor, copied = self.tensor, self.copied
         if tensor is None:
-            self.written = self.place.get(self.name) is not None
             return
-        if self.before < 0:  # it had no values; only a write makes a difference
-            self.written = not is_lazy(tensor)
-            return
-        in_place = version_of(tensor) != self.before
-        self.written = in_place or self.place.get(self.name, _ABSENT) is not tensor
-        if in_place:
+        if version_of(tensor) != self.before:
             self.value = _ABSENT if copied is None else copied
         elif copied is not None and tensor.numel() <= _SMALL and not tensor.requires_grad:
             self.value = copied
@@ -99,23 +85,11 @@ class _Entry:
     def put(self, fresh: dict[int, torch.Tensor]) -> None:
         """Have the value in its place; one tensor in two places stays one tensor."""
         tensor = self.value
-        if tensor is _ABSENT or tensor is None:
-            if tensor is None:
-                self.place[self.name] = None
-            return
         if tensor is not self.tensor:  # a copy, for recomputation to write to
             if id(tensor) not in fresh:
                 fresh[id(tensor)] = _copy(tensor)
             tensor = fresh[id(tensor)]
         self.place[self.name] = tensor
-        self.put_in = tensor, version_of(tensor)
-
-    def was_written_again(self) -> bool:
-        """Recomputation has ended: whether it wrote the value that was put in."""
-        put, self.put_in = self.put_in, None
-        if put is None:
-            return True
-        return self.place.get(self.name) is not put[0] or version_of(put[0]) != put[1]
 
 
 class ModuleState:
@@ -127,8 +101,7 @@ class ModuleState:
         own_hooks: whether the hooks of the module itself run in recomputation.
     """
 
-    def __init__(self, module: nn.Module | None, where: Where, *, own_hooks: bool = False) -> None:
-        self.asked = False  # whether forward has called `is_recomputing()`
+    def __init__(self, module: nn.Module | None, where: str, *, own_hooks: bool = False) -> None:
         self.module = module
         self._where = where
         self._ended = False
@@ -144,14 +117,18 @@ class ModuleState:
         Returns:
             Weights that were put in for this call, as `torch.func.functional_call` does: tensors
             in the place of parameters. They are inputs of the call; see `put_in`.
+
+        Raises:
+            ModuleError: a module below has lazy parameters or buffers.
         """
         weights: list[torch.Tensor] = []
         copies: dict[int, torch.Tensor] = {}  # by id of the tensor
         modules = below(self.module)
         for module in modules:
             for name, parameter in module._parameters.items():
-                if parameter is None or is_lazy(parameter):
+                if parameter is None:
                     continue
+                self._require_values(parameter)
                 if isinstance(parameter, nn.Parameter):
                     self._parameters.append((module, name, parameter))
                 else:
@@ -169,6 +146,7 @@ class ModuleState:
         if buffers and isinstance(buffers, dict):  # TorchScript keeps them elsewhere
             for name, tensor in buffers.items():
                 if tensor is None or isinstance(tensor, torch.Tensor):
+                    self._require_values(tensor)
                     self._entries.append(_Entry(module, buffers, name, tensor))
         for name, value in attributes.items():
             # Tensors that require grad, and views, are weights: sharding replaces them at will.
@@ -178,6 +156,14 @@ class ModuleState:
                 and counter_owner(value) is value
             ):
                 self._entries.append(_Entry(module, attributes, name, value))
+
+    def _require_values(self, tensor: Any) -> None:
+        if is_lazy(tensor):
+            raise ModuleError(
+                f"ckpt_wrap.checkpoint_: module {self._where} contains a lazy module without "
+                "values, which its first forward makes. Run one forward under torch.no_grad() "
+                "first."
+            )
 
     def end(self, *, keep: bool) -> None:
         """Forward has ended; keep what recomputation needs, or nothing."""
@@ -210,7 +196,7 @@ class ModuleState:
         for entry in self._entries:
             self._require(entry)
         weights = zip(self._given, tensors[len(tensors) - len(self._given) :], strict=True)
-        places = [(e.place, e.name) for e in self._entries if e.value is not _ABSENT] + self._given
+        places = [(entry.place, entry.name) for entry in self._entries] + self._given
         before = [place.get(name, _ABSENT) for place, name in places]
         fresh: dict[int, torch.Tensor] = {}
         try:
@@ -219,7 +205,6 @@ class ModuleState:
             for (place, name), weight in weights:
                 place[name] = weight
             yield
-            self._require_no_guard()
         finally:
             for (place, name), tensor in zip(places, before, strict=True):
                 if tensor is _ABSENT:
@@ -229,26 +214,22 @@ class ModuleState:
             self._surroundings.end_again()
 
     def _require(self, entry: _Entry) -> None:
-        if entry.value is _ABSENT and entry.written:
-            when = "by its own forward"
-            if entry.before < 0:
-                advice = "Run one forward under torch.no_grad() first."
-            elif entry.is_buffer:
+        if entry.value is _ABSENT:
+            when, advice = "by its own forward", "Register the tensor as a buffer."
+            if entry.is_buffer:
                 advice = (
                     "Large buffers are copied before forward only if they hold floating-point "
                     "numbers and training is True. Leave this module out of checkpointing."
                 )
-            else:
-                advice = "Register the tensor as a buffer."
-        elif isinstance(entry.value, torch.Tensor) and version_of(entry.value) != entry.version:
+        elif entry.value is not None and version_of(entry.value) != entry.version:
             when = "since its forward"
             advice = "Change a clone of it, or change it after backward."
         else:
             return
         kind = "buffer" if entry.is_buffer else "attribute"
-        name, where = self._name(entry.module, entry.name), self._where
+        name = self._name(entry.module, entry.name)
         raise RecomputeError(
-            f"ckpt_wrap.{where.made_by}: {kind} {name!r} of module {where} was changed in place "
+            f"ckpt_wrap.checkpoint_: {kind} {name!r} of module {self._where} was changed in place "
             f"{when}, and recomputation needs it as it was before. {advice}"
         )
 
@@ -271,25 +252,13 @@ class ModuleState:
             else:
                 continue
             raise RecomputeError(
-                f"ckpt_wrap.{self._where.made_by}: parameter {self._name(module, name)!r} of "
+                f"ckpt_wrap.checkpoint_: parameter {self._name(module, name)!r} of "
                 f"module {self._where} was {what}, and recomputation with other values gives "
                 f"another gradient. {advice}"
             )
 
-    def _require_no_guard(self) -> None:
-        for entry in self._entries:
-            if not entry.was_written_again() and entry.written and self.asked:
-                name = self._name(entry.module, entry.name)
-                raise RecomputeError(
-                    f"ckpt_wrap.{self._where.made_by}: buffer {name!r} of module {self._where} was "
-                    "written by forward and not by recomputation, after forward called "
-                    "is_recomputing(). Write the buffer in both: the write in recomputation is "
-                    "dropped."
-                )
-
     def _name(self, module: nn.Module, name: str) -> str:
-        named = () if self.module is None else self.module.named_modules()
-        prefix = next((name for name, candidate in named if candidate is module), "")
+        prefix = path_of(module, self.module)
         return f"{prefix}.{name}" if prefix else name
 
 

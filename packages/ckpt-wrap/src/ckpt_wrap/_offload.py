@@ -4,14 +4,15 @@
 - Storages leave, each once, however many saved tensors share it. Where tensors of one storage have
   different version counters, it leaves once for each counter.
 - Reading a tensor that was changed in place since it was saved is an error, as it is without
-  offload; but not once its bytes are in a folder, where they are from the moment it is saved.
+  offload.
 """
 
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -42,55 +43,7 @@ from ckpt_wrap._torch_compat import (
     version_of,
 )
 
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """How a tensor reads its storage; stride and offset count elements."""
-
-    kind: type[torch.Tensor]
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int | torch.SymInt
-
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """The tensor this view was taken from, over the bytes of `flat`."""
-        tensor = torch.empty(0, dtype=self.dtype, device=flat.device)
-        tensor.set_(flat.untyped_storage(), self.offset, self.size, self.stride)
-        return tensor if self.kind is torch.Tensor else tensor.as_subclass(self.kind)
-
-
-def view_of(tensor: torch.Tensor) -> View:
-    """The view a plain tensor is."""
-    kind = torch.Tensor if isinstance(tensor, torch.nn.Parameter) else type(tensor)
-    return View(kind, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
-
-
-@dataclass(frozen=True, slots=True)
-class OffloadedTensor:
-    """Takes the place of one saved tensor in the graph."""
-
-    storage: OffloadedStorage
-    view: View
-
-
-@dataclass(frozen=True, slots=True)
-class KeptTensor:
-    """In place of a saved tensor that stays where it is."""
-
-    tensor: torch.Tensor
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class PackedSubclass:
-    """In place of a tensor subclass that is made of other tensors."""
-
-    kind: Any
-    parts: dict[str, Any]
-    context: Any
-    size: torch.Size
-    stride: tuple[int, ...]
+Unpack = Callable[[], torch.Tensor]  # the object that the graph holds in place of a saved tensor
 
 
 class OffloadCall:
@@ -110,8 +63,8 @@ class OffloadCall:
 
     @torch.no_grad()
     @never_compiled_inside  # compiled modules call it where they save
-    def pack(self, tensor: torch.Tensor) -> Any:
-        """The object that the graph holds in place of a saved tensor."""
+    def pack(self, tensor: torch.Tensor) -> Unpack:
+        """A function that returns the saved tensor."""
         node = next_node_number()
         if node != self._node:
             self._send_pending()
@@ -119,34 +72,37 @@ class OffloadCall:
         parts = split(tensor)
         if parts is not None:
             packed = {name: self.pack(part) for name, part in parts[0].items()}
-            return PackedSubclass(type(tensor), packed, parts[1], tensor.size(), tensor.stride())
+            return partial(_joined, type(tensor), packed, parts[1], tensor.size(), tensor.stride())
         if not self._leaves(tensor):
-            self._counters.kept += 1
-            return KeptTensor(tensor.detach(), version_of(tensor))
-        return OffloadedTensor(self._storage_of(tensor), view_of(tensor))
+            self._counters.counts.kept += 1
+            return partial(self._kept, tensor.detach(), version_of(tensor))
+        view = tensor.storage_offset(), tensor.size(), tensor.stride()
+        kind = torch.Tensor if isinstance(tensor, nn.Parameter) else type(tensor)
+        return partial(self._offloaded, self._storage_of(tensor), kind, tensor.dtype, view)
 
+    @staticmethod
     @torch.no_grad()
     @never_compiled_inside
-    def unpack(self, packed: Any) -> torch.Tensor:
+    def unpack(packed: Unpack) -> torch.Tensor:
         """The saved tensor.
 
         Raises:
             OffloadError: it was changed in place since it was saved.
         """
-        if isinstance(packed, OffloadedTensor):
-            storage = packed.storage
-            self._scheduler.read_from(self._by_device[storage.device], storage)
-            return packed.view.of(packed.storage.read())
-        if isinstance(packed, PackedSubclass):
-            inner = {name: self.unpack(part) for name, part in packed.parts.items()}
-            whole: torch.Tensor = packed.kind.__tensor_unflatten__(
-                inner, packed.context, packed.size, packed.stride
-            )
-            return whole
-        if version_of(packed.tensor) != packed.version:
+        return packed()
+
+    def _kept(self, tensor: torch.Tensor, version: int) -> torch.Tensor:
+        if version_of(tensor) != version:
             raise OffloadError(changed_message(self._where))
-        kept: torch.Tensor = packed.tensor
-        return kept
+        return tensor
+
+    def _offloaded(
+        self, storage: OffloadedStorage, kind: type[torch.Tensor], dtype: torch.dtype, view: Any
+    ) -> torch.Tensor:
+        self._scheduler.read_from(self._by_device[storage.device], storage)
+        tensor = torch.empty(0, dtype=dtype, device=storage.device)
+        tensor.set_(storage.read().untyped_storage(), *view)
+        return tensor if kind is torch.Tensor else tensor.as_subclass(kind)
 
     def _leaves(self, tensor: torch.Tensor) -> bool:
         """Whether a saved tensor leaves."""
@@ -179,16 +135,15 @@ class OffloadCall:
         key = storage_key(tensor), id(counter_owner(tensor))
         storage = self._scheduler.storages.get(key)
         if storage is not None and storage.shares(tensor):
-            self._counters.shared += 1
+            self._counters.counts.shared += 1
             return storage
         storage = OffloadedStorage(tensor, self._counters, self._where)
         self._scheduler.storages[key] = storage
         call.add(storage)
-        if self._scheduler.options.keep_last == 0:
-            if tensor.requires_grad:
-                self._scheduler.send(storage, call.order)
-            else:
-                self._pending.append((storage, call))
+        if tensor.requires_grad:
+            self._scheduler.send(storage, call.order)
+        else:
+            self._pending.append((storage, call))
         return storage
 
     def _send_pending(self) -> None:
@@ -202,9 +157,9 @@ class OffloadCall:
             self._scheduler.send(storage, call.order)
 
     def finish(self) -> None:
-        """The call has ended: start copying the rest, and what older calls kept."""
+        """The call has ended: start copying the rest."""
         self._send_pending()
-        self._scheduler.finish(iter(self._by_device.values()))
+        self._scheduler.finish(self._by_device.values())
 
 
 _COMPILED = (
@@ -212,6 +167,16 @@ _COMPILED = (
     "are saved, so nothing could be offloaded. Compile modules inside of the offloaded one, or "
     "take offload_ off with unwrap."
 )
+
+
+@cache
+def _warn_of_no_device() -> None:
+    warnings.warn(
+        "ckpt_wrap.offload_: this machine has no accelerator, and the tensors of the CPU are in "
+        "host memory already, so offload to 'cpu' moves nothing. Pass a folder as 'to' to move "
+        "them to disk.",
+        stacklevel=4,
+    )
 
 
 class Offload:
@@ -222,19 +187,22 @@ class Offload:
     while `torch.export` traces.
 
     Raises:
-        OffloadError: the folder cannot be made or written to.
+        OffloadError: the folder cannot be written to.
+
+    Warns:
+        UserWarning: it goes to host memory, and there is no accelerator. Once in a process.
     """
 
-    def __init__(
-        self, options: OffloadOptions, scheduler: OffloadScheduler | None = None, name: str = ""
-    ) -> None:
+    def __init__(self, options: OffloadOptions, name: str = "") -> None:
         self.options = options
         self.name = name  # of the module, where it is known; for messages
-        self._scheduler = scheduler_for(options) if scheduler is None else scheduler
+        self._scheduler = scheduler_for(options)
         self._counters = Counters(self._scheduler.away)
+        if self._scheduler.tier.idle:
+            _warn_of_no_device()
 
-    def __reduce__(self) -> tuple[type[Offload], tuple[OffloadOptions, None, str]]:
-        return Offload, (self.options, None, self.name)
+    def __reduce__(self) -> tuple[type[Offload], tuple[OffloadOptions, str]]:
+        return Offload, (self.options, self.name)
 
     def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """`function(*args, **kwargs)`, with its saved tensors kept elsewhere."""
@@ -271,7 +239,7 @@ def storage_bytes(tensor: torch.Tensor) -> int:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a `View` and the bytes of the storage describe the tensor completely."""
+    """Whether its strides and the bytes of the storage describe the tensor completely."""
     return (
         tensor.layout is torch.strided
         and not tensor.is_meta
@@ -288,3 +256,12 @@ def split(tensor: Any) -> tuple[dict[str, torch.Tensor], Any] | None:
         return None
     names, context = tensor.__tensor_flatten__()
     return {name: getattr(tensor, name) for name in names}, context
+
+
+def _joined(
+    kind: Any, parts: dict[str, Unpack], context: Any, size: torch.Size, stride: tuple[int, ...]
+) -> torch.Tensor:
+    """The tensor subclass that `split` took apart."""
+    inner = {name: unpack() for name, unpack in parts.items()}
+    whole: torch.Tensor = kind.__tensor_unflatten__(inner, context, size, stride)
+    return whole

@@ -1,9 +1,8 @@
 """The order in which storages leave and come back, over all calls of a model.
 
-- A storage leaves when it is saved or, with `keep_last`, when that many later calls have ended. It
-  is away once the copy is made. The device waits for the copy, never the host: when the next call
-  ends, or once more than `max_inflight_bytes` are leaving. So the bytes held do not grow with how
-  far the host is ahead of the device.
+- A storage leaves when it is saved, and is away once the copy is made. The device waits for the
+  copy, never the host: when the next call ends, or once more than `INFLIGHT_BYTES` are leaving. So
+  the bytes held do not grow with how far the host is ahead of the device.
 - The first read of a call's storages starts fetching the storages of the call before it.
 - Each thread that runs forward has an order of its own for each device. Calls keep their order,
   whichever threads run backward.
@@ -15,23 +14,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from ckpt_wrap._disk_tier import DiskTier
-from ckpt_wrap._errors import OffloadError
 from ckpt_wrap._host_tier import HostTier
 from ckpt_wrap._offloaded_storage import OffloadedStorage, Tier
 from ckpt_wrap._options import OffloadOptions
 
-MOST_INFLIGHT_BYTES = 1 << 30  # where no number is given
+INFLIGHT_BYTES = 1 << 30
 
 
 class _Leaving(NamedTuple):
@@ -46,14 +43,12 @@ class CallOrder:
     Attributes:
         latest: the call that began last.
         reading: the call that backward reads now.
-        finished: calls that still keep their storages, by `keep_last`.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.latest: weakref.ref[CallStorages] | None = None
         self.reading: weakref.ref[CallStorages] | None = None
-        self.finished: list[weakref.ref[CallStorages]] = []
         self.calls = 0
         self._leaving: deque[_Leaving] = deque()
         self._sent_bytes = 0
@@ -64,8 +59,8 @@ class CallOrder:
             self._leaving.append(_Leaving(weakref.ref(storage), self._sent_bytes, self.calls))
             self._sent_bytes += storage.nbytes
 
-    def settle(self, max_inflight_bytes: int, before_call: int = 0) -> None:
-        """Release copied sources, those of calls before one, and the oldest beyond a bound."""
+    def settle(self, before_call: int = 0) -> None:
+        """Release copied sources, those of calls before one, and the oldest beyond the bound."""
         if not self._leaving:
             return
         with self.lock:
@@ -73,7 +68,7 @@ class CallOrder:
                 first = self._leaving[0]
                 storage = first.ref()
                 if storage is not None:
-                    beyond = self._sent_bytes - first.bytes_before > max_inflight_bytes
+                    beyond = self._sent_bytes - first.bytes_before > INFLIGHT_BYTES
                     if not beyond and first.call >= before_call and not storage.copied():
                         return
                     storage.drop_source()
@@ -110,8 +105,6 @@ class OffloadScheduler:
         self.storages: weakref.WeakValueDictionary[Any, OffloadedStorage] = (
             weakref.WeakValueDictionary()
         )
-        limit = options.max_inflight_bytes
-        self._limit = MOST_INFLIGHT_BYTES if limit is None else limit
         self.away: dict[int, int] = {}  # bytes by the number that a storage left under
         self._room = threading.RLock()  # taken before a storage's lock
         self._orders = threading.local()
@@ -130,7 +123,7 @@ class OffloadScheduler:
         """Start moving a storage, if there is room for it."""
         if self._has_left(storage):
             order.leaves(storage)
-            order.settle(self._limit)
+            order.settle()
 
     def _has_left(self, storage: OffloadedStorage) -> bool:
         most = self.options.max_bytes_away
@@ -139,50 +132,31 @@ class OffloadScheduler:
         with self._room:
             if sum(self.away.values()) + storage.nbytes <= most:
                 return storage.leave(self.tier)
-        storage.counters.kept += 1
+        storage.counters.counts.kept += 1
         return False
 
-    def finish(self, calls: Iterator[CallStorages]) -> None:
-        """Calls have ended: release copied sources, and move what older calls kept."""
+    def finish(self, calls: Iterable[CallStorages]) -> None:
+        """Calls have ended: release sources that are copied, or of older calls."""
         for order in self.orders.values():
-            order.settle(self._limit)
+            order.settle()
         for call in calls:
-            if self.options.keep_last:
-                self._send_older(call)
-            if self.options.max_inflight_bytes is None:
-                call.order.settle(self._limit, before_call=call.number)
-
-    def _send_older(self, call: CallStorages) -> None:
-        order = call.order
-        order.finished.append(weakref.ref(call))
-        waiting = [ref for ref in order.finished if any(True for _ in _alive(ref))]
-        last = max(0, len(waiting) - self.options.keep_last)
-        order.finished = waiting[last:]
-        for ref in waiting[:last]:
-            for storage in _alive(ref):
-                self.send(storage, order)
+            call.order.settle(before_call=call.number)
 
     def read_from(self, call: CallStorages, storage: OffloadedStorage) -> None:
         """Backward reads this storage of this call: fetch those of the call before it."""
         order = call.order
-        order.settle(self._limit)
+        order.settle()
         storage.start_fetch(late=True)
         with order.lock:
             before = order.reading() if order.reading is not None else None
             if before is call:
                 return
             order.reading = weakref.ref(call)
-        for early in _alive(call.previous):
-            with contextlib.suppress(OffloadError):  # raised again by the backward that reads it
-                early.start_fetch()
-        if before is not None:
-            for late in before.alive():
-                late.drop_fetched()
-
-
-def _alive(ref: weakref.ref[CallStorages] | None) -> Iterator[OffloadedStorage]:
-    call = ref() if ref is not None else None
-    return iter(()) if call is None else call.alive()
+        previous = call.previous() if call.previous is not None else None
+        for early in previous.alive() if previous is not None else ():
+            early.start_fetch()
+        for late in before.alive() if before is not None else ():
+            late.drop_fetched()
 
 
 @functools.cache
@@ -190,7 +164,8 @@ def scheduler_for(options: OffloadOptions) -> OffloadScheduler:
     """The scheduler of these options, one per process.
 
     Raises:
-        OffloadError: the folder cannot be made or written to.
+        OffloadError: the folder cannot be written to.
     """
-    folder = options.folder
-    return OffloadScheduler(HostTier() if folder is None else DiskTier(folder), options)
+    return OffloadScheduler(
+        HostTier() if options.to == "cpu" else DiskTier(str(options.to)), options
+    )

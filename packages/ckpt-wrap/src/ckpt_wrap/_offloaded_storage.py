@@ -16,8 +16,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -28,7 +27,7 @@ from ckpt_wrap._torch_compat import counter_owner, version_of
 _numbers = itertools.count()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OffloadStats:
     """Counts since the module was offloaded; bytes are those of the storages moved.
 
@@ -67,25 +66,24 @@ class Counters:
     """
 
     def __init__(self, away_of_all: dict[int, int]) -> None:
+        self.counts = OffloadStats()
         self._away_of_all = away_of_all
         self._away: dict[int, int] = {}  # bytes by the number that a storage left under
-        self._copies_out = self._bytes_out = self._copies_in = self._bytes_in = 0
-        self._peak = self._late = self.shared = self.kept = 0
 
     def out(self, number: int, nbytes: int) -> None:
         """A storage left, under a number of its own."""
         self._away[number] = self._away_of_all[number] = nbytes
-        self._copies_out += 1
-        self._bytes_out += nbytes
+        self.counts.copies_out += 1
+        self.counts.bytes_out += nbytes
         away = sum(self._away.values())
-        if away > self._peak:
-            self._peak = away
+        if away > self.counts.peak_bytes_away:
+            self.counts.peak_bytes_away = away
 
     def back(self, nbytes: int, late: bool) -> None:
         """A storage was brought back; `late` if it was read when it was asked for."""
-        self._copies_in += 1
-        self._bytes_in += nbytes
-        self._late += late
+        self.counts.copies_in += 1
+        self.counts.bytes_in += nbytes
+        self.counts.late += late
 
     def gone(self, number: int) -> None:
         """The storage of this number was released, if it had left."""
@@ -93,49 +91,40 @@ class Counters:
         self._away.pop(number, None)
 
     def snapshot(self) -> OffloadStats:
-        """The counts as they are."""
-        return OffloadStats(
-            copies_out=self._copies_out,
-            bytes_out=self._bytes_out,
-            copies_in=self._copies_in,
-            bytes_in=self._bytes_in,
-            shared=self.shared,
-            kept=self.kept,
-            bytes_away=sum(self._away.values()),
-            peak_bytes_away=self._peak,
-            late=self._late,
-        )
+        """The counts at present."""
+        return replace(self.counts, bytes_away=sum(self._away.values()))
 
 
-class Stored(ABC):
-    """The bytes of one storage, somewhere else; here, a place that has them after `take`."""
+class Stored:
+    """The bytes of one storage, somewhere else; here, a place that has them after `take`.
 
-    is_immediate = True  # whether all bytes are there when `take` returns
+    The defaults are those of a place that has all bytes when `take` returns.
+    """
 
-    @abstractmethod
     def take(self, source: torch.Tensor) -> None:
         """Start copying the bytes of a flat tensor."""
+        raise NotImplementedError
 
     def copied(self) -> bool:
         """Whether the source is no longer read."""
         return True
 
-    def release_source(self) -> None:  # noqa: B027  # where there is something to do
+    def release_source(self) -> None:
         """Release the source, in the order of the device's work."""
 
-    @abstractmethod
     def fetch(self) -> torch.Tensor:
         """Start bringing the bytes back; call `wait_fetched` before using them."""
+        raise NotImplementedError
 
-    def wait_fetched(self) -> None:  # noqa: B027  # where there is something to do
+    def wait_fetched(self) -> None:
         """Make the device's later work wait for the fetched bytes."""
 
-    def release_fetched(self) -> None:  # noqa: B027  # where there is something to do
+    def release_fetched(self) -> None:
         """Release the fetched bytes, if there are any; they may not have been waited for."""
 
-    @abstractmethod
     def discard(self) -> None:
         """Forget the bytes, if it took any; may be called again."""
+        raise NotImplementedError
 
 
 class Tier(Protocol):
@@ -151,8 +140,8 @@ class Tier(Protocol):
         """Whether the tensors of this device are to be moved."""
         ...
 
-    def place(self, source: torch.Tensor) -> Stored:
-        """A place for the bytes of a flat tensor; nothing is there before it takes them."""
+    def place(self) -> Stored:
+        """A place for the bytes of a storage; nothing is there before it takes them."""
         ...
 
 
@@ -177,7 +166,7 @@ class OffloadedStorage:
     def __init__(self, tensor: torch.Tensor, counters: Counters, where: str) -> None:
         self._lock = threading.RLock()
         # Shares the tensor's version counter, also when its bytes are gone.
-        self._guard: torch.Tensor | None = tensor.detach()
+        self._guard = tensor.detach()
         self._owner = weakref.ref(counter_owner(tensor))
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         self.source: torch.Tensor | None = flat.set_(tensor.untyped_storage())
@@ -200,7 +189,7 @@ class OffloadedStorage:
                 return False
             number = next(_numbers)
             with about(f"a tensor saved by module {self.where}"):
-                stored = tier.place(self.source)
+                stored = tier.place()
                 weakref.finalize(self, _forget, stored, self.counters, number).atexit = False
                 stored.take(self.source)
             self.stored = stored
@@ -217,11 +206,8 @@ class OffloadedStorage:
         with self._lock:
             if self.source is not None and self.stored is not None:
                 self.source = None
-                if self.stored.is_immediate:
-                    self._guard = None
-                elif self._guard is not None:  # it keeps the version counter alone
-                    empty = torch.empty(0, dtype=self._guard.dtype, device=self.device)
-                    self._guard.data = empty
+                # The guard keeps the version counter alone.
+                self._guard.data = torch.empty(0, dtype=self._guard.dtype, device=self.device)
                 self.stored.release_source()
 
     def shares(self, tensor: torch.Tensor) -> bool:
@@ -233,15 +219,10 @@ class OffloadedStorage:
         return self._owner() is counter_owner(tensor) and self.version == version_of(tensor)
 
     def start_fetch(self, late: bool = False) -> None:
-        """Start bringing the bytes back, if they are away; `late` if they are read now.
-
-        Raises:
-            OffloadError: the stored bytes are gone.
-        """
+        """Start bringing the bytes back, if they are away; `late` if they are read now."""
         with self._lock:
             if self._fetched is None and self.source is None and self.stored is not None:
-                with about(f"a tensor saved by module {self.where}"):
-                    self._fetched = self.stored.fetch()
+                self._fetched = self.stored.fetch()
                 self.counters.back(self.nbytes, late)
 
     def drop_fetched(self) -> None:
@@ -255,7 +236,7 @@ class OffloadedStorage:
         """The bytes, flat, ready to be used by the current stream.
 
         Raises:
-            OffloadError: they were changed in place since, or cannot be brought back.
+            OffloadError: they were changed in place since.
         """
         with self._lock:
             if self._is_changed():
@@ -269,7 +250,7 @@ class OffloadedStorage:
             return self._fetched
 
     def _is_changed(self) -> bool:
-        return self._guard is not None and version_of(self._guard) != self.version
+        return version_of(self._guard) != self.version
 
 
 def _forget(stored: Stored, counters: Counters, number: int) -> None:

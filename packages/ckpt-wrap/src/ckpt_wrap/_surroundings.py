@@ -22,25 +22,30 @@ import torch
 from torch import nn
 
 from ckpt_wrap._ambient import is_checkpointing
-from ckpt_wrap._errors import RecomputeError, Where
+from ckpt_wrap._errors import RecomputeError, path_of
 
 Look = dict[str, Any]  # marks by name of attribute; equal marks mean an equal attribute
 
-_HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks"})
-_NOT_READ = (frozenset(vars(nn.Module())) | {"_ckpt_wrap"}) - _HOOKS - {"training", "_modules"}
+_HOOKS = {
+    "_forward_hooks": "the forward hooks",
+    "_forward_pre_hooks": "the forward pre-hooks",
+}
+_NOT_READ = (
+    (frozenset(vars(nn.Module())) | {"_ckpt_wrap"}) - _HOOKS.keys() - {"training", "_modules"}
+)
 _ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device})
 _MISSING = object()
 
 
 class _Ledger:
-    """What is known of one module: its state at the end of the last run, and later changes."""
+    """The state of one module at the end of the last run, and when other code changed it."""
 
     __slots__ = ("changed", "last", "ref")
 
     def __init__(self, module: nn.Module, forget: Callable[[Any], object]) -> None:
         self.ref = weakref.ref(module, forget)
         self.last: Look | None = None
-        self.changed: dict[str, int] = {}  # when other code changed an attribute
+        self.changed: dict[str, int] = {}  # time by name of attribute
 
 
 _ledgers: dict[int, _Ledger] = {}  # by id of the module
@@ -61,7 +66,7 @@ class Surroundings:
 
     __slots__ = ("__weakref__", "_end", "_looks", "_module", "_modules", "_own_hooks", "_where")
 
-    def __init__(self, module: nn.Module | None, where: Where, *, own_hooks: bool) -> None:
+    def __init__(self, module: nn.Module | None, where: str, *, own_hooks: bool) -> None:
         self._module = module
         self._where = where
         self._own_hooks = own_hooks
@@ -73,7 +78,7 @@ class Surroundings:
         """Forward starts. Note changes by other code, if an earlier forward waits for backward."""
         self._modules = modules
         if self._module is not None and _pending.get(self._module):
-            self._note_changes()
+            self._note_changes([self._look(module) for module in modules])
 
     def end(self) -> None:
         """Forward has ended, and backward will recompute it."""
@@ -97,9 +102,8 @@ class Surroundings:
         self._note_changes(now)
         for module, then, look in zip(self._modules, self._looks, now, strict=True):
             changed = _ledger(module).changed
-            for name in then.keys() | look.keys():
-                differs = then.get(name, _MISSING) != look.get(name, _MISSING)
-                if differs and changed.get(name, 0) > self._end:
+            for name in _differences(then, look):
+                if changed.get(name, 0) > self._end:
                     raise self._error(module, name, then, look)
 
     def end_again(self) -> None:
@@ -116,19 +120,15 @@ class Surroundings:
             looks.append(ledger.last)
         return looks
 
-    def _note_changes(self, looks: list[Look] | None = None) -> None:
+    def _note_changes(self, looks: list[Look]) -> None:
         if is_checkpointing():  # the changes are those of a forward around this one
             return
-        for index, module in enumerate(self._modules):
+        for module, look in zip(self._modules, looks, strict=True):
             ledger = _ledger(module)
-            look = self._look(module) if looks is None else looks[index]
-            last = ledger.last
-            if last is None or last == look:
-                continue
-            for name in last.keys() | look.keys():
-                if last.get(name, _MISSING) != look.get(name, _MISSING):
+            if ledger.last is not None and ledger.last != look:
+                for name in _differences(ledger.last, look):
                     ledger.changed[name] = next(_time)
-            ledger.last = look
+                ledger.last = look
 
     def _look(self, module: nn.Module) -> Look:
         found = {
@@ -142,21 +142,23 @@ class Surroundings:
         return found
 
     def _error(self, module: nn.Module, name: str, then: Look, now: Look) -> RecomputeError:
-        named = () if self._module is None else self._module.named_modules()
-        path = next((path for path, candidate in named if candidate is module), "")
+        path = path_of(module, self._module)
         inside = f"submodule {path!r} ({type(module).__name__}) of " if path else ""
-        what = {"_modules": "the submodules", "_forward_hooks": "the forward hooks"}.get(
-            name, "the forward pre-hooks" if name == "_forward_pre_hooks" else f"attribute {name!r}"
-        )
+        what = {"_modules": "the submodules", **_HOOKS}.get(name, f"attribute {name!r}")
         values = [look.get(name, _MISSING) for look in (then, now)]
         change = ""
         if all(type(value) in _ATOMS for value in values):
             change = f" from {values[0]!r} to {values[1]!r}"
         return RecomputeError(
-            f"ckpt_wrap.{self._where.made_by}: {what} of {inside}module {self._where} changed"
+            f"ckpt_wrap.checkpoint_: {what} of {inside}module {self._where} changed"
             f"{change} between forward and backward, so recomputation would not repeat the "
             "forward. Run backward before changing the module, or change it back first."
         )
+
+
+def _differences(then: Look, now: Look) -> list[str]:
+    names = then.keys() | now.keys()
+    return [name for name in names if then.get(name, _MISSING) != now.get(name, _MISSING)]
 
 
 def _ledger(module: nn.Module) -> _Ledger:
@@ -168,10 +170,8 @@ def _ledger(module: nn.Module) -> _Ledger:
 
 
 def _mark(value: Any) -> Any:
-    """Something equal as long as a value is the same object with the same items."""
+    """A value that stays equal as long as the attribute is the same object with the same items."""
     kind = type(value)
-    if kind in _ATOMS:
-        return value
     if isinstance(value, torch.Tensor):
         return None
     if isinstance(value, dict) and len(value) <= 256:

@@ -119,37 +119,13 @@ def _find_saver() -> Callable[[torch.Tensor], Saved]:
     return lambda tensor: _make_saved_tensor(tensor, is_output=False)
 
 
-class SavedInference:
-    """`Saved` of an inference tensor, which autograd does not save and has no version."""
-
-    __slots__ = ("_tensor",)
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    def unpack(self) -> torch.Tensor:
-        """The tensor, as it is by now."""
-        return self._tensor
-
-
-_save = _find_saver()
-
-
-def save_tensor(tensor: torch.Tensor) -> Saved:
-    """Keep a tensor for backward."""
-    return SavedInference(tensor) if tensor.is_inference() else _save(tensor)
-
-
-def _always() -> bool:
-    return True
-
+# Keeps a tensor for backward.
+save_tensor = _find_saver()
 
 # True where `with torch.device(...)`, or another function mode, may be active.
-may_have_function_mode: Callable[[], Any] = getattr(torch._C, "_len_torch_function_stack", _always)
-
-
-def _nothing() -> None:
-    return None
+may_have_function_mode: Callable[[], Any] = getattr(
+    torch._C, "_len_torch_function_stack", lambda: True
+)
 
 
 def _find_no_dispatch() -> Callable[[], AbstractContextManager[Any]]:
@@ -169,18 +145,13 @@ def unseen_by_modes(tensor: torch.Tensor) -> AbstractContextManager[Any]:
 
 # What `torch.func` is differentiating or mapping right now, or None; it allows no hooks then.
 active_transform: Callable[[], Any] = getattr(
-    getattr(torch._C, "_functorch", None), "peek_interpreter_stack", _nothing
+    getattr(torch._C, "_functorch", None), "peek_interpreter_stack", lambda: None
 )
 
 
 def early_stop_override() -> bool | None:
     """The value of `torch.utils.checkpoint.set_checkpoint_early_stop`, or None."""
     return getattr(torch.utils.checkpoint, "_enable_checkpoint_early_stop", None)
-
-
-def debug_override() -> bool | None:
-    """The value of `torch.utils.checkpoint.set_checkpoint_debug_enabled`, or None."""
-    return getattr(torch.utils.checkpoint, "_checkpoint_debug_enabled", None)
 
 
 def bypass_hooks(context: Any) -> None:
@@ -194,11 +165,7 @@ def bypass_hooks(context: Any) -> None:
 
 def edges(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Name and child of a module, every alias of a shared child included."""
-    children: dict[str, nn.Module | None] | None = getattr(module, "_modules", None)
-    if children is None:
-        yield from module.named_children()
-        return
-    yield from ((name, child) for name, child in children.items() if child is not None)
+    yield from ((name, child) for name, child in module._modules.items() if child is not None)
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -270,12 +237,8 @@ def remove_hooks(numbers: range, tensors: list[torch.Tensor], module: nn.Module 
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
-def _unknown_number() -> int:
-    return 0
-
-
 # The number that the next node of the autograd graph of this thread gets.
-next_node_number: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", _unknown_number)
+next_node_number: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", lambda: 0)
 
 
 def is_custom_node(node: Any) -> bool:

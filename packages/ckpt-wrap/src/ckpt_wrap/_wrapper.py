@@ -2,15 +2,15 @@
 
 - Names: the wrapper adds nothing to the names of parameters, buffers, modules and state-dict
   entries. Only attribute paths and `named_children` show the wrapped module.
-- Attributes: those that the wrapper's class or instance does not define are the wrapped module's.
-  Reading, setting, deleting, indexing, iterating and registering all go there.
+- The wrapper has the state-dict hooks of the wrapped module and its `state_dict`, and looks up its
+  parameters and buffers. So `get_buffer`, `prune` and `functional_call` reach through it.
+- Attributes that the wrapper's class or instance does not define are the wrapped module's.
 - Loading: a state dict loads whether or not its keys carry the prefix.
 """
 
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -19,33 +19,31 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import noop_context_fn
 
-from ckpt_wrap._checkpoint import Checkpoint
 from ckpt_wrap._checkpoint_fn import CheckpointFn, make_checkpoint_fn
-from ckpt_wrap._errors import ModuleError, explain_arguments, require_module
+from ckpt_wrap._errors import require_module
 from ckpt_wrap._offload import Offload
 from ckpt_wrap._options import CheckpointImpl, ContextFn, OffloadOptions
-from ckpt_wrap._torch_compat import edges, is_parametrized_class
+from ckpt_wrap._torch_compat import edges
 
 WRAPPED_MODULE = "_checkpoint_wrapped_module"
 PREFIX = WRAPPED_MODULE + "."
 
 T = TypeVar("T")
 
-# Shared with the wrapped module, so that registering on the wrapper registers there.
 _SHARED = (
     "_non_persistent_buffers_set",
     "_state_dict_hooks",
     "_state_dict_pre_hooks",
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
+    "state_dict",
 )
 
 
 class InnerDict(dict[str, Any]):
-    """Empty to iterate, but looks up, sets and deletes entries of another dict.
+    """Looks up, sets and deletes entries of another dict, and is empty to iterate.
 
-    `get_buffer`, `prune` and `functional_call`, which reach into a module's dicts, work through a
-    wrapper, and no entry is counted twice.
+    So no parameter or buffer is counted twice.
     """
 
     def __init__(self, target: dict[str, Any]) -> None:
@@ -86,29 +84,30 @@ class Children(dict[str, Any]):
         return self[WRAPPED_MODULE]._modules.items()
 
 
-class ActivationWrapper(nn.Module, ABC):
+class ActivationWrapper(nn.Module):
     """Base of the two wrappers; holds the wrapped module as `_checkpoint_wrapped_module`.
 
     Raises:
         ModuleError: `mod` is not an `nn.Module`.
     """
 
+    _caller: Callable[..., Any]  # the checkpoint function or the offload
+
     def __init__(self, mod: nn.Module) -> None:
         require_module(mod, type(self).__name__)
         super().__init__()
-        own = self.__dict__
-        own["_modules"] = Children({WRAPPED_MODULE: mod})
-        own["_parameters"] = InnerDict(mod._parameters)
-        own["_buffers"] = InnerDict(mod._buffers)
-        own.update((name, getattr(mod, name)) for name in _SHARED)
+        self.__dict__["_modules"] = Children({WRAPPED_MODULE: mod})
+        self._share()
 
-    @abstractmethod
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the wrapped module."""
+    def _share(self) -> None:
+        inner, own = self._inner(), self.__dict__
+        own.update((name, getattr(inner, name)) for name in _SHARED)
+        own["_parameters"] = InnerDict(inner._parameters)
+        own["_buffers"] = InnerDict(inner._buffers)
 
-    def _callers(self) -> list[Callable[..., Any]]:
-        """The checkpoint function or offload that calls its forward."""
-        return []
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._share()
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -121,10 +120,6 @@ class ActivationWrapper(nn.Module, ABC):
             memo.add(self)
         yield prefix, self
         yield from self._inner().named_modules(memo, prefix, remove_duplicate)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's state dict, entry for entry and version for version."""
-        return self._inner().state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], *rest: Any) -> None:
         clean_in_place(state_dict)
@@ -150,14 +145,10 @@ class ActivationWrapper(nn.Module, ABC):
         return inner if name == WRAPPED_MODULE else getattr(inner, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "__class__" and is_parametrized_class(value):
-            raise ModuleError(
-                f"ckpt_wrap.{type(self).__name__}: a wrapper cannot be parametrized, because the "
-                "wrapped module reads the weights. Register the parametrization before wrapping, "
-                "or on wrapper._checkpoint_wrapped_module, or use checkpoint_ or offload_."
-            )
         if WRAPPED_MODULE not in self.__dict__.get("_modules", {}) or self._owns(name):
             super().__setattr__(name, value)
+            if name == WRAPPED_MODULE:
+                self._share()
         else:
             setattr(self._inner(), name, value)
 
@@ -171,32 +162,9 @@ class ActivationWrapper(nn.Module, ABC):
         """Add the module to the wrapped module."""
         self._inner().add_module(name, module)
 
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *dir(self._inner())})
-
-    def __bool__(self) -> bool:
-        return bool(self._inner())
-
-    def __len__(self) -> int:
-        return len(self._container())
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._container())
-
-    def __contains__(self, item: object) -> bool:
-        return item in self._container()
-
     def __getitem__(self, key: Any) -> Any:
-        return self._container()[key]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._container()[key] = value
-
-    def __delitem__(self, key: Any) -> None:
-        del self._container()[key]
-
-    def _container(self) -> Any:
-        return self._inner()
+        inner: Any = self._inner()
+        return inner[key]
 
 
 class CheckpointWrapper(ActivationWrapper):
@@ -220,11 +188,7 @@ class CheckpointWrapper(ActivationWrapper):
             **options,
         )
         # Straight into the instance: setattr would set them on the wrapped module.
-        impl = made.options.impl if isinstance(made, Checkpoint) else checkpoint_impl
-        self.__dict__.update(checkpoint_impl=impl, checkpoint_fn=made)
-
-    def _callers(self) -> list[Callable[..., Any]]:
-        return [self.checkpoint_fn]
+        self.__dict__.update(checkpoint_impl=checkpoint_impl, checkpoint_fn=made, _caller=made)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module, checkpointed."""
@@ -233,28 +197,22 @@ class CheckpointWrapper(ActivationWrapper):
             return inner(*args, **kwargs)
         if isinstance(inner, OffloadWrapper):
             # Activations are recomputed, so only the inputs can be offloaded.
-            return inner._offload(self.checkpoint_fn, inner._inner(), *args, **kwargs)
+            return inner._caller(self.checkpoint_fn, inner._inner(), *args, **kwargs)
         return self.checkpoint_fn(inner, *args, **kwargs)
 
 
 class OffloadWrapper(ActivationWrapper):
     """A module whose saved tensors are offloaded; made by `offload_wrapper`, with its options."""
 
-    _offload: Offload
-
     def __init__(self, mod: nn.Module, **options: Any) -> None:
         super().__init__(mod)
-        self.__dict__["_offload"] = Offload(OffloadOptions(**options))
-
-    def _callers(self) -> list[Callable[..., Any]]:
-        return [self._offload]
+        self.__dict__["_caller"] = Offload(OffloadOptions(**options))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module, offloading what it saves."""
-        return self._offload(self._inner(), *args, **kwargs)
+        return self._caller(self._inner(), *args, **kwargs)
 
 
-@explain_arguments
 def checkpoint_wrapper(
     module: nn.Module,
     checkpoint_impl: CheckpointImpl = CheckpointImpl.NO_REENTRANT,
@@ -264,27 +222,13 @@ def checkpoint_wrapper(
     preserve_rng_state: bool = True,
     context_fn: ContextFn = noop_context_fn,
     determinism_check: str = "default",
-    debug: bool = False,
     early_stop: bool = True,
     **checkpoint_fn_options: Any,
 ) -> nn.Module:
     """Wrap a module so that backward recomputes what its forward would have saved.
 
-    Args:
-        module: the module to wrap; it becomes `_checkpoint_wrapped_module` of the result.
-        checkpoint_impl: the implementation, unless `checkpoint_fn` is given.
-        checkpoint_fn: see `checkpoint_`, as for the other options.
-        use_reentrant: True is the same as `checkpoint_impl=CheckpointImpl.REENTRANT`.
-        preserve_rng_state: replay random numbers in recomputation.
-        context_fn: returns two context managers, for forward and for recomputation.
-        determinism_check: "default" compares recomputed tensors with those they replace.
-        debug: on a mismatch, print the operators of forward and of recomputation.
-        early_stop: end recomputation at the last tensor that backward needs.
-        **checkpoint_fn_options: further options of `checkpoint_fn`.
-
-    Raises:
-        ModuleError: `module` is not an `nn.Module`.
-        OptionError: an option is unknown or invalid, or two options conflict.
+    The module becomes `_checkpoint_wrapped_module` of the result. The options and errors are those
+    of `checkpoint_`.
 
     Example:
         >>> import torch
@@ -300,57 +244,33 @@ def checkpoint_wrapper(
         preserve_rng_state=preserve_rng_state,
         context_fn=context_fn,
         determinism_check=determinism_check,
-        debug=debug,
         early_stop=early_stop,
         **checkpoint_fn_options,
     )
 
 
-@explain_arguments
 def offload_wrapper(
     module: nn.Module,
     *,
     to: str | os.PathLike[str] = "cpu",
-    create: bool = False,
     min_bytes: int = 1024,
-    keep_last: int = 0,
-    max_inflight_bytes: int | None = None,
     max_bytes_away: int | None = None,
 ) -> nn.Module:
     """Wrap a module so that the tensors it saves for backward are kept elsewhere.
 
-    Args:
-        module: the module to wrap.
-        to: see `offload_`, as for the other options and errors.
-        create: create the folder if it does not exist.
-        min_bytes: tensors with a smaller storage stay where they are.
-        keep_last: how many of the latest calls keep their tensors.
-        max_inflight_bytes: how many bytes may wait on a device to be copied.
-        max_bytes_away: how many bytes may be elsewhere at one time.
+    The options and errors are those of `offload_`.
 
     Example:
-        >>> import torch
-        >>> offload_wrapper(torch.nn.Linear(4, 2))(torch.ones(1, 4)).shape
+        >>> import tempfile, torch
+        >>> block = offload_wrapper(torch.nn.Linear(4, 2), to=tempfile.gettempdir())
+        >>> block(torch.ones(1, 4)).shape
         torch.Size([1, 2])
     """
-    return OffloadWrapper(
-        module,
-        to=to,
-        create=create,
-        min_bytes=min_bytes,
-        keep_last=keep_last,
-        max_inflight_bytes=max_inflight_bytes,
-        max_bytes_away=max_bytes_away,
-    )
+    return OffloadWrapper(module, to=to, min_bytes=min_bytes, max_bytes_away=max_bytes_away)
 
 
 def clean_name(name: str) -> str:
-    """A parameter or module name without the wrapper's prefix.
-
-    Example:
-        >>> clean_name("layers.0._checkpoint_wrapped_module.weight")
-        'layers.0.weight'
-    """
+    """A parameter or module name without the wrapper's prefix."""
     return ".".join(part for part in name.split(".") if part != WRAPPED_MODULE)
 
 

@@ -30,7 +30,7 @@ from .checkpoint._state_dict import (
 from .in_process._flat_params import FlatParams
 from .in_process._flatten import flat_params_of, flatten, unflatten
 from .layout._boundary import Blocks
-from .layout._boundary_rules import by_class, by_name
+from .layout._boundary_rules import by_name
 from .sharded._sharded_module import ShardedModule
 from .sharded._units import fully_shard
 
@@ -46,7 +46,6 @@ __all__ = [
     "StateError",
     "VectorError",
     "async_save_sharded",
-    "by_class",
     "by_name",
     "flat_params_of",
     "flatten",

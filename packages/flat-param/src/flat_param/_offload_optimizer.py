@@ -14,11 +14,9 @@ Invariants:
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
-import sys
 import tempfile
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -29,13 +27,13 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from ._errors import StateError
+from ._torch_compat import STEP_HOOKS
 from .layout._spec import dense_stride
 
 Opt = TypeVar("Opt", bound=Optimizer)
 State = Mapping[Tensor, dict[str, Any]]
 
 _ALIGN_BYTES = 64
-_MADV_DONTNEED = 4  # include/uapi/asm-generic/mman-common.h
 
 
 def offload_optimizer(
@@ -100,7 +98,7 @@ class OffloadedOptimizer(Optimizer):
         """All state by parameter.
 
         Raises:
-            StateError: a step was interrupted, or this process is a fork.
+            StateError: a step was interrupted.
         """
         state = vars(self)["state"]
         self._buckets.check(state)
@@ -109,6 +107,11 @@ class OffloadedOptimizer(Optimizer):
     @state.setter
     def state(self, state: Any) -> None:
         vars(self)["state"] = state
+
+    @property
+    def steps_bucket(self) -> bool:
+        """True inside the step of one bucket, where `super().step()` calls step hooks again."""
+        return self._buckets.is_stepping
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every parameter that has a gradient, bucket by bucket.
@@ -169,9 +172,10 @@ def _check(optimizer: Optimizer, bucket_numel: int) -> None:
             "has a scheduler around its step, but that would go past its state. Make the scheduler "
             "after this call"
         )
-    elif bucket_numel < 1:
+    elif type(bucket_numel) is not int or bucket_numel < 1:
         wrong = (
-            f"was to step buckets of {bucket_numel} elements, but a bucket has at least one. Pass 1"
+            f"cannot be stepped with bucket_numel={bucket_numel!r}, but a bucket has at least one "
+            "element. Pass a whole number above 0"
         )
     if wrong:
         raise StateError(f"flat_param.offload_optimizer: {name} {wrong}.")
@@ -200,47 +204,47 @@ class _Buckets:
         self._storage, self._numel, self._own_step = storage, numel, own_step
         self.stored: dict[tuple[Tensor, str], _Stored] = {}
         self._interrupted: tuple[State | None, str] = None, ""
-        self._is_stepping = False  # the optimizer's own step may read its state
+        self.is_stepping = False  # the optimizer's own step may read its state
 
     def check(self, state: State) -> None:
-        """Refuse state of an interrupted step, or in another process.
-
-        Raises:
-            StateError: in these cases.
-        """
+        """Refuse state of an interrupted step."""
         interrupted, where = self._interrupted
-        if interrupted is state and not self._is_stepping:
+        if interrupted is state and not self.is_stepping:
             raise StateError(
                 f"flat_param.offload_optimizer: a step was stopped in {where}, but buckets before "
                 "it have stepped and those after it have not. Load parameters and state that were "
                 "saved together."
             )
-        self._storage.check_process()
 
     def step(self, optimizer: Optimizer, state: State) -> None:
         """Step every bucket while the state of the next one is fetched."""
         groups = optimizer.param_groups
+        hooks = {key: value for key, value in vars(optimizer).items() if key in STEP_HOOKS}
         try:
             try:
+                vars(optimizer).update({key: OrderedDict() for key in hooks})
                 self._step_each(optimizer, state, list(self._of(groups)))
             finally:
-                self._end(optimizer, groups)
+                self._end(optimizer, groups, hooks)
         finally:  # an interrupt may have cut the first call short
-            self._end(optimizer, groups)
+            self._end(optimizer, groups, hooks)
 
-    def _end(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+    def _end(
+        self, optimizer: Optimizer, groups: list[dict[str, Any]], hooks: dict[str, Any]
+    ) -> None:
         optimizer.param_groups = groups
-        self._is_stepping = False
+        vars(optimizer).update(hooks)
+        self.is_stepping = False
 
     def _step_each(
         self, optimizer: Optimizer, state: State, buckets: Sequence[dict[str, Any]]
     ) -> None:
         with ThreadPoolExecutor(1, thread_name_prefix="flat_param.offload") as thread:
-            copies = _Copies(thread, self._storage)
+            copies = _Copies(thread)
             arriving = self._fetch(copies, state, buckets[:1])
             for index, bucket in enumerate(buckets):
                 current, arriving = arriving, self._fetch(copies, state, buckets[index + 1 :][:1])
-                self._is_stepping = True
+                self.is_stepping = True
                 self._interrupted = state, f"bucket {index + 1} of {len(buckets)}"
                 fetched = _receive(state, *current)
                 self._step_one(optimizer, bucket)
@@ -368,8 +372,8 @@ class _Copies:
     memory is freed or read that a copy still uses.
     """
 
-    def __init__(self, thread: ThreadPoolExecutor, storage: _Storage) -> None:
-        self._thread, self._storage = thread, storage
+    def __init__(self, thread: ThreadPoolExecutor) -> None:
+        self._thread = thread
         self._streams: dict[torch.device, torch.Stream] = {}
         self._last: Future[None] | None = None
 
@@ -386,7 +390,6 @@ class _Copies:
                     )
                     out.append(near.copy_(tensor, non_blocking=True))
             self._synchronize()
-            self._storage.release_pages(tensor for tensor, _ in stored)
             return out
 
         return self._thread.submit(copy)
@@ -410,7 +413,6 @@ class _Copies:
                 with self._on_stream(value.device, queued.get(value.device)):
                     place.copy_(value, non_blocking=True)
                 self._synchronize()
-                self._storage.release_pages([place])
             for event in queued.values():
                 event.synchronize()
             fetched.clear()
@@ -447,17 +449,13 @@ def _record_event(device: torch.device) -> torch.Event:
 class _Storage:
     """Memory for state between steps: CPU memory, or files of a folder.
 
-    CPU memory is pinned where there is an accelerator. A file is mapped and has lost its name, so
-    it vanishes with the process. Its space is reserved at once: a full disk raises an error here
-    and never a signal at a later write.
-
-    Raises:
-        StateError: nothing can be written to the folder.
+    CPU memory is pinned where there is an accelerator. A file is mapped and unlinked, so it
+    vanishes with the process. Its space is reserved at once, so that a full disk raises here and
+    does not end the process at a later write.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None) -> None:
         self._folder = None if folder is None else os.fspath(folder)
-        self._process = os.getpid()
         if self._folder is not None:
             _map_file(self._folder, _ALIGN_BYTES)
 
@@ -471,7 +469,9 @@ class _Storage:
         """Uninitialised tensors like `values`, in one allocation."""
         ends = [0]
         for value in values:
-            ends.append(ends[-1] + aligned_nbytes(value.numel() * value.itemsize))
+            ends.append(
+                ends[-1] + -(-value.numel() * value.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
+            )
         if self._folder is not None:
             memory = _map_file(self._folder, ends[-1])
         else:
@@ -481,30 +481,6 @@ class _Storage:
             _view_like(value, memory[start:end])
             for value, start, end in zip(values, ends, ends[1:], strict=False)
         ]
-
-    def release_pages(self, stored: Iterable[Tensor]) -> None:
-        """Drop mapped pages from this process's memory; the file keeps their contents."""
-        if self._folder is None or sys.platform != "linux":
-            return
-        for tensor in stored:
-            start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-            length = tensor.data_ptr() + tensor.nbytes - start
-            ctypes.CDLL(None).madvise(
-                ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_DONTNEED
-            )
-
-    def check_process(self) -> None:
-        """Refuse a forked process: its writes would change its parent's state.
-
-        Raises:
-            StateError: another process made the files.
-        """
-        if self._folder is not None and os.getpid() != self._process:
-            raise StateError(
-                f"flat_param.offload_optimizer: process {os.getpid()} was forked from "
-                f"{self._process}, whose state is in folder '{self._folder}', but both would write "
-                "to it. Build an optimizer in the new process."
-            )
 
 
 def _map_file(folder: str, nbytes: int) -> Tensor:
@@ -521,7 +497,7 @@ def _map_file(folder: str, nbytes: int) -> Tensor:
         raise StateError(
             f"flat_param.offload_optimizer: {nbytes} bytes of state cannot be written to folder "
             f"'{folder}' ({error.strerror}), but state is kept in files there. Pass a writable "
-            "folder that has room for all of it."
+            "folder that exists and has room for all of it, or leave it out to use CPU memory."
         ) from error
 
 
@@ -532,11 +508,6 @@ def _reserve(handle: int, nbytes: int) -> None:
     zeros = bytes(1 << 20)
     while nbytes > 0:
         nbytes -= os.write(handle, zeros[:nbytes])
-
-
-def aligned_nbytes(nbytes: int) -> int:
-    """Bytes that one tensor takes in storage."""
-    return -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
 def _view_like(value: Tensor, memory: Tensor) -> Tensor:

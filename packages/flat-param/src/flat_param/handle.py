@@ -21,14 +21,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ._errors import ParameterError, StateError
+from .buffers._overlap import check_apart
+from .buffers._owners import FLATTENED, UNIT, check_unowned
+from .buffers._views import ParamViews, allocate, memory_order, param_views, unflatten
 from .comm._comm import CommLog, Communicator
 from .comm._exit import dropped_at_exit
 from .layout._layout import DEFAULT_ALIGN_BYTES, FlatLayout, plan_layout
 from .layout._spec import ParamSpec, collect_params, place_of, spec_of
-from .memory._buffer import migrate
-from .memory._overlap import check_apart
-from .memory._owners import FLATTENED, UNIT, check_unowned
-from .memory._views import memory_order, unflatten
 
 __all__ = [
     "FlatParamHandle",
@@ -367,7 +366,8 @@ class FlatParamHandle:
         contiguities = tuple(is_truly_contiguous(param) for param in found)
         layout = self._plan(specs, self._aligned_numel)
         requires_grad = any(param.requires_grad for param in found)
-        buffer = migrate(found, layout)
+        buffer = allocate(layout, device=found[0].device)
+        ParamViews(found, param_views(buffer, layout)).take_all()
         flat = FlatParameter(buffer, requires_grad)
         self.flat_param: FlatParameter = flat
         flat._layout = layout

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
@@ -23,6 +24,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import flat_param
+
+# torch 2.9's own checkpoint writer calls what it warns of.
+warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
 
 WAYS = ("replicated", "ZeRO-2", "ZeRO-3")
 
@@ -135,18 +139,30 @@ def raises(kind: type[Exception], text: str, call: Any) -> None:
         call()
 
 
-def run_checks(namespace: dict[str, Any], rank: int, world: int) -> dict[str, str]:
-    """Run every `check_<claim>(rank, world)`; an empty string means that it held."""
-    results = {}
-    for name, check in list(namespace.items()):
-        if name.startswith("check_"):
-            try:
-                check(rank, world)
-                results[name.removeprefix("check_")] = ""
-            except (Exception, pytest.fail.Exception):  # the latter is no Exception
-                results[name.removeprefix("check_")] = traceback.format_exc()
-            dist.barrier()
-    return results
+def run_checks(namespace: dict[str, Any], *settings: str) -> None:
+    """Be one rank that runs every `check_<claim>(rank, world)` of a script.
+
+    The result has a text for each claim, empty if the claim held. Arguments of the run become the
+    globals that `settings` names; `FOLDER` is a folder that all ranks of the run have.
+    """
+
+    def run(rank: int, world: int, *given: Any) -> dict[str, str]:
+        namespace.update(FOLDER=Path(sys.argv[3]))
+        namespace.update(zip(settings, given, strict=True))
+        results = {}
+        for name, check in list(namespace.items()):
+            if name.startswith("check_"):
+                try:
+                    check(rank, world)
+                    results[name.removeprefix("check_")] = ""
+                except pytest.skip.Exception as reason:
+                    results[name.removeprefix("check_")] = f"skipped: {reason}"
+                except (Exception, pytest.fail.Exception):  # the latter is no Exception
+                    results[name.removeprefix("check_")] = traceback.format_exc()
+                dist.barrier()
+        return results
+
+    main(run)
 
 
 def main(function: Callable[..., Any], *, together: bool = True) -> None:

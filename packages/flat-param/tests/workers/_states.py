@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -10,9 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import flat_param
-
-# torch 2.9's own checkpoint writer calls what it warns of.
-warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
 
 UNUSED: list[str] = []
 """Whether models have a layer without gradients; torch refuses to load the state of such models."""

@@ -9,13 +9,9 @@ from torch import Tensor, nn
 
 def whole_grads(model: nn.Module) -> dict[str, Tensor]:
     """Every gradient as a whole tensor; zero where there is none."""
-    kept = {}
-    for unit in model._flat_param.schedule.units:
-        for part in unit.parts:
-            for param in part.params:
-                kept[param] = param.detach().clone()
-                grad = torch.zeros_like(param) if param.grad is None else param.grad
-                param.data.copy_(grad)
+    kept = {param: param.detach().clone() for param in model.parameters()}
+    for param in kept:
+        param.data.copy_(torch.zeros_like(param) if param.grad is None else param.grad)
     grads = {k: v.clone() for k, v in whole_state(model).items() if k != "scale"}
     for param, values in kept.items():
         param.data.copy_(values)
@@ -37,4 +33,4 @@ def whole_bytes(model: nn.Module) -> int:
 def whole_grad_bytes(model: nn.Module) -> int:
     """Bytes of this rank's gradients that are not summed yet."""
     grads = [each for unit in model._flat_param.schedule.units for each in unit.grads]
-    return sum(each._full_grad.nbytes for each in grads if each._full_grad is not None)
+    return sum(each.held.flat.nbytes for each in grads if each.held is not None)

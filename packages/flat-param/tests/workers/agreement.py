@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from _harness import main, run_checks
+from _harness import run_checks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -158,10 +158,5 @@ def check_agreeing_ranks_are_not_counted(rank: int, world: int) -> None:
     assert fully_shard(layers()).comm_counts() == {}
 
 
-def run(rank: int, world: int) -> dict[str, str]:
-    """All checks."""
-    return run_checks(globals(), rank, world)
-
-
 if __name__ == "__main__":
-    main(run)
+    run_checks(globals())

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from _harness import main, raises, run_checks, whole_state
+from _harness import raises, run_checks, whole_state
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -211,12 +211,5 @@ def check_first_ranks_values_are_given_to_all(rank: int, world: int) -> None:
     assert torch.equal(whole({"t": model.table})["t"], Model(None).table)
 
 
-def run(rank: int, world: int, folder: str, rows: int) -> dict[str, str]:
-    """All checks."""
-    global FOLDER, ROWS
-    FOLDER, ROWS = Path(folder), rows
-    return run_checks(globals(), rank, world)
-
-
 if __name__ == "__main__":
-    main(run)
+    run_checks(globals(), "ROWS")

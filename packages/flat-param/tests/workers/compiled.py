@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 import torch
-from _harness import batches, loss_of, main, options_of, plain, run_checks, sharded, share
+from _harness import batches, loss_of, options_of, plain, run_checks, sharded, share
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -105,12 +105,7 @@ def check_sharding_compiled_blocks(rank: int, world: int) -> None:
     compare(flat_param.fully_shard(model), rank, world)
 
 
-def run(rank: int, world: int) -> dict[str, str]:
-    """All checks."""
+if __name__ == "__main__":
     # The compiler looks at `.grad` of everything, and torch warns of that on activations.
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-    return run_checks(globals(), rank, world)
-
-
-if __name__ == "__main__":
-    main(run)
+    run_checks(globals())

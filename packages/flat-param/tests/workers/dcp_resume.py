@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch.distributed.checkpoint as dcp
-from _harness import main, run_checks
+from _harness import run_checks
 from _states import optimizer_of, same, sharded, train, truth, values_of
 from dcp_states import BOUNDARIES, put, state_of
 from torch.distributed.device_mesh import init_device_mesh
 
 import flat_param
 
-FOLDER = [""]
+FOLDER = Path()
 
 
 def check_torch_resumes(rank: int, world: int) -> None:
@@ -20,7 +22,7 @@ def check_torch_resumes(rank: int, world: int) -> None:
             model = sharded(9, boundary=boundary)
             optimizer = optimizer_of(model)
             state = state_of(model, optimizer)
-            dcp.load(state, checkpoint_id=f"{FOLDER[0]}/{saved}")
+            dcp.load(state, checkpoint_id=f"{FOLDER}/{saved}")
             put(model, optimizer, state)
             same(values_of(model, optimizer), truth(3))
 
@@ -30,7 +32,7 @@ def check_load_sharded_resumes(rank: int, world: int) -> None:
     for boundary in BOUNDARIES:
         model = sharded(9, boundary=boundary)
         optimizer = optimizer_of(model, flipped=True)
-        flat_param.load_sharded(model, f"{FOLDER[0]}/element", optimizer=optimizer)
+        flat_param.load_sharded(model, f"{FOLDER}/element", optimizer=optimizer)
         same(values_of(model, optimizer), truth(3))
         assert [group["lr"] for group in optimizer.param_groups] == [0.02, 0.01]
 
@@ -42,9 +44,9 @@ def check_copies_of_shards(rank: int, world: int) -> None:
     options = {"mesh": init_device_mesh("cpu", (2, 2))}
     model = sharded(9, **options)
     optimizer = optimizer_of(model)
-    flat_param.load_sharded(model, f"{FOLDER[0]}/row", optimizer=optimizer)
+    flat_param.load_sharded(model, f"{FOLDER}/row", optimizer=optimizer)
     same(values_of(model, optimizer), truth(3))
-    path = f"{FOLDER[0]}/hybrid"
+    path = f"{FOLDER}/hybrid"
     dcp.save(state_of(model, optimizer), checkpoint_id=path)
     flat_param.save_sharded(model, f"{path}-ours", optimizer=optimizer)
     train(model, optimizer, 3, 5)
@@ -60,11 +62,5 @@ def check_copies_of_shards(rank: int, world: int) -> None:
     assert bool(full["model"]) == (rank == 0)
 
 
-def run(rank: int, world: int, folder: str) -> dict[str, str]:
-    """All checks."""
-    FOLDER[0] = folder
-    return run_checks(globals(), rank, world)
-
-
 if __name__ == "__main__":
-    main(run)
+    run_checks(globals(), "FOLDER")

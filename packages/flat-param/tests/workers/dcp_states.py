@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import copy
 import io
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from _harness import main, raises
+from _harness import raises, run_checks
 from _states import (
     fsdp2,
     optimizer_of,
@@ -41,7 +42,7 @@ from torch.distributed.tensor import DTensor
 import flat_param
 
 BOUNDARIES = ("element", "row", "tensor")
-FOLDER = [""]
+FOLDER = Path()
 
 
 def state_of(model: nn.Module, optimizer: Any, **options: Any) -> dict[str, Any]:
@@ -71,7 +72,7 @@ def check_saved_state_comes_back_and_trains_on(rank: int, world: int) -> None:
     """In the same model after more steps, and in another one; lr follows the groups' names."""
     for boundary in BOUNDARIES:
         model, optimizer = trained(3, boundary=boundary)
-        path = f"{FOLDER[0]}/{boundary}"
+        path = f"{FOLDER}/{boundary}"
         dcp.save(state_of(model, optimizer), checkpoint_id=path)
         train(model, optimizer, 3, 5)
         other = sharded(7, boundary=boundary)
@@ -88,9 +89,9 @@ def check_saved_state_comes_back_and_trains_on(rank: int, world: int) -> None:
 def check_load_in_place_needs_no_set(rank: int, world: int) -> None:
     """Shards of a state dict are the module's and the optimizer's own memory."""
     model, optimizer = trained(3)
-    dcp.save(state_of(model, optimizer), checkpoint_id=f"{FOLDER[0]}/in-place")
+    dcp.save(state_of(model, optimizer), checkpoint_id=f"{FOLDER}/in-place")
     train(model, optimizer, 3, 5)
-    dcp.load(state_of(model, optimizer), checkpoint_id=f"{FOLDER[0]}/in-place")
+    dcp.load(state_of(model, optimizer), checkpoint_id=f"{FOLDER}/in-place")
     found = values_of(model, optimizer)
     same({k: v for k, v in found.items() if not k.endswith("step")}, _no_steps(truth(3)))
 
@@ -103,7 +104,7 @@ def check_async_save_beside_training(rank: int, world: int) -> None:
     """With a group of its own, as the page says."""
     model, optimizer = trained(3)
     group = dist.new_group(backend="gloo")
-    path = f"{FOLDER[0]}/async"
+    path = f"{FOLDER}/async"
     saved = dcp.async_save(state_of(model, optimizer), checkpoint_id=path, process_group=group)
     train(model, optimizer, 3, 5)
     saved.result()
@@ -154,7 +155,7 @@ def check_full_state_is_taken(rank: int, world: int) -> None:
 def check_flattened_state_with_groups_in_other_order(rank: int, world: int) -> None:
     """`flatten_optimizer_state_dict` and `optimizer.load_state_dict`; lr follows the names."""
     model, optimizer = trained(3)
-    path, flat = f"{FOLDER[0]}/flattened", {"flatten_optimizer_state_dict": True}
+    path, flat = f"{FOLDER}/flattened", {"flatten_optimizer_state_dict": True}
     dcp.save(state_of(model, optimizer, **flat), checkpoint_id=path)
     other = sharded(9)
     fresh = optimizer_of(other, flipped=True)
@@ -289,7 +290,7 @@ def check_count_of_ranks_that_skip_does_not_count(rank: int, world: int) -> None
     )
     counts = [int(full["state"][f"{at}.weight"]["count"]) for at in range(2)]
     assert counts == [7, 8], counts
-    path = f"{FOLDER[0]}/counts"
+    path = f"{FOLDER}/counts"
     dcp.save({"optim": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=path)
     mine["count"] = 0
     state = {"optim": get_optimizer_state_dict(model, optimizer)}
@@ -306,30 +307,30 @@ def check_checkpoints_of_fsdp2_and_of_plain_models(rank: int, world: int) -> Non
     their_optimizer = optimizer_of(theirs)
     train(theirs, their_optimizer, 0, 3)
     expected = plain_values(theirs, their_optimizer)
-    dcp.save(state_of(theirs, their_optimizer), checkpoint_id=f"{FOLDER[0]}/fsdp2")
+    dcp.save(state_of(theirs, their_optimizer), checkpoint_id=f"{FOLDER}/fsdp2")
     one = plain()
     own = optimizer_of(one)
     train(one, own, 0, 3)
-    dcp.save(state_of(one, own), checkpoint_id=f"{FOLDER[0]}/plain")
+    dcp.save(state_of(one, own), checkpoint_id=f"{FOLDER}/plain")
     saved = {"fsdp2": expected, "plain": truth(3)}
     for boundary in BOUNDARIES:
         for name in ("fsdp2", "plain"):
             model = sharded(9, boundary=boundary)
             optimizer = optimizer_of(model)
             state = state_of(model, optimizer)
-            dcp.load(state, checkpoint_id=f"{FOLDER[0]}/{name}")
+            dcp.load(state, checkpoint_id=f"{FOLDER}/{name}")
             put(model, optimizer, state)
             same(values_of(model, optimizer), saved[name])
             other = sharded(9, boundary=boundary)
             fresh = optimizer_of(other, flipped=True)
-            flat_param.load_sharded(other, f"{FOLDER[0]}/{name}", optimizer=fresh)
+            flat_param.load_sharded(other, f"{FOLDER}/{name}", optimizer=fresh)
             same(values_of(other, fresh), saved[name])
             assert [group["lr"] for group in fresh.param_groups] == [0.02, 0.01]
         for make in (fsdp2, plain):
             model = make(9)
             optimizer = optimizer_of(model)
             state = state_of(model, optimizer)
-            dcp.load(state, checkpoint_id=f"{FOLDER[0]}/{boundary}")
+            dcp.load(state, checkpoint_id=f"{FOLDER}/{boundary}")
             put(model, optimizer, state)
             same(plain_values(model, optimizer), truth(3))
 
@@ -337,8 +338,8 @@ def check_checkpoints_of_fsdp2_and_of_plain_models(rank: int, world: int) -> Non
 def check_offline_conversion(rank: int, world: int) -> None:
     """`dcp_to_torch_save` gives a state for a plain model."""
     if rank == 0:
-        path = f"{FOLDER[0]}/whole.pt"
-        dcp_to_torch_save(f"{FOLDER[0]}/element", path)
+        path = f"{FOLDER}/whole.pt"
+        dcp_to_torch_save(f"{FOLDER}/element", path)
         state = torch.load(path, weights_only=False)
         model = plain(9)
         optimizer = optimizer_of(model)
@@ -347,13 +348,5 @@ def check_offline_conversion(rank: int, world: int) -> None:
         same(plain_values(model, optimizer), truth(3))
 
 
-def run(rank: int, world: int, folder: str) -> dict[str, str]:
-    """All checks."""
-    from _harness import run_checks
-
-    FOLDER[0] = folder
-    return run_checks(globals(), rank, world)
-
-
 if __name__ == "__main__":
-    main(run)
+    run_checks(globals())

@@ -12,7 +12,6 @@ from _harness import (
     batches,
     distance,
     loss_of,
-    main,
     plain,
     raises,
     run_checks,
@@ -20,7 +19,7 @@ from _harness import (
     share,
 )
 from _whole import plain_grads, whole_bytes, whole_grads
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import flat_param
@@ -198,5 +197,24 @@ def check_layer_unused_by_one_copy_gets_the_mean_with_zero(rank: int, world: int
     assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
 
 
+def check_sums_are_those_in_the_order_of_ranks(rank: int, world: int) -> None:
+    """Bit by bit: gradients are the mean of what one process has for each rank's share."""
+    torch.manual_seed(0)
+    reference, inputs = nn.Linear(5, 7), torch.randn(world, 2, 5)
+    total: list[Tensor] = []
+    for each in inputs:
+        reference.zero_grad()
+        reference(each).square().sum().backward()
+        grads = [param.grad.clone() for param in reference.parameters()]
+        total = [a + b for a, b in zip(total, grads, strict=True)] if total else grads
+    for boundary in ("element", "row"):
+        model = nn.Linear(5, 7)
+        model.load_state_dict(reference.state_dict())
+        flat_param.fully_shard(model, boundary=boundary)
+        model(inputs[rank]).square().sum().backward()
+        for found, expected in zip(whole_grads(model).values(), total, strict=True):
+            assert torch.equal(found, expected / world), boundary
+
+
 if __name__ == "__main__":
-    main(lambda rank, world: run_checks(globals(), rank, world))
+    run_checks(globals())

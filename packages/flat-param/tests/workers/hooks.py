@@ -10,7 +10,6 @@ from _harness import (
     batches,
     distance,
     loss_of,
-    main,
     plain,
     run_checks,
     sharded,
@@ -125,10 +124,5 @@ def check_units_in_another_order_are_named_on_every_rank(rank: int, world: int) 
     assert model.head.weight.grad is not None
 
 
-def run(rank: int, world: int) -> dict[str, str]:
-    """All checks."""
-    return run_checks(globals(), rank, world)
-
-
 if __name__ == "__main__":
-    main(run)
+    run_checks(globals())

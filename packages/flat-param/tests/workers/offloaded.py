@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from _harness import batches, loss_of, main, run_checks, sharded, share
+from _harness import batches, loss_of, run_checks, sharded, share
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -148,12 +148,5 @@ def check_load_that_fails_elsewhere_leaves_state(rank: int, world: int) -> None:
     train(model, optimizer, batches(world, 1), rank)
 
 
-def run(rank: int, world: int, folder: str) -> dict[str, str]:
-    """All checks on this rank; `folder` is shared by the ranks."""
-    global FOLDER
-    FOLDER = Path(folder)
-    return run_checks(globals(), rank, world)
-
-
 if __name__ == "__main__":
-    main(run)
+    run_checks(globals())

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from _harness import main, run_checks, whole_state
+from _harness import run_checks, whole_state
 from tensor_parallel import batch, parallel, plain, sharded, whole
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -17,13 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import flat_param
-from flat_param._torch_compat import without_storage_warning
 
 FOLDER, ROWS = Path(), 1
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"replicated": True},
-    {"boundary": "row"},
     {"boundary": "tensor"},
 )
 
@@ -109,13 +107,12 @@ def check_resumed_training_is_the_same(rank: int, world: int) -> None:
 
 
 def check_any_cut_loads_into_any_other(rank: int, world: int) -> None:
-    """Every way and boundary, another mesh, and no tensor parallel at all; and back."""
+    """Another boundary, another mesh, and no tensor parallel at all; and back."""
     for index, options in enumerate(OPTIONS):
         path, expected = saved(world, f"any-{index}", **options)
-        for others in OPTIONS:
-            model, optimizer = fresh(mesh_of(world), **others)
-            flat_param.load_sharded(model, path, optimizer=optimizer)
-            assert_same(state(model, optimizer), expected)
+        model, optimizer = fresh(mesh_of(world), **OPTIONS[index - 1])
+        flat_param.load_sharded(model, path, optimizer=optimizer)
+        assert_same(state(model, optimizer), expected)
         model, optimizer = fresh(mesh_of(world, rows=world), **options)
         flat_param.load_sharded(model, path, optimizer=optimizer)
         assert_same(state(model, optimizer), expected)
@@ -157,16 +154,16 @@ def check_torch_reads_what_is_saved(rank: int, world: int) -> None:
 
 def check_what_torch_saves_is_loaded(rank: int, world: int) -> None:
     """Shards of parameters that are cut over both axes, and their moments."""
-    for options in OPTIONS:
+    for index, options in enumerate(OPTIONS[1:3]):
         model = sharded(mesh_of(world), **options)
         optimizer = adamw(model)
         train(model, optimizer, range(2))
+        path = FOLDER / f"torchs-{index}"
         given = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
         assert any(isinstance(value, DTensor) for value in given["model"].values())
-        with without_storage_warning():
-            dcp.save(given, checkpoint_id=FOLDER / "torchs")
+        dcp.save(given, checkpoint_id=path)
         again, again_optimizer = fresh(mesh_of(world), **options)
-        flat_param.load_sharded(again, FOLDER / "torchs", optimizer=again_optimizer)
+        flat_param.load_sharded(again, path, optimizer=again_optimizer)
         assert_same(state(again, again_optimizer), state(model, optimizer))
         again, again_optimizer = fresh(mesh_of(world), **options)
         full = flat_param.full_state_dict(model, optimizer=optimizer)
@@ -201,12 +198,5 @@ def check_state_by_block_is_refused(rank: int, world: int) -> None:
         flat_param.save_sharded(model, FOLDER / "never", optimizer=optimizer)
 
 
-def run(rank: int, world: int, folder: str, rows: int) -> dict[str, str]:
-    """All checks."""
-    global FOLDER, ROWS
-    FOLDER, ROWS = Path(folder), rows
-    return run_checks(globals(), rank, world)
-
-
 if __name__ == "__main__":
-    main(run)
+    run_checks(globals(), "ROWS")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from _harness import main, raises, run_checks, whole_state
+from _harness import raises, run_checks, whole_state
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -195,4 +195,4 @@ def check_what_cannot_be_cut_twice_is_refused(rank: int, world: int) -> None:
 
 
 if __name__ == "__main__":
-    main(lambda rank, world: run_checks(globals(), rank, world))
+    run_checks(globals())

@@ -52,12 +52,7 @@ def measure(rank: int, world: int, way: str, boundary: Any) -> dict[str, Any]:
     counts = {k: [c.calls, c.wire_bytes] for k, c in model.comm_counts().items()}
     units = flat_param.plan.unit_shapes(plain(), units=type(reference.blocks[0]))
     planned = (
-        flat_param.plan.plan_training(
-            units,
-            **planned_as(way, world),
-            boundary=boundary,
-            rank=0 if way == "replicated" else rank,
-        )
+        flat_param.plan.plan_training(units, **planned_as(way, world), boundary=boundary)
         if way in WAYS
         else None
     )

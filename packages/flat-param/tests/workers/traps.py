@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import warnings
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from _harness import main, raises, run_checks, whole_state
+import torch.distributed as dist
+from _harness import raises, run_checks, whole_state
 from _whole import whole_bytes
 from torch import Tensor, nn
 
 import flat_param
+
+FOLDER = Path()
 
 
 class Adapter(nn.Module):
@@ -103,6 +109,19 @@ def check_reductions_of_pieces_are_refused(rank: int, world: int) -> None:
     assert type(copy.deepcopy(param)) is nn.Parameter
 
 
+def check_gradients_are_copied(rank: int, world: int) -> None:
+    """Those that this rank has all of, and those that are pieces; both can be saved."""
+    for boundary in ("element", "tensor"):
+        layer = flat_param.fully_shard(nn.Linear(6, 6), boundary=boundary)
+        layer(torch.ones(2, 6)).sum().backward()
+        for param in (each for each in layer.parameters() if each.grad is not None):
+            assert torch.equal(copy.deepcopy(param.grad), param.grad)
+            file = io.BytesIO()
+            torch.save(param.grad.detach(), file)
+            file.seek(0)
+            assert torch.equal(torch.load(file), param.grad)
+
+
 def sharded_not() -> nn.Module:
     """The same layers as one process has them."""
     torch.manual_seed(0)
@@ -120,9 +139,13 @@ def check_rows_are_reduced_along_rows(rank: int, world: int) -> None:
 
 def check_groups_by_number_of_dimensions(rank: int, world: int) -> None:
     """Those of the whole parameters; foreach and compiled steps are as before."""
+    for boundary in ("element", "row", "tensor", flat_param.Blocks(4)):
+        layers = nn.Sequential(nn.Linear(6, 6), nn.Conv1d(2, 3, 2))
+        model = flat_param.fully_shard(layers, boundary=boundary)
+        assert [each.ndim for each in model.parameters()] == [2, 1, 3, 1], boundary
+        assert [each.dim() for each in model.parameters()] == [2, 1, 3, 1], boundary
+        assert [len(each.shape) for each in model.parameters()] == [2, 1, 3, 1], boundary
     model = sharded()
-    assert [each.ndim for each in model.parameters()] == [2, 1, 2, 1]
-    assert [each.dim() for each in model.parameters()] == [2, 1, 2, 1]
     model(torch.ones(2, 6)).square().sum().backward()
     for options in ({}, {"foreach": True}, {"fused": True}):
         torch.optim.AdamW(model.parameters(), **options).step()
@@ -152,6 +175,11 @@ def check_optimizers_of_whole_tensors_are_found_by_what_they_do(rank: int, world
             step()
         else:
             raises(flat_param.ParameterError, "shard with boundary='tensor'", step)
+    rules = flat_param.by_name({"0.*": "tensor"})
+    mixed = flat_param.fully_shard(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 40)), boundary=rules)
+    mixed(torch.ones(2, 6)).square().sum().backward()
+    text = "parameters before this one may have been stepped: load a checkpoint"
+    raises(flat_param.ParameterError, text, Mine(mixed.parameters(), lr=0.1).step)
 
 
 class Stopped(Exception):
@@ -263,22 +291,18 @@ def check_forward_after_a_failed_export(rank: int, world: int) -> None:
     assert torch.equal(whole_state(model)["0.weight"], whole_state(sharded())["0.weight"])
 
 
+def llama(**options: Any) -> nn.Module:
+    """A small model of transformers, always the same."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, **options))
+
+
 def check_transformers_keeps_ranks_in_step(rank: int, world: int) -> None:
     """`generate` looks for the attribute; ranks that end at other lengths would wait for ever."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        pad_token_id=0,
-        eos_token_id=None,
-    )
-    model = LlamaForCausalLM(config).eval()
+    model = llama(num_hidden_layers=2, pad_token_id=0, eos_token_id=None).eval()
     for layer in model.model.layers:
         flat_param.fully_shard(layer)
     flat_param.fully_shard(model)
@@ -289,39 +313,20 @@ def check_transformers_keeps_ranks_in_step(rank: int, world: int) -> None:
 
 def check_saved_pretrained_folder_loads(rank: int, world: int) -> None:
     """With a tied head, whose name the file leaves out."""
-    import tempfile
-
-    import torch.distributed as dist
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=True,
-    )
-    first = flat_param.fully_shard(LlamaForCausalLM(config))
+    options = {"num_hidden_layers": 1, "tie_word_embeddings": True}
+    first = flat_param.fully_shard(llama(**options))
     state = flat_param.full_state_dict(first)["model"]
-    box = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(box)
     if rank == 0:
-        first.save_pretrained(box[0], state_dict=state)
+        first.save_pretrained(FOLDER / "llama", state_dict=state)
     dist.barrier()
-    torch.manual_seed(1)
-    other = flat_param.fully_shard(LlamaForCausalLM(config))
-    flat_param.load_sharded(other, box[0])
+    other = flat_param.fully_shard(llama(**options))
+    with torch.no_grad():
+        for param in other.parameters():
+            param.zero_()
+    flat_param.load_sharded(other, FOLDER / "llama")
     found = whole_state(other)
     assert all(torch.equal(found[name], value) for name, value in state.items())
 
 
-def run(rank: int, world: int) -> dict[str, str]:
-    """All checks."""
-    return run_checks(globals(), rank, world)
-
-
 if __name__ == "__main__":
-    main(run)
+    run_checks(globals())

@@ -9,7 +9,6 @@ from _harness import (
     batches,
     distance,
     loss_of,
-    main,
     options_of,
     plain,
     raises,
@@ -329,4 +328,4 @@ def check_another_order_is_an_error(rank: int, world: int) -> None:
 
 
 if __name__ == "__main__":
-    main(lambda rank, world: run_checks(globals(), rank, world))
+    run_checks(globals())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from _harness import (
     batches,
     distance,
     loss_of,
-    main,
     plain,
     run_checks,
     sharded,
@@ -80,5 +78,4 @@ def check_units_around_take_up_what_is_there(rank: int, world: int) -> None:
 
 
 if __name__ == "__main__":
-    FOLDER = Path(sys.argv[3])
-    main(lambda rank, world: run_checks(globals(), rank, world))
+    run_checks(globals())

@@ -7,7 +7,7 @@ from _harness import (
     batches,
     distance,
     loss_of,
-    main,
+    options_of,
     plain,
     run_checks,
     sharded,
@@ -102,10 +102,15 @@ def check_odd_parameters_survive(rank: int, world: int) -> None:
     assert all(torch.allclose(got[k], v) for k, v in state.items())
 
 
-def run(rank: int, world: int) -> dict[str, str]:
-    """All checks."""
-    return run_checks(globals(), rank, world)
+def check_sums_over_ranks_stay_in_the_range_of_float16(rank: int, world: int) -> None:
+    """The mean is in it, the sum is not; over shards and over copies."""
+    for way in ("ZeRO-3", "replicated"):
+        layer = nn.Linear(1, 8, bias=False)
+        precision = MixedPrecisionPolicy(reduce_dtype=torch.float16)
+        fully_shard(layer, mp_policy=precision, **options_of(way))
+        (40000 * layer(torch.ones(1, 1))).sum().backward()
+        assert torch.equal(whole_grads(layer)["weight"], torch.full((8, 1), 40000.0)), way
 
 
 if __name__ == "__main__":
-    main(run)
+    run_checks(globals())

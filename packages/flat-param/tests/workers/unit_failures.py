@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from _harness import batches, distance, loss_of, main, plain, raises, run_checks, sharded, share
+from _harness import batches, distance, loss_of, plain, raises, run_checks, sharded, share
 from _whole import plain_grads, whole_grads
 from torch import Tensor, nn
 
@@ -58,10 +58,5 @@ def check_failed_backward_leaves_the_module_usable(rank: int, world: int) -> Non
     assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
 
 
-def run(rank: int, world: int) -> dict[str, str]:
-    """All checks."""
-    return run_checks(globals(), rank, world)
-
-
 if __name__ == "__main__":
-    main(run)
+    run_checks(globals())

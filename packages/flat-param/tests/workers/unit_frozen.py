@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from _harness import batches, distance, loss_of, main, plain, run_checks, share, whole_state
+from _harness import batches, distance, loss_of, plain, run_checks, share, whole_state
 from _whole import plain_grads, whole_grads
 from torch import nn
 
@@ -60,10 +60,5 @@ def check_frozen_layers_pass_gradients_through(rank: int, world: int) -> None:
     assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
 
 
-def run(rank: int, world: int) -> dict[str, str]:
-    """All checks."""
-    return run_checks(globals(), rank, world)
-
-
 if __name__ == "__main__":
-    main(run)
+    run_checks(globals())

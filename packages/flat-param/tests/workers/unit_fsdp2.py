@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from _harness import main, options_of, raises, run_checks, whole_state
+from _harness import options_of, raises, run_checks, whole_state
 from _whole import whole_grads
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -253,10 +253,5 @@ def check_list_is_gathered_once(rank: int, world: int) -> None:
     assert (gathers.calls if gathers else 0) == (0 if world == 1 else 4)
 
 
-def run(rank: int, world: int) -> dict[str, str]:
-    """All checks."""
-    return run_checks(globals(), rank, world)
-
-
 if __name__ == "__main__":
-    main(run)
+    run_checks(globals())

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _harness import main, options_of, raises, run_checks, whole_state
+from _harness import options_of, raises, run_checks, whole_state
 from _whole import whole_bytes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -289,10 +289,5 @@ def check_ties_to_ignored_ones_are_refused_by_name(rank: int, world: int) -> Non
     raises(ParameterError, text, lambda: fully_shard(model.second, ignored_params={scale}))
 
 
-def run(rank: int, world: int) -> dict[str, str]:
-    """All checks."""
-    return run_checks(globals(), rank, world)
-
-
 if __name__ == "__main__":
-    main(run)
+    run_checks(globals())

@@ -14,7 +14,6 @@ from _harness import (
     Block,
     batches,
     loss_of,
-    main,
     options_of,
     plain,
     planned_as,
@@ -110,10 +109,5 @@ def check_module_is_freed_at_once(rank: int, world: int) -> None:
         gc.enable()
 
 
-def run(rank: int, world: int) -> dict[str, str]:
-    """All checks."""
-    return run_checks(globals(), rank, world)
-
-
 if __name__ == "__main__":
-    main(run)
+    run_checks(globals())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,6 @@ from _harness import (
     batches,
     distance,
     loss_of,
-    main,
     options_of,
     plain,
     raises,
@@ -95,10 +95,38 @@ def check_whole_tensor_optimizers_match_one_process_or_refuse(rank: int, world: 
         assert distance(whole_state(cut), before) == 0
 
 
-def run(rank: int, world: int) -> dict[str, str]:
-    """All checks."""
-    return run_checks(globals(), rank, world)
+class _Foreign(torch.optim.Optimizer):
+    """Not torch's; keeps what it was given in the first step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            self.state[param].setdefault("moment", param.grad)
+
+
+def check_state_of_whole_parameters_is_not_stepped_over_pieces(rank: int, world: int) -> None:
+    """Where the optimizer stepped before the parameters were divided; nothing changes."""
+    makers: tuple[Any, ...] = (
+        partial(torch.optim.SGD, lr=1.0, momentum=0.5),
+        partial(torch.optim.SGD, lr=1.0, momentum=0.5, fused=True),
+        _Foreign,
+    )
+    for make in makers:
+        module = nn.Linear(4, 4, bias=False)
+        optimizer = make(module.parameters())
+        module(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        fully_shard(module)
+        module(torch.ones(1, 4)).sum().backward()
+        before = whole_state(module)
+        key = "moment" if make is _Foreign else "momentum_buffer"
+        text = f"'{key}' of parameter 'weight' has shape (4, 4)"
+        raises(flat_param.StateError, text, optimizer.step)
+        assert distance(whole_state(module), before) == 0
 
 
 if __name__ == "__main__":
-    main(run)
+    run_checks(globals())

@@ -12,7 +12,6 @@ from _harness import (
     batches,
     distance,
     loss_of,
-    main,
     plain,
     raises,
     run_checks,
@@ -124,10 +123,5 @@ def check_class_and_names_stay(rank: int, world: int) -> None:
     assert names == [name for name, _ in plain().named_parameters()]
 
 
-def run(rank: int, world: int) -> dict[str, str]:
-    """All checks."""
-    return run_checks(globals(), rank, world)
-
-
 if __name__ == "__main__":
-    main(run)
+    run_checks(globals())

@@ -16,7 +16,6 @@ from _harness import (
     batches,
     distance,
     loss_of,
-    main,
     options_of,
     plain,
     run_checks,
@@ -194,4 +193,4 @@ def check_a_loss_of_an_input_alone_sends_nothing(rank: int, world: int) -> None:
 
 
 if __name__ == "__main__":
-    main(run)
+    run_checks(globals())

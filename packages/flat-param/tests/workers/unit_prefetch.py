@@ -8,7 +8,6 @@ import torch
 from _harness import (
     batches,
     loss_of,
-    main,
     plain,
     raises,
     run_checks,
@@ -189,4 +188,4 @@ def check_wrong_lists_are_refused_by_name(rank: int, world: int) -> None:
 
 
 if __name__ == "__main__":
-    main(lambda rank, world: run_checks(globals(), rank, world))
+    run_checks(globals())

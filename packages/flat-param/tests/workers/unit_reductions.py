@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _harness import main, options_of, raises, run_checks, whole_state
+from _harness import options_of, raises, run_checks, whole_state
 from _whole import whole_bytes, whole_grads
 from torch import Tensor, nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
@@ -364,4 +364,4 @@ def check_values_of_a_step_are_never_stale(rank: int, world: int) -> None:
 
 
 if __name__ == "__main__":
-    main(lambda rank, world: run_checks(globals(), rank, world))
+    run_checks(globals())

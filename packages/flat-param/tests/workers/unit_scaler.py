@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _harness import main, options_of, run_checks, whole_state
+from _harness import options_of, run_checks, whole_state
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -142,4 +142,4 @@ def check_plain_modules_are_asked_alone(rank: int, world: int) -> None:
 
 
 if __name__ == "__main__":
-    main(lambda rank, world: run_checks(globals(), rank, world))
+    run_checks(globals())

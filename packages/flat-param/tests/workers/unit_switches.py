@@ -7,7 +7,6 @@ from _harness import (
     batches,
     distance,
     loss_of,
-    main,
     options_of,
     plain,
     raises,
@@ -168,4 +167,4 @@ def _gathers(model: nn.Module, ids: Tensor, rank: int) -> int:
 
 
 if __name__ == "__main__":
-    main(lambda rank, world: run_checks(globals(), rank, world))
+    run_checks(globals())

@@ -8,7 +8,6 @@ import torch
 from _harness import (
     batches,
     loss_of,
-    main,
     options_of,
     plain,
     raises,
@@ -103,10 +102,5 @@ def check_parameters_that_share_memory_are_refused_by_name(rank: int, world: int
     assert type(model) is type(plain())
 
 
-def run(rank: int, world: int) -> dict[str, str]:
-    """All checks."""
-    return run_checks(globals(), rank, world)
-
-
 if __name__ == "__main__":
-    main(run)
+    run_checks(globals())

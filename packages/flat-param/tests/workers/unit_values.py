@@ -11,7 +11,6 @@ from _harness import (
     batches,
     distance,
     loss_of,
-    main,
     options_of,
     plain,
     raises,
@@ -131,10 +130,61 @@ def check_plain_state_loads_and_mismatches_are_named(rank: int, world: int) -> N
     assert distance(whole_state(model), whole_state(other)) == 0
 
 
-def run(rank: int, world: int) -> dict[str, str]:
-    """All checks."""
-    return run_checks(globals(), rank, world)
+def check_value_of_another_dtype_or_of_a_piece_is_taken(rank: int, world: int) -> None:
+    """What was read from the module may be put there again, changed; the parameter stays."""
+    model, expected = sharded(), torch.arange(77.0).view(11, 7)
+    param = model.head.weight
+    for dtype in (torch.bfloat16, torch.int64):
+        model.head.weight = nn.Parameter(expected.to(dtype), requires_grad=False)
+        assert torch.equal(whole_state(model)["head.weight"], expected)
+        assert model.head.weight is param
+        assert param.requires_grad
+    model.head.weight = nn.Parameter(param.detach() + 5)
+    assert torch.equal(whole_state(model)["head.weight"], expected + 5)
+    assert model.head.weight is param
+
+
+def check_missing_values_and_other_shapes_are_refused_by_name(rank: int, world: int) -> None:
+    """Also one that has as many elements; the parameter is back afterwards."""
+    model = sharded()
+    (ids,) = batches(world, 1)
+    expected = model(ids).detach()
+
+    def put(value: Tensor | None) -> None:
+        model.head.weight = None if value is None else nn.Parameter(value)
+
+    for change, shape in (
+        (lambda: put(None), "None"),
+        (lambda: delattr(model.head, "weight"), "None"),
+        (lambda: put(torch.ones(7, 11)), "(7, 11)"),
+        (lambda: put(torch.ones(())), "()"),
+    ):
+        param = model.head.weight
+        change()
+        text = f"parameter 'head.weight' was re-assigned with shape {shape}, but it was sharded"
+        raises(flat_param.ParameterError, text, lambda: model(ids))
+        assert model.head.weight is param
+        assert torch.equal(model(ids), expected)
+
+
+def check_parameters_are_frozen_and_trained_again(rank: int, world: int) -> None:
+    """Between steps; one that was frozen when it was sharded has no memory for gradients."""
+    reference, model = plain(), sharded()
+    (ids,) = batches(world, 1)
+    for trained in (False, True):
+        for module, part in ((reference, ids), (model, share(ids, rank))):
+            module.zero_grad()
+            module.head.requires_grad_(trained)
+            loss_of(module, part).backward()
+            assert (module.head.weight.grad is not None) == trained
+        assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
+    other = plain()
+    other.head.requires_grad_(False)
+    flat_param.fully_shard(other)
+    other.head.requires_grad_(True)
+    text = "parameter 'head.weight' was frozen when it was sharded and is trainable now"
+    raises(flat_param.ParameterError, text, lambda: other(ids))
 
 
 if __name__ == "__main__":
-    main(run)
+    run_checks(globals())

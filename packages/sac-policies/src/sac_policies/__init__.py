@@ -29,7 +29,7 @@ from sac_policies._errors import (
     UnmatchedNameError,
 )
 from sac_policies._in_slices import in_slices
-from sac_policies.eager._moved_stats import limit_offload, offload_stats
+from sac_policies.eager._moved_stats import offload_stats
 from sac_policies.policies._builders import (
     offload,
     recompute_all,
@@ -86,7 +86,6 @@ __all__ = [
     "first_match",
     "fit_",
     "in_slices",
-    "limit_offload",
     "offload",
     "offload_stats",
     "plan_region",

@@ -16,9 +16,16 @@ def _homes(tensors):
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
+def _lies_in(tensor, vector):
+    start, stop = vector.data_ptr(), vector.data_ptr() + vector.nbytes
+    return start <= tensor.data_ptr() and tensor.data_ptr() + tensor.nbytes <= stop
+
+
 def _aliased(model, flat):
+    """Every parameter lies in the memory of a vector, and every vector has one."""
     vectors = [flat.as_vector(name) for name in flat.layouts]
-    return _homes(model.parameters()) == _homes(vectors)
+    found = [[_lies_in(param, vector) for vector in vectors] for param in model.parameters()]
+    return all(map(any, found)) and all(map(any, zip(*found, strict=True)))
 
 
 @requirement(

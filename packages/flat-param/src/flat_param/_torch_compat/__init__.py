@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,7 +16,8 @@ from torch.nn.utils import clip_grad
 
 from .._errors import StateError
 
-_version_of = attrgetter("_version")
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""Attributes of an optimizer with the hooks that its step calls."""
 
 
 def default_store() -> Any:
@@ -95,16 +95,6 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     engine.queue_callback(callback)
 
 
-def versions(tensors: Iterable[Tensor]) -> list[int] | None:
-    """How often each tensor was written to in place.
-
-    Fallback: None; gradients are then all copied into the flat one when a backward ends.
-    """
-    if not hasattr(Tensor, "_version"):
-        return None
-    return list(map(_version_of, tensors))
-
-
 def assign_grad(param: Tensor, grad: Tensor) -> None:
     """Make a tensor of the parameter's shape its gradient, whatever floating-point dtype it has.
 
@@ -173,16 +163,6 @@ def allow_foreach(kind: type[Tensor]) -> None:
     known = getattr(optimizer, "_foreach_supported_types", None)
     if isinstance(known, list) and kind not in known:
         known.append(kind)
-
-
-def is_tracing() -> bool:
-    """Whether the compiler of this thread is at work, which asks tensors for their layout.
-
-    Fallback: False; an optimizer step over pieces then cannot be compiled.
-    """
-    guards = sys.modules.get("torch._guards")
-    context = getattr(guards, "TracingContext", None)
-    return context is not None and context.try_get() is not None
 
 
 without_torch_function: Any = torch._C.DisableTorchFunctionSubclass

@@ -17,6 +17,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from mmap import ACCESS_COPY, mmap
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -135,7 +136,8 @@ class CheckedWriter(FileSystemWriter):
     def remove(self) -> None:
         """Delete what this save has written."""
         shutil.rmtree(self._folder, ignore_errors=True)
-        (Path(self.path) / f"{METADATA}-{self._folder.name}").unlink(missing_ok=True)
+        with suppress(OSError):
+            (Path(self.path) / f"{METADATA}-{self._folder.name}").unlink(missing_ok=True)
 
 
 def remove_saves(path: Path, *, keep: str) -> None:
@@ -168,9 +170,10 @@ class CheckedReader(FileSystemReader):
         try:
             data = (path / METADATA).read_bytes()
         except OSError as error:
+            why = f"has no {METADATA} ({error.strerror}), but each complete checkpoint has one"
             raise CheckpointError(
-                f"flat_param.load_sharded: '{path}' has no {METADATA} ({error.strerror}), but each "
-                "complete checkpoint has one. The save was cut short, or this is another folder."
+                f"flat_param.load_sharded: '{path}' {why if path.exists() else 'does not exist'}. "
+                "Pass the folder that save_sharded was given; or its save was cut short."
             ) from error
         body, found, given = data.rpartition(_TRAILER)
         if found and f"{checksum(memoryview(bytearray(body))):08x}".encode() != given:

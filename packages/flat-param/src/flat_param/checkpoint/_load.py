@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._errors import CheckpointError, FlatParamError, StateError
+from ..layout._arguments import check_is_module, path_of
 from ..sharded._by_hand import units_below
 from ..sharded._full_params import local_state, named_sites
 from ..sharded._param_piece import ParamPiece
@@ -47,7 +49,8 @@ def load_sharded(
         StateError: the module is not sharded, or the optimizer's groups do not fit the saved ones.
         ParameterError: the optimizer has a parameter that the module does not have.
     """
-    source, world = Path(path), World(module, "load_sharded")
+    check_is_module("load_sharded", module)
+    source, world = path_of("load_sharded", path), World(module, "load_sharded")
     with put_back_on_error(module, optimizer):
         error: Exception | None = None
         read = _mark(source)
@@ -316,10 +319,14 @@ def _read_file(path: Path) -> Mapping[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
+        if isinstance(error, UnpicklingError):
+            first = "it has other objects than tensors and plain values, whose code would run"
+        else:
+            first = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
-            f"flat_param.load_sharded: file '{path}' cannot be read ({first}). It is truncated, "
-            "not of torch.save, or hostile: load another one."
+            f"flat_param.load_sharded: file '{path}' cannot be read ({first}). It is damaged or "
+            "no state dict. Save module.state_dict() with torch.save, or pass the folder of a "
+            "checkpoint."
         ) from error
     if not isinstance(state, Mapping):
         raise CheckpointError(

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._errors import ParameterError, StateError
-from ..memory._dtensors import as_dtensor
+from ..buffers._dtensors import as_dtensor
+from ..layout._arguments import check_is_optimizer
 from ..sharded._full_params import named_sites
 from ..sharded._optim_state import present_all, take_all
 from ..sharded._param_piece import ParamPiece
@@ -58,11 +59,7 @@ def optimizer_params(module: nn.Module, optimizer: Optimizer) -> list[list[Named
     Raises:
         ParameterError: one of them is not the module's, or there are none.
     """
-    if not hasattr(optimizer, "param_groups"):
-        raise ParameterError(
-            f"flat_param.state_dict: optimizer is a {type(optimizer).__name__}, but it must have "
-            "the groups of parameters that it trains. Pass an optimizer, or leave it out."
-        )
+    check_is_optimizer("state_dict", optimizer)
     named = named_params(module)
     groups = []
     for position, group in enumerate(optimizer.param_groups):

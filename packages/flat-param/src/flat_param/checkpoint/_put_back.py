@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..buffers._dtensors import local_of
 from ..layout._spec import place_of
-from ..memory._dtensors import local_of
 from ..sharded._by_hand import units_at_rest
 from ..sharded._full_params import local_state
 from ._optim_state import state_of
@@ -38,6 +38,8 @@ def put_back_on_error(module: nn.Module, optimizer: Optimizer | None) -> Iterato
     tensors += [local_of(value).detach() for value in beside]
     copies = [tensor.to("cpu", copy=True) for tensor in tensors]
     extra = {key: _copied(value) for key, value in rest.items() if is_extra(key)}
+    if not hasattr(optimizer, "param_groups"):  # the block refuses it, on all ranks
+        optimizer = None
     state = None if optimizer is None else (state_of(optimizer), optimizer.param_groups)
     options = None if optimizer is None else [dict(group) for group in optimizer.param_groups]
     try:

@@ -1,12 +1,18 @@
-"""Saves a sharded module and its optimizer with torch.distributed.checkpoint."""
+"""Saves a sharded module and its optimizer with torch.distributed.checkpoint.
+
+An asynchronous save writes in a thread that is no daemon, so the interpreter waits for it. The next
+save waits for it too: there is one snapshot at a time, and ranks meet in the order of their calls.
+"""
 
 from __future__ import annotations
 
 import copy
+import logging
 import os
+import threading
 import uuid
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +21,16 @@ from torch.optim import Optimizer
 
 from .._errors import CheckpointError
 from .._torch_compat import without_storage_warning
-from ..memory._dtensors import is_dtensor
-from ..memory._tensors import map_tensors
+from ..buffers._dtensors import is_dtensor
+from ..layout._arguments import check_is_module, path_of
 from ..sharded._by_hand import units_at_rest, units_below
 from ..sharded._strays import check_strays
+from ..sharded._tensors import map_tensors
 from ._optim_state import named_optimizer_state
 from ._world import World
-from ._writer import start, wait_for_last
+
+_log = logging.getLogger("flat_param")
+_last: list[Future[None]] = []
 
 
 def save_sharded(
@@ -72,14 +81,31 @@ def async_save_sharded(
         step: as in `save_sharded`.
 
     Returns:
-        A future that raises what `save_sharded` raises. If it has failed and its result was never
-        requested, the next save raises its error and saves nothing.
+        A future that raises what `save_sharded` raises. An error is also logged when it happens.
 
     Raises:
         CheckpointError: ranks are at different steps, or another rank has failed.
         StateError: as in `save_sharded`.
     """
-    return start(_prepare(module, path, optimizer, step, snapshot=True), str(path))
+    return _start(_prepare(module, path, optimizer, step, snapshot=True), path)
+
+
+def _start(write: Callable[[], None], path: str | os.PathLike[str]) -> Future[None]:
+    future: Future[None] = Future()
+    future.set_running_or_notify_cancel()  # it cannot be cancelled, as other ranks write too
+
+    def run() -> None:
+        try:
+            write()
+        except BaseException as error:
+            _log.error("flat_param.async_save_sharded: the save to '%s' failed: %s", path, error)
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    _last[:] = [future]
+    threading.Thread(target=run, name=f"save to {path}").start()
+    return future
 
 
 def _prepare(
@@ -91,11 +117,13 @@ def _prepare(
     snapshot: bool,
 ) -> Callable[[], None]:
     """Agree on what is saved. Collective; gives the function that writes it, collective too."""
+    check_is_module("save_sharded", module)
+    path = path_of("save_sharded", path)
     state: dict[str, Any] = {}
     error: Exception | None = None
     world = World(module, "save_sharded")
     try:
-        wait_for_last()
+        wait(_last)
         units_at_rest(module)  # refuses copies that whole_params shows
         if hasattr(module, "_flat_param"):  # the parameters around units may be anybody's
             check_strays("save_sharded", module, units_below(module))
@@ -125,7 +153,7 @@ def _prepare(
                     "save one state. Call it after the same step on all ranks, or pass step=."
                 )
     writers = world.for_thread() if snapshot else world
-    return lambda: _write(state, Path(path), notes[0][3], writers)
+    return lambda: _write(state, path, notes[0][3], writers)
 
 
 def _short(told: Any) -> Any:

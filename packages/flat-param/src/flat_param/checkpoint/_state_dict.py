@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._errors import StateError
-from ..memory._dtensors import as_dtensor, is_dtensor
+from ..buffers._dtensors import as_dtensor, is_dtensor
+from ..layout._arguments import check_is_module
 from ..sharded._by_hand import units_below
 from ..sharded._full_params import named_sites
 from ._optim_state import load_optimizer_state, named_optimizer_state, optimizer_params
@@ -42,6 +43,7 @@ def full_state_dict(
     Raises:
         StateError: optimizer state cannot be cut.
     """
+    check_is_module("full_state_dict", module)
     world = World(module, "full_state_dict") if _is_sharded(module) else None
     keeps = world is None or not rank0_only or world.is_first
     error: Exception | None = None
@@ -178,6 +180,12 @@ def load_full_state_dict(
         CheckpointError: another rank has failed.
         StateError: a shape, a name or a parameter group does not fit.
     """
+    check_is_module("load_full_state_dict", module)
+    if not isinstance(state, Mapping):
+        raise StateError(
+            f"flat_param.load_full_state_dict: state is a {type(state).__name__}, but it must be a "
+            "state dict. Pass what full_state_dict returned, or use load_sharded for a path."
+        )
     world = World(module, "load_full_state_dict") if _is_sharded(module) else None
     if not isinstance(state.get("model"), Mapping):
         state = {"model": state}
@@ -345,11 +353,19 @@ def _cut(whole: Any, piece: Any) -> Any:
 def optimizer_state_by_position(state: Mapping[str, Any]) -> dict[str, Any]:
     """The optimizer part of a full state dict as `torch.optim.Optimizer.load_state_dict` takes it.
 
+    Raises:
+        StateError: it is no state of an optimizer.
+
     Example:
         >>> named = {"state": {"w": {"step": 1}}, "param_groups": [{"lr": 0.1, "params": ["w"]}]}
         >>> optimizer_state_by_position(named)["state"]
         {0: {'step': 1}}
     """
+    if "param_groups" not in state:
+        raise StateError(
+            f"flat_param.optimizer_state_by_position: state has the keys {sorted(state)[:3]}, but "
+            "it must be an optimizer's. Pass full_state_dict(module, optimizer=...)['optim']."
+        )
     names = [name for group in state["param_groups"] for name in group["params"]]
     position = {name: index for index, name in enumerate(names)}
     return {

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from .._errors import CheckpointError, StateError
+from ..buffers._dtensors import place_of_dtensor
 from ..comm._comm import CommLog, Communicator
-from ..memory._dtensors import place_of_dtensor
 from ..sharded._by_hand import units_below
 
 _Group = dist.ProcessGroup

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._errors import StateError
 from .._torch_compat import norms_of, without_torch_function
-from ..memory._dtensors import DTensorPlace, local_of
+from ..buffers._dtensors import DTensorPlace, local_of
 from ._comm import CommLog, Communicator
 
 Spread = tuple[Communicator, ...]
@@ -39,9 +39,9 @@ def checked_norms(max_norm: float, norm_type: float) -> tuple[float, float]:
         most = order = math.nan
     if not most >= 0 or math.isnan(order) or not order:
         raise StateError(
-            f"flat_param.clip_grad_norm_: max_norm is {max_norm!r} and norm_type {norm_type!r}, "
-            "but gradients are scaled to a norm of at most the one, of the order of the other. "
-            "Pass a number that is not negative, and an order such as 2.0 or 'inf'."
+            f"flat_param.clip_grad_norm_: max_norm is {max_norm!r} and norm_type {norm_type!r}. "
+            "Pass a max_norm of at least 0, and a norm_type such as 2.0 or 'inf'. The module's own "
+            "method takes no parameters: it clips all of them."
         )
     return most, order
 

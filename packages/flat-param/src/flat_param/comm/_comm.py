@@ -17,18 +17,18 @@ from collections.abc import Callable
 from ctypes import string_at
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .._errors import CommError
-from ..memory._home_stream import at_home
 from ._capturing import is_capturing
 from ._exchange import to_gather_halves, to_sum
 from ._exit import dropped_at_exit
 from ._fault_detector import FaultDetector
+from ._home_stream import at_home
 from ._trail import Trail, wait_here
 
 # torch 2.13 renamed the single-tensor collectives and warns on the old names.
@@ -173,6 +173,15 @@ class Communicator:
         self.trail = None if group is None else Trail.of(group)
         if group is not None:
             dropped_at_exit(self, "group")
+
+    def __deepcopy__(self, memo: object) -> Communicator:
+        return self  # gradients have it as an attribute
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise CommError(
+            "flat_param.fully_shard: a gradient of a sharded module cannot be pickled with the "
+            "ranks that it is spread over. Save grad.detach(), or full_state_dict(module)."
+        )
 
     def rename(self, unit: str) -> None:
         """Say in messages whose communicator it is."""

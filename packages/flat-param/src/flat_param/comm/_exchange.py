@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..memory._buffer_pool import acquire, release
+from ._buffer_pool import acquire, release
 
 Arguments = tuple[Tensor, Tensor, list[int] | None, list[int] | None]
 """What `all_to_all_single` takes: where to, what, and elements from and to each rank."""

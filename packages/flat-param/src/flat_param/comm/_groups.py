@@ -104,8 +104,9 @@ def meeting_comms(mesh: DeviceMesh | None) -> tuple[Communicator, ...]:
 def _meeting_groups(mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise StateError(
-            f"flat_param.fully_shard: mesh is {mesh!r}, but it says which ranks share parameters. "
-            "Pass a DeviceMesh, as DeviceMesh.from_group makes one, or None for all ranks."
+            f"flat_param.fully_shard: mesh is {mesh!r}, but it must be a DeviceMesh of the ranks "
+            "that share parameters. Pass init_device_mesh(...), DeviceMesh.from_group(...) for a "
+            "process group, or None for all ranks."
         )
     world = _one_group(None)
     if mesh is None or mesh.size() == dist.get_world_size():

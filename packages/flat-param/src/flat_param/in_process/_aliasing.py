@@ -1,118 +1,68 @@
 """What is placed on the modules of a flattened tree, so that it stays flat.
 
-| what happens to the module | what keeps the aliasing |
+| what happens | what follows it |
 |---|---|
-| a parameter is assigned, or loaded with `assign=True` | each module's own `register_parameter` |
-| a module inside is added or replaced | a look at the tree at the next forward |
-| `.to()`, `.half()`, `.cuda()`, `.share_memory()` | the root's own `_apply` |
-| `param.data = ...`, `vector_to_parameters` | the forward pre-hook, and every whole-vector call |
-| `copy.deepcopy`, `torch.save`, `pickle` | `Stores.__getstate__` and `__setstate__` |
-| `module.zero_grad()` | the root's own `zero_grad` |
-| `module.state_dict()` | each module's own `_save_to_state_dict` |
+| a parameter is assigned, or loaded with `assign=True` | each module's `register_parameter` |
+| a module inside is added or replaced | a comparison of the tree at the next forward |
+| `.to()`, `.half()`, `.cuda()`, `.share_memory()` | the root's `_apply` |
+| `param.data = ...`, `vector_to_parameters` | the forward pre-hook, and whole-vector calls |
+| `copy.deepcopy`, `torch.save`, `pickle` | `FlatSegments.__getstate__` and `__setstate__` |
 
-Rule 1: nothing is placed outside the tree. torch's registration hooks would be one call, but they
-are the whole process's, and a compiled forward that builds any module would trace them too.
-Rule 2: what a module carries copies and pickles as the method of its class, so that a module taken
-out of the tree needs nothing from here; a copied root places its own again.
+Nothing is placed outside the tree. torch's registration hooks would be one call, but they are the
+whole process's, and a compiled forward that builds a module would trace them. What a module carries
+copies and pickles as the method of its class; a copied root places its own at its first use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from itertools import chain
 from operator import attrgetter, is_, methodcaller
-from typing import Any, Protocol
-from weakref import ref
+from typing import Any
+from weakref import WeakMethod, ref
 
-import torch
 from torch import nn
 
 _children = attrgetter("_modules")
 _values = methodcaller("values")  # of a scripted module, it is no dict
+_NAME = "register_parameter"
+
+Assigned = Callable[[nn.Module, str, "nn.Parameter | None"], None]
+"""Called with a module, a name, and the parameter that was registered there."""
 
 
-class Watcher(Protocol):
-    """What keeps a module's parameters in their buffers; see `_flat_segments`."""
+class _Register:
+    """`register_parameter` of one module, which also calls the flat views that it is part of."""
 
-    def assigned(self, owner: nn.Module, attribute: str, param: nn.Parameter | None) -> None:
-        """A parameter has been registered, or removed."""
-
-    def separate(self, owner: nn.Module, state: dict[str, Any], prefix: str) -> None:
-        """Make what a state dict holds of an owner's parameters look apart."""
-
-    def holds(self, owner: nn.Module) -> bool:
-        """Whether a parameter registered directly in the owner lies in a buffer."""
-
-
-class _Instead:
-    """Called in place of a method of one module's class, for the flat views that it is part of."""
-
-    name: str
-
-    def __init__(self, module: nn.Module, watchers: list[ref[Watcher]]) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self._module = ref(module)
-        self.watchers = watchers
+        self.watchers: list[WeakMethod[Assigned]] = []
 
-    def alive(self) -> list[Watcher]:
-        """The flat views that are still there."""
-        return [watcher for watcher in (ref_() for ref_ in self.watchers) if watcher is not None]
-
+    @property
     def module(self) -> nn.Module:
-        """The module that carries this."""
         module = self._module()
         assert module is not None
         return module
 
-    def __reduce__(self) -> Any:
-        return getattr, (self.module(), self.name)  # Rule 2
-
-
-class _Register(_Instead):
-    name = "register_parameter"
-
     def __call__(self, name: str, param: nn.Parameter | None) -> None:
-        register(self.module(), name, param, self.alive())
+        """Register a parameter; where a flat view refuses it, the module keeps what it had."""
+        module = self.module
+        registry = module._parameters
+        had, before = name in registry, registry.get(name)
+        type(module).register_parameter(module, name, param)
+        try:
+            for watcher in self.watchers:
+                assigned = watcher()
+                if assigned is not None:
+                    assigned(module, name, param)
+        except BaseException:
+            registry[name] = before
+            if not had:
+                del registry[name]
+            raise
 
-
-class _Save(_Instead):
-    name = "_save_to_state_dict"
-
-    def __call__(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        save(self.module(), destination, prefix, keep_vars, self.alive())
-
-
-def register(
-    module: nn.Module, name: str, param: nn.Parameter | None, watchers: Iterable[Watcher]
-) -> None:
-    """Register a parameter and tell of it; where it is refused, the module keeps what it had."""
-    registry = module._parameters
-    had, before = name in registry, registry.get(name)
-    type(module).register_parameter(module, name, param)
-    try:
-        for watcher in watchers:
-            watcher.assigned(module, name, param)
-    except BaseException:
-        registry[name] = before
-        if not had:
-            del registry[name]
-        raise
-
-
-def save(
-    module: nn.Module,
-    destination: dict[str, Any],
-    prefix: str,
-    keep_vars: bool,
-    watchers: Iterable[Watcher],
-) -> None:
-    """Do what the class does, and make parameters look apart unless they themselves are asked for.
-
-    A traced `state_dict()` gives plain views: what a graph is told of memory has to be true.
-    """
-    type(module)._save_to_state_dict(module, destination, prefix, keep_vars)
-    if not keep_vars and not torch.compiler.is_compiling():
-        for watcher in watchers:
-            watcher.separate(module, destination, prefix)
+    def __reduce__(self) -> Any:
+        return getattr, (self.module, _NAME)
 
 
 def registered(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
@@ -126,20 +76,21 @@ def registered(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
 
 
 class Tree:
-    """The modules below a root, watched until they leave it.
+    """The modules of a root, watched until they leave it.
 
-    The root is not: it carries methods of its watcher, which are copied along with it.
+    Args:
+        root: the flattened module.
+        assigned: a method, which is not kept alive.
     """
 
-    def __init__(self, root: nn.Module, watcher: Watcher) -> None:
-        self._watcher = watcher
-        modules = list(root.modules())
-        self._modules = modules[1:]
-        self._inner = [module for module in modules if _children(module)]
-        self._leaves = [module for module in modules if not _children(module)]
+    def __init__(self, root: nn.Module, assigned: Assigned) -> None:
+        self._assigned = WeakMethod(assigned)
+        self._modules = list(root.modules())
+        self._inner = [module for module in self._modules if _children(module)]
+        self._leaves = [module for module in self._modules if not _children(module)]
         self._seen = self._now()
         for module in self._modules:
-            _watch(module, watcher)
+            self._watch(module)
 
     def changed(self) -> bool:
         """Whether a module was added, replaced or removed; some 100 ns per module."""
@@ -149,41 +100,23 @@ class Tree:
         return any(map(_children, self._leaves))
 
     def leave(self, stay: Tree | None = None) -> None:
-        """Stop watching, but for the modules of another tree of the same watcher."""
+        """Stop watching, but for the modules of another tree of the same view."""
         kept = set() if stay is None else set(map(id, stay._modules))
         for module in self._modules:
-            if id(module) not in kept:
-                _unwatch(module, self._watcher)
+            instead = vars(module).get(_NAME)
+            if id(module) not in kept and isinstance(instead, _Register):
+                gone = (self._assigned(), None)
+                instead.watchers = [each for each in instead.watchers if each() not in gone]
+                if not instead.watchers:
+                    del vars(module)[_NAME]
 
     def _now(self) -> list[nn.Module | None]:
         return list(chain.from_iterable(map(_values, map(_children, self._inner))))
 
-
-def is_watched(module: nn.Module) -> bool:
-    """Whether a parameter registered directly in the module lies in a flat buffer."""
-    instead = vars(module).get(_Save.name)
-    if isinstance(instead, _Save):
-        return any(watcher.holds(module) for watcher in instead.alive())
-    return "_flat_params" in vars(module)
-
-
-def _watch(module: nn.Module, watcher: Watcher) -> None:
-    """Have a flat view told of a module's parameters; several may share one without any."""
-    instead = vars(module).get(_Save.name)
-    if isinstance(instead, _Save) and instead.module() is module:
-        if all(known is not watcher for known in instead.alive()):
-            instead.watchers.append(ref(watcher))
-        return
-    watchers = [ref(watcher)]
-    for kind in (_Register, _Save):
-        vars(module)[kind.name] = kind(module, watchers)
-
-
-def _unwatch(module: nn.Module, watcher: Watcher) -> None:
-    for kind in (_Register, _Save):
-        instead = vars(module).get(kind.name)
-        if isinstance(instead, kind):
-            left = [known for known in instead.watchers if known() not in (watcher, None)]
-            instead.watchers[:] = left
-            if not left:
-                del vars(module)[kind.name]
+    def _watch(self, module: nn.Module) -> None:
+        """Several views may share a module that has no parameters."""
+        instead = vars(module).get(_NAME)
+        if not isinstance(instead, _Register) or instead.module is not module:
+            instead = vars(module)[_NAME] = _Register(module)
+        if all(known() != self._assigned() for known in instead.watchers):
+            instead.watchers.append(self._assigned)

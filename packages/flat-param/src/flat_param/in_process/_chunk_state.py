@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .._errors import StateError
-from ..memory._views import unflatten
+from ..buffers._views import unflatten
 from ._chunks import Chunk
 from ._flat_segment import FlatSegment
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from .._errors import StateError
+from ..buffers._loaded_state import LoadedStates
 from ..layout._layout import Segment
-from ..memory._loaded_state import LoadedStates
 from ._flat_grad import FlatGrad
 from ._flat_segment import FlatSegment
 

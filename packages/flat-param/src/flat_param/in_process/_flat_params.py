@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._errors import StateError, VectorError
+from ..buffers._views import unflatten, zero_gaps_
 from ..layout._layout import FlatLayout
-from ..memory._buffer import zero_gaps_
-from ..memory._norm import joint_norm
-from ..memory._views import unflatten
 from ._chunk_state import by_name, chunks_of, one_setting, to_chunks, to_parameters
 from ._flat_segments import FlatSegments
+from ._norm import joint_norm
 
 
 class FlatParams:

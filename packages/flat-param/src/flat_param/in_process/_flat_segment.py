@@ -1,12 +1,9 @@
 """One segment: its buffer, the parameters in it, and their one flat gradient.
 
-Rule 1: a parameter is a view of the buffer at its planned place; where its storage was replaced,
-its values are taken back into that place.
-Rule 2: two names of one storage look tied to whoever saves them. What a state dict holds of a
-parameter is therefore a tensor over the same memory whose storage is that stretch alone.
-Rule 3: sharing memory between processes moves a storage, and the memory it had goes with its
-owner. So the memory's owner is a storage that nobody is given; the buffer and what state dicts
-hold are stretches of it, and each keeps it alive.
+Each parameter has a storage of its own, which is its part of the buffer's memory, so that state
+dicts do not look tied (see `over`). `share_memory()` moves storages one by one; the buffer is then
+moved too, and the parameters become plain views of it. Memory that a user still has stays alive:
+its owner is a storage that no tensor has.
 """
 
 from __future__ import annotations
@@ -17,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from .._errors import ParameterError
+from ..buffers._views import ParamViews, allocate, over, param_views
 from ..layout._layout import Segment
-from ..memory._buffer import allocate, migrate
-from ..memory._views import over, param_view, param_views
 from ._flat_grad import FlatGrad
 
 
@@ -37,70 +33,68 @@ class FlatSegment:
 
     def __init__(self, plan: Segment, params: Sequence[nn.Parameter]) -> None:
         self.plan = plan
-        self.params: list[nn.Parameter] = list(params)
-        whole = allocate(plan.layout, device=self.params[0].device)
+        whole = allocate(plan.layout, device=params[0].device)
         self._memory = whole.untyped_storage()
-        self._slices: tuple[Tensor, ...] | None = None
-        self.buffer: Tensor = migrate(self.params, plan.layout, buffer=over(self._memory, whole))
-        self.grad: FlatGrad = FlatGrad(plan, self.params, self.buffer)
-        self._note_pointers()
+        self.buffer: Tensor = over(self._memory, whole)
+        self._base = self.buffer.data_ptr()
+        self._held = ParamViews(params, self._views())
+        self._held.take_all()
+        self.grad: FlatGrad = FlatGrad(plan, self._held.params, self.buffer)
+
+    @torch.inference_mode(False)
+    def _views(self) -> list[Tensor]:
+        views = param_views(self.buffer, self.plan.layout)
+        return [over(self._memory, view) for view in views]
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The parameters, in layout order."""
+        return self._held.params
 
     def moved(self) -> list[int]:
         """Positions of parameters whose data is no longer in the buffer."""
-        self._follow()
-        pointers = list(map(Tensor.data_ptr, self.params))
-        if pointers == self._pointers:
-            return []
-        pairs = enumerate(zip(pointers, self._pointers, strict=True))
-        return [index for index, (now, planned) in pairs if now != planned]
+        if self.buffer.data_ptr() != self._base:  # moved to shared memory
+            self._follow()
+        return self._held.moved()
 
-    def views(self) -> tuple[Tensor, ...]:
-        """The planned places, in layout order, whatever the parameters hold."""
-        return param_views(self.buffer, self.plan.layout)
+    def _follow(self) -> None:
+        self._memory, self._base = self.buffer.untyped_storage(), self.buffer.data_ptr()
+        self._held.follow(self._views())
 
-    @torch.no_grad()
     def adopt(self, index: int, param: nn.Parameter) -> None:
-        """Take a parameter's values into its place and make it a view of the buffer.
+        """Take a parameter's values and make it a view of the buffer.
 
-        Raises:
-            ParameterError: its shape is not the planned one; nothing has changed then.
+        Args:
+            index: its position.
+            param: one that `fits`.
         """
-        check_shape(self.plan.layout.specs[index].name, param, self.plan.layout.specs[index].shape)
-        view = param_view(self.buffer, self.plan.layout, index)
-        view.copy_(param)
-        param.data = view
+        is_shared = self.buffer.device.type == "cpu" and param.is_shared()
         if self.params[index] is not param:
             self.params[index] = param
             self.grad.replace(index)
+        self._held.take(index, param)
+        if is_shared and not self.buffer.is_shared():
+            self.buffer.share_memory_()
+            self._follow()
 
-    def accepts(self, param: Tensor) -> bool:
-        """Whether the tensor belongs into this segment as it is."""
+    def fits(self, index: int, param: Tensor) -> bool:
+        """Whether a parameter can be at a position as it is."""
         return (
             param.dtype == self.buffer.dtype
             and param.device == self.buffer.device
             and param.requires_grad == self.plan.trainable
+            and tuple(param.shape) == self.plan.layout.specs[index].shape
         )
 
-    def keeps_shape(self, index: int) -> bool:
-        """Whether a parameter still has the planned shape."""
-        return tuple(self.params[index].shape) == self.plan.layout.specs[index].shape
+    def has_strides(self) -> bool:
+        """Whether every parameter has the planned stride."""
+        pairs = zip(self.params, self._held.views, strict=True)
+        return all(param.stride() == view.stride() for param, view in pairs)
 
     def contains(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in the buffer's memory."""
         start = self.buffer.data_ptr()
         return start != 0 and start <= tensor.data_ptr() < start + self.plan.layout.nbytes
-
-    def separate(self, index: int, value: Tensor) -> None:
-        """Give a detached view of a parameter a storage of its own, over the same memory (Rule 2).
-
-        It goes on to count its writes together with the parameter.
-        """
-        self._follow()
-        spec, tensor_slices = self.plan.layout.specs[index], self._slices
-        if value.data_ptr() != self._pointers[index]:
-            return  # the parameter's storage was replaced
-        if value.shape == spec.shape and value.stride() == spec.stride:
-            value.data = (self._all_slices() if tensor_slices is None else tensor_slices)[index]
 
     def copies(self) -> list[tuple[Tensor, Tensor]]:
         """What lies in the segment, and a copy of each: parameters and their gradients."""
@@ -108,22 +102,6 @@ class FlatSegment:
         held = [param for index, param in enumerate(self.params) if index not in moved]
         pairs = [(param, param.detach().clone()) for param in held]
         return pairs + [(grad, grad.clone()) for grad in self.grad.attached()]
-
-    @torch.inference_mode(False)
-    def _all_slices(self) -> tuple[Tensor, ...]:
-        self._slices = tuple(over(self._memory, view) for view in self.views())
-        return self._slices
-
-    def _follow(self) -> None:
-        """Notice that the buffer's storage was moved to shared memory, in place (Rule 3)."""
-        if self.buffer.data_ptr() != self._base:
-            self._memory = self.buffer.untyped_storage()
-            self._note_pointers()
-
-    def _note_pointers(self) -> None:
-        self._base = self.buffer.data_ptr()
-        self._pointers = [view.data_ptr() for view in self.views()]
-        self._slices = None
 
 
 def check_shape(name: str, param: Tensor, shape: tuple[int, ...]) -> None:

@@ -6,9 +6,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from .._errors import ParameterError, StateError
+from ..buffers._owners import FLATTENED, UNIT, check_owners, check_unowned, owner_of
+from ..layout._arguments import check_is_module
 from ..layout._layout import DEFAULT_ALIGN_BYTES
-from ..memory._owners import FLATTENED, UNIT, check_owners, check_unowned
-from ._aliasing import is_watched
 from ._flat_params import FlatParams
 from ._flat_segments import FlatSegments
 
@@ -40,6 +40,7 @@ def flatten(module: nn.Module, *, align_bytes: int = DEFAULT_ALIGN_BYTES) -> Fla
         >>> flat.as_vector()[:6].data_ptr() == layer.weight.data_ptr()
         True
     """
+    check_is_module("flatten", module)
     _check(module)
     flat_segments = FlatSegments(module, align_bytes=align_bytes)
     try:
@@ -78,7 +79,7 @@ def unflatten(module: nn.Module) -> None:
     """
     flat = flat_params_of(module)
     if flat is None:
-        inside = any(map(is_watched, module.modules()))
+        inside = any(owner_of(param, FLATTENED)[0] for param in module.parameters())
         raise StateError(
             f"flat_param.unflatten: {type(module).__name__} is "
             f"{'not the root of a flattened module' if inside else 'not flattened'}, but only what "
@@ -128,10 +129,10 @@ def _check(module: nn.Module) -> None:
                 "can be flattened. Give the optimizer module.parameters(), or flatten modules that "
                 "are not sharded."
             )
-    for name, submodule in module.named_modules():
-        if is_watched(submodule):
+    for name, param in module.named_parameters():
+        if owner_of(param, FLATTENED)[0]:
             raise StateError(
-                f"flat_param.flatten: module {name or type(module).__name__!r} is flattened "
-                "already, but a parameter can be in one buffer only. Use the FlatParams of the "
-                "first call, or call unflatten first."
+                f"flat_param.flatten: parameter '{name}' is flattened already, but a parameter can "
+                "be in one buffer only. Use the FlatParams of the first call, or call unflatten "
+                "first."
             )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -10,6 +12,53 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._errors import ParameterError, StateError
 from ._spec import ParamSpec
+
+
+def check_is_module(function: str, module: object) -> None:
+    """Refuse arguments in another order, a class, or a state dict in a module's place.
+
+    Raises:
+        StateError: it is no module.
+    """
+    if not isinstance(module, nn.Module):
+        raise StateError(
+            f"flat_param.{function}: module is {_kind_of(module)}, but it must be an instance of "
+            "nn.Module. Pass the module as the first argument."
+        )
+
+
+def path_of(function: str, path: object) -> Path:
+    """The path of a checkpoint.
+
+    Raises:
+        StateError: it is neither text nor a path.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise StateError(
+            f"flat_param.{function}: path is {_kind_of(path)}, but it must be the path of a "
+            "checkpoint, as text or a Path. Pass it as the second argument."
+        )
+    return Path(path)
+
+
+def check_is_optimizer(function: str, optimizer: object) -> None:
+    """Refuse a class, a state dict or a module in an optimizer's place.
+
+    Raises:
+        ParameterError: it has no parameter groups.
+    """
+    if not hasattr(optimizer, "param_groups") or isinstance(optimizer, type):
+        raise ParameterError(
+            f"flat_param.{function}: optimizer is {_kind_of(optimizer)}, but it must be an "
+            "optimizer of the module's parameters. Pass the optimizer itself, not its class or "
+            "its state_dict(), or leave it out."
+        )
+
+
+def _kind_of(value: object) -> str:
+    name = value.__name__ if isinstance(value, type) else type(value).__name__
+    return f"the class {name}" if isinstance(value, type) else f"of type {name}"
+
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -41,15 +90,14 @@ def modules_of(modules: object) -> tuple[nn.Module, ...]:
 
 def _check_module(module: object) -> None:
     if not isinstance(module, nn.Module):
-        what = module.__name__ if isinstance(module, type) else f"a {type(module).__name__}"
         raise StateError(
-            f"flat_param.fully_shard: module is {what}, but it must be a module or a list of "
-            "modules. Pass an instance."
+            f"flat_param.fully_shard: module is {_kind_of(module)}, but it must be a module or a "
+            "list of modules. Pass an instance."
         )
     if isinstance(module, _CONTAINERS) and type(module).forward is nn.Module.forward:
         raise StateError(
-            f"flat_param.fully_shard: {type(module).__name__} has no forward, but parameters are "
-            "whole while a unit is called. Shard the modules in it, and then the one around it."
+            f"flat_param.fully_shard: {type(module).__name__} has no forward, but a unit gathers "
+            "its parameters when it is called. Shard the modules in it, then the one around it."
         )
 
 

@@ -98,12 +98,12 @@ class Cut:
 
     Args:
         atom_numel: elements that stay together (Rule 1), at least 1.
-        inner: sizes behind a piece's first dimension; None where pieces have one dimension.
-        whole: whether the parameter never is cut, and a rank has all of it or nothing.
+        inner: sizes of the last dimensions, which stay whole; none where elements are cut.
+        whole: whether the parameter is never cut, and a rank has all of it or nothing.
     """
 
     atom_numel: int
-    inner: tuple[int, ...] | None
+    inner: tuple[int, ...]
     whole: bool
 
 
@@ -119,10 +119,10 @@ def cut_of(shape: tuple[int, ...], stride: tuple[int, ...], boundary: Word | Blo
         >>> cut_of((6, 4), (4, 1), "row")
         Cut(atom_numel=4, inner=(4,), whole=False)
         >>> cut_of((6, 4), (4, 1), Blocks((2, 2))).atom_numel, cut_of((6, 4), (4, 1), Blocks(3))
-        (8, Cut(atom_numel=3, inner=None, whole=False))
+        (8, Cut(atom_numel=3, inner=(), whole=False))
     """
     if boundary == "element":
-        return Cut(1, None, whole=False)
+        return Cut(1, (), whole=False)
     numel = math.prod(shape)
     atom, inner = _atom(shape, stride, boundary)
     atom = max(1, atom)
@@ -145,7 +145,7 @@ def numel_of_block(shape: tuple[int, ...], stride: tuple[int, ...], boundary: Wo
 
 def _atom(
     shape: tuple[int, ...], stride: tuple[int, ...], boundary: Word | Blocks
-) -> tuple[int, tuple[int, ...] | None]:
+) -> tuple[int, tuple[int, ...]]:
     numel = math.prod(shape)
     if boundary == "tensor" or numel == 0 or not shape:
         return numel, shape[1:]
@@ -156,7 +156,7 @@ def _atom(
         return numel, shape[1:]
     assert isinstance(boundary, Blocks)
     if isinstance(boundary.shape, int):
-        return boundary.shape, None
+        return boundary.shape, ()
     return _tile_atom(shape, boundary.shape)
 
 

@@ -1,10 +1,12 @@
-"""What one rank holds of each parameter of a segment, as the optimizer sees it.
+"""This rank's piece of each parameter of a segment, as the optimizer sees it.
 
-Rule 1: a parameter that may be cut at any element, or after so many of them, is a 1-D tensor in the
-optimizer. Where shards end at rows or tensors, and where one rank holds everything, it keeps its
-number of dimensions; where they end inside of a matrix of several, the dimensions before its rows
-become one.
-Rule 2: every rank has a piece of every parameter; a piece may be empty.
+Every rank has a piece of every parameter, which may be empty. A piece has as many dimensions as the
+parameter, since users and optimizers group parameters by them:
+
+- Whole rows of `(6, 4)`: `(rows, 4)`.
+- Elements, or a number of consecutive ones: `(elements, 1)`.
+- Rows of the matrices of `(2, 6, 4)`: `(rows, 1, 4)`.
+- A 0-d parameter on a rank without its element: `(0,)`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ class ParamShard:
         offset: first element in the shard.
         start: first element of the parameter, in memory order.
         stop: one past the last element.
-        shape: of the piece in the optimizer (Rule 1).
+        shape: of the piece in the optimizer.
         stride: of the piece in the shard.
     """
 
@@ -55,7 +57,7 @@ class ParamShard:
 
 
 def make_param_shards(plan: ShardPlan, rank: int) -> tuple[ParamShard, ...]:
-    """One rank's piece of every parameter, in layout order (Rule 2)."""
+    """One rank's piece of every parameter, in layout order."""
     parts = {part.index: part for part in plan.parts(rank)}
     pieces = []
     for index, (spec, cut) in enumerate(zip(plan.layout.specs, plan.cuts, strict=True)):
@@ -67,7 +69,7 @@ def make_param_shards(plan: ShardPlan, rank: int) -> tuple[ParamShard, ...]:
 
 
 def keeps_dims(plan: ShardPlan) -> bool:
-    """Whether pieces are whole rows, blocks or tensors, or nothing (Rule 1)."""
+    """Whether pieces are whole rows, blocks or tensors, or nothing."""
     return plan.boundary != "element" or _is_one_rank(plan)
 
 
@@ -83,11 +85,10 @@ def _is_one_rank(plan: ShardPlan) -> bool:
 def _shape_of(
     spec: ParamSpec, numel: int, plan: ShardPlan, cut: Cut
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    if _is_one_rank(plan) or (cut.whole and numel):
+    if _is_one_rank(plan) or (cut.whole and numel) or (numel and not spec.shape):
         return spec.shape, spec.stride
-    if cut.inner is None or not spec.shape:
-        return (numel,), (1,)
-    row_numel = math.prod(cut.inner)
-    shape = (numel // max(1, row_numel), *cut.inner)
-    kept = len(shape) == len(spec.shape)
-    return shape, spec.stride if kept else contiguous_stride(shape)
+    if not spec.shape:
+        return (0,), (1,)
+    between = (1,) * (len(spec.shape) - 1 - len(cut.inner))
+    shape = (numel // max(1, math.prod(cut.inner)), *between, *cut.inner)
+    return shape, contiguous_stride(shape) if between else spec.stride

@@ -32,9 +32,9 @@ from .._torch_compat import (
     no_torch_function,
     without_torch_function,
 )
+from ..buffers._dtensors import DTensorPlace
+from ..buffers._views import inverse
 from ..comm._comm import Communicator
-from ..memory._dtensors import DTensorPlace
-from ..memory._views import inverse
 from ._stored_shard import (
     DISPATCHED,
     Chunks,

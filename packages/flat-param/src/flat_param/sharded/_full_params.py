@@ -1,83 +1,58 @@
-"""Whole parameters for a while. Collective."""
+"""Whole parameters for a while, and state that belongs to no unit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .._errors import StateError
-from ..memory._views import param_views
+from ..buffers._views import param_views
 from ._by_hand import units_at_rest, units_below
-from ._param_sites import ParamSite, wrong_shape
+from ._param_sites import ParamSite
 from ._sharded_params import ShardedParams
 from ._unit import Unit
 
 
-def _gather_part(part: ShardedParams) -> tuple[Tensor, ...]:
-    """Whole tensors of one segment, in new memory, in the shard's own dtype. Collective."""
-    full = torch.empty(part.plan.numel, dtype=part.shard.dtype, device=part.device)
-    part.gather_into(full).wait()
-    return param_views(full, part.segment.layout)
-
-
 @contextmanager
 def full_params(module: nn.Module, *, write_back: bool) -> Iterator[None]:
-    """Put whole parameters in all units below a module for a while. Collective.
-
-    A tied parameter is one parameter there, too.
+    """Put whole copies in all units below a module for a while. Collective.
 
     Raises:
         StateError: called during forward or backward, or inside another one.
         ParameterError: one was replaced by another shape, and is to be written back.
     """
-    units = list(units_below(module))
-    _refuse_inside_step(units)
+    _refuse_inside_step(list(units_below(module)))
     units = units_at_rest(module)
-    copies = {unit: _copies_of(unit) for unit in units}
+    copies = {unit: {part: _copies_of(part) for part in unit.parts} for unit in units}
     try:
         for unit in units:
-            unit.sites.show_copies(copies[unit])
+            unit.sites.show(copies[unit])
         yield
     finally:
-        found = {unit: unit.sites.end_copies() for unit in units}
+        found = {unit: unit.sites.end_show() for unit in units if unit.sites.shows_copies}
     if write_back:
-        _write_back(found)
+        values = {}
+        for unit, each in found.items():  # all of them before anything is written
+            with unit.comms.telling_others():
+                values[unit] = unit.sites.checked(each)
+        for unit in found:
+            unit.sites.write(values[unit])
+            unit.reshard()
 
 
-def _copies_of(unit: Unit) -> dict[ShardedParams, tuple[nn.Parameter, ...]]:
-    return {
-        part: tuple(
-            nn.Parameter(part.placed(index, whole), requires_grad=param.requires_grad)
-            for index, (whole, param) in enumerate(zip(wholes, part.params, strict=True))
-        )
-        for part in unit.parts
-        for wholes in (_gather_part(part),)
-    }
-
-
-def _write_back(found: Mapping[Unit, Sequence[tuple[ParamSite, Tensor | None]]]) -> None:
-    """Take in what was at each site; all shapes are checked before anything is written."""
-    written = {unit: list(_checked(unit, values)) for unit, values in found.items()}
-    for unit, values in written.items():
-        for site, whole in values:
-            site.part.load_full(site.index, whole)
-        unit.reshard()
-
-
-def _checked(
-    unit: Unit, values: Iterable[tuple[ParamSite, Tensor | None]]
-) -> Iterator[tuple[ParamSite, Tensor]]:
-    with unit.comms.telling_others():
-        for site, whole in values:
-            if whole is not None:
-                whole = site.part.local_of_value(site.index, whole.detach())
-            if whole is None or tuple(whole.shape) != site.part.pieces[site.index].spec.shape:
-                raise wrong_shape(site, whole)
-            yield site, whole
+def _copies_of(part: ShardedParams) -> tuple[nn.Parameter, ...]:
+    """Whole parameters of a segment, in new memory, in the shard's dtype. Collective."""
+    full = torch.empty(part.plan.numel, dtype=part.shard.dtype, device=part.device)
+    part.gather_into(full).wait()
+    wholes = zip(param_views(full, part.segment.layout), part.held.params, strict=True)
+    return tuple(
+        nn.Parameter(part.placed(index, whole), requires_grad=param.requires_grad)
+        for index, (whole, param) in enumerate(wholes)
+    )
 
 
 def _refuse_inside_step(units: list[Unit]) -> None:
@@ -91,7 +66,7 @@ def _refuse_inside_step(units: list[Unit]) -> None:
 
 
 def local_state(module: nn.Module, *, live: bool = True) -> dict[str, Any]:
-    """What the plain state dict has and no unit, such as buffers. Not a collective.
+    """Entries of the plain state dict that belong to no unit, such as buffers. Not a collective.
 
     Args:
         module: sharded, or with units inside.
@@ -104,7 +79,7 @@ def local_state(module: nn.Module, *, live: bool = True) -> dict[str, Any]:
 
 
 def named_sites(module: nn.Module) -> Iterator[tuple[str, ParamSite]]:
-    """Every managed parameter below a module by qualified name, tied ones under each name."""
+    """Every parameter of a unit below a module by qualified name, tied ones under each name."""
     by_registry = {
         (id(site.registry), site.key): site for unit in units_at_rest(module) for site in unit.sites
     }

@@ -36,9 +36,9 @@ from torch.optim.optimizer import (
 
 from .._errors import ParameterError, StateError
 from .._torch_compat import replace_total_norm, replace_unscale
+from ..buffers._loaded_state import LoadedStates
 from ..comm._clip import Spread, norm_over
 from ..comm._comm import CommLog, Communicator
-from ..memory._loaded_state import LoadedStates
 from ._optim_state import install_state_hooks, piece_of
 from ._param_piece import ParamPiece
 from ._piece_tensors import be_piece
@@ -98,8 +98,9 @@ def mark_replaced(param: Tensor, *, name: str) -> None:
 
 
 def mark_grad(grad: Tensor, comms: Spread) -> None:
-    """Tell the guards over which ranks a gradient is spread."""
-    grad._flat_param_comms = comms  # type: ignore[attr-defined]  # our own mark
+    """Tell the guards over which ranks a gradient is spread, if over several."""
+    if any(comm.world_size > 1 for comm in comms):
+        grad._flat_param_comms = comms  # type: ignore[attr-defined]  # our own mark
 
 
 def optimizer_steps() -> int:
@@ -108,6 +109,8 @@ def optimizer_steps() -> int:
 
 
 def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if getattr(optimizer, "steps_bucket", False):
+        return
     pieces = [piece for piece in map(piece_of, _params_of(optimizer)) if piece is not None]
     for piece in pieces:
         piece.is_stepped |= piece.has_grad

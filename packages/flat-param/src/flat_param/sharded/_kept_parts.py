@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..comm._comm import Communicator, Pending
-from ._sharded_params import ShardedParams, as_bytes
+from ._sharded_params import ShardedParams, alloc_storage, as_bytes
 
 
 class KeptParts:
@@ -45,7 +45,8 @@ class KeptParts:
         kept = self._kept.get(part)
         if kept is None:
             return None
-        full = part.need_full()
+        full = part.full
+        alloc_storage(full)
         numel = kept.numel() * self._comm.world_size
         staged = full if full.numel() == numel else full.new_empty(numel)
         pending = self._comm.all_gather(as_bytes(staged), as_bytes(kept))

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from .._errors import ParameterError, StateError
+from ..buffers._dtensors import local_of
 from ..comm._comm import Communicator
 from ..layout._spec import place_of
-from ..memory._dtensors import local_of
-from ..memory._ignored import set_aside
+from ._ignored import set_aside
 
 
 def materialize(

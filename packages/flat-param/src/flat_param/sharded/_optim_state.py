@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .._errors import StateError
-from ..memory._tensors import tensors_in
 from ._param_piece import ParamPiece
 from ._piece_tensors import PIECE
+from ._tensors import tensors_in
 
 
 def piece_of(param: Any) -> ParamPiece | None:

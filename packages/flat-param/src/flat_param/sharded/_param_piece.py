@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..buffers._dtensors import DTensorPlace
 from ..comm._comm import Communicator
 from ..layout._param_shard import ParamShard, keeps_dims
 from ..layout._shard import ShardPlan
-from ..memory._dtensors import DTensorPlace
 from ._block_rows import BlockRows, block_rows
 from ._stored_shard import Extent, extent_of
 

@@ -1,20 +1,20 @@
-"""The places in a module where a unit's parameters are registered.
+"""The places in a module where a unit's parameters are registered, and what is there.
 
-Rule 1: outside forward and backward the module holds the optimizer's parameters, inside it holds
-        the leaves. Only the registry entry changes; both are made once.
-Rule 2: values that somebody else has put there are taken into the shard before the next gather, and
-        before anything reads shards; what cannot be is refused by name, before anything is
-        communicated.
-Rule 3: after `unshard` the module holds the leaves outside forward and backward, too, until the
-        unit is resharded. As with FSDP2, what is written to them is lost then.
-Rule 4: inside `whole_params` the module shows copies, in the place of the optimizer's parameters. A
-        copy is no value that somebody has put there: what would read shards, or gather, is refused.
+| when | what the module has |
+|---|---|
+| between steps | the optimizer's parameters, which are pieces |
+| in the unit's forward and backward | the leaves, which are whole |
+| after `unshard()` | the leaves, until the unit is resharded; writes are dropped, as in FSDP2 |
+| inside `whole_params()` | whole copies in the parameters' own dtype |
+
+A user may put other tensors there. They are copied into the shard before the next gather, and
+before anything reads shards. Values that do not fit are refused by name before anything is
+communicated. Inside `whole_params()`, code that reads shards or gathers raises an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -39,168 +39,176 @@ class ParamSite:
         return self.part.segment.layout.specs[self.index].name
 
 
+Found = tuple[ParamSite, "Tensor | None"]
+"""A site, and the tensor that a user put there."""
+
+
 class ParamSites:
-    """All sites of one unit."""
+    """All sites of one unit.
+
+    Attributes:
+        shows_copies: whether the module has whole copies, as inside `whole_params()`.
+    """
 
     def __init__(self, sites: Sequence[ParamSite]) -> None:
         self._param_sites = tuple(sites)
-        self._shows = False
-        self._copies: tuple[nn.Parameter, ...] = ()
+        self._parts = tuple(dict.fromkeys(site.part for site in sites))
+        self._shown: tuple[Tensor, ...] = ()
+        self.shows_copies = False
         self.refresh()
 
     def __iter__(self) -> Iterator[ParamSite]:
         return iter(self._param_sites)
 
     def refresh(self) -> None:
-        """Take up parameters and leaves as they are now."""
+        """Read parameters and leaves again, after they were replaced."""
         self._entries = tuple(
-            (site.registry, site.key, site.part.params[site.index], site.part.leaves[site.index])
+            (site.registry, site.key, site.part.held.params[site.index], leaf)
             for site in self._param_sites
+            for leaf in (site.part.leaves[site.index],)
         )
 
     def swap_in(self) -> None:
-        """Let the module compute with the leaves (Rule 1)."""
+        """Let the module compute with the leaves."""
         for registry, key, _, leaf in self._entries:
             registry[key] = leaf
 
     def swap_out(self) -> None:
-        """Let everybody see the optimizer's parameters (Rule 1), or the copies (Rule 4)."""
-        for registry, key, param, _ in self._entries:
-            registry[key] = param
-        for site, copy in zip(self._param_sites, self._copies, strict=False):
-            site.registry[site.key] = copy
+        """Put back the optimizer's parameters, or the copies inside `whole_params()`."""
+        if self.shows_copies:
+            self._put(self._shown)
+        else:
+            for registry, key, param, _ in self._entries:
+                registry[key] = param
 
-    def show_copies(self, copies: Mapping[ShardedParams, Sequence[nn.Parameter]]) -> None:
-        """Let everybody see whole copies (Rule 4), which are one object for all sites."""
-        self._copies = tuple(copies[site.part][site.index] for site in self._param_sites)
-        self.swap_out()
+    def show(self, copies: Mapping[ShardedParams, Sequence[Tensor]] | None = None) -> None:
+        """Show whole tensors between steps: the leaves, or copies (one for all of its sites)."""
+        self.shows_copies = copies is not None
+        whole = copies or {part: part.leaves for part in self._parts}
+        self._shown = tuple(whole[site.part][site.index] for site in self._param_sites)
+        self._put(self._shown)
 
-    def end_copies(self) -> list[tuple[ParamSite, Tensor | None]]:
-        """Show the optimizer's parameters again; what was at each site, re-assigned ones last."""
-        found = [(site, site.registry.get(site.key)) for site in self._param_sites]
-        known = {id(copy) for copy in self._copies}
-        self._copies = ()
-        self.swap_out()
-        return sorted(found, key=lambda each: id(each[1]) not in known)
-
-    @property
-    def shows_copies(self) -> bool:
-        """Whether copies are shown (Rule 4)."""
-        return bool(self._copies)
-
-    def show(self) -> None:
-        """Let everybody see unsharded parameters (Rule 3)."""
-        self._shows = True
-        self.swap_in()
+    def _put(self, tensors: Sequence[Tensor]) -> None:
+        for site, tensor in zip(self._param_sites, tensors, strict=True):
+            site.registry[site.key] = tensor  # type: ignore[assignment]
 
     @property
     def shows(self) -> bool:
-        """Whether unsharded parameters are shown (Rule 3)."""
-        return self._shows
+        """Whether the leaves are shown between steps."""
+        return bool(self._shown) and not self.shows_copies
 
-    @contextmanager
-    def hidden(self) -> Iterator[None]:
-        """Let everybody see the optimizer's parameters for a while, where unsharded ones are shown.
+    def end_show(self) -> list[Found]:
+        """Put back the optimizer's parameters.
 
-        Not what was put in the place of one: that is taken in when they are not shown any more.
+        Returns:
+            Tensors that a user put in place of leaves, or all tensors in place of copies. Those of
+            re-assigned copies come last.
         """
-        shown = [registry.get(key) for registry, key, _, _ in self._entries] if self._shows else []
-        if shown:
-            self.swap_out()
-        try:
-            yield
-        finally:
-            for (registry, key, _, _), tensor in zip(self._entries, shown, strict=False):
-                if self._shows:
-                    registry[key] = tensor
-
-    def end_show(self) -> bool:
-        """Show the optimizer's parameters again; whether one was re-assigned meanwhile (Rule 2)."""
-        found = False
-        for site, (registry, key, param, leaf) in zip(
-            self._param_sites, self._entries, strict=True
-        ):
+        shown, any_value = self._shown, self.shows_copies
+        self._shown, self.shows_copies = (), False
+        found: list[Found] = []
+        for site, entry in zip(self._param_sites, self._entries, strict=True):
+            registry, key, param, leaf = entry
             current = registry.get(key)
-            has_moved = current is leaf and site.part.has_moved(site.index)
-            if has_moved or (current is not param and current is not leaf):
-                _absorb(site, current)
-                found = True
-            if has_moved:  # by `.data = ...`
-                site.part.attach(site.index)
+            if current is leaf and site.part.has_moved(site.index):  # by `.data = ...`
+                found.append((site, current.detach()))
+                site.part.attach_leaf(site.index)
+            elif any_value or not (current is param or current is leaf):
+                found.append((site, current))
         self.swap_out()
-        self._shows = False
-        return found
+        known = set(map(id, shown))
+        return sorted(found, key=lambda each: id(each[1]) not in known)
 
-    def absorb_changes(self) -> bool:
-        """Follow re-assigned parameters and changes of `requires_grad`; say if any value is new.
+    def have_changed(self) -> bool:
+        """Whether `take_changes` has something to do, or raises."""
+        if self.shows_copies:
+            return True
+        with without_torch_function():
+            for part in self._parts:
+                if part.held.moved():
+                    return True
+            for registry, key, param, leaf in self._entries:
+                current = registry.get(key)
+                if current is leaf:
+                    continue
+                if current is not param or leaf.requires_grad != param.requires_grad:
+                    return True
+        return False
 
-        See Rule 2.
+    def take_changes(self) -> bool:
+        """Follow re-assigned parameters and changes of `requires_grad`.
+
+        Returns:
+            Whether any value is new.
 
         Raises:
             ParameterError: another shape, or a frozen parameter that is to be trained.
-            StateError: copies are shown (Rule 4).
+            StateError: copies are shown.
         """
-        if self._copies:
+        if self.shows_copies:
             raise StateError(
                 "flat_param.whole_params: the module has copies of whole parameters, but only its "
                 "state_dict() can be called with them. Leave the block first."
             )
         with without_torch_function():
-            return self._take_changes()
+            return self.write(self.checked(self._changes()))
 
-    def _take_changes(self) -> bool:
-        found = False
+    def _changes(self) -> list[Found]:
+        moved = {part: part.held.moved() for part in self._parts}
+        found: list[Found] = []
         for site, (registry, key, param, leaf) in zip(
             self._param_sites, self._entries, strict=True
         ):
             current = registry.get(key)
             if current is leaf:
                 continue
-            if current is not param or param.data_ptr() != site.part.pointers[site.index]:
-                _absorb(site, current)
-                found = True
+            if current is not param or site.index in moved[site.part]:
+                found.append((site, current))
             if leaf.requires_grad != param.requires_grad:
-                _set_requires_grad(site, param.requires_grad)
+                _set_requires_grad(site, leaf, param.requires_grad)
         return found
 
+    def checked(self, found: Iterable[Found]) -> list[tuple[ParamSite, Tensor]]:
+        """The tensors, if each fits its site.
 
-def _absorb(site: ParamSite, current: Tensor | None) -> None:
-    """Copy a re-assigned parameter's values into the shard and restore the registration."""
-    param, piece = site.part.params[site.index], site.part.pieces[site.index]
-    if type(current).__name__ == "FakeTensor":
+        Raises:
+            ParameterError: names the first that does not.
+        """
+        return [(site, _checked(site, value)) for site, value in found]
+
+    def write(self, values: Sequence[tuple[ParamSite, Tensor]]) -> bool:
+        """Copy tensors that fit into the shard; whether there are any. Not a collective."""
+        for site, value in values:
+            site.part.load(site.index, value)
+            site.registry[site.key] = site.part.held.params[site.index]
+        return bool(values)
+
+
+def _checked(site: ParamSite, value: Tensor | None) -> Tensor:
+    if type(value).__name__ == "FakeTensor":
         raise StateError(
             f"flat_param.fully_shard: parameter '{site.name}' is a fake tensor, as in "
             "torch.export, which cannot trace the collectives of a sharded module. Export the "
             "plain module, with flat_param.full_state_dict."
         )
-    values = None
-    if current is not None:
-        values = site.part.local_of_value(site.index, current.detach())
-    if values is not None and values.shape == piece.spec.shape:
-        site.part.load_full(site.index, values)
-    elif values is not None and values.shape == piece.shape:
-        piece.view(site.part.shard).copy_(values)
-    else:
-        raise wrong_shape(site, values)
-    param.data = piece.view(site.part.shard)
-    site.registry[site.key] = param
-
-
-def wrong_shape(site: ParamSite, values: Tensor | None) -> ParameterError:
-    """What to raise where a value does not fit its site."""
-    shape = None if values is None else tuple(values.shape)
-    return ParameterError(
+    if value is not None:
+        with without_torch_function():
+            value = site.part.local_of_value(site.index, value.detach())
+        if site.part.fits(site.index, value):
+            return value
+    shape = None if value is None else tuple(value.shape)
+    raise ParameterError(
         f"flat_param.fully_shard: parameter '{site.name}' was re-assigned with shape {shape}, but "
         f"it was sharded with shape {site.part.pieces[site.index].spec.shape}. Assign a whole "
         "parameter of the same shape, or shard the module again."
     )
 
 
-def _set_requires_grad(site: ParamSite, trainable: bool) -> None:
+def _set_requires_grad(site: ParamSite, leaf: nn.Parameter, trainable: bool) -> None:
     if not site.part.segment.trainable:
         raise ParameterError(
             f"flat_param.fully_shard: parameter '{site.name}' was frozen when it was sharded "
             "and is trainable now, but frozen segments have no gradient buffers. Make it "
             "trainable before fully_shard."
         )
-    site.part.leaves[site.index].requires_grad_(trainable)
+    leaf.requires_grad_(trainable)

@@ -4,8 +4,7 @@ Elementwise functions work as on any tensor, and their results are pieces too. A
 the whole tensor (a norm, a sum, a matmul) would silently give this rank's value, so it raises.
 Optimizers that need whole tensors are found by the functions they call.
 
-The number of dimensions is that of the whole parameter, as of FSDP2's DTensors: parameter groups
-are often chosen by it. The shape is that of the piece.
+A piece has as many dimensions as the whole parameter, see layout/_param_shard.py.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from .._errors import ParameterError
-from .._torch_compat import allow_foreach, is_tracing, without_torch_function
+from .._torch_compat import allow_foreach, without_torch_function
 from ..layout._param_shard import stays_whole
 
 if TYPE_CHECKING:
@@ -41,7 +40,6 @@ _WHOLE = {
 }
 """Functions that need whole tensors in any case, by name."""
 
-_DIMS = {"dim", "ndimension"}
 _JOINS = {"cat", "stack", "concat", "concatenate", "hstack", "vstack"}
 
 
@@ -67,12 +65,7 @@ class PieceParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse functions that read the whole tensor, and tell its number of dimensions."""
-        name = getattr(func, "__name__", "")
-        if name in _DIMS or (name == "__get__" and func == _get_ndim):
-            piece = getattr(args[0], PIECE, None)
-            if piece is not None and not is_tracing():
-                return len(piece.shape)
+        """Refuse functions that read the whole tensor."""
         return _call(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -82,7 +75,6 @@ class PieceParameter(nn.Parameter):
 
 allow_foreach(PieceParameter)
 _TENSOR: Any = Tensor
-_get_ndim = _TENSOR.ndim.__get__
 _VIEWS = frozenset(
     getattr(_TENSOR, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real")
 )
@@ -163,11 +155,11 @@ def _is_wrong(
     dims = kwargs.get("dim", kwargs.get("axis", args[position] if len(args) > position else None))
     with without_torch_function():
         count = tensor.dim()
-    cut = piece.plan.cuts[piece.index]
-    if dims is None or count < 2 or (cut.inner is None and cut.atom_numel == 1):
-        return True  # of everything, or without rows or blocks
+    if dims is None or count < 2:
+        return True
+    first_whole = count - len(piece.plan.cuts[piece.index].inner)
     dims = (dims,) if isinstance(dims, int) else tuple(dims)
-    return not dims or any(dim % count == 0 for dim in dims)
+    return not dims or any(dim % count < first_whole for dim in dims)
 
 
 def _refused(name: str, piece: ParamPiece) -> ParameterError:
@@ -177,5 +169,6 @@ def _refused(name: str, piece: ParamPiece) -> ParameterError:
         f"but this rank has {shard.numel} of {shard.spec.numel} elements. Use the module's "
         "clip_grad_norm_ for norms, whole_params() or full_state_dict for values, unshard() to "
         "compute a loss, as_subclass(torch.Tensor) for the elements of this rank, and for "
-        "optimizers of whole tensors shard with boundary='tensor'."
+        "optimizers of whole tensors shard with boundary='tensor'. In an optimizer's step, "
+        "parameters before this one may have been stepped: load a checkpoint."
     )

@@ -1,20 +1,16 @@
 """One segment's gradients on this rank, from leaves to the optimizer's parameters.
 
-Note [Gradient buffers]
-    full_grad  (world*shard,)  reduce dtype; holds this rank's gradients from the first one of a
-                               backward until they are summed; from _buffer_pool.
+    full_grad  (world*shard,)  reduce dtype; this rank's gradients, from the first one of a backward
+                               until they are reduced; borrowed from _buffer_pool.
     grad       (shard,)        gradient dtype; made at the first backward; `.grad` views it.
-A frozen segment has neither.
 
-Rule 1: in `full_grad`, whatever belongs to no used parameter is zero when ranks are summed.
-Rule 2: a parameter that no rank used keeps the `.grad` that it had.
-Rule 3: hooks of the optimizer's parameters are called when ranks have been summed, since autograd
-        knows the leaves only: those of `register_hook` with the whole mean gradient, which may be
-        on one rank only, those of `register_post_accumulate_grad_hook` when `.grad` is there.
-Rule 4: all of it happens on the stream on which the leaves' gradients arrive, which is autograd's
-        choice and need not be current: buffers are made there, and so nobody else waits for them.
-Rule 5: where copies of the parameters are not summed yet, the sum over the ranks that divide them
-        is kept, `(shard,)`, and added to the next one; that it counts as used is kept with it.
+- A frozen segment has neither. A parameter that no rank used keeps the `.grad` that it had.
+- autograd only sees the leaves, so hooks of the optimizer's parameters are called after the
+  reduction: those of `register_hook` with the mean gradient, which must be on one rank, those of
+  `register_post_accumulate_grad_hook` when `.grad` is there.
+- All work runs on the stream on which the leaves' gradients arrive, which autograd chooses. Buffers
+  are allocated there, so no other stream waits for them.
+- Where replicas are not reduced yet, this rank's sum is kept, `(shard,)`, and added to the next.
 """
 
 from __future__ import annotations
@@ -22,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -33,15 +30,15 @@ from .._torch_compat import (
     post_accumulate_grad_hooks,
     without_torch_function,
 )
+from ..buffers._dtensors import DTensorPlace, place_of_dtensor
+from ..buffers._grads import GradBuffer
+from ..buffers._views import zero_gaps_, zeros
+from ..comm._buffer_pool import acquire, release
 from ..comm._clip import Spread, norm_over, spread_of
 from ..comm._comm import Pending
 from ..comm._groups import CommGroups
+from ..comm._home_stream import at_home, home_stream
 from ..layout._param_shard import stays_whole
-from ..memory._buffer import zero_gaps_, zeros
-from ..memory._buffer_pool import acquire, release
-from ..memory._dtensors import DTensorPlace, place_of_dtensor
-from ..memory._home_stream import at_home, home_stream
-from ..memory._views import param_views
 from ._guards import by_comm, groups_of, mark_grad
 from ._piece_tensors import as_piece
 from ._sharded_params import ShardedParams
@@ -53,9 +50,9 @@ class Reduction:
 
     Attributes:
         factor: what sums are divided by; None: the number of ranks.
-        sums_copies: whether ranks that hold copies of the same part sum, too (Rule 5).
+        sums_copies: whether replicas are reduced.
         on_sum: called with this rank's part of each sum before it is divided.
-        in_place: what reduces in place of all of this; see `ShardedModule.register_comm_hook`.
+        in_place: called instead of the reduction; see `ShardedModule.register_comm_hook`.
     """
 
     factor: float | None = None
@@ -65,13 +62,13 @@ class Reduction:
 
 
 class ShardedGrads:
-    """The gradients of one trainable segment; see Note [Gradient buffers].
+    """The gradients of one trainable segment.
 
     Attributes:
         leaves: of the segment, as they were when this was made.
         spreads: for each parameter the communicators of all ranks over which it is cut.
-        used: which leaves have had a gradient on this rank since ranks were last summed.
-        used_before: the same of what was kept then (Rule 5).
+        used: which leaves have had a gradient on this rank since the last reduction.
+        used_before: the same of a sum that is kept for replicas.
     """
 
     def __init__(self, owner: ShardedParams) -> None:
@@ -82,8 +79,7 @@ class ShardedGrads:
         self.used_before = [False] * len(owner.leaves)
         self.spreads = tuple(map(self._spread, owner.places))
         self._borrowed: Tensor | None = None
-        self._full_grad: Tensor | None = None
-        self._views: tuple[Tensor, ...] = ()
+        self.held: GradBuffer | None = None
         self._grad: Tensor | None = None
         self._pieces: tuple[Tensor, ...] = ()
         self._reduced: Tensor | None = None
@@ -95,56 +91,49 @@ class ShardedGrads:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which ranks are summed."""
+        """The dtype of the reduction."""
         return self.owner.options.precision.reduction_dtype(self.owner.shard.dtype)
 
     def take(self, index: int) -> None:
         """Move one leaf's gradient into the flat one, adding to what is there."""
-        leaf = self.owner.leaves[index]
+        leaf = self.leaves[index]
         grad, leaf.grad = leaf.grad, None
-        if grad is None:
-            return
-        place = self.owner.places[index]
-        local = grad.detach() if place is None else place.local_of_grad(grad)
-        self._need_full_grad()
-        if self.used[index]:
-            self._views[index].add_(local)
-        else:
-            self._views[index].copy_(local)
-            self.used[index] = True
+        if grad is not None:
+            place = self.owner.places[index]
+            local = grad.detach() if place is None else place.local_of_grad(grad)
+            (self.held or self.need_held()).take(index, local)
 
-    def _need_full_grad(self) -> Tensor:
-        if self._full_grad is None:
+    def need_held(self) -> GradBuffer:
+        """The buffer of this rank's gradients."""
+        if self.held is None:
             plan, device = self.owner.plan, self.owner.device
             self._home = home_stream(device)
             self._borrowed = acquire(plan.numel, dtype=self.dtype, device=device)
-            self._full_grad = self._borrowed[: plan.numel]
-            self._views = param_views(self._full_grad, self.owner.segment.layout)
-        return self._full_grad
+            layout = self.owner.segment.layout
+            flat = zero_gaps_(self._borrowed[: plan.numel], layout)
+            self.held = GradBuffer(flat, layout, self.used)
+        return self.held
 
-    def _free_full_grad(self) -> None:
-        buffer, self._borrowed = self._borrowed, None  # first: nobody may give it back twice
-        self._full_grad, self._views = None, ()
+    def _release(self) -> None:
+        buffer, self._borrowed = self._borrowed, None  # first, so that it is released once
+        self.held = None
         if buffer is not None:
             release(buffer)
 
     def start_reduce(self, how: Reduction) -> Pending:
-        """Begin to sum the gradients of all ranks into this rank's shard. Collective."""
-        full = self._need_full_grad()
+        """Begin to reduce the gradients of all ranks into this rank's shard. Collective."""
+        held = self.need_held()
         with at_home(self._home):
-            pending = self._start_reduce(full, how)
-        pending.home = self._home  # Rule 4
+            held.zero_rest()
+            pending = self._start_reduce(held.flat, how)
+        pending.home = self._home
         return pending
 
     def _start_reduce(self, full: Tensor, how: Reduction) -> Pending:
-        zero_gaps_(full, self.owner.segment.layout)  # Rule 1
-        for view, used in zip(self._views, self.used, strict=True):
-            if not used:
-                view.zero_()
         self._reduced = self._destination()
         if how.in_place is not None:
             self._reduce_by(how.in_place, self._staged(full), self._reduced)
-            return Pending(self.comms.reduce, "comm_hook").then(self._free_full_grad)
+            return Pending(self.comms.reduce, "comm_hook").then(self._release)
         factor = how.factor or float(self.comms.world_size)
         if full.dtype == torch.float16:
             full.div_(self.comms.world_size)  # a sum over many ranks may leave float16's range
@@ -174,7 +163,7 @@ class ShardedGrads:
         return staged.view(-1)
 
     def _destination(self) -> Tensor:
-        """Where the sum goes: the flat gradient itself if nobody's `.grad` is in it."""
+        """Where the sum goes: the flat gradient itself if no `.grad` is in it."""
         grad = self._need_grad()
         if grad.dtype == self.dtype and grad.device == self.owner.device and self._is_clear():
             return grad
@@ -196,10 +185,11 @@ class ShardedGrads:
 
     def _is_clear(self) -> bool:
         with without_torch_function():
-            return self._kept is None and all(param.grad is None for param in self.owner.params)
+            grads = [param.grad for param in self.owner.held.params]
+        return self._kept is None and all(map(partial(is_, None), grads))
 
     def _after_reduce(self, how: Reduction, factor: float) -> None:
-        self._free_full_grad()
+        self._release()
         reduced = self._reduced
         if reduced is None:
             return
@@ -222,17 +212,17 @@ class ShardedGrads:
 
     @property
     def is_kept(self) -> bool:
-        """Whether there is a sum that copies are to be added to (Rule 5)."""
+        """Whether a sum is kept for replicas."""
         return self._kept is not None
 
     @property
     def used_anyhow(self) -> list[bool]:
-        """What this rank has used of all that will be handed out next."""
+        """Which leaves this rank used of those whose gradients are assigned next."""
         return [now or before for now, before in zip(self.used, self.used_before, strict=True)]
 
     @torch.no_grad()
     def assign_grads(self, used_anywhere: Sequence[bool]) -> None:
-        """Put the mean gradient where the optimizer looks for it (Rules 2 and 3).
+        """Set `.grad` of the optimizer's parameters, and call their hooks.
 
         Args:
             used_anywhere: per parameter, whether some rank had a gradient for it.
@@ -247,13 +237,15 @@ class ShardedGrads:
                 if used and self.owner.leaves_out(index):
                     self.owner.param_pieces[index].has_grad = True
                 elif used:
-                    self._publish_one(index, reduced)
+                    self._assign(index, self.owner.held.params[index], reduced)
             del reduced
 
-    def _publish_one(self, index: int, reduced: Tensor) -> None:
-        param, mine = self.owner.params[index], self._pieces[index]
+    def _assign(self, index: int, param: Tensor, reduced: Tensor) -> None:
+        mine = self._pieces[index]
         part = mine if reduced is self._grad else self.owner.pieces[index].view(reduced)
-        for hook in grad_hooks(param):
+        with without_torch_function():
+            hooks, told = grad_hooks(param), post_accumulate_grad_hooks(param)
+        for hook in hooks:
             replaced = hook(part)
             if replaced is not None:
                 part.copy_(replaced)
@@ -265,17 +257,17 @@ class ShardedGrads:
             else:
                 mine.copy_(part)
                 assign_grad(param, mine)
-        for told in post_accumulate_grad_hooks(param):
-            told(param)
+        for tell in told:
+            tell(param)
 
     def check_hooks(self) -> None:
-        """Refuse a hook that would be given a piece where it expects a gradient (Rule 3).
+        """Refuse a hook of `register_hook` that would get a piece.
 
         Raises:
             ParameterError: names the parameter.
         """
         plan = self.owner.plan
-        pairs = zip(self.owner.params, self.owner.pieces, strict=True)
+        pairs = zip(self.owner.held.params, self.owner.pieces, strict=True)
         for index, (param, piece) in enumerate(pairs):
             if grad_hooks(param) and not stays_whole(plan, index):
                 raise ParameterError(
@@ -286,14 +278,13 @@ class ShardedGrads:
                 )
 
     def forget(self) -> None:
-        """Drop what this rank has collected in a backward that was stopped.
+        """Drop the gradients of a backward that was stopped.
 
-        A sum may still be reading the buffer, so nobody else gets it.
+        A collective may still read the buffer, so the pool does not get it back.
         """
         self.used = [False] * len(self.used)
         self.used_before = [False] * len(self.used)
-        self._kept, self._reduced, self._borrowed, self._full_grad = None, None, None, None
-        self._views = ()
+        self._kept = self._reduced = self._borrowed = self.held = None
 
 
 def norm_of(

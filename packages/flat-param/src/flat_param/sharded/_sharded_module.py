@@ -8,7 +8,7 @@ module runs and until after the last.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -258,8 +258,14 @@ class ShardedModule(nn.Module):
         """
         for unit in units_below(self):
             unit.schedule.drop_accumulated()
-        with self._hidden():
-            super().zero_grad(set_to_none)
+        super().zero_grad(set_to_none)
+        for unit in self._units():
+            for part in unit.parts:
+                for param in part.held.params if unit.sites.shows else ():
+                    if set_to_none or param.grad is None:
+                        param.grad = None
+                    else:
+                        param.grad.zero_()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`. Collective.
@@ -273,8 +279,7 @@ class ShardedModule(nn.Module):
         Raises:
             StateError: `max_norm` is not 0 or more, or `norm_type` is 0 or no number.
         """
-        with self._hidden():
-            grads = {id(each): each.grad for each in self.parameters() if each.grad is not None}
+        grads = {id(each): each.grad for each in self._all_params() if each.grad is not None}
         max_norm, norm_type = checked_norms(max_norm, norm_type)
         own, segments = self._flat_param, [each for unit in self._units() for each in unit.grads]
         norm = norm_of(grads, norm_type, of=segments, ignored=own.ignored, comms=own.comms)
@@ -310,13 +315,12 @@ class ShardedModule(nn.Module):
         """This module's, and those inside."""
         return list(units_below(self)) if recurse else [self._flat_param]
 
-    @contextmanager
-    def _hidden(self) -> Iterator[None]:
-        """Let `parameters()` be the optimizer's where `unshard` shows whole ones."""
-        with ExitStack() as stack:
-            for unit in units_below(self):
-                stack.enter_context(unit.sites.hidden())
-            yield
+    def _all_params(self) -> Iterator[nn.Parameter]:
+        """`parameters()` between steps, also where `unshard` shows the leaves."""
+        yield from self.parameters()
+        for unit in self._units():
+            for part in unit.parts:
+                yield from part.held.params
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedModule:
         units_at_rest(self)

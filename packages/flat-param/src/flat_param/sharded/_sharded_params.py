@@ -1,11 +1,11 @@
-"""One segment's parameters on this rank: the shard, and the whole buffer while in use.
+"""One segment's parameters on this rank: the shard, and the unsharded buffer while in use.
 
-Note [Buffers]
     shard  (shard,)        storage dtype; always there; the optimizer's parameters view it.
     full   (world*shard,)  compute dtype; its storage is resized to 0 while not in use, so the
                            leaves, which view it, are made once.
-Where one rank holds everything in the computing dtype, `full` is `shard`; not so where parameters
-are sent in low precision, since the number of ranks must not change what is computed.
+
+Where one rank has everything in the compute dtype, `full` is `shard`. Parameters that are cast have
+a `full` on one rank too: the number of ranks must not change what is computed.
 """
 
 from __future__ import annotations
@@ -16,22 +16,21 @@ import torch
 from torch import Tensor, nn
 
 from .._torch_compat import without_torch_function
+from ..buffers._dtensors import DTensorPlace, as_plain, local_of, place_of_dtensor
+from ..buffers._views import ParamViews, memory_order, param_view, param_views, zeros
 from ..comm._comm import Communicator, Pending
 from ..comm._groups import CommGroups
 from ..layout._layout import Segment
 from ..layout._options import UnitOptions
 from ..layout._param_shard import keeps_dims, make_param_shards
 from ..layout._shard import plan_shard
-from ..memory._buffer import zeros
-from ..memory._dtensors import DTensorPlace, as_plain, local_of, place_of_dtensor
-from ..memory._host_copies import HostCopy
-from ..memory._views import memory_order, param_view, param_views
 from ._guards import mark_param
+from ._host_copies import HostCopy
 from ._param_piece import ParamPiece, PieceSegment
 
 
 class ShardedParams:
-    """The parameters of one segment; see Note [Buffers].
+    """The parameters of one segment.
 
     Args:
         segment: names, shapes and offsets.
@@ -39,12 +38,12 @@ class ShardedParams:
             which plain parameters replace.
         comms: the unit's process groups.
         options: of the unit.
-        device: where whole parameters live.
+        device: where unsharded parameters are.
 
     Attributes:
-        params: the optimizer's parameters, in layout order.
-        leaves: the whole parameters that the module computes with, in layout order.
-        places: of those that are DTensors, see Rule 2 in memory/_dtensors.py; None for others.
+        held: the optimizer's parameters as views of the shard.
+        leaves: the unsharded parameters that the module computes with, in layout order.
+        places: of the leaves that are DTensors; None for others.
     """
 
     def __init__(
@@ -60,28 +59,35 @@ class ShardedParams:
         self.comms = comms
         self.options = options
         self.device = device
-        self.params = tuple(params)
         world_size = comms.gather.world_size
         self.plan = plan_shard(segment.layout, world_size=world_size, boundary=options.boundary)
         self.pieces = make_param_shards(self.plan, comms.gather.rank)
         self.places = tuple(place_of_dtensor(param) for param in params)
-        self._move_into_shard()
+        home = torch.device("cpu") if options.cpu_offload else device
+        self.shard = self._zero_shard(segment.layout.dtype, home)
+        self.held = self._move_into_shard(params)
+        self._mark_pieces()
         self._make_full()
 
-    @torch.no_grad()
-    def _move_into_shard(self) -> None:
-        home = torch.device("cpu") if self.options.cpu_offload else self.device
-        dtype = self.segment.layout.dtype
-        self.shard = zeros(self.plan.shard_numel, dtype=dtype, device=home, pinned=self.pins(home))
-        params = []
-        for index, param in enumerate(self.params):
-            self.load_full(index, param.detach())
-            params.append(as_plain(param, self.pieces[index].view(self.shard)))
-        self.params = tuple(params)
-        self._remember()
+    @property
+    def params(self) -> tuple[nn.Parameter, ...]:
+        """The optimizer's parameters, in layout order."""
+        return tuple(self.held.params)
 
-    def _remember(self) -> None:
-        self.pointers = tuple(param.data_ptr() for param in self.params)
+    def _zero_shard(self, dtype: torch.dtype, home: torch.device) -> Tensor:
+        return zeros(self.plan.shard_numel, dtype=dtype, device=home, pinned=self.pins(home))
+
+    @torch.no_grad()
+    def _move_into_shard(self, params: Sequence[nn.Parameter]) -> ParamViews:
+        """One parameter after another, so that only one is in memory twice."""
+        views = [piece.view(self.shard) for piece in self.pieces]
+        moved = []
+        for index, param in enumerate(params):
+            self.load_full(index, param.detach())
+            moved.append(as_plain(param, views[index]))
+        return ParamViews(moved, views)
+
+    def _mark_pieces(self) -> None:
         world_size = self.plan.world_size
         known: tuple[ParamPiece, ...] = getattr(self, "param_pieces", ())
         segment = PieceSegment(self.plan, self.comms.gather, self.device)
@@ -91,7 +97,7 @@ class ShardedParams:
         )
         for piece_now, before in zip(self.param_pieces, known, strict=False):
             piece_now.follow(before)
-        for index, (piece, param) in enumerate(zip(self.pieces, self.params, strict=True)):
+        for index, (piece, param) in enumerate(zip(self.pieces, self.held.params, strict=True)):
             mark_param(
                 param,
                 name=piece.spec.name,
@@ -114,8 +120,8 @@ class ShardedParams:
             self.full = self.shard
         else:
             self.full = torch.empty(self.plan.numel, dtype=dtype, device=self.device)
-        # `.data` gives each leaf a version counter of its own: filling the buffer again before
-        # backward must not look like a change of the weights that autograd saved.
+        # `.data` gives each leaf a version counter: filling the buffer again before backward must
+        # not look like a change of the weights that autograd saved.
         self.leaves = tuple(
             nn.Parameter(self.placed(index, view.data), requires_grad=self.segment.trainable)
             for index, view in enumerate(param_views(self.full, self.segment.layout))
@@ -128,23 +134,23 @@ class ShardedParams:
         return local if place is None else place.over(local)
 
     def pins(self, home: torch.device) -> bool:
-        """Whether what lies there is page-locked, as it goes to another device and comes back."""
+        """Whether memory there is page-locked, as it is copied to another device and back."""
         goes = home.type == "cpu" and self.device.type not in ("cpu", "meta")
         return goes and self.options.pin_memory
 
     @property
     def aliased(self) -> bool:
-        """Whether the whole buffer is the shard, and nothing is ever gathered or freed."""
+        """Whether the unsharded buffer is the shard, and nothing is ever gathered or freed."""
         return self.full is self.shard
 
     @property
     def version(self) -> int:
         """Changes with every in-place change of a parameter, such as an optimizer step."""
         with without_torch_function():
-            return sum(param._version for param in self.params)
+            return sum([param._version for param in self.held.params])
 
     def leaves_out(self, index: int) -> bool:
-        """Whether the optimizer has nothing to do here: another rank has the whole rows.
+        """Whether the optimizer skips the parameter here: another rank has the whole rows.
 
         Optimizers of whole tensors divide by the number of elements.
         """
@@ -152,13 +158,11 @@ class ShardedParams:
         return divided and not self.pieces[index].numel
 
     def start_gather(self) -> Pending | None:
-        """Begin to fill the whole buffer from every rank's shard. Collective."""
-        return None if self.aliased else self.gather_into(self.need_full())
-
-    def need_full(self) -> Tensor:
-        """The whole buffer with memory of its own, which is not filled yet."""
+        """Begin to fill the unsharded buffer from every rank's shard. Collective."""
+        if self.full is self.shard:
+            return None
         alloc_storage(self.full)
-        return self.full
+        return self.gather_into(self.full)
 
     def gather_into(self, full: Tensor) -> Pending:
         """Begin to fill `full` (world*shard,), of any dtype. Collective."""
@@ -178,22 +182,22 @@ class ShardedParams:
             full[start:stop].copy_(row[: stop - start])
 
     def remake(self) -> None:
-        """Make the whole buffer and the leaves anew; the old memory lasts as long as its users."""
+        """Make buffer and leaves anew; the old memory lasts as long as its users."""
         if not self.aliased:
             self._make_full()
 
     def has_moved(self, index: int) -> bool:
-        """Whether a leaf has been given other memory than the whole buffer's."""
+        """Whether a leaf has other memory than the unsharded buffer's."""
         leaf = local_of(self.leaves[index])
         return leaf.untyped_storage().data_ptr() != self.full.untyped_storage().data_ptr()
 
-    def attach(self, index: int) -> None:
-        """Give a leaf its place in the whole buffer again."""
+    def attach_leaf(self, index: int) -> None:
+        """Give a leaf its part of the unsharded buffer again."""
         view = param_view(self.full, self.segment.layout, index)
         local_of(self.leaves[index]).data = view.data
 
     def free(self) -> None:
-        """Give the whole buffer's memory back; the leaves stay."""
+        """Free the unsharded buffer's memory; the leaves stay."""
         if not self.aliased:
             free_storage(self.full)
 
@@ -206,36 +210,49 @@ class ShardedParams:
             elements = memory_order(whole, piece.spec)[piece.start : piece.stop]
             piece.flat(self.shard).copy_(elements)
 
+    def fits(self, index: int, value: Tensor) -> bool:
+        """Whether a value is a whole parameter, or this rank's piece of one."""
+        piece = self.pieces[index]
+        return tuple(value.shape) in (tuple(piece.spec.shape), tuple(piece.shape))
+
+    @torch.no_grad()
+    def load(self, index: int, value: Tensor) -> None:
+        """Copy a value that fits, and make the parameter a view of the shard again."""
+        if tuple(value.shape) == tuple(self.pieces[index].spec.shape):
+            self.load_full(index, value)
+        else:
+            self.held.views[index].copy_(value)
+        self.held.attach(index)
+
     @torch.no_grad()
     def write(self, index: int, elements: Tensor) -> None:
         """Copy this rank's elements of a parameter, 1-D, into the shard. Not a collective."""
         self.pieces[index].flat(self.shard).copy_(elements)
 
     def local_of_value(self, index: int, value: Tensor) -> Tensor:
-        """What is laid out here of a value that is meant for a parameter; any shape."""
+        """This rank's part of a value for a parameter, after tensor parallelism; any shape."""
         place = self.places[index]
         return value if place is None else place.local_of_value(value)
 
     @torch.no_grad()
     def rebind(self, tensors: Sequence[Tensor]) -> None:
-        """Take pieces of another dtype or device in the parameters' place, as `.to()` leaves them.
+        """Take pieces of another dtype or device, as `.to()` leaves them.
 
         Args:
             tensors: in layout order, each of its piece's shape; all of one dtype and device.
         """
         dtype, home = tensors[0].dtype, tensors[0].device
-        moved = zeros(self.plan.shard_numel, dtype=dtype, device=home, pinned=self.pins(home))
-        for piece, param, tensor in zip(self.pieces, self.params, tensors, strict=True):
-            view = piece.view(moved)
+        moved = self._zero_shard(dtype, home)
+        views = [piece.view(moved) for piece in self.pieces]
+        for view, tensor in zip(views, tensors, strict=True):
             view.copy_(tensor)
-            param.data = view
-        remade = moved.dtype != self.shard.dtype or moved.device != self.shard.device
+        self.held.follow(views)
+        remade = dtype != self.shard.dtype or home != self.shard.device or self.aliased
         self.device = self.device if self.options.cpu_offload else moved.device
-        if remade or self.aliased:
-            self.shard = moved
-            self._make_full()
         self.shard = moved
-        self._remember()
+        if remade:
+            self._make_full()
+        self._mark_pieces()
 
 
 def placement_of(parts: Sequence[ShardedParams]) -> str:

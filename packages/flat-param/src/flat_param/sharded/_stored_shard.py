@@ -16,10 +16,10 @@ from torch import Tensor
 
 from .._errors import StateError
 from .._torch_compat import make_wrapper
+from ..buffers._dtensors import DTensorPlace
+from ..buffers._views import inverse, outer_first
 from ..layout._boxes import Box, boxes_between
 from ..layout._spec import ParamSpec
-from ..memory._dtensors import DTensorPlace
-from ..memory._views import inverse, outer_first
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex

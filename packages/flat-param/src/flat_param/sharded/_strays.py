@@ -16,7 +16,7 @@ from torch.nn.modules.module import (
 )
 
 from .._errors import StateError
-from ..memory._dtensors import is_dtensor
+from ..buffers._dtensors import is_dtensor
 from ._unit import Unit
 
 _registrations = [0]

@@ -25,20 +25,20 @@ from torch.autograd.graph import get_gradient_edge
 
 from .._errors import StateError
 from .._torch_compat import will_run, without_torch_function
+from ..buffers._owners import Owner
 from ..comm._capturing import is_capturing, refuse_capture
 from ..comm._comm import Communicator, Pending
 from ..comm._groups import CommGroups
 from ..layout._options import UnitOptions
-from ..memory._input_hooks import InputHooks, hook_nodes
-from ..memory._owners import Owner
-from ..memory._tensors import cast_floats, tensors_in
 from ._guards import optimizer_steps
+from ._input_hooks import InputHooks, hook_nodes
 from ._kept_parts import KeptParts
 from ._param_piece import ParamPiece
 from ._param_sites import ParamSite, ParamSites
 from ._passes import UnitBackward, outdated, too_late
 from ._sharded_grads import Reduction, ShardedGrads
 from ._sharded_params import ShardedParams, placement_of
+from ._tensors import cast_floats, tensors_in
 from ._unit_schedule import UnitSchedule
 
 
@@ -189,10 +189,11 @@ class Unit:
                 gathering.append(source.start_gather(part) if source else part.start_gather())
 
     def take_changes(self) -> None:
-        """Take in what somebody put in place of parameters; what is wrong, every rank learns."""
-        with self.comms.telling_others():
-            if self.sites.absorb_changes():
-                self._version = self._kept = None
+        """Copy what a user put in place of parameters. Errors are raised on every rank."""
+        if self.sites.have_changed():
+            with self.comms.telling_others():
+                if self.sites.take_changes():
+                    self._version = self._kept = None
 
     def _follow_changes(self) -> None:
         self.take_changes()
@@ -221,7 +222,7 @@ class Unit:
         """Take in parameters that were re-assigned while they were shown. Not a collective."""
         if self.sites.shows:
             with self.comms.telling_others():
-                if self.sites.end_show():
+                if self.sites.write(self.sites.checked(self.sites.end_show())):
                     self._version = None
         self.is_by_hand = False
 

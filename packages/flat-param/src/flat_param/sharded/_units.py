@@ -12,6 +12,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._errors import ParameterError, StateError
+from ..buffers._dtensors import check_places, local_of, place_of_dtensor
+from ..buffers._overlap import check_apart
+from ..buffers._owners import (
+    FLATTENED,
+    IGNORED,
+    UNIT,
+    Owner,
+    check_not_inside,
+    check_owners,
+    check_unowned,
+)
 from ..comm._agreement import Description, agree, describe
 from ..comm._groups import (
     CommGroups,
@@ -33,21 +44,10 @@ from ..layout._layout import Segment, plan_segments
 from ..layout._options import UnitOptions, precision_of
 from ..layout._shard import plan_shard
 from ..layout._spec import ParamSpec, collect_params, place_of
-from ..memory._dtensors import check_places, local_of, place_of_dtensor
-from ..memory._ignored import find_ignored, own_ignored
-from ..memory._overlap import check_apart
-from ..memory._owners import (
-    FLATTENED,
-    IGNORED,
-    UNIT,
-    Owner,
-    check_not_inside,
-    check_owners,
-    check_unowned,
-)
 from ._by_hand import units_at_rest
 from ._guards import install_guards, mark_replaced
 from ._half_sharded import half_sharded
+from ._ignored import find_ignored, own_ignored
 from ._materialize import broadcast_module, check_init, materialize, move_buffers
 from ._param_sites import ParamSite
 from ._schedule import Schedule
@@ -102,7 +102,7 @@ def fully_shard(
         ignored_params: parameters that stay as they are: full, separate on each rank, with
             gradients that are not reduced. Those of units inside are left alone, too.
         boundary: "element", or "row", "tensor" or `Blocks` for optimizers that need those whole; or
-            `by_name` or `by_class`, for each parameter.
+            `by_name`, for each parameter.
         init_fn: called on each module whose meta parameters have been allocated; default:
             its own `reset_parameters`.
         sync_module_states: start from the first rank's parameters and buffers.
@@ -254,7 +254,7 @@ def _plan_unit(
     check_unowned("fully_shard", named, FLATTENED)
     check_apart("fully_shard", module, params)
     place = one_device(specs, params, mesh)
-    options = replace(options, boundary=resolve(boundary, specs, module))
+    options = replace(options, boundary=resolve(boundary, specs))
     segments = tuple(plan_segments(specs)) if specs else ()
     for segment in segments:
         plan_shard(segment.layout, world_size=copies[1], boundary=options.boundary)

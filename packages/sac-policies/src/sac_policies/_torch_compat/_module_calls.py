@@ -10,10 +10,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 _COMPILED_CALL = "_compiled_call_impl"
-"""What `Module.compile` puts in the place of forward and hooks.
-
-Lost without the name: blocks that were compiled in place are taken for others.
-"""
+"""What `Module.compile` puts in the place of forward and hooks."""
 
 
 def called_at(module: nn.Module) -> str:
@@ -53,8 +50,7 @@ _HOOKS = tuple(
     for name, value in vars(nn.Module()).items()
     if isinstance(value, dict) and "_hooks" in name and "state_dict" not in name
 )
-"""Where a module has the hooks of its calls. Lost without a name: hooks that are removed between
-forward and backward are missing in a second forward."""
+"""Attributes of a module that hold the hooks of its calls."""
 
 
 _PLAIN = frozenset({bool, str})

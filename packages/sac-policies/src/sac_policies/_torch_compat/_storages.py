@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 
 def storage_key(tensor: torch.Tensor) -> int:
     """Return a number that tensors of one living storage share, and no others.
 
-    Without the name behind it the address of the data, which empty tensors share. A tensor that
-    lies in no storage has a number of its own.
+    A tensor that lies in no storage has a number of its own.
     """
     try:
-        return _key_of(tensor.untyped_storage())
+        return tensor.untyped_storage()._cdata
     except NotImplementedError:
         return -id(tensor)
 
@@ -50,17 +47,13 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def lies_in_storage(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements lie in its storage by strides, to be read and taken views of.
+    """Whether a tensor's elements lie in its storage by strides.
 
-    Not those of sparse tensors, of oneDNN's, of nested ones, and of the zeros that forward
-    derivatives are made of. Lost without the name behind it: those end in an error of torch's.
+    False for sparse, oneDNN and nested tensors, and for the zeros of forward derivatives.
     """
     if tensor.layout is not torch.strided or tensor.is_nested:
         return False
-    return not _has_no_data(tensor)
-
-
-_has_no_data: Any = getattr(torch.Tensor, "_is_zerotensor", lambda tensor: False)
+    return not tensor._is_zerotensor()
 
 
 def is_freed(tensor: torch.Tensor) -> bool:
@@ -68,17 +61,10 @@ def is_freed(tensor: torch.Tensor) -> bool:
 
     Reading such a tensor is a segmentation fault.
     """
-    try:
-        is_empty = not tensor.untyped_storage().nbytes()
-    except NotImplementedError:
+    if tensor.layout is not torch.strided or tensor.is_meta or type(tensor) not in _PLAIN:
         return False
-    return is_empty and tensor.numel() > 0 and type(tensor) in _PLAIN
+    return tensor.numel() > 0 and not tensor.untyped_storage().nbytes()
 
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 """Types of tensors whose elements lie in their own storage."""
-
-
-def _key_of(storage: torch.UntypedStorage) -> int:
-    key: int = getattr(storage, "_cdata", None) or storage.data_ptr()
-    return key

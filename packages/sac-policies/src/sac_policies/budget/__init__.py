@@ -1,38 +1,32 @@
-"""From a number of bytes to a plan: profiles, solvers, fronts, and measuring whether a plan fits.
+"""From a number of bytes to a plan: profiles, a solver, predictions, and measured steps.
 
 Uses `policies`, and runs plans through `checkpoint`.
 """
 
-from sac_policies.budget._constants import TracedConstant
 from sac_policies.budget._fit import Fit, plan_region
 from sac_policies.budget._fit_in_place import InPlaceFit, fit_
 from sac_policies.budget._levels import RegionFit
-from sac_policies.budget._measure import measure_host_bandwidth
-from sac_policies.budget._pareto import ParetoPoint, pareto
-from sac_policies.budget._record import profile
+from sac_policies.budget._profile import profile
 from sac_policies.budget._sizes import format_size, parse_size
 from sac_policies.budget._solve import solve
 from sac_policies.budget._step_trace import StepTrace, profile_step
-from sac_policies.budget._trace import Item, Trace, TracedOp, TracedPack
+from sac_policies.budget._trace import Held, Item, Trace, TracedOp, TracedPack
 from sac_policies.policies._budget_plan import BudgetPlan, Infeasible
 
 __all__ = [
     "BudgetPlan",
     "Fit",
+    "Held",
     "InPlaceFit",
     "Infeasible",
     "Item",
-    "ParetoPoint",
     "RegionFit",
     "StepTrace",
     "Trace",
-    "TracedConstant",
     "TracedOp",
     "TracedPack",
     "fit_",
     "format_size",
-    "measure_host_bandwidth",
-    "pareto",
     "parse_size",
     "plan_region",
     "profile",

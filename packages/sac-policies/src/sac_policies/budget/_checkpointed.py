@@ -13,6 +13,7 @@ Rule 3. A second forward runs with the hooks, modes and switches (plain attribut
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -20,9 +21,13 @@ import torch
 from torch import nn
 
 from .._checkpoint import checkpoint, run_again
+from .._tensors import tensors_in
 from .._torch_compat import in_func_transform, set_versions
 from .._torch_compat._module_calls import Switches, called_at, switches_of
+from ..eager._moved import leaving
+from ..policies._names import checkpoint_name
 from ..policies._policies import Policy
+from ._levels import INPUT
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -39,9 +44,11 @@ class Checkpointed:
 
     Args:
         module: whose it is; what somebody else had put in the place of its class's is put back.
-        policy: what it keeps; None for a second forward that keeps nothing.
+        policy: what it keeps; None for a second forward that keeps nothing. If it reads names, the
+            inputs are named `INPUT`.
         wrote: names of the buffers that its forward writes to.
         rewrites: whether its forward writes to tensors that it is given.
+        lag_bytes: by how much copies to host memory may fall behind while it runs.
     """
 
     is_undone = False
@@ -54,9 +61,11 @@ class Checkpointed:
         policy: Policy | None,
         wrote: tuple[str, ...] = (),
         rewrites: bool = False,
+        lag_bytes: int = 0,
     ) -> None:
         self.module, self.place = module, called_at(module)
         self.forward = getattr(module, self.place)
+        self._lag_bytes = lag_bytes
         self.policy, self.wrote = policy, wrote
         self.rewrites = rewrites
         self.was_replaced = self.place in vars(module)
@@ -68,7 +77,11 @@ class Checkpointed:
             return self.forward(*args, **kwargs)
         if self.policy is None:
             return run_again(self.forward, args, kwargs, self._around, self.rewrites, self.compares)
-        return checkpoint(self.forward, *args, policy=self.policy, **kwargs)
+        if not self.policy.reads_names:
+            return checkpoint(self.forward, *args, policy=self.policy, **kwargs)
+        named = _InputsNamed(self.module, self.forward)
+        with leaving.lagging(self._lag_bytes):
+            return checkpoint(named, *args, policy=self.policy, **kwargs)
 
     def put(self) -> None:
         """Put it in its place."""
@@ -89,6 +102,23 @@ class Checkpointed:
         first, second = ExitStack(), _AsInForward(self.module, self.wrote)
         first.callback(second.note)
         return first, second
+
+
+class _InputsNamed:
+    """A forward whose inputs are named for the policy; a method of its module, as errors see it."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self.__self__, self._forward = module, forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for each in inputs_among((args, kwargs)):
+            checkpoint_name(each, INPUT)
+        return self._forward(*args, **kwargs)
+
+
+def inputs_among(given: Any) -> list[torch.Tensor]:
+    """List the activations among arguments: no parameters, masks or tables."""
+    return [each for each in tensors_in(given) if each.requires_grad and not each.is_leaf]
 
 
 class _AsInForward(AbstractContextManager[None]):

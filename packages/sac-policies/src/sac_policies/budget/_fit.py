@@ -20,6 +20,7 @@ from ..policies._budget_plan import BudgetPlan, Infeasible
 from ..policies._plans import Unit
 from ._agree import from_first_rank, largest
 from ._limit import Limit
+from ._profile import check_unit
 from ._sizes import Budget
 from ._solve import solve, spread
 from ._step import Loss, Step, check_step
@@ -93,13 +94,14 @@ def plan_region(
         True
     """
     check_step("plan_region", model, loss)
+    check_unit(unit, where="plan_region")
     limit = Limit(budget, reserve)
     step = Step("plan_region", model, batch, loss, optimizer)
     step.check_data()
     limit.settle(step)
     with step.leaving_the_model():
         step.settle_buckets()
-        traced = traced_step(step, step.trace(unit))
+        traced = traced_step(step, unit)
         return _Search(traced, step).run(limit)
 
 

@@ -10,28 +10,39 @@ Rule 2. There are a few levels, from nothing recomputed to everything. A step is
 Rule 3. What is taken is accepted only after a step with it was measured within the budget.
 Rule 4. All that is changed is an attribute of each region, `forward` or what has compiled it;
         `undo` takes it away.
-Rule 5. The budget is of the peak of a step, or of the bytes that its forward leaves for backward.
-        Then levels are added up; nothing else lies between.
-Rule 6. All ranks decide from the same numbers, the largest peak of each step.
+Rule 5. All ranks decide from the same numbers, the largest peak of each step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
-from .._errors import BudgetError, RecomputeError, shown
-from .._torch_compat._module_calls import is_compiled
+from .._errors import BudgetError, RecomputeError
+from .._torch_compat._module_calls import around_calls, is_compiled
 from ..policies._budget_plan import Infeasible
-from ._agree import check_equal, largest
+from ._agree import check_equal, from_first_rank, largest
 from ._checkpointed import Checkpointed, is_checkpointed, region_of, release
 from ._helps import what_helps
-from ._intervals import KeptSteps, Measured, Steps, forward_of, kept_bytes, marked
-from ._levels import HOLDING, KEEPING, LEVELS, Region, RegionFit
+from ._hidden import Hidden, hidden_by
+from ._intervals import Measured, Steps, marked
+from ._levels import (
+    AGAIN,
+    HIDDEN_AWAY,
+    HOLDING,
+    KEEPING,
+    KEEPS,
+    LEVELS,
+    OPERATORS,
+    Region,
+    RegionFit,
+)
 from ._limit import Limit
 from ._measure import Interval, Marks, highest
 from ._repeating import Seen, called_again, check_compiled, inside, kind_of, repeating
@@ -48,25 +59,18 @@ class InPlaceFit:
     """A model that was changed, and what a step of it takes.
 
     Attributes:
-        of: what the budget applies to, "peak" or "kept".
-        peak_bytes: most memory in use during a step.
-        kept_bytes: what its forward leaves in use for backward.
+        peak_bytes: most memory in use during a step; at most the budget.
         plain_bytes: `peak_bytes` without checkpointing.
-        plain_kept_bytes: `kept_bytes` without checkpointing.
-        predicted_bytes: prediction for what the budget applies to, from steps at single levels.
-        budget_bytes: the budget less the reserve; what it applies to is at most that.
+        predicted_bytes: prediction for `peak_bytes`, from steps at single levels.
+        budget_bytes: the budget less the reserve.
         regions: what each does, in the order in which they run.
         idle: blocks that the measured step did not run, and what they do. A step that runs them in
             place of others of their class fits; one that runs more blocks may take more.
-        rounds: (regions that are checkpointed, what the budget is of) of each step that was
-            measured, in order.
+        rounds: (regions that are checkpointed, peak) of each step that was measured, in order.
     """
 
-    of: str
     peak_bytes: int
-    kept_bytes: int
     plain_bytes: int
-    plain_kept_bytes: int
     predicted_bytes: int
     budget_bytes: int
     regions: tuple[RegionFit, ...]
@@ -84,13 +88,9 @@ class InPlaceFit:
 
     def __str__(self) -> str:
         """A line for the whole, and one for each group of regions."""
-        what, taken, plain = (
-            ("a step takes", self.peak_bytes, self.plain_bytes)
-            if self.of == "peak"
-            else ("a forward leaves", self.kept_bytes, self.plain_kept_bytes)
-        )
+        taken, plain = self.peak_bytes, self.plain_bytes
         lines = [
-            f"{what} {format_size(taken)} of {format_size(self.budget_bytes)}, "
+            f"a step takes {format_size(taken)} of {format_size(self.budget_bytes)}, "
             f"{100 * taken / plain:.0f} % of {format_size(plain)} without checkpointing "
             f"(predicted: {format_size(self.predicted_bytes)})"
         ]
@@ -106,7 +106,7 @@ class InPlaceFit:
 def _groups(regions: Sequence[RegionFit]) -> list[str]:
     """Say of each level that some are on which they are."""
     found = []
-    for level in LEVELS:
+    for level in (*LEVELS, OPERATORS):
         those = [region for region in regions if region.level == level]
         paths = [region.path or "the model" for region in those]
         if paths:
@@ -122,18 +122,18 @@ def fit_(
     budget: Budget,
     *,
     loss: Loss | None = None,
-    of: str = "peak",
     optimizer: torch.optim.Optimizer | None = None,
     reserve: Budget = 0,
 ) -> InPlaceFit | Infeasible:
     """Checkpoint the blocks of a model in place, just enough for a step to fit `budget`.
 
     Finds the modules that repeat (layers of a transformer, blocks of a network), measures a step
-    without checkpointing and one with all of them on each of three levels (four on
-    accelerators, where values can be offloaded), and lets each do what costs least time in all. A
-    last step confirms that it fits, or a second one. At most twelve steps are run for that. If
-    they are short, two to five on each level are clocked: a profiler takes much of them. If no
-    choice fits and the blocks are stages with lists of blocks, those blocks are tried in turn.
+    without checkpointing and one with all of them on each of two levels (four on accelerators,
+    where inputs can be offloaded, and as many values as their copies hide behind the forward), and
+    lets each do what costs least time in all. A last step confirms that it fits, or a second one.
+    At most eight steps are run for that, thirteen on accelerators. If they are short, two to five
+    on each level are clocked: a profiler takes much of them. If no choice fits and the blocks are
+    stages with lists of blocks, those blocks are tried in turn.
     Blocks do not run again if that gives other bits, as with random numbers from a generator that
     is not torch's own. Collective.
 
@@ -148,8 +148,6 @@ def fit_(
             backward allocate; not the buckets that DDP keeps.
         loss: from the model's output to a scalar; by default the output's own `loss`, else the
             sum of its float tensors.
-        of: "peak"; or "kept", where the budget is of the bytes that a forward leaves for backward,
-            its output included, and of nothing from before.
         optimizer: its state counts in the peak: what it has, and what its first step will make.
             That is known for torch's elementwise optimizers; others need to have run a step.
         reserve: how much of the budget stays free, for the allocator and other programs: bytes,
@@ -162,8 +160,8 @@ def fit_(
 
     Raises:
         BudgetError: `model` is not a module, was fitted before or is compiled as a whole, the
-            budget does not parse or is "device" on a CPU, `of` is unknown, the optimizer's state is
-            not known, the output has no gradient, or ranks have other blocks.
+            budget does not parse or is "device" on a CPU, the optimizer's state is not known, the
+            output has no gradient, or ranks have other blocks.
 
     Example:
         >>> import torch
@@ -175,17 +173,7 @@ def fit_(
     """
     check_step("fit_", model, loss)
     limit = Limit(budget, reserve)
-    if of not in ("peak", "kept"):
-        raise BudgetError(
-            f"sac_policies.fit_: of {shown(of)} is unknown, but a budget is of the 'peak' of a "
-            "step, or of what its forward has 'kept' for backward. Pass one of them."
-        )
     step, search = Step("fit_", model, batch, loss, optimizer), None
-    if optimizer is not None and of == "kept":
-        raise BudgetError(
-            "sac_policies.fit_: optimizer is given with of='kept', but an optimizer's state is "
-            "no part of what a forward keeps. Leave it out, or use of='peak'."
-        )
     fitted = [path for path, module in model.named_modules() if is_checkpointed(module)]
     if fitted:
         raise BudgetError(
@@ -199,7 +187,7 @@ def fit_(
             step.settle_buckets()
             tried: list[Infeasible] = []
             for regions in _divisions(model, step):
-                search = _Search(model, step, of, regions)
+                search = _Search(model, step, regions)
                 found = search.run(limit)
                 if isinstance(found, InPlaceFit):
                     return found
@@ -221,20 +209,13 @@ def _divisions(model: nn.Module, step: Step) -> Iterator[tuple[tuple[str, nn.Mod
         regions = inside(regions)
 
 
-class _Taken(NamedTuple):
-    """What one step took."""
-
-    peak: int
-    kept: int
-
-
 class _Search:
     """Finds what each region is to do."""
 
     def __init__(
-        self, model: nn.Module, step: Step, of: str, regions: Sequence[tuple[str, nn.Module]]
+        self, model: nn.Module, step: Step, regions: Sequence[tuple[str, nn.Module]]
     ) -> None:
-        self._model, self._step, self._of = model, step, of
+        self._model, self._step = model, step
         check_compiled(model, regions)
         with Seen(regions) as seen:
             step.run(model)
@@ -256,7 +237,7 @@ class _Search:
             if path not in seen.operators
         ]
         check_equal(repr(list(seen.operators)), what="block", where="fit_")
-        self._levels = len(LEVELS) - (step.device.type == "cpu")
+        self._levels = AGAIN + 1 if step.device.type == "cpu" else len(LEVELS)
         self._rounds: list[tuple[int, int]] = []
         self._tried: dict[int, list[str]] = {}
         self._spent: list[Spent] = []
@@ -265,52 +246,43 @@ class _Search:
         """Measure each level, choose, and measure what was chosen (Rules 2 and 3)."""
         count = len(self._regions)
         intervals = [self._intervals(0)]
-        uniform = [self._taken(intervals[0])]
-        sizes = [self._size(uniform[0])]
-        allowed = limit.allowed(sizes[0])
-        if sizes[0] <= allowed:
-            return self._found((0,) * count, uniform[0], sizes[0], uniform[0], allowed)
+        peaks = [self._peak(intervals[0])]
+        allowed = limit.allowed(peaks[0])
+        if peaks[0] <= allowed:
+            return self._found((0,) * count, peaks[0], peaks[0], peaks[0], allowed)
+        if self._levels > HIDDEN_AWAY:
+            self._hide_copies()
         self._learn()
         for level in range(1, self._levels):
             intervals.append(self._intervals(level))
-            uniform.append(self._taken(intervals[level]))
-            sizes.append(self._size(uniform[level]))
-        steps, before = self._steps(intervals, self._times())
+            peaks.append(self._peak(intervals[level]))
+        steps, before = self._steps(intervals, self._times()), self._step.resident()
         room = allowed - before
-        fitting = [level for level, size in enumerate(sizes) if size <= allowed]
+        fitting = [level for level, peak in enumerate(peaks) if peak <= allowed]
         for _ in range(_TRIES):
             choice = steps.choose(room)
             if choice is None and fitting:
                 break
             done = choice or steps.least()
-            taken = self._measured(done)
-            if self._size(taken) <= allowed:
-                predicted = before + steps.growth(done)
-                return self._found(done, taken, predicted, uniform[0], allowed)
+            peak = self._measured(done)
+            if peak <= allowed:
+                return self._found(done, peak, before + steps.growth(done), peaks[0], allowed)
             if choice is None:
                 break
-            room -= self._size(taken) - allowed
+            room -= peak - allowed
         if not fitting:
             self.undo()
-            smallest = min(size for _, size in self._rounds)
-            share = f"{100 * smallest / sizes[0]:.0f} % of what it takes without checkpointing"
+            smallest = min(peak for _, peak in self._rounds)
+            share = f"{100 * smallest / peaks[0]:.0f} % of what it takes without checkpointing"
             how = ", ".join([share, *self._tried[smallest]])
-            is_peak = self._of == "peak"
-            helps = what_helps(self._step, intervals[0], smallest, allowed) if is_peak else ""
+            helps = what_helps(self._step, intervals[0], smallest, allowed)
             return Infeasible(allowed, smallest, how, helps)
         best = min(fitting, key=lambda level: sum(cost[level] for cost in steps.costs))
-        return self._found((best,) * count, uniform[best], sizes[best], uniform[0], allowed)
+        return self._found((best,) * count, peaks[best], peaks[best], peaks[0], allowed)
 
-    def _steps(
-        self, intervals: list[list[Interval]], times: Sequence[Sequence[Spent]]
-    ) -> tuple[Steps, int]:
-        """What mixtures are put together from, and the bytes that there are before a step."""
+    def _steps(self, intervals: list[list[Interval]], times: Sequence[Sequence[Spent]]) -> Steps:
         kinds = [kind_of(region.module) for region in self._regions]
-        if self._of == "kept":
-            forwards = list(map(Measured, map(forward_of, intervals), times))
-            return KeptSteps(kinds, forwards, HOLDING), 0
-        steps = Steps(kinds, list(map(Measured, intervals, times)), HOLDING)
-        return steps, self._step.resident()
+        return Steps(kinds, list(map(Measured, intervals, times)), HOLDING)
 
     def _times(self) -> list[list[Spent]]:
         """By level, what the intervals of each step take that is clocked."""
@@ -324,15 +296,11 @@ class _Search:
         with marked([region.module for region in self._regions], clock):
             return self._step.times(self._model, clock)
 
-    def _taken(self, intervals: list[Interval]) -> _Taken:
-        return _Taken(self._step.resident() + highest(intervals), kept_bytes(intervals))
-
-    def _size(self, taken: _Taken) -> int:
-        """The bytes that the budget is of."""
-        return taken.kept if self._of == "kept" else taken.peak
+    def _peak(self, intervals: list[Interval]) -> int:
+        return self._step.resident() + highest(intervals)
 
     def _found(
-        self, choice: tuple[int, ...], taken: _Taken, predicted: int, plain: _Taken, allowed: int
+        self, choice: tuple[int, ...], peak: int, predicted: int, plain: int, allowed: int
     ) -> InPlaceFit:
         done = self.put(choice)
         modules = [region.module for region in (*self._regions, *self._idle)]
@@ -342,7 +310,28 @@ class _Search:
             for region, level in zip(self._idle, self._idle_levels(choice), strict=True)
         )
         rounds = tuple(self._rounds)
-        return InPlaceFit(self._of, *taken, *plain, predicted, allowed, done, idle, rounds, put)
+        return InPlaceFit(peak, plain, predicted, allowed, done, idle, rounds, put)
+
+    def _hide_copies(self) -> None:
+        """Choose for each kind of block what its forward hides. Collective."""
+        first: dict[type[nn.Module], str] = {}
+        found: dict[str, Hidden] = {}
+
+        def begin(path: str, call: Callable[..., Any], args: Any, kwargs: Any) -> None:
+            if path not in found:
+                found[path] = hidden_by(call, args, kwargs, self._step.device)
+
+        with ExitStack() as stack:
+            for each in self._regions:
+                path = first.setdefault(kind_of(each.module), each.path)
+                if path == each.path and not each.is_compiled:
+                    call = partial(begin, path, each.module.forward)
+                    stack.enter_context(around_calls(each.module, call, lambda _: None))
+            self._step.forward()
+        found = from_first_rank(found)
+        for at, each in enumerate(self._regions):
+            plan, size = found.get(first[kind_of(each.module)], (None, 0))
+            self._regions[at] = replace(each, hidden=plan, hidden_bytes=size)
 
     def _learn(self) -> None:
         """Have the first forward and backward of each level over: they compare bits.
@@ -373,19 +362,19 @@ class _Search:
         with marked([region.module for region in self._regions], marks):
             found = self._step.intervals(self._model, marks)
         self._spent.append(self._step.most(marks.spent))
-        self._note(done, self._taken(found))
+        self._note(done, self._peak(found))
         return found
 
-    def _measured(self, choice: tuple[int, ...]) -> _Taken:
+    def _measured(self, choice: tuple[int, ...]) -> int:
         done = self.put(choice)
-        taken = self._taken(self._step.intervals(self._model, Marks(self._step.device)))
-        self._note(done, taken)
-        return taken
+        peak = self._step.peak(self._model)
+        self._note(done, peak)
+        return peak
 
-    def _note(self, done: tuple[RegionFit, ...], taken: _Taken) -> None:
+    def _note(self, done: tuple[RegionFit, ...], peak: int) -> None:
         count = sum(region.level != LEVELS[0] for region in done)
-        self._rounds.append((count, self._size(taken)))
-        self._tried.setdefault(self._size(taken), _groups(done))
+        self._rounds.append((count, peak))
+        self._tried.setdefault(peak, _groups(done))
 
     def undo(self) -> None:
         """Have all regions keep everything."""
@@ -412,9 +401,13 @@ class _Search:
 def _put(region: Region, level: int) -> RegionFit:
     does = region.at(level)
     release(region.module)
-    if does.level != LEVELS[0]:
+    if does.level != LEVELS[KEEPS]:
         Checkpointed(
-            region.module, policy=does.policy, wrote=region.wrote or (), rewrites=region.rewrites
+            region.module,
+            policy=does.policy,
+            wrote=region.wrote or (),
+            rewrites=region.rewrites,
+            lag_bytes=region.hidden_bytes if level == HIDDEN_AWAY else 0,
         ).put()
     return does
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ._measure import Interval, highest, storage_bytes
+from ._run import BACKWARD
 from ._sizes import format_size
-from ._step import BACKWARD, Step
+from ._step import Step
 
 SLICES = 16
 _WORTH = 0.01

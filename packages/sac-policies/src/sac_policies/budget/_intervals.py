@@ -18,7 +18,6 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import takewhile
 from operator import add
 from typing import Any, NamedTuple
 
@@ -29,7 +28,6 @@ from .._tensors import tensors_in
 from .._torch_compat._module_calls import around_calls
 from ._measure import Interval, Marks
 from ._offloaded import Offloaded
-from ._step import BACKWARD
 from ._times import Clock, Spent, costs, last_word
 
 Key = tuple[int, int, bool | None]
@@ -63,21 +61,6 @@ def marked(regions: Sequence[nn.Module], marks: Marks | Clock) -> Iterator[None]
             around = around_calls(module, partial(begin, number), partial(end, number))
             stack.enter_context(around)
         yield
-
-
-def forward_of(intervals: Sequence[Interval]) -> list[Interval]:
-    """Return what comes before `BACKWARD`.
-
-    Example:
-        >>> [each.grown for each in forward_of([Interval(None, 8, 9), Interval(BACKWARD, -2, 4)])]
-        [8]
-    """
-    return list(takewhile(lambda each: each.key != BACKWARD, intervals))
-
-
-def kept_bytes(intervals: Sequence[Interval]) -> int:
-    """Bytes that a forward leaves in use, over those before it."""
-    return sum(each.grown for each in forward_of(intervals))
 
 
 class Measured(NamedTuple):
@@ -114,8 +97,11 @@ class Steps:
         self._count = len(kinds)
         ends = [each.key for each in self._plain if _region_of(each.key) and each.key[2] is None]
         self._tail: Key | None = ends[-1] if ends else None
-        self._offloaded = [Offloaded(at, one.intervals) for at, one in enumerate(measured)]
-        self._freed = [self._freed_in_tail(one) for one in measured]
+        self._offloaded = Offloaded([one.intervals for one in measured])
+        self._left = [self._left_in_tail(one) for one in measured]
+        self._freed = [
+            self._freed_in_tail(one, left) for one, left in zip(measured, self._left, strict=True)
+        ]
         self.costs = self._costs(kinds, measured)
 
     def growth(self, choice: Sequence[int]) -> int:
@@ -156,13 +142,27 @@ class Steps:
 
     def _interval_of(self, plain: Interval, choice: Sequence[int]) -> Interval:
         if plain.key == self._tail and plain.key is not None:
-            return replace(plain, grown=plain.grown + self._held_longer(choice))
+            held = self._held_longer(choice) - self._left[choice[plain.key[0]]]
+            return replace(plain, grown=plain.grown + held)
         if not _region_of(plain.key):
             return plain
         level = choice[plain.key[0]]
-        return self._offloaded[level].among(choice, self._by_level[level].get(plain.key, plain))
+        return self._offloaded.among(choice, self._by_level[level].get(plain.key, plain))
 
-    def _freed_in_tail(self, one: Measured) -> dict[int | None, int]:
+    def _left_in_tail(self, one: Measured) -> int:
+        """Return the bytes of the last region's inputs that the tail frees as no region holds them.
+
+        The allocator of a device tells sums: other regions free as much before the next begins.
+        """
+        tail = {each.key: each for each in one.intervals}.get(self._tail)
+        if self._tail is None or tail is None or tail.freed is not None:
+            return 0
+        plain = {each.key: each for each in self._plain}
+        between = [each for each in one.intervals if _region_of(each.key) and each.key[2] is None]
+        more = [plain[each.key].grown - each.grown for each in between if each.key != self._tail]
+        return max(0, min(more, default=0))
+
+    def _freed_in_tail(self, one: Measured, left: int) -> dict[int | None, int]:
         """Bytes that the tail frees of each region's; under None, of what was before (Rule 3)."""
         found: dict[int | None, int] = dict.fromkeys((None, *range(self._count)), 0)
         tail = {each.key: each for each in one.intervals}.get(self._tail)
@@ -170,7 +170,7 @@ class Steps:
             return found
         if tail.freed is None:
             plain = next(each for each in self._plain if each.key == self._tail)
-            less, count = plain.grown - tail.grown, self._count
+            less, count = plain.grown - tail.grown - left, self._count
             return found | {n: less * (n + 1) // count - less * n // count for n in range(count)}
         for at, size in tail.freed.items():
             key = one.intervals[at].key
@@ -195,12 +195,15 @@ class Steps:
         Nanoseconds that no measurement sees are added for where they cost the same.
         """
         spent = [[self._by_region(spent) for spent in one.rounds] for one in measured]
+        offloads = any(each.moved.out for one in measured for each in one.intervals)
         alike: dict[Any, list[int]] = {}
         for number, kind in enumerate(kinds):
             keeps = tuple(self._kept(number, level) for level in range(len(measured)))
-            alike.setdefault((kind, keeps), []).append(number)
+            # If regions offload, the one that backward reaches first waits for its own copies.
+            is_first = offloads and self._tail is not None and number == self._tail[0]
+            alike.setdefault((kind, keeps, is_first), []).append(number)
         found: list[list[int]] = [[]] * len(kinds)
-        for (_, keeps), numbers in alike.items():
+        for (_, keeps, _), numbers in alike.items():
             more = costs([[[each[n] for n in numbers] for each in own] for own in spent], keeps)
             for number in numbers:
                 last = last_word(keeps, number, self._count)
@@ -279,24 +282,6 @@ class Steps:
             most[backward] = max(most[backward], before + each.most)
             called = each.grown
         return most[False], most[True]
-
-
-class KeptSteps(Steps):
-    """The same where the bytes count that a forward leaves: `measured` has forwards alone."""
-
-    def growth(self, choice: Sequence[int]) -> int:
-        """Bytes that a forward leaves, with each region on the level of `choice`."""
-        return sum(self._interval_of(plain, choice).grown for plain in self._plain)
-
-    def _sum(self, number: int) -> int:
-        return 0
-
-    def _between(self) -> tuple[int, int]:
-        grown = super()._between()[0]
-        return grown, grown
-
-    def _most(self, number: int, level: int) -> tuple[int, int]:
-        return 0, 0
 
 
 def _region_of(key: Any) -> tuple[int] | None:

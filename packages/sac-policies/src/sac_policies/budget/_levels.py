@@ -1,4 +1,4 @@
-"""What a region does on each level, from nothing recomputed to everything."""
+"""What a block does on each level, from nothing recomputed to nothing left on the device."""
 
 from __future__ import annotations
 
@@ -8,23 +8,29 @@ from typing import Any
 from torch import nn
 
 from .._torch_compat._module_calls import original
-from ..policies._builders import offload, recompute_all, save_ops
+from ..policies._builders import offload, recompute_all, save_named, save_ops
+from ..policies._plans import Plan
 from ..policies._policies import Policy
 
+KEEPS, MATMULS, AGAIN, INPUTS_AWAY, HIDDEN_AWAY = range(5)
 LEVELS = (
     "keeps everything",
     "keeps matmuls",
-    "recomputes everything",
     "runs again",
-    "offloads matmuls",
+    "offloads inputs",
+    "offloads what hides",
 )
-"""What a region does: no checkpointing; costly operators kept; nothing kept and values replayed;
-nothing kept and a second forward, which also rebuilds what no replay can; costly operators moved to
-the host, and the rest made again. The last is for accelerators."""
-KEEPING = (3, 2, 4, 1, 0)
+"""No checkpointing; products, attention and convolutions kept; a second forward; operators called
+again from inputs in host memory; the same with as many values there as their copies hide behind
+the forward. The last two are for accelerators."""
+OPERATORS = "recomputes everything"
+"""In place of a second forward that would differ, or of kept operators where none runs."""
+KEEPING = (HIDDEN_AWAY, INPUTS_AWAY, AGAIN, MATMULS, KEEPS)
 """Levels by how much they keep on the device, least first."""
-HOLDING = (3,)
-"""Levels with a second forward, which has to have its arguments."""
+HOLDING = (AGAIN,)
+"""Levels with a second forward, which holds its arguments."""
+INPUT = "sac_policies.input"
+"""Name of a block's inputs on levels that offload."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +39,9 @@ class RegionFit:
 
     Attributes:
         path: of the module.
-        level: one of "keeps everything", "keeps matmuls" (attention and convolutions, too),
-            "recomputes everything", "runs again", and on accelerators "offloads matmuls".
+        level: "keeps everything", "keeps matmuls" (attention and convolutions, too), "runs again"
+            or "recomputes everything"; on accelerators also "offloads inputs" and "offloads what
+            hides", which recompute the rest.
         policy: for `checkpoint`; None where everything is kept, and where it runs again.
         kind: name of the module's class.
     """
@@ -47,18 +54,28 @@ class RegionFit:
 
 @dataclass(frozen=True)
 class Region:
-    """A module, and what a plain step of it did."""
+    """A module, and what a plain step of it did.
+
+    Attributes:
+        path: of the module.
+        module: the module.
+        operators: costly ones that ran in it.
+        wrote: names of buffers that it writes to; None where it cannot run again, because it
+            replaces buffers or computes something else the second time.
+        rewrites: whether it writes to tensors that it is given.
+        is_compiled: whether a compiler chooses what it keeps: it can only run again, or not.
+        hidden: calls whose values can be offloaded behind its forward.
+        hidden_bytes: bytes of those values and of its inputs.
+    """
 
     path: str
     module: nn.Module
     operators: tuple[Any, ...]
-    """Costly ones that ran in it."""
     wrote: tuple[str, ...] | None
-    """Names of buffers that it writes to; None where it replaces them, and cannot run again."""
     rewrites: bool
-    """Whether it writes to tensors that it is given."""
     is_compiled: bool = False
-    """Whether what it keeps is a compiler's choice: it can only run again, or not."""
+    hidden: Plan | None = None
+    hidden_bytes: int = 0
 
     def at(self, level: int) -> RegionFit:
         """What it does on a level."""
@@ -66,15 +83,17 @@ class Region:
         return RegionFit(self.path, does, policy, type(original(self.module)).__name__)
 
     def _at(self, level: int) -> tuple[str, Policy | None]:
-        is_refused = self.is_compiled and (level < 3 or self.rewrites or self.wrote is None)
-        if level == 0 or is_refused:
-            return LEVELS[0], None
+        if level == KEEPS:
+            return LEVELS[KEEPS], None
         if self.is_compiled:
-            return LEVELS[3], None
-        if level == 4 and self.operators:
-            return LEVELS[4], offload(*self.operators)
-        if level == 1 and self.operators:
-            return LEVELS[1], save_ops(*self.operators)
-        if level < 3 or self.wrote is None:
-            return LEVELS[2], recompute_all()
-        return LEVELS[3], None
+            runs_again = level >= AGAIN and not self.rewrites and self.wrote is not None
+            return LEVELS[AGAIN if runs_again else KEEPS], None
+        if level == MATMULS and self.operators:
+            return LEVELS[MATMULS], save_ops(*self.operators)
+        if level == AGAIN and self.wrote is not None:
+            return LEVELS[AGAIN], None
+        if level >= INPUTS_AWAY:
+            inputs = offload(save_named(INPUT, missing_ok=True))
+            hidden = self.hidden if level == HIDDEN_AWAY else None
+            return LEVELS[level], inputs if hidden is None else inputs | hidden
+        return OPERATORS, recompute_all()

@@ -1,26 +1,30 @@
-"""How fast copies to host memory and back run beside a forward, and how much a forward hides.
+"""How fast copies to host memory and back run beside a forward, and what a forward hides.
 
-Bandwidth depends on what else runs: copies share the device's memory with kernels, and kernels
-slow down. So both are measured together, in each direction, with copies about half as long as the
-work beside them.
+Bandwidth depends on what else runs: copies share the device's memory with kernels. So copies are
+measured beside a block's forward, in each direction, about half as long as the forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import torch
 
 from .._errors import BudgetError, shown
 from .._tensors import is_accelerator
+from ._trace import Item, Trace
 
 Direction = Literal["out", "back"]
+SECOND = 10**9
 _FIRST_BYTES = 1 << 26
 _ROUNDS = 3
 _SHARE = 0.5
 """Of the work's time, what the measured copy should take."""
+_BACKWARDS = 2
+"""A backward takes at least that many forwards: each product has two gradients."""
 
 
 class Timing(NamedTuple):
@@ -41,42 +45,43 @@ class Link:
     Attributes:
         out: bytes per second to host memory.
         back: bytes per second to the device.
-        slows_out: time that work takes longer while copies go out, as a share of the copies' time.
-        slows_back: the same for copies that come back.
+        work_seconds: of the work without copies.
     """
 
     out: float
     back: float
-    slows_out: float = 0.0
-    slows_back: float = 0.0
+    work_seconds: float
 
-    def hidden_bytes(self, forward_seconds: float, backward_seconds: float) -> int:
-        """Return how many bytes can leave during a forward and be back during its backward.
+    def hidden(self, trace: Trace, input_bytes: int) -> list[Item]:
+        """Return the values of a block that leave while its forward runs and are back in time.
+
+        Copies out run one after another, the inputs first, each from when its value is made.
+        Copies back run during the backward of the block after. Values that cost the most work for
+        their bytes come first.
 
         Args:
-            forward_seconds: from when the first value may leave to when forward ends.
-            backward_seconds: from when backward begins to when the last of them is read.
-
-        Example:
-            >>> Link(out=100.0, back=50.0).hidden_bytes(1.0, 3.0)
-            100
+            trace: of the block's forward, in nanoseconds.
+            input_bytes: of inputs, which leave in any case.
         """
-        out, back = self.out * forward_seconds, self.back * backward_seconds
-        return int(max(0.0, min(out, back)))
+        done = list(accumulate(op.cost if op.out_bytes else 0 for op in trace.ops))
+        work = self.work_seconds * SECOND
+        made = [each * work / done[-1] for each in done]  # single operators are timed with waits
+        found: list[Item] = []
+        items = [item for item in trace.items() if item.kept_bytes]
+        for item in sorted(items, key=lambda item: -item.cost / item.kept_bytes):
+            away = sorted([*found, item], key=lambda each: each.ops)
+            moved = input_bytes + sum(each.kept_bytes for each in away)
+            returns = moved * SECOND <= self.back * _BACKWARDS * work
+            if returns and self._leaves(away, made, input_bytes) <= work:
+                found = away
+        return found
 
-    def lead_seconds(self, copied_bytes: int) -> float:
-        """Return how long before its reader a copy has to begin to be there in time."""
-        return copied_bytes / self.back
-
-    def cost_seconds(self, copied_bytes: int) -> float:
-        """Return by how much hidden copies out and back slow down the work beside them.
-
-        Example:
-            >>> Link(out=100.0, back=50.0, slows_out=0.1, slows_back=0.05).cost_seconds(100)
-            0.2
-        """
-        out, back = copied_bytes / self.out, copied_bytes / self.back
-        return out * self.slows_out + back * self.slows_back
+    def _leaves(self, away: Sequence[Item], made: Sequence[float], input_bytes: int) -> float:
+        """Return when the last copy out ends, in nanoseconds from the start of the forward."""
+        end = input_bytes * SECOND / self.out
+        for item in away:
+            end = max(end, made[item.ops[-1]]) + item.kept_bytes * SECOND / self.out
+        return end
 
 
 def measure_link(
@@ -96,17 +101,16 @@ def measure_link(
         BudgetError: copies or the work take no time that can be measured.
     """
     alone = min(run(0, "out").work_seconds for _ in range(rounds))
-    out, slows_out = _rate(run, "out", alone, first_bytes, most_bytes, rounds)
-    back, slows_back = _rate(run, "back", alone, first_bytes, most_bytes, rounds)
-    return Link(out, back, slows_out, slows_back)
+    out = _rate(run, "out", alone, first_bytes, most_bytes, rounds)
+    back = _rate(run, "back", alone, first_bytes, most_bytes, rounds)
+    return Link(out, back, alone)
 
 
 def _rate(
     run: Run, direction: Direction, alone: float, first: int, most: int, rounds: int
-) -> tuple[float, float]:
-    """Return bytes per second, and the slowdown of the work as a share of the copies' time."""
+) -> float:
+    """Return bytes per second."""
     size, rate = max(1, min(first, most)), 0.0
-    slows: list[float] = []
     for _ in range(rounds):
         found = run(size, direction)
         if found.copy_seconds <= 0 or found.work_seconds <= 0:
@@ -116,9 +120,8 @@ def _rate(
                 "such as a whole forward."
             )
         rate = max(rate, size / found.copy_seconds)
-        slows.append(max(0.0, found.work_seconds - alone) / found.copy_seconds)
         size = max(1, min(most, int(_SHARE * alone * rate)))
-    return rate, min(slows)
+    return rate
 
 
 def beside_on(device: torch.device, work: Callable[[], object]) -> Run:

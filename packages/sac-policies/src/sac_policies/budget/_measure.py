@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.profiler import profile, record_function
 
-from .._errors import BudgetError, shown
+from .._errors import BudgetError
 from .._torch_compat import storage_bytes as bytes_under
 from .._torch_compat import storage_key
 from ..eager._moved import measured
@@ -158,39 +157,6 @@ def highest(intervals: Iterable[Interval]) -> int:
         top = max(top, now + each.most)
         now += each.grown
     return top
-
-
-def measure_host_bandwidth(device: torch.device | str | None = None) -> float:
-    """Measure the bytes per second copied between an accelerator and pinned host memory, both ways.
-
-    Copies 64 MiB each way, three times; the fastest counts.
-
-    Args:
-        device: an accelerator; the current one by default.
-
-    Raises:
-        BudgetError: there is no accelerator, or `device` is not one.
-    """
-    # A build of torch for an accelerator has one by name, also where none is.
-    current = torch.accelerator.current_accelerator(check_available=True)
-    kind = f"{device}".partition(":")[0] if isinstance(device, (str, torch.device)) else ""
-    if current is None or (device is not None and kind != current.type):
-        raise BudgetError(
-            f"sac_policies.measure_host_bandwidth: device {shown(device)} is not an accelerator "
-            "of this machine, but values are offloaded from one. Run it where the model trains, "
-            "or pass a number to solve."
-        )
-    found = current if device is None else torch.device(device)
-    there = torch.empty(2**26, dtype=torch.uint8, device=found)
-    host = torch.empty(2**26, dtype=torch.uint8, pin_memory=True)
-    spent = []
-    for _ in range(4):  # the first warms up
-        began = time.perf_counter()
-        host.copy_(there, non_blocking=True)
-        there.copy_(host, non_blocking=True)
-        torch.accelerator.synchronize(found)
-        spent.append(time.perf_counter() - began)
-    return 2 * there.numel() / min(spent[1:])
 
 
 def free_bytes(device: torch.device, *, where: str) -> int:

@@ -1,8 +1,7 @@
-"""What a region takes whose neighbours do not offload as well: it asks for values of theirs.
+"""What a region takes whose neighbours offload other values than in the measured step.
 
-In backward a region asks for the values of the one before it that offloads, and the first one asks
-for its own, too. What regions ask for in vain they learn in the step that is measured: none does
-later.
+In backward a region asks for the values of the region before it that offloads, and the last one
+asks for its own, too. Values that no backward reads are asked for in the measured step only.
 """
 
 from __future__ import annotations
@@ -14,60 +13,68 @@ from itertools import pairwise
 from ._measure import Interval
 
 
-class Offloaded:
-    """A step in which every region offloads that can.
+class _Level:
+    """A step in which every region offloads that can on one level.
 
-    Args:
-        level: the one that all regions were on.
-        intervals: what was measured; keys as `marked` gives them.
+    Attributes:
+        order: numbers of the regions that offload; empty where one is called again, whose
+            neighbours are not known.
+        asked: by region, bytes that it asked for.
+        unread: by region, bytes that it asked for and did not read.
+        values: by region, bytes that the region after it asks for.
     """
 
-    def __init__(self, level: int, intervals: Sequence[Interval]) -> None:
-        self._level = level
+    def __init__(self, intervals: Sequence[Interval]) -> None:
         own = [each for each in intervals if isinstance(each.key, tuple)]
         begun = [each for each in own if each.moved.out]
-        self._order: list[int] = [each.key[0] for each in begun]
-        if len(set(self._order)) < len(self._order):
-            self._order = []  # called again: whose neighbour is whose is not known
-        self._back = {each.key[0]: each.moved for each in own if each.key[2]}
-        self._values: dict[int | None, int] = {
-            before: self._asked(number) - self._unread(before)
-            for before, number in pairwise(self._order)
+        self.order: list[int] = [each.key[0] for each in begun]
+        if len(set(self.order)) < len(self.order):
+            self.order = []
+        moved = {each.key[0]: each.moved for each in own if each.key[2]}
+        self.asked = {n: moved[n].back if n in moved else 0 for n in self.order}
+        self.unread = {n: moved[n].unread if n in moved else 0 for n in self.order}
+        self.values = {
+            before: self.asked[number] - self.unread[before]
+            for before, number in pairwise(self.order)
         }
-        if self._order:  # the last has asked for its own with those of the one before
-            *before, last = self._order[-2:]
-            both = self._asked(last) - sum(map(self._unread, self._order[-2:]))
+        if self.order:  # the last one has asked for its own with those of the one before
+            *before, last = self.order[-2:]
+            both = self.asked[last] - sum(self.unread[n] for n in self.order[-2:])
             sizes = [each.moved.out for each in begun[-2:]]
-            self._values[last] = both * sizes[-1] // sum(sizes)
-            self._values.update(dict.fromkeys(before, both - self._values[last]))
+            self.values[last] = both * sizes[-1] // sum(sizes)
+            self.values.update(dict.fromkeys(before, both - self.values[last]))
+
+
+class Offloaded:
+    """Steps on single levels, in which regions offload.
+
+    Args:
+        measured: by level, the intervals of a step; keys as `marked` gives them.
+    """
+
+    def __init__(self, measured: Sequence[Sequence[Interval]]) -> None:
+        self._levels = [_Level(intervals) for intervals in measured]
+        keys = (each.key for each in measured[0] if isinstance(each.key, tuple))
+        self._order = list(dict.fromkeys(number for number, *_ in keys))
 
     def among(self, choice: Sequence[int], measured: Interval) -> Interval:
-        """An interval of a region that is on this level, where others may be on others.
+        """Return an interval of a region, where others may be on other levels.
 
         Args:
             choice: by region, its level.
-            measured: where all are on this one.
+            measured: the interval where all are on this region's level.
         """
-        number, backward = measured.key[0], measured.key[2]
-        if number not in self._order or backward is None:
+        number, is_backward = measured.key[0], measured.key[2]
+        level = self._levels[choice[number]]
+        if number not in level.order or not is_backward:
             return measured
-        others = [other for other in self._order if choice[other] == self._level]
-        earlier = _before(number, others)
-        if not backward:
-            return measured
-        more = self._values.get(earlier, 0) - self._asked(number)
+        others = [n for n in self._order if n in self._levels[choice[n]].order]
+        at = others.index(number)
+        more = -level.asked[number]
+        if at:
+            before = others[at - 1]
+            more += self._levels[choice[before]].values[before]
         if number == others[-1]:
-            more += self._values.get(number, 0)
-        grown = measured.grown + more + self._unread(number)
+            more += level.values[number]
+        grown = measured.grown + more + level.unread[number]
         return replace(measured, grown=grown, most=max(0, measured.most + more))
-
-    def _asked(self, number: int) -> int:
-        return self._back[number].back if number in self._back else 0
-
-    def _unread(self, number: int) -> int:
-        return self._back[number].unread if number in self._back else 0
-
-
-def _before(number: int, order: Sequence[int]) -> int | None:
-    at = order.index(number)
-    return order[at - 1] if at else None

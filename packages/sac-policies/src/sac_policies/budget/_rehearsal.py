@@ -1,14 +1,15 @@
-"""Rehearses a recorded step under a plan: the tape runs on tensors without data.
+"""Rehearses a recorded run under a policy: the tape runs on tensors without data.
 
-The tape that would run the step runs here, with its values, copies and replays. Only operators do
-not: they return tensors on the meta device, of the recorded sizes and strides. A ledger counts the
-storages that live.
+The tape is the real one, with its values, copies and replays. Only operators do not run: they
+return tensors on the meta device, of the recorded sizes and strides. A ledger counts the storages
+that live.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -22,17 +23,52 @@ from ..eager._masks import UNPACK
 from ..eager._recorders import Recorder, table_of
 from ..eager._tape import Region, Tape
 from ..eager._values import Call, Value
-from ..policies._budget_plan import BudgetPlan
+from ..policies._policies import Policy
+from ..policies._rules import RECOMPUTE_ALL
 from ..policies._unmatched import watch_of
-from ._step_run import Layout, Place, StepRun
+from ._run import Event, Layout, Place, Run
+
+Storage = tuple[int, int]
+"""A storage of the run (its number, -1), or one that only the tape made (-1, a number)."""
 
 
-def peak_growth_of(run: StepRun, plan: BudgetPlan | None) -> int:
+@dataclass(frozen=True)
+class Again:
+    """A saved tensor where the tape keeps nothing that it can make again.
+
+    Attributes:
+        storage: number of its storage in the run.
+        held: its bytes if it is held all the same; None if it is made again.
+        producer: the operator that makes it again; "" if it is held.
+        reads: bytes of the storages that are held for that, of no other saved tensor.
+    """
+
+    storage: int
+    held: int | None
+    producer: str
+    reads: dict[Storage, int]
+
+
+def peak_growth_of(run: Run, plan: Policy | None) -> int:
     """Return the most bytes that a recorded step allocates under a plan, over those before it."""
-    with ExitStack() as until, torch.set_grad_enabled(torch.is_grad_enabled()):
-        for each in (no_dispatch(), no_torch_function()):
-            until.enter_context(each)
-        return _Rehearsal(run, plan).peak()
+    with _apart():
+        rehearsal = _Rehearsal(run, plan)
+        rehearsal.follow(run.events)
+        return rehearsal.top
+
+
+def made_again(run: Run) -> list[Again]:
+    """List what autograd holds at the end of a recorded forward, in the order it was saved."""
+    with _apart():
+        rehearsal = _Rehearsal(run, RECOMPUTE_ALL)
+        rehearsal.follow(run.events[: run.events.index(("end", 0)) + 1])
+        return rehearsal.saved()
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    with torch.set_grad_enabled(torch.is_grad_enabled()), no_dispatch(), no_torch_function():
+        yield
 
 
 class Ledger:
@@ -45,18 +81,30 @@ class Ledger:
 
     def __init__(self) -> None:
         self.now = self.top = 0
-        self._known: dict[int, ref[torch.UntypedStorage]] = {}
+        self._known: dict[int, tuple[ref[torch.UntypedStorage], int, int]] = {}
 
-    def add(self, tensor: torch.Tensor, size: int | None = None) -> None:
-        """Count the storage of a tensor until it is freed, unless it is counted."""
+    def add(self, tensor: torch.Tensor, size: int | None = None, number: int = -1) -> None:
+        """Count the storage of a tensor until it is freed, unless it is counted.
+
+        Args:
+            tensor: any in that storage.
+            size: bytes to count; by default those of the storage.
+            number: of the storage in the run; -1 for one that the tape made.
+        """
         storage = tensor.untyped_storage()
         key = storage_key(tensor)
         if key in self._known:
             return
         size = storage.nbytes() if size is None else size
-        self._known[key] = ref(storage, partial(self._freed, key, size))
+        self._known[key] = ref(storage, partial(self._freed, key, size)), size, number
         self.now += size
         self.top = max(self.top, self.now)
+
+    def entry(self, tensor: torch.Tensor) -> tuple[Storage, int]:
+        """Return the storage of a tensor, and its bytes."""
+        key = storage_key(tensor)
+        _, size, number = self._known[key]
+        return ((number, -1) if number >= 0 else (-1, key)), size
 
     def takes(self, size: int) -> None:
         """Count bytes that are taken and given back."""
@@ -70,8 +118,8 @@ class Ledger:
 class _RehearsedTape(Tape):
     """A tape that counts the copies and masks that it makes."""
 
-    def __init__(self, plan: BudgetPlan, ledger: Ledger) -> None:
-        region = Region(plan, table_of(plan), watch_of(plan), None, checks=False)
+    def __init__(self, policy: Policy, ledger: Ledger) -> None:
+        region = Region(policy, table_of(policy), watch_of(policy), None, checks=False)
         super().__init__(region, None)
         self._ledger = ledger
 
@@ -131,14 +179,14 @@ def _packing_bytes(mask: torch.Tensor) -> int:
 
 
 class _Rehearsal:
-    """One step, event by event.
+    """One run, event by event.
 
     A storage that autograd saved lives as long as its tensors and the tape's values do. Others live
     as they did, also where no tensor of theirs was seen.
     """
 
-    def __init__(self, run: StepRun, plan: BudgetPlan | None) -> None:
-        self._run, self._plan = run, plan
+    def __init__(self, run: Run, plan: Policy | None) -> None:
+        self._run = run
         self._ledger = Ledger()
         self._tape = None if plan is None else _RehearsedTape(plan, self._ledger)
         self._is_open = plan is not None
@@ -149,8 +197,13 @@ class _Rehearsal:
         self._saves: dict[int, torch.Tensor | Value] = {}
         self._saved_storages = {run.layouts[each.number].storage for each in run.saves}
 
-    def peak(self) -> int:
-        """Return the most bytes that lived."""
+    @property
+    def top(self) -> int:
+        """Most bytes that lived."""
+        return self._ledger.top
+
+    def follow(self, events: list[Event]) -> None:
+        """Do what happened."""
         does: dict[str, Callable[[int], object]] = {
             "call": self._call,
             "gone": lambda number: self._live.pop(number, None),
@@ -160,9 +213,26 @@ class _Rehearsal:
             "release": self._release,
             "end": self._end,
         }
-        for kind, number in self._run.events:
+        for kind, number in events:
             does[kind](number)
-        return self._ledger.top
+
+    def saved(self) -> list[Again]:
+        """List what autograd holds now."""
+        found = []
+        own = {value for value in self._saves.values() if isinstance(value, Value)}
+        for at, value in self._saves.items():
+            assert isinstance(value, Value), "the region has just ended"
+            storage = self._run.layouts[self._run.saves[at].number].storage
+            call = value.made_by if value.held is None else None
+            bits = call.inputs[0] if call and isinstance(call.recorder, _Unpacked) else None
+            if call is None or bits is not None:
+                held = (value if bits is None else bits).held
+                size = 0 if held is None else self._ledger.entry(held)[1]
+                found.append(Again(storage, size, "", {}))
+                continue
+            entries = (self._ledger.entry(each) for each in _held_behind(call, own))
+            found.append(Again(storage, None, str(call.recorder.op), dict(entries)))
+        return found
 
     def _call(self, at: int) -> None:
         call = self._run.calls[at]
@@ -224,7 +294,7 @@ class _Rehearsal:
 
     def _count(self, layout: Layout, tensor: torch.Tensor) -> None:
         storage = layout.storage
-        self._ledger.add(tensor, self._run.sizes[storage] if storage >= 0 else 0)
+        self._ledger.add(tensor, self._run.sizes[storage] if storage >= 0 else 0, storage)
         if self._tape is not None and self._tape.replays:
             return
         self._storages[storage] = ref(tensor.untyped_storage())
@@ -244,7 +314,7 @@ class _Rehearsal:
         storage = None if known is None else known()
         if storage is None:
             tensor = _made(layout)
-            self._ledger.add(tensor, 0)
+            self._ledger.add(tensor, 0, layout.storage)
             self._storages[layout.storage] = ref(tensor.untyped_storage())
             self._given.append(tensor)
         else:
@@ -276,6 +346,24 @@ class _Rehearsal:
         self._is_open = False
         if self._tape is not None:
             self._tape.end()
+
+
+def _held_behind(call: Call, saved: set[Value]) -> list[torch.Tensor]:
+    """List the held tensors that a call reads, directly or by calls of which nothing is saved."""
+    found: list[torch.Tensor] = []
+    seen: set[Value] = set()
+    stack = [call]
+    while stack:
+        for each in stack.pop().inputs:
+            if each in seen:
+                continue
+            seen.add(each)
+            maker = each.made_by
+            if each.held is not None:
+                found.append(each.held)
+            elif maker is not None and each not in saved:
+                stack.append(maker)
+    return found
 
 
 def _made(layout: Layout) -> torch.Tensor:

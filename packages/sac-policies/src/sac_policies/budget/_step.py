@@ -14,13 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 from .._errors import BudgetError, shown
 from .._tensors import is_accelerator, tensors_in
 from .._torch_compat import is_fake
-from ..policies._plans import Unit
 from ._agree import check_equal, largest, largest_each
 from ._measure import Interval, Marks, Moved, free_bytes, highest, storage_bytes
 from ._optimizer import check_optimizer, existing_bytes, state_bytes
-from ._record import profile
+from ._run import BACKWARD
 from ._times import Clock, Spent
-from ._trace import Trace
 
 Loss = Callable[[Any], torch.Tensor]
 
@@ -30,10 +28,6 @@ class Marked(Protocol):
 
     def mark(self, key: Any) -> None:
         """Note it."""
-
-
-BACKWARD = "backward"
-"""Key of what happens from the end of forward, the loss included, until the next mark."""
 
 
 def check_step(where: str, model: object, loss: object) -> None:
@@ -91,12 +85,6 @@ class Step:
         if optimizer is not None:
             check_optimizer(optimizer, self.device, where=where)
 
-    def trace(self, unit: Unit | None) -> Trace:
-        """Profile the forward; the ranks must agree on its operators. Collective."""
-        trace = profile(self.model, *self._args, repeats=2, unit=unit, **self._kwargs)
-        check_equal(trace.digest, what="trace", where=self.where)
-        return trace
-
     def loss(self, call: Callable[..., Any]) -> torch.Tensor:
         """Run a forward through `call`; return the loss."""
         # Each step draws the same numbers: routing and dropout decide what it takes.
@@ -117,10 +105,10 @@ class Step:
         found = Marks(self.device).intervals(lambda: self.run(call))
         return largest(self._resident() + highest(found))
 
-    def forward(self) -> None:
-        """Run a forward alone, whose graph is gone at once."""
+    def forward(self) -> Any:
+        """Run a forward alone; return its output."""
         torch.manual_seed(0)
-        self.model(*self._args, **self._kwargs)
+        return self.model(*self._args, **self._kwargs)
 
     def settle_buckets(self) -> None:
         """Have DDP make the buckets it keeps before a step is measured. Collective.

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from .._errors import BudgetError, shown
 from ..policies._budget_plan import BudgetPlan
 from ..policies._plans import Unit
+from ._agree import check_equal
+from ._measure import Marks
+from ._profile import check_unit, recorded_forward, trace_of
 from ._rehearsal import peak_growth_of
+from ._run import Recorder, Run
 from ._step import Loss, Step, check_step
-from ._step_run import StepRun, recorded
 from ._trace import Trace
 
 
@@ -27,7 +32,7 @@ class StepTrace:
 
     trace: Trace
     resident_bytes: int
-    _run: StepRun
+    _run: Run
 
     def peak_bytes(self, plan: BudgetPlan | None = None) -> int:
         """Predict the most memory in use during a step, in bytes.
@@ -47,11 +52,11 @@ class StepTrace:
         return self.resident_bytes + peak_growth_of(self._run, plan)
 
     def _check(self, plan: object) -> None:
-        if not isinstance(plan, BudgetPlan) or plan.backend != "eager":
+        if not isinstance(plan, BudgetPlan):
             raise BudgetError(
-                f"sac_policies.StepTrace.peak_bytes: plan {shown(plan)} is no plan for eager code, "
-                "but its replays are what is predicted. Pass what solve(step.trace, budget) "
-                "returns."
+                f"sac_policies.StepTrace.peak_bytes: plan {shown(plan)} is a "
+                f"{type(plan).__name__}, but what is predicted is a step under a BudgetPlan. Pass "
+                "what solve(step.trace, budget) returns."
             )
         calls = {op.key for op in self.trace.ops}
         missing = [call for call, _ in plan.choices if call not in calls]
@@ -68,7 +73,7 @@ def profile_step(
 ) -> StepTrace:
     """Run a training step, to predict what it takes under any plan without running that.
 
-    Runs three forwards and one backward. Collective where a process group is initialised.
+    Runs up to three forwards and one backward. Collective where a process group is initialised.
 
     Args:
         model: on the device it trains on, in the mode it trains in; left as it was. Where its
@@ -86,7 +91,6 @@ def profile_step(
             different operators.
 
     Example:
-        >>> import torch
         >>> from sac_policies import solve
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 8))
         >>> step = profile_step(model, torch.ones(512, 64))
@@ -94,20 +98,22 @@ def profile_step(
         True
     """
     check_step("profile_step", model, loss)
+    check_unit(unit, where="profile_step")
     step = Step("profile_step", model, batch, loss)
     with step.leaving_the_model():
         step.settle_buckets()
-        return traced_step(step, step.trace(unit))
+        return traced_step(step, unit)
 
 
-def traced_step(step: Step, trace: Trace) -> StepTrace:
-    """Run and record the step whose forward was profiled. Collective."""
-    run = recorded(step)
-    names, found = [op.name for op in trace.ops], run.names()
-    if names != found:
-        raise BudgetError(
-            f"sac_policies.{step.where}: forwards of a step ran {len(names)} and {len(found)} "
-            "operators that differ, but what is predicted is of one sequence. Fix what changes "
-            "between calls."
-        )
+def traced_step(step: Step, unit: Unit | None) -> StepTrace:
+    """Record a step, and time its forward. Collective; ranks must run the same operators."""
+    # The first mode of a process imports modules, whose frames would hold a forward's tensors.
+    Recorder().record(partial(torch.empty, 0))
+    chosen = unit or ("flops" if step.is_dry else "ns")
+    # The profiler that reads the allocator would count in times.
+    timed = [recorded_forward(step.forward, chosen) for _ in range(2 if chosen == "ns" else 0)]
+    recorder = Recorder(None if timed else chosen, None if step.is_dry else Marks(step.device))
+    run = recorder.record(partial(step.run, partial(recorder.forward, step.model), recorder))
+    trace = trace_of(run, timed, chosen, where=step.where)
+    check_equal(trace.digest, what="trace", where=step.where)
     return StepTrace(trace, step.resident(), run)

@@ -45,16 +45,6 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     return torch.as_strided(flat, sizes, strides, 0)
 
 
-def is_freed(tensor: torch.Tensor) -> bool:
-    """Whether the bytes of a tensor were freed, as FSDP does with gathered parameters."""
-    if tensor.layout is not torch.strided or tensor.numel() == 0 or tensor.is_meta:
-        return False
-    try:
-        return tensor.untyped_storage().nbytes() == 0
-    except NotImplementedError:
-        return False
-
-
 def tensors_among(values: Iterable[Any]) -> list[torch.Tensor]:
     """List the tensors in an operator's arguments, those in lists too."""
     found: list[torch.Tensor] = []

@@ -12,7 +12,7 @@ from typing import Any
 from .._torch_compat import RANGE_END, RANGE_START
 from ..policies._views import Operator
 
-RANGE_OPS = frozenset({RANGE_START, RANGE_END}) - {None}
+RANGE_OPS = frozenset({RANGE_START, RANGE_END})
 """Operators to show to `Ranges.follow`."""
 
 

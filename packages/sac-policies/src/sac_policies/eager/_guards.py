@@ -1,13 +1,12 @@
-"""Bits of a tensor, to compare a replay with the forward.
+"""Fingerprints of tensors, to compare a replay with the forward bit by bit.
 
-On the CPU a guard is a 64-bit hash. On other devices it is a copy of a small tensor, or a
-fingerprint of a larger one: its words in a table, with the sum of each row and of each column. A
-change of up to three words is always seen; a change of more unless every sum stays the same,
-modulo 2**64.
+A fingerprint is the words of a tensor in a table, summed by row and column modulo 2**64; a tensor
+of few words is its own. A change of up to three words always shows; a change of more words shows
+unless every sum stays the same.
 
-Each operator costs an accelerator a launch. So rows of the table overlap rather than leave words
-over, and sums lie in one tensor. Results of comparisons are read when backward ends: reading one
-earlier would make the host wait for the device's queue at each replay.
+Each operator costs an accelerator a launch, so rows of the table overlap rather than leave words
+over, and all sums lie in one tensor. Results of comparisons are read when backward ends: reading
+one earlier would make the host wait for the device's queue at each replay.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable
-from ctypes import string_at
 from functools import lru_cache
 
 import torch
@@ -24,74 +22,48 @@ from .._torch_compat import after_backward, backward_id, is_freed
 from .._torch_compat._dispatch import no_dispatch
 from ._capturing import is_capturing
 
-_SMALL_BYTES = 4096
-_SMALL_VECTOR_BYTES = 65536
 _STEPS = (127, 113, 109, 107, 103, 101, 97, 89)
 """Words from row to row of a table, primes: no row of a usual matrix is a whole number of them."""
 _LEAST_WORDS = 3 * _STEPS[0]
-"""Fewer are kept themselves: of less than three rows a change of three words may not be seen."""
+"""In less than three rows a change of three words may not be seen."""
 _WORD_BYTES = 8
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _is_immediate: Callable[[torch.Tensor], bool] = operator.attrgetter("is_cpu")
 """Whether the numbers of a tensor's device are there without waiting."""
 
 
 class Guard:
-    """One tensor as it was.
+    """The fingerprint of one tensor.
 
     Args:
         tensor: a strided tensor with data. No dispatch mode may see the guard being made.
     """
 
-    __slots__ = ("_copy", "_digest", "_sums")
+    __slots__ = ("_nbytes", "_sums")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._copy: torch.Tensor | None = None
-        self._digest: tuple[object, int] | None = None
-        self._sums: tuple[torch.Tensor, int] | None = None
-        if _is_immediate(tensor):
-            self._digest = _digest(tensor)
-        elif _is_small(tensor):
-            self._copy = tensor.detach().clone()
-        else:
-            self._sums = fingerprint(tensor), tensor.nbytes
+        self._nbytes, self._sums = tensor.nbytes, fingerprint(tensor)
 
     def check(self, tensor: torch.Tensor, error: Callable[[], Exception]) -> None:
-        """Raise `error` if the tensor is not as it was, bit by bit, or its memory was freed.
+        """Raise `error` if a tensor has other bits, or its memory was freed.
 
         On an accelerator the result is read when backward ends. In a graph capture nothing is
         compared.
         """
-        if is_freed(tensor):
+        if is_freed(tensor) or tensor.nbytes != self._nbytes:
             raise error()
-        if self._digest is not None:
-            if not _is_immediate(tensor) or self._digest != _digest(tensor):
+        if _is_immediate(tensor):
+            if not torch.equal(self._sums, fingerprint(tensor)):
                 raise error()
-        elif is_capturing(tensor.device):
-            return
-        elif self._copy is not None:
-            _compare_copies(self._copy, tensor.detach(), error)
-        elif self._sums is not None:
-            sums, size_bytes = self._sums
-            if tensor.nbytes != size_bytes:
-                raise error()
-            _raise_unless((sums == fingerprint(tensor)).all(), error)
-
-
-def _compare_copies(
-    before: torch.Tensor, now: torch.Tensor, error: Callable[[], Exception]
-) -> None:
-    if before.shape != now.shape or before.dtype != now.dtype:
-        raise error()
-    _raise_unless((_bits(before) == _bits(now)).all(), error)
+        elif not is_capturing(tensor.device):
+            _raise_unless((self._sums == fingerprint(tensor)).all(), error)
 
 
 class _Comparisons:
     """Results of comparisons in one backward, read when it ends.
 
-    The autograd engine holds them, and drops them with a backward that fails. A backward inside
-    another has its own, and the thread that ends a backward need not be one that compared.
+    The autograd engine holds them, and drops them with a backward that fails. A nested backward
+    has its own, and the thread that ends a backward need not be one that compared.
     """
 
     __slots__ = ("__weakref__", "_results")
@@ -128,31 +100,6 @@ def _raise_unless(same: torch.Tensor, error: Callable[[], Exception]) -> None:
         found.add(same, error)
     elif not same:
         raise error()
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor as integers: a NaN equals itself then."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    return tensor.view(_INTEGERS[tensor.element_size()])
-
-
-def _is_small(tensor: torch.Tensor) -> bool:
-    limit = _SMALL_VECTOR_BYTES if tensor.dim() <= 1 else _SMALL_BYTES
-    return tensor.nbytes <= limit
-
-
-def _digest(tensor: torch.Tensor) -> tuple[object, int]:
-    """Hash the bits of a tensor on the CPU; equal tensors have equal digests in one process.
-
-    The digest of a small tensor has its shape and dtype too; others only have their bytes.
-    """
-    small = _is_small(tensor)
-    if small and tensor.is_contiguous():
-        return (tensor.shape, tensor.dtype), hash(string_at(tensor.data_ptr(), tensor.nbytes))
-    sums = fingerprint(tensor)
-    facts = (tensor.shape, tensor.dtype) if small else tensor.nbytes
-    return facts, hash(string_at(sums.data_ptr(), sums.nbytes))
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,8 @@ Invariants:
   copy, or the host has seen it end. So `record_stream` is needed only where a tensor is produced or
   read on another stream.
 - Device memory is freed once it is copied. If the copies of a thread fall behind by more than its
-  largest tensor, the device waits for the oldest copy. At the end of a region the device waits for
-  all copies, so what a region holds does not depend on the regions after it.
+  largest tensor, or than `lag_bytes`, the device waits for the oldest copy. At the end of a region
+  the device waits for all copies, so what a region holds does not depend on the regions after it.
 - When backward first reads a region, the copies of that region and of the region before it start
   back.
 - An in-place change of an offloaded tensor is an error, however far its copy is.
@@ -220,10 +220,12 @@ class Leaving(threading.local):
 
     Attributes:
         region: what ended last and moved values, weakly.
+        lag_bytes: by how much copies of the region that runs may fall behind.
     """
 
     def __init__(self) -> None:
         self.region: Callable[[], object] = lambda: None
+        self.lag_bytes = 0
         self._values: deque[tuple[weakref.ref[MovedTensor], int]] = deque()
         self._bytes = self._largest = 0
         self._region_moves = False
@@ -235,7 +237,16 @@ class Leaving(threading.local):
         self._values.append((weakref.ref(moved), nbytes))
         self._bytes += nbytes
         self._largest = max(self._largest, nbytes)
-        self._settle(self._largest)
+        self._settle(max(self._largest, self.lag_bytes))
+
+    @contextmanager
+    def lagging(self, nbytes: int) -> Iterator[None]:
+        """Let copies fall behind by that many bytes."""
+        before, self.lag_bytes = self.lag_bytes, nbytes
+        try:
+            yield
+        finally:
+            self.lag_bytes = before
 
     def region_ended(self) -> bool:
         """Let go of all values; tell whether the region moved anything."""

@@ -40,8 +40,8 @@ from .._torch_compat import (
     pop_hooks,
     push_hooks,
     saved_tensor_hooks,
+    stops_early,
 )
-from .._torch_compat._checkpoint_ends import stops_early
 from .._torch_compat._nested import compared_shape
 from ._ambient_state import AmbientState
 from ._guards import Guard

@@ -24,6 +24,7 @@ from .._torch_compat import (
     in_fake_mode,
     install_dispatch,
     is_fake,
+    is_freed,
     pop_hooks,
     push_hooks,
 )
@@ -34,13 +35,12 @@ from ..policies._names import NAME_OP, listening
 from ..policies._policies import DEPENDS, Policy
 from ..policies._unmatched import Watch
 from ..policies._views import Operator, OpView, RegionState, RegionSummary
-from ._aliasing import UNVERSIONED, copy_of, is_freed, storage_of, tensors_among, version_of
+from ._aliasing import UNVERSIONED, copy_of, storage_of, tensors_among, version_of
 from ._compiled_calls import compiled_in, follow_compiled
 from ._fsdp import Ranges
 from ._guards import Guard
 from ._masks import UNPACK, packed, takes
 from ._moved import MovedTensor, is_movable, leaving, to_host
-from ._moved_stats import counters
 from ._recorders import Recorder, Table
 from ._values import Call, Replay, Value, changed, want
 
@@ -491,7 +491,7 @@ class Tape(TorchDispatchMode):
         self._pending = waiting
 
     def _move(self, value: Value, tensor: torch.Tensor) -> None:
-        if is_fake(tensor) or not is_movable(tensor) or not counters.has_room(tensor.nbytes):
+        if is_fake(tensor) or not is_movable(tensor):
             return
         moved = MovedTensor(tensor)
         if self.region.observer is not None:
@@ -666,7 +666,7 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """List the plain tensors that a tensor is made of: itself, or those inside a wrapper."""
     if type(tensor) in _PLAIN or not is_wrapper(tensor):
         return [tensor]
-    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    names, _ = tensor.__tensor_flatten__()
     parts = [part for name in names if isinstance(part := getattr(tensor, name), torch.Tensor)]
     return [each for part in parts for each in parts_of(part)]
 

@@ -60,15 +60,19 @@ class Device:
 
 _HOPPER_WORKSPACE = 32 << 20
 DEVICES: Sequence[Device] = (
-    # NVIDIA A100, H100, H200, B200, L40S and RTX 4090 data sheets.
+    # NVIDIA A100 datasheet (1758950-r4) and Ampere whitepaper; PCIe 4, 32 GB/s each way.
     Device("A100-40GB", int(39.4 * 2**30), 312 * TERA, 1.555 * TB, 32 * GB),
     Device("A100-80GB", int(79.2 * 2**30), 312 * TERA, 2.039 * TB, 32 * GB),
+    # NVIDIA H100 datasheet: SXM5, PCIe 5, 64 GB/s each way. NVIDIA H200 datasheet.
     Device("H100", int(79.1 * 2**30), 989 * TERA, 3.35 * TB, 64 * GB, _HOPPER_WORKSPACE),
     Device("H200", int(139.8 * 2**30), 989 * TERA, 4.8 * TB, 64 * GB, _HOPPER_WORKSPACE),
+    # NVIDIA HGX B200 datasheet: 1,000 W; 4,500 with sparsity.
     Device("B200", int(178.4 * 2**30), 2250 * TERA, 8.0 * TB, 64 * GB, _HOPPER_WORKSPACE),
+    # NVIDIA L40S datasheet: 362.05, 733 with sparsity.
     Device("L40S", int(44.4 * 2**30), 362 * TERA, 0.864 * TB, 32 * GB),
+    # NVIDIA Ada whitepaper, with float32 accumulation.
     Device("RTX-4090", int(23.5 * 2**30), 165 * TERA, 1.008 * TB, 32 * GB),
-    # AMD Instinct MI300X data sheet.
+    # AMD Instinct MI300X data sheet: 1,307.4, PCIe 5.
     Device("MI300X", int(191.0 * 2**30), 1307 * TERA, 5.3 * TB, 64 * GB),
 )
 

@@ -6,20 +6,17 @@ import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
-from torch import nn
 
 from .._errors import BudgetError
 from .._tensors import tensors_in
 from .._torch_compat import fake_mode, storage_bytes, storage_key
-from .._torch_compat._module_calls import around_calls
 from ..budget._checkpointed import Checkpointed
 from ..budget._repeating import repeating
 from ..policies._builders import save_ops
 from ..policies._catalogue import ATTENTION, CONVOLUTIONS, MATMULS
+from ._alike import find_blocks
 from ._devices import Device
 from ._mixture import SLICES, Measured, Step, offloaded
 from ._model import OPTIMIZERS, Batch, Subject, build
@@ -130,16 +127,17 @@ def _estimate(
     state_bytes = int(factor * gradient_bytes)
     parameter_bytes = _bytes([*model.parameters(), *model.buffers()])
     resident = parameter_bytes + state_bytes + _bytes(tensors_in(subject.batch))
-    blocks, input_bytes = _blocks(subject)
-    levels = {PLAIN: watch_step(model, blocks, subject.loss_of, device)}
+    found = find_blocks([block for _, block in repeating(model)], subject.loss_of)
+    blocks = found.modules
+    levels = {PLAIN: watch_step(model, found, subject.loss_of, device)}
     for name, policy in _POLICIES.items():
         regions = [Checkpointed(block, policy=policy) for block in blocks]
         with ExitStack() as stack:
             for region in regions:
                 region.put()
                 stack.callback(region.undo)
-            levels[name] = watch_step(model, blocks, subject.loss_of, device)
-    levels[OFFLOADED] = offloaded(levels["runs again"], input_bytes, device.copy_seconds(1))
+            levels[name] = watch_step(model, found, subject.loss_of, device)
+    levels[OFFLOADED] = offloaded(levels["runs again"], found.input_bytes, device.copy_seconds(1))
     measured = Measured(
         levels,
         len(blocks),
@@ -169,29 +167,3 @@ def _estimate(
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum({storage_key(each): storage_bytes(each) for each in tensors}.values())
-
-
-def _blocks(subject: Subject) -> tuple[list[nn.Module], list[int]]:
-    """Return the blocks in the order in which they run, and the bytes of each one's input.
-
-    Raises:
-        BudgetError: none of them runs exactly once.
-    """
-    calls: list[tuple[nn.Module, int]] = []
-
-    def begin(block: nn.Module, args: Any, kwargs: Any) -> None:
-        given = [each for each in tensors_in((args, kwargs)) if each.is_floating_point()]
-        calls.append((block, given[0].nbytes if given else 0))
-
-    with ExitStack() as stack:
-        for _, block in repeating(subject.model):
-            stack.enter_context(around_calls(block, partial(begin, block), lambda output: None))
-        subject.loss_of()
-    called = [block for block, _ in calls]
-    once = [(block, size) for block, size in calls if called.count(block) == 1]
-    if not once:
-        raise BudgetError(
-            "sac_policies plan: no block of the model runs exactly once in a step. Plans are for "
-            "models that are stacks of blocks."
-        )
-    return [block for block, _ in once], [size for _, size in once]

@@ -11,7 +11,7 @@ import gc
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from .._torch_compat._module_calls import around_calls
 from .._watching_mode import WatchingMode
 from ..budget._times import no_collection
 from ..policies._flops import flops_of
+from ._alike import Blocks
 from ._devices import Device
 
 Amount = tuple[int, int, int]
@@ -140,7 +141,7 @@ class Watch(WatchingMode):
 
 def watch_step(
     model: nn.Module,
-    blocks: Sequence[nn.Module],
+    blocks: Blocks,
     loss_of: Callable[[], torch.Tensor],
     device: Device,
 ) -> list[Span]:
@@ -148,19 +149,25 @@ def watch_step(
 
     Args:
         model: whose parameters get gradients.
-        blocks: in the order in which they run.
+        blocks: those that do not run take as much as an equal one.
         loss_of: runs the forward and returns its loss.
         device: for which times are.
     """
     watch = Watch(device)
-    with no_collection(), _marks(model, blocks, watch), watch:
+    with no_collection(), blocks.standing_in(), _marks(model, blocks.modules, watch), watch:
         loss = loss_of()
         loss.backward()
         del loss
         watch.mark(START)
     for parameter in model.parameters():
         parameter.grad = None
-    return watch.spans
+    by_key = {span.key: span for span in watch.spans}
+    return [
+        replace(by_key[span.key[0], blocks.like[span.key[1]]], key=span.key)
+        if isinstance(span.key, tuple) and span.key[1] in blocks.like
+        else span
+        for span in watch.spans
+    ]
 
 
 @contextmanager

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import dataclass
-from functools import cached_property
 
-from ._plans import Backend, Plan, Unit
+from .._errors import PolicyError
+from ._plans import Plan, Unit
 
 
 @dataclass(frozen=True, repr=False)
@@ -16,40 +14,25 @@ class BudgetPlan(Plan):
 
     Attributes:
         kept_bytes: bytes kept between forward and backward; never above the budget.
-        recompute_cost: work that backward repeats, in `unit`, and `copy_cost`.
+        recompute_cost: work that backward repeats, in `unit`.
         bound_cost: no plan within the budget repeats less; equal when the plan is optimal.
         unit: "ns" or "flops".
-        backend: what it was solved for, "eager" or "compile".
-        offloaded_bytes: moved to the host meanwhile; not part of `kept_bytes`.
-        copy_cost: time for which a region waits for copies to the host and back, which is what no
-            other work hides of them; the mean of the regions that the plan was solved for.
     """
 
     kept_bytes: int
     recompute_cost: int
     bound_cost: int
     unit: Unit
-    backend: Backend = "eager"
-    offloaded_bytes: int = 0
-    copy_cost: int = 0
 
-    @property
-    def problem(self) -> str:
-        """Numbers that no solver returns."""
+    def __post_init__(self) -> None:
+        super().__post_init__()
         counts = (self.kept_bytes, self.recompute_cost, self.bound_cost)
         if min(counts) < 0 or self.bound_cost > self.recompute_cost:
-            return "its bytes and costs are {}, {} and {}".format(*counts)
-        if self.offloaded_bytes < 0:
-            return f"it moves {self.offloaded_bytes} bytes to the host"
-        if not 0 <= self.copy_cost <= self.recompute_cost:
-            return f"it waits {self.copy_cost} for copies, of {self.recompute_cost} in all"
-        return super().problem
-
-    @cached_property
-    def digest(self) -> str:
-        """Sixteen hexadecimal digits; equal on every rank that holds the same plan."""
-        rows = [[name, index, choice.value] for (name, index), choice in self.choices]
-        return hashlib.sha256(json.dumps([rows, self.backend]).encode()).hexdigest()[:16]
+            raise PolicyError(
+                f"sac_policies.BudgetPlan: bytes and costs {counts} are of no plan, but none may "
+                "be negative, and bound_cost is a part of recompute_cost. Take the plan that "
+                "solve(...) returned."
+            )
 
     @property
     def gap(self) -> float:

@@ -1,9 +1,7 @@
-"""The functions that make rules, with their arguments checked."""
+"""The functions that make rules."""
 
 from __future__ import annotations
 
-from .._errors import PolicyError, shown
-from ._checked import MAX_ENTRIES, is_count, text_problem
 from ._decisions import Decision
 from ._matching import OpEntry, entry_of
 from ._policies import Policy, check_policy
@@ -18,7 +16,6 @@ from ._rules import (
     Scoped,
     ShapeRule,
     SizeRule,
-    is_size,
 )
 
 
@@ -39,8 +36,7 @@ def save_ops(*ops: OpEntry) -> Policy:
         ops: overloads, packets, names ("aten.mm", "ns::op"), globs or catalogue groups.
 
     Raises:
-        PolicyError: no entry, more than 4,096, one of more than 1,000 characters, or a name
-            without wildcard that no operator has.
+        PolicyError: no entry, or a name without wildcard that no operator has.
 
     Example:
         >>> save_ops("aten.mm", "aten._scaled_dot_product_*").entries
@@ -71,16 +67,11 @@ def save_every_nth(*ops: OpEntry, n: int, phase: int = 0) -> Policy:
         >>> save_every_nth("aten.mm", n=2).phase
         0
     """
-    if not (is_count(n) and is_count(phase) and phase < n):
-        raise PolicyError(
-            f"sac_policies.save_every_nth: n {shown(n)} and phase {shown(phase)} pick no call, but "
-            "0 <= phase < n in whole numbers is needed. Use n=2 for the first of every two."
-        )
     return EveryNth(_entries(ops, "save_every_nth"), n, phase)
 
 
 def save_named(*labels: str, missing_ok: bool = False) -> Policy:
-    """Save tensors to which `name` gave one of these names; globs are allowed.
+    """Save tensors to which `checkpoint_name` gave one of these names; globs are allowed.
 
     Args:
         labels: names, or globs over names.
@@ -91,7 +82,7 @@ def save_named(*labels: str, missing_ok: bool = False) -> Policy:
         >>> save_named("attn_*").labels
         ('attn_*',)
     """
-    return NameRule(_texts(labels, "save_named", "name"), Decision.SAVE, missing_ok)
+    return NameRule(labels, Decision.SAVE, missing_ok)
 
 
 def save_modules(*paths: str, missing_ok: bool = False) -> Policy:
@@ -101,7 +92,7 @@ def save_modules(*paths: str, missing_ok: bool = False) -> Policy:
         >>> save_modules("attn").modules
         ('attn',)
     """
-    return Scoped(save_all(), _texts(paths, "save_modules", "module path"), missing_ok)
+    return Scoped(save_all(), paths, missing_ok)
 
 
 def scoped(policy: Policy, *paths: str, missing_ok: bool = False) -> Policy:
@@ -121,7 +112,7 @@ def scoped(policy: Policy, *paths: str, missing_ok: bool = False) -> Policy:
         ('attn', 'blocks.0.*')
     """
     check_policy(policy, where="scoped")
-    return Scoped(policy, _texts(paths, "scoped", "module path"), missing_ok)
+    return Scoped(policy, paths, missing_ok)
 
 
 def save_by_bytes(*, at_least: int = 0, at_most: int | None = None) -> Policy:
@@ -131,14 +122,6 @@ def save_by_bytes(*, at_least: int = 0, at_most: int | None = None) -> Policy:
         >>> save_by_bytes(at_most=4096).at_most
         4096
     """
-    most = at_least if at_most is None else at_most
-    if not (is_count(at_least) and is_count(most) and at_least <= most):
-        raise PolicyError(
-            f"sac_policies.save_by_bytes: bounds {shown(at_least)} to {shown(at_most)} bytes hold "
-            "no size, "
-            "but 0 <= at_least <= at_most in whole bytes is needed. Swap or drop one of them, or "
-            "write parse_size('1 MiB')."
-        )
     return SizeRule(at_least, at_most)
 
 
@@ -149,13 +132,7 @@ def save_by_shape(*shapes: tuple[int | None, ...]) -> Policy:
         >>> save_by_shape((None, 256)).shapes
         ((None, 256),)
     """
-    for shape in _some(shapes, "save_by_shape", "shape"):
-        if not (isinstance(shape, (tuple, list)) and all(map(is_size, shape))):
-            raise PolicyError(
-                f"sac_policies.save_by_shape: shape {shown(shape)} is not a shape, but a shape is "
-                "a tuple of whole numbers and None. Write for example (None, 256)."
-            )
-    return ShapeRule(tuple(tuple(shape) for shape in shapes))
+    return ShapeRule(tuple(tuple(s) if isinstance(s, list) else s for s in shapes))
 
 
 def save_by_flops(*, at_least: int) -> Policy:
@@ -165,48 +142,24 @@ def save_by_flops(*, at_least: int) -> Policy:
         >>> save_by_flops(at_least=10**9).at_least
         1000000000
     """
-    if not is_count(at_least):
-        raise PolicyError(
-            f"sac_policies.save_by_flops: at_least {shown(at_least)} is not a count, but "
-            "operators count in whole numbers from 0. Use 1 for every operator that has a known "
-            "count."
-        )
     return FlopRule(at_least)
 
 
 def offload(*what: OpEntry | Policy) -> Policy:
     """Keep in host memory what these operators return, or what a policy would save.
 
+    Args:
+        what: operators as for `save_ops`, or one policy.
+
     Example:
-        >>> offload("aten.mm") == offload(save_ops("aten.mm"))
-        True
+        >>> offload("aten.mm").answer.value
+        'offload'
+        >>> policy = offload(save_by_bytes(at_least=2**20))
     """
     if len(what) == 1 and isinstance(what[0], Policy):
         return Offloaded(what[0])
-    return Offloaded(OpRule(_entries(what, "offload"), Decision.SAVE))
+    return OpRule(_entries(what, "offload"), Decision.OFFLOAD)
 
 
 def _entries(ops: tuple[OpEntry | Policy, ...], where: str) -> tuple[str, ...]:
-    return tuple(entry_of(each, where=where) for each in _some(ops, where, "operator"))
-
-
-def _texts(given: tuple[str, ...], where: str, what: str) -> tuple[str, ...]:
-    if problem := text_problem(_some(given, where, what), what):
-        raise PolicyError(
-            f"sac_policies.{where}: {problem}. Give several one after the other, not as a list."
-        )
-    return given
-
-
-def _some(given: tuple, where: str, what: str) -> tuple:
-    if not given:
-        raise PolicyError(
-            f"sac_policies.{where}: no {what} is given, but at least one is needed. "
-            "Use recompute_all() to keep nothing."
-        )
-    if len(given) > MAX_ENTRIES:
-        raise PolicyError(
-            f"sac_policies.{where}: {len(given)} times a {what} is given, but {MAX_ENTRIES} are "
-            "the most. Write a glob, or a function as policy."
-        )
-    return given
+    return tuple(entry_of(each, where=where) for each in ops)

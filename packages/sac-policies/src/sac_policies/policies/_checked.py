@@ -1,9 +1,4 @@
-"""Values from outside, held against the types and limits they are to have.
-
-Rule 1. A policy is small: the limits below are far above what a model needs, and keep the time
-        that a policy takes in proportion to its length.
-Rule 2. What is read from text has the types that its dataclass declares, before it is used.
-"""
+"""Checks of values that a user passes or that are read from JSON."""
 
 from __future__ import annotations
 
@@ -11,20 +6,12 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from .._errors import shown
+from .._errors import PolicyError, shown
 
-MAX_CHARACTERS = 1_000
-"""Longest operator entry, module path, or tensor name of a policy, in characters."""
-MAX_ENTRIES = 4_096
-"""Most entries of one rule."""
-MAX_DEPTH = 100
-"""Most policies inside one another."""
-MAX_RULES = 10_000
-"""Most policies in one."""
 _MAX_COUNT = 2**63 - 1
 
 
@@ -38,40 +25,37 @@ def is_count(value: object) -> bool:
     return type(value) is int and 0 <= value <= _MAX_COUNT
 
 
-def text_problem(texts: Iterable[object], what: str) -> str:
-    """Say which of `texts` cannot be an entry of a policy, and why; "" where all can.
+def check_texts(texts: tuple[object, ...], what: str, *, where: str) -> None:
+    """Refuse an empty list, and entries that are no text.
 
-    Example:
-        >>> text_problem(["attn", ""], "path")
-        "path '' is a str, but a path is text that is not empty"
+    Raises:
+        PolicyError: with the entry.
     """
-    for number, text in enumerate(texts):
-        if number >= MAX_ENTRIES:
-            return f"one rule has more than {MAX_ENTRIES} of them, but that is the most"
+    if not texts:
+        raise PolicyError(
+            f"sac_policies.{where}: no {what} is given, but at least one is needed. "
+            "Use recompute_all() to keep nothing."
+        )
+    for text in texts:
         if not (isinstance(text, str) and text):
-            return (
-                f"{what} {shown(text)} is a {type(text).__name__}, but a {what} is text that is "
-                "not empty"
+            raise PolicyError(
+                f"sac_policies.{where}: {what} {shown(text)} is a {type(text).__name__}, but a "
+                f"{what} is text that is not empty. Pass several as separate arguments, not as a "
+                "list."
             )
-        if len(text) > MAX_CHARACTERS:
-            return (
-                f"{what} {shown(text)} has {len(text)} characters, but {MAX_CHARACTERS} are the "
-                "most"
-            )
-    return ""
 
 
 def field_problem(kind: type, given: dict[str, Any]) -> str:
-    """Say which value is none that a dataclass declares for its field; "" where all are.
+    """Say which value does not fit the field of a dataclass; "" if all fit.
 
     Args:
-        kind: a dataclass; fields left out of comparison are not to be given.
+        kind: a dataclass; fields that do not take part in comparisons may not be given.
         given: field name to value.
 
     Example:
-        >>> from sac_policies.budget import TracedPack
-        >>> field_problem(TracedPack, {"producer": "", "made_by": "0"})
-        "made_by is '0'"
+        >>> from sac_policies.policies import OpView
+        >>> field_problem(OpView, {"op": None, "index": "0"})
+        "index is '0'"
     """
     declared = {each.name: each for each in dataclasses.fields(kind) if each.compare}
     for name in given:
@@ -87,7 +71,7 @@ def field_problem(kind: type, given: dict[str, Any]) -> str:
 
 
 def conforms(value: Any, hint: Any) -> bool:
-    """Whether `value` is of the type that an annotation spells; one that it cannot read is met.
+    """Whether `value` has the annotated type; True if the annotation cannot be checked.
 
     Example:
         >>> conforms(("a", 1), tuple[str, int]), conforms(True, int), conforms(None, int | None)

@@ -20,7 +20,6 @@ from .._errors import PolicyError, did_you_mean, shown
 from .._frames import user_line
 from .._torch_compat import registered_operators
 from ._catalogue import CATALOGUE, Group, group_named
-from ._checked import text_problem
 from ._views import Operator
 
 OpEntry = str | Group | Operator
@@ -41,10 +40,15 @@ def entry_of(given: OpEntry, *, where: str) -> str:
         return str(given)
     if isinstance(given, torch._ops.HigherOrderOperator):
         return given.name()
-    if problem := text_problem((given,), "entry"):
+    if not (isinstance(given, str) and given):
+        hint = "Write for example 'aten.mm'."
+        if isinstance(given, (list, tuple, set)):
+            hint = f"Pass entries as separate arguments: {where}(*entries)."
+        elif callable(given):
+            hint = _hint_for_word(getattr(given, "__name__", ""))
         raise PolicyError(
-            f"sac_policies.{where}: {problem}. Operators are named by text or given as torch.ops "
-            "objects; write for example 'aten.mm'."
+            f"sac_policies.{where}: entry {shown(given)} is a {type(given).__name__}, but an "
+            f"operator is named by text or given as an object like torch.ops.aten.mm. {hint}"
         )
     text = given.replace("::", ".")
     if text.startswith("@"):
@@ -120,13 +124,6 @@ def names_of(op: Operator) -> tuple[str, str]:
 def name_of(op: Operator) -> str:
     """Name an operator as policies and plans do: "aten.mm.default"."""
     return op.name() if isinstance(op, torch._ops.HigherOrderOperator) else str(op)
-
-
-def unknown_group(entries: tuple[str, ...]) -> str:
-    """Say which entry is a group that the catalogue has not; "" where there is none."""
-    groups = {group.entry for group in CATALOGUE}
-    unknown = (each for each in entries if each.startswith("@") and each not in groups)
-    return next((f"there is no group {shown(each)}" for each in unknown), "")
 
 
 def _check_exists(text: str, where: str) -> None:

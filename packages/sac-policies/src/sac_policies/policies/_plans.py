@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from .._errors import PolicyError, shown
 from ._decisions import Decision
@@ -20,9 +20,6 @@ Call = tuple[str, int]
 Unit = Literal["ns", "flops"]
 """What work is measured in."""
 
-Backend = Literal["eager", "compile"]
-"""What a plan is solved for: regions on the tape, or compiled ones."""
-
 
 @dataclass(frozen=True)
 class Plan(Policy):
@@ -34,15 +31,13 @@ class Plan(Policy):
 
     choices: tuple[tuple[Call, Decision], ...]
 
-    @property
-    def problem(self) -> str:
-        """A call that cannot be, or is listed twice."""
+    def __post_init__(self) -> None:
         seen: set[Call] = set()
-        for call, choice in self.choices:
-            if reason := _wrong(call, choice, call in seen):
-                return f"call {shown(call)} {reason.partition(', but ')[0]}"
-            seen.add(call)
-        return ""
+        for row in self.choices:
+            reason = _wrong(row, seen)
+            if reason:
+                raise PolicyError(f"sac_policies.save_by_index: {reason}")
+            seen.add(row[0])
 
     def decide(self, view: OpView) -> Answer:
         """Look the call up."""
@@ -105,40 +100,43 @@ def save_by_index(decisions: Mapping[Call, Decision] | Iterable[tuple[Call, Deci
         >>> save_by_index({("aten.mm.default", 1): Decision.SAVE}).choices
         ((('aten.mm.default', 1), <Decision.SAVE: 'save'>),)
     """
-    seen: set[Call] = set()
-    rows = list(_rows(decisions))
-    for call, choice in rows:
-        is_hashable = isinstance(call, tuple) and all(isinstance(e, (str, int)) for e in call)
-        if reason := _wrong(call, choice, is_hashable and call in seen):
-            raise PolicyError(f"sac_policies.save_by_index: call {shown(call)} {reason}")
-        seen.add(call)
-    return Plan(tuple(sorted(rows, key=lambda row: row[0])))
-
-
-def _rows(decisions: object) -> Iterable[tuple[Call, Decision]]:
-    given = decisions.items() if isinstance(decisions, Mapping) else decisions
-    if not isinstance(given, Iterable) or isinstance(given, (str, bytes)):
+    rows = decisions.items() if isinstance(decisions, Mapping) else decisions
+    if not isinstance(rows, Iterable) or isinstance(rows, (str, bytes)):
         raise PolicyError(
             f"sac_policies.save_by_index: decisions {shown(decisions)} are a "
             f"{type(decisions).__name__}, but a mapping of calls to decisions, or pairs of them, "
             "is needed. Write {('aten.mm.default', 0): Decision.SAVE}."
         )
-    for row in given:
-        if not (isinstance(row, (tuple, list)) and len(row) == 2):
-            raise PolicyError(
-                f"sac_policies.save_by_index: row {shown(row)} is a {type(row).__name__}, but a "
-                "row is a call and its decision. Write (('aten.mm.default', 0), Decision.SAVE)."
-            )
-        yield row[0], row[1]
+    plan = Plan(tuple(rows))
+    return Plan(tuple(sorted(plan.choices, key=lambda row: row[0])))
 
 
-def _wrong(call: Call, choice: object, repeated: bool) -> str:
+def _wrong(row: Any, seen: set[Call]) -> str:
+    """Say why a row is not a decision for a call; "" if it is."""
+    if not (isinstance(row, (tuple, list)) and len(row) == 2):
+        return (
+            f"row {shown(row)} is a {type(row).__name__}, but a row is a call and its decision. "
+            "Write (('aten.mm.default', 0), Decision.SAVE)."
+        )
+    call, choice = row
     if not (isinstance(call, tuple) and [type(each) for each in call] == [str, int]):
-        return "is not a call, but a call is (operator name, number). Write ('aten.mm.default', 0)."
+        return (
+            f"call {shown(call)} is not a call, but a call is (operator name, number). "
+            "Write ('aten.mm.default', 0)."
+        )
     if call[1] < 0:
-        return "has a negative number, but calls count from 0. Number them in forward order."
+        return (
+            f"call {shown(call)} has a negative number, but calls count from 0. "
+            "Number them in forward order."
+        )
     if not isinstance(choice, Decision):
-        return f"maps to {shown(choice)}, but only a Decision is one. Use Decision.SAVE."
-    if repeated:
-        return "is listed twice, but one call has one decision. Remove one of the two."
+        return (
+            f"call {shown(call)} maps to {shown(choice)}, but only a Decision is one. "
+            "Use Decision.SAVE."
+        )
+    if call in seen:
+        return (
+            f"call {shown(call)} is listed twice, but one call has one decision. "
+            "Remove one of the two."
+        )
     return ""

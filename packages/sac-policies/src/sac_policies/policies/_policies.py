@@ -1,30 +1,26 @@
-"""What every policy is, and how two of them combine.
+"""The base class of policies, and how two of them combine.
 
-Rule 1. A policy is a frozen value. It answers from what it is shown (`OpView`) and nothing
-        else: same views in the same order, same decisions, in every engine and on every rank.
-Rule 2. An answer is a `Decision`, or None: "no rule of mine speaks of this call". What nobody
-        speaks of is recomputed.
-Rule 3. Answers are ordered None < RECOMPUTE < SAVE. `|` takes the larger, `&` the smaller,
-        `~` turns SAVE into RECOMPUTE and everything below into SAVE.
-Rule 4. OFFLOAD stands beside SAVE: where one side of `|` or `&` saves and the other offloads
-        the same value, that is a conflict, and `~` of an offloading policy has no meaning.
-Rule 5. `constant(op)` is the answer for every call of `op` where there is one, else `DEPENDS`.
-        Engines skip all bookkeeping for operators whose constant answer keeps nothing.
-Rule 6. Compiled code knows a policy by its `handle`, see `_handles.py`.
+- A policy is a frozen value. It answers from the `OpView` of a call and nothing else, so equal
+  views in the same order get equal decisions, in eager and compiled code and on every rank.
+- An answer is a `Decision`, or None where no rule applies. A call without an answer is recomputed.
+- Answers are ordered None < RECOMPUTE < SAVE. `|` takes the larger, `&` the smaller; `~` turns SAVE
+  into RECOMPUTE and every other answer into SAVE.
+- If one side of `|` or `&` saves a value and the other offloads it, that is a `ConflictError`.
+- `constant(op)` is the answer for every call of `op`, or `DEPENDS`. The tape does no bookkeeping
+  for an operator whose constant answer keeps nothing.
 """
 
 from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from .._errors import ConflictError, PolicyError, shown
 from .._frames import user_line
-from ._checked import MAX_DEPTH, MAX_RULES
 from ._decisions import Decision
 from ._handles import handle_of
 from ._views import Operator, OpView, RegionSummary, Unmatched
@@ -50,8 +46,8 @@ class Policy(ABC):
     `offloads` have safe defaults.
 
     Attributes:
-        handle: text that stands for this very object in this process (Rule 6); not part of its
-            value, and not pickled.
+        handle: text by which compiled code finds this object in this process (`_handles.py`); not
+            part of its value, and not pickled.
     """
 
     handle: str
@@ -98,17 +94,6 @@ class Policy(ABC):
         return repr(self)
 
     @property
-    def problem(self) -> str:
-        """Why this value is not a valid policy (one read from text may not be); "" where it is."""
-        return ""
-
-    @cached_property
-    def extent(self) -> tuple[int, int]:
-        """Policies in this one, itself included, and how many are inside one another."""
-        extents = [part.extent for part in self.parts]
-        return 1 + sum(size for size, _ in extents), 1 + max((d for _, d in extents), default=0)
-
-    @property
     def reads_modules(self) -> bool:
         """Whether `decide` reads `view.module`."""
         return any(part.reads_modules for part in self.parts)
@@ -140,21 +125,6 @@ def _declared(policy: Policy, name: str) -> object:
     return getattr(type(policy), name, None)
 
 
-def check_extent(policy: Policy) -> None:
-    """Refuse a combination that is too large to be asked quickly.
-
-    Raises:
-        PolicyError: with the limit.
-    """
-    size, depth = policy.extent
-    if depth > MAX_DEPTH or size > MAX_RULES:
-        raise PolicyError(
-            f"sac_policies.{type(policy).__name__}: policy has {size} rules, {depth} inside one "
-            f"another, but {MAX_RULES} and {MAX_DEPTH} are the most. Name more operators in one "
-            "rule, or list rules side by side in first_match(...)."
-        )
-
-
 def check_policy(given: object, *, where: str) -> None:
     """Refuse what is no policy.
 
@@ -164,22 +134,11 @@ def check_policy(given: object, *, where: str) -> None:
     if not isinstance(given, Policy):
         raise PolicyError(
             f"sac_policies.{where}: {shown(given)} is a {type(given).__name__}, but a policy is "
-            "needed "
-            "there. Write save_ops(...), or as_policy(...) around a function or a list."
+            "needed there. Write save_ops(...), or as_policy(...) around a function or a list."
         )
 
 
 _RANK: dict[Answer, int] = {None: 0, Decision.RECOMPUTE: 1, Decision.SAVE: 2, Decision.OFFLOAD: 2}
-
-
-def _agree(left: Answer, right: Answer, rule: Policy, op: Operator) -> None:
-    if {left, right} == {Decision.SAVE, Decision.OFFLOAD}:
-        raise ConflictError(
-            f"sac_policies.decide: operator {op} is saved by one side and offloaded by the other "
-            f"of {shown(rule, 200)} (at {user_line()}), but a value is kept in one place. Put the "
-            "stronger "
-            "rule first in first_match(...)."
-        )
 
 
 @dataclass(frozen=True)
@@ -187,16 +146,27 @@ class _Pair(Policy):
     left: Policy
     right: Policy
 
-    def __post_init__(self) -> None:
-        check_extent(self)
+    _choose: ClassVar[Callable[..., Answer]]
+
+    def decide(self, view: OpView) -> Answer:
+        """Combine the answers of both sides."""
+        return self._combined(self.left.decide(view), self.right.decide(view), view.op)
 
     def constant(self, op: Operator) -> Constant:
-        """Constant where both sides are."""
-        return self._constant(self.left.constant(op), self.right.constant(op), op)
+        """Return the combined answer where both sides have a constant one."""
+        left, right = self.left.constant(op), self.right.constant(op)
+        if left is DEPENDS or right is DEPENDS:
+            return DEPENDS
+        return self._combined(left, right, op)
 
-    @abstractmethod
-    def _constant(self, left: Constant, right: Constant, op: Operator) -> Constant:
-        """Put two answers together."""
+    def _combined(self, left: Answer, right: Answer, op: Operator) -> Answer:
+        if {left, right} == {Decision.SAVE, Decision.OFFLOAD}:
+            raise ConflictError(
+                f"sac_policies.decide: operator {op} is saved by one side and offloaded by the "
+                f"other of {shown(self, 200)} (at {user_line()}), but a value is kept in one "
+                "place. Put the stronger rule first in first_match(...)."
+            )
+        return self._choose(left, right, key=_RANK.__getitem__)
 
     @property
     def parts(self) -> tuple[Policy, ...]:
@@ -207,36 +177,14 @@ class _Pair(Policy):
 class Union(_Pair):
     """`left | right`: kept where either side keeps it."""
 
-    def decide(self, view: OpView) -> Answer:
-        """Take the larger answer (Rule 3)."""
-        return self._join(self.left.decide(view), self.right.decide(view), view.op)
-
-    def _constant(self, left: Constant, right: Constant, op: Operator) -> Constant:
-        if left is DEPENDS or right is DEPENDS:
-            return DEPENDS
-        return self._join(left, right, op)
-
-    def _join(self, left: Answer, right: Answer, op: Operator) -> Answer:
-        _agree(left, right, self, op)
-        return max(left, right, key=_RANK.__getitem__)
+    _choose = staticmethod(max)
 
 
 @dataclass(frozen=True)
 class Intersection(_Pair):
     """`left & right`: kept where both sides keep it."""
 
-    def decide(self, view: OpView) -> Answer:
-        """Take the smaller answer (Rule 3)."""
-        return self._meet(self.left.decide(view), self.right.decide(view), view.op)
-
-    def _constant(self, left: Constant, right: Constant, op: Operator) -> Constant:
-        if left is DEPENDS or right is DEPENDS:
-            return DEPENDS
-        return self._meet(left, right, op)
-
-    def _meet(self, left: Answer, right: Answer, op: Operator) -> Answer:
-        _agree(left, right, self, op)
-        return min(left, right, key=_RANK.__getitem__)
+    _choose = staticmethod(min)
 
 
 @dataclass(frozen=True)
@@ -246,21 +194,20 @@ class Complement(Policy):
     inner: Policy
 
     def __post_init__(self) -> None:
-        check_extent(self)
         if self.inner.offloads:
             raise PolicyError(
                 f"sac_policies.Complement: policy {shown(self.inner)} can offload, but only "
-                "saving has "
-                "an opposite. Negate the part that saves and add offload(...) beside it."
+                "saving has an opposite. Negate the part that saves and add offload(...) beside it."
             )
 
     def decide(self, view: OpView) -> Answer:
-        """Swap keeping and not keeping."""
-        return _swap(self.inner.decide(view))
+        """Swap saving and recomputing."""
+        return _swapped(self.inner.decide(view))
 
     def constant(self, op: Operator) -> Constant:
-        """Constant where `inner` is."""
-        return _swapped(self.inner.constant(op))
+        """Return the swapped answer where `inner` has a constant one."""
+        answer = self.inner.constant(op)
+        return DEPENDS if answer is DEPENDS else _swapped(answer)
 
     @property
     def parts(self) -> tuple[Policy, ...]:
@@ -268,11 +215,7 @@ class Complement(Policy):
         return (self.inner,)
 
 
-def _swapped(answer: Constant) -> Constant:
-    return DEPENDS if answer is DEPENDS else _swap(answer)
-
-
-def _swap(answer: Answer) -> Decision:
+def _swapped(answer: Answer) -> Decision:
     return Decision.RECOMPUTE if answer is Decision.SAVE else Decision.SAVE
 
 
@@ -283,19 +226,18 @@ class FirstMatch(Policy):
     rules: tuple[Policy, ...]
 
     def __post_init__(self) -> None:
-        check_extent(self)
-
-    @property
-    def problem(self) -> str:
-        """A list of no rules."""
-        return "" if self.rules else "it lists no rules"
+        if not self.rules:
+            raise PolicyError(
+                "sac_policies.first_match: rules () are empty, but at least one is needed. "
+                "Pass recompute_all() to save nothing."
+            )
 
     def decide(self, view: OpView) -> Answer:
         """Ask each rule in order; stop at the first answer."""
         return _first(rule.decide(view) for rule in self.rules)
 
     def constant(self, op: Operator) -> Constant:
-        """Constant where every rule before the first answer is."""
+        """Return the first answer; `DEPENDS` where an earlier rule may answer."""
         return _first(rule.constant(op) for rule in self.rules)
 
     @property
@@ -315,11 +257,6 @@ def first_match(*rules: Policy) -> FirstMatch:
         >>> from sac_policies import recompute_ops, save_ops
         >>> small_first = first_match(recompute_ops("aten.mm"), save_ops("aten.*"))
     """
-    if not rules:
-        raise PolicyError(
-            "sac_policies.first_match: rules () are empty, but at least one is needed. "
-            "Pass recompute_all() to save nothing."
-        )
     for rule in rules:
         check_policy(rule, where="first_match")
     return FirstMatch(tuple(rules))

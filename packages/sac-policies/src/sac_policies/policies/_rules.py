@@ -1,4 +1,4 @@
-"""The built-in rules; `_builders.py` has the functions that make them."""
+"""The built-in rules. Each refuses impossible values; `_builders.py` has the public functions."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
 
+from .._errors import PolicyError, shown
 from .._frames import user_line
-from ._checked import MAX_ENTRIES, is_count, text_problem
+from ._catalogue import group_named
+from ._checked import check_texts, is_count
 from ._decisions import Decision
 from ._flops import flops_of
-from ._matching import Matcher, unknown_group, unmatched_entries
+from ._matching import Matcher, unmatched_entries
 from ._names import NAME_OP
-from ._policies import DEPENDS, Answer, Constant, Policy, check_extent
+from ._policies import DEPENDS, Answer, Constant, Policy
 from ._views import Operator, OpView, RegionSummary, Unmatched, runs_of
 
 
@@ -23,11 +25,11 @@ class Always(Policy):
     answer: Decision
 
     def decide(self, view: OpView) -> Answer:
-        """Give the decision, whatever the call."""
+        """Return the decision."""
         return self.answer
 
     def constant(self, op: Operator) -> Constant:
-        """Give the decision: no call has another."""
+        """Return the decision."""
         return self.answer
 
 
@@ -37,14 +39,20 @@ RECOMPUTE_ALL = Always(Decision.RECOMPUTE)
 
 @dataclass(frozen=True)
 class _Entries(Policy):
-    """What rules that name operators share."""
+    """Base of rules that name operators."""
 
     entries: tuple[str, ...]
 
+    def __post_init__(self) -> None:
+        check_texts(self.entries, "operator", where=self._builder)
+        for entry in self.entries:
+            if entry.startswith("@"):
+                group_named(entry, where=self._builder)
+
     @property
-    def problem(self) -> str:
-        """An entry that names nothing, or too much."""
-        return _some(self.entries, "entry") or unknown_group(self.entries)
+    def _builder(self) -> str:
+        """The public function that makes the rule."""
+        return "save_every_nth"
 
     @cached_property
     def _names(self) -> Matcher:
@@ -65,13 +73,29 @@ class OpRule(_Entries):
 
     answer: Decision
 
+    @property
+    def _builder(self) -> str:
+        return _BUILDERS[self.answer]
+
     def decide(self, view: OpView) -> Answer:
-        """Answer for the operators named."""
+        """Return the decision for the named operators."""
         return self.answer if self._names(view.op) else None
 
     def constant(self, op: Operator) -> Constant:
-        """Depends on nothing but the operator."""
+        """Return the same as `decide`: it reads the operator alone."""
         return self.answer if self._names(op) else None
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the decision is OFFLOAD."""
+        return self.answer is Decision.OFFLOAD
+
+
+_BUILDERS = {
+    Decision.SAVE: "save_ops",
+    Decision.OFFLOAD: "offload",
+    Decision.RECOMPUTE: "recompute_ops",
+}
 
 
 @dataclass(frozen=True)
@@ -81,11 +105,14 @@ class EveryNth(_Entries):
     n: int
     phase: int
 
-    @property
-    def problem(self) -> str:
-        """Numbers that pick no call."""
-        picks = is_count(self.n) and is_count(self.phase) and self.phase < self.n
-        return super().problem if picks else f"n {self.n} and phase {self.phase} pick no call"
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (is_count(self.n) and is_count(self.phase) and self.phase < self.n):
+            raise PolicyError(
+                f"sac_policies.save_every_nth: n {shown(self.n)} and phase {shown(self.phase)} "
+                "pick no call, but 0 <= phase < n in whole numbers is needed. Use n=2 for the "
+                "first of every two."
+            )
 
     def decide(self, view: OpView) -> Answer:
         """Save one call in `n`, recompute the others."""
@@ -106,7 +133,7 @@ class EveryNth(_Entries):
 
 @dataclass(frozen=True, kw_only=True)
 class SourceLocated(Policy):
-    """A rule that remembers where it was written, for messages; no part of its value."""
+    """Base of rules that note the line that made them, for messages; not part of their value."""
 
     line: str = field(default_factory=user_line, compare=False, repr=False)
 
@@ -118,34 +145,32 @@ class SourceLocated(Policy):
 
 @dataclass(frozen=True)
 class NameRule(SourceLocated):
-    """One decision for tensors that `name` has given one of these names."""
+    """One decision for tensors with one of these names, given by `checkpoint_name`."""
 
     labels: tuple[str, ...]
     answer: Decision
     missing_ok: bool = False
 
-    @property
-    def problem(self) -> str:
-        """A name that no tensor can have."""
-        return _some(self.labels, "name")
+    def __post_init__(self) -> None:
+        check_texts(self.labels, "name", where="save_named")
 
     def decide(self, view: OpView) -> Answer:
-        """Answer for the names listed; globs are allowed."""
+        """Return the decision for the listed names and globs."""
         if view.op is not NAME_OP or view.label is None:
             return None
         return self.answer if any(fnmatchcase(view.label, each) for each in self.labels) else None
 
     def constant(self, op: Operator) -> Constant:
-        """Names decide; other operators have no answer."""
+        """No answer for operators other than the one that names tensors."""
         return DEPENDS if op is NAME_OP else None
 
     @property
     def reads_names(self) -> bool:
-        """Names decide here, so a region looks for them."""
+        """True: names decide."""
         return True
 
     def missing(self, seen: RegionSummary) -> tuple[Unmatched, ...]:
-        """Names that no tensor was given."""
+        """List the names that no tensor was given."""
         return tuple(
             Unmatched(each, "save_named", "tensor", self.line)
             for each in self.labels
@@ -162,15 +187,14 @@ class Scoped(SourceLocated):
     missing_ok: bool = False
 
     def __post_init__(self) -> None:
-        check_extent(self)
+        check_texts(self.modules, "module path", where=self._builder)
 
     @property
-    def problem(self) -> str:
-        """A path that no module can have."""
-        return _some(self.modules, "module path")
+    def _builder(self) -> str:
+        return "save_modules" if self.inner == Always(Decision.SAVE) else "scoped"
 
     def decide(self, view: OpView) -> Answer:
-        """Ask `inner` inside the modules, nobody outside."""
+        """Ask `inner` inside the modules; no answer outside."""
         inside = any(is_inside(view.module, each) for each in self.modules)
         return self.inner.decide(view) if inside else None
 
@@ -185,14 +209,13 @@ class Scoped(SourceLocated):
 
     @property
     def reads_modules(self) -> bool:
-        """Paths decide here, so a region follows its modules."""
+        """True: module paths decide."""
         return True
 
     def missing(self, seen: RegionSummary) -> tuple[Unmatched, ...]:
         """Globs that match no module, and what `inner` misses."""
-        rule = "save_modules" if self.inner == Always(Decision.SAVE) else "scoped"
         mine = (
-            Unmatched(each, rule, "module", self.line)
+            Unmatched(each, self._builder, "module", self.line)
             for each in self.modules
             if not (self.missing_ok or any(is_inside(path, each) for path in seen.modules))
         )
@@ -206,12 +229,14 @@ class SizeRule(Policy):
     at_least: int
     at_most: int | None
 
-    @property
-    def problem(self) -> str:
-        """Bounds that hold no size."""
+    def __post_init__(self) -> None:
         most = self.at_least if self.at_most is None else self.at_most
-        holds = is_count(self.at_least) and is_count(most) and self.at_least <= most
-        return "" if holds else f"bounds {self.at_least} to {self.at_most} bytes hold no size"
+        if not (is_count(self.at_least) and is_count(most) and self.at_least <= most):
+            raise PolicyError(
+                f"sac_policies.save_by_bytes: bounds {shown(self.at_least)} to "
+                f"{shown(self.at_most)} bytes hold no size, but 0 <= at_least <= at_most in whole "
+                "bytes is needed. Swap or drop one of them, or write parse_size('1 MiB')."
+            )
 
     def decide(self, view: OpView) -> Answer:
         """Compare the output's bytes."""
@@ -227,13 +252,18 @@ class ShapeRule(Policy):
 
     shapes: tuple[tuple[int | None, ...], ...]
 
-    @property
-    def problem(self) -> str:
-        """A shape that no tensor has."""
-        if not self.shapes or len(self.shapes) > MAX_ENTRIES:
-            return f"it lists {len(self.shapes)} shapes"
-        wrong = (each for each in self.shapes if not all(map(is_size, each)))
-        return next((f"shape {each} is not a shape" for each in wrong), "")
+    def __post_init__(self) -> None:
+        if not self.shapes:
+            raise PolicyError(
+                "sac_policies.save_by_shape: no shape is given, but at least one is needed. "
+                "Use recompute_all() to keep nothing."
+            )
+        for shape in self.shapes:
+            if not (isinstance(shape, tuple) and all(map(_is_size, shape))):
+                raise PolicyError(
+                    f"sac_policies.save_by_shape: shape {shown(shape)} is not a shape, but a shape "
+                    "is a tuple of whole numbers and None. Write for example (None, 256)."
+                )
 
     def decide(self, view: OpView) -> Answer:
         """Compare the shape of every output tensor."""
@@ -247,10 +277,13 @@ class FlopRule(Policy):
 
     at_least: int
 
-    @property
-    def problem(self) -> str:
-        """A number that is no count."""
-        return "" if is_count(self.at_least) else f"at_least {self.at_least} is not a count"
+    def __post_init__(self) -> None:
+        if not is_count(self.at_least):
+            raise PolicyError(
+                f"sac_policies.save_by_flops: at_least {shown(self.at_least)} is not a count, but "
+                "operators count in whole numbers from 0. Use 1 for every operator that has a "
+                "known count."
+            )
 
     def decide(self, view: OpView) -> Answer:
         """Count multiplications and additions of this call."""
@@ -264,16 +297,15 @@ class Offloaded(Policy):
 
     inner: Policy
 
-    def __post_init__(self) -> None:
-        check_extent(self)
-
     def decide(self, view: OpView) -> Answer:
         """Turn SAVE into OFFLOAD."""
-        return _moved(self.inner.decide(view))
+        answer = self.inner.decide(view)
+        return Decision.OFFLOAD if answer is Decision.SAVE else answer
 
     def constant(self, op: Operator) -> Constant:
-        """Constant where `inner` is."""
-        return _constantly_moved(self.inner.constant(op))
+        """Turn a constant SAVE into OFFLOAD."""
+        answer = self.inner.constant(op)
+        return Decision.OFFLOAD if answer is Decision.SAVE else answer
 
     @property
     def parts(self) -> tuple[Policy, ...]:
@@ -282,7 +314,7 @@ class Offloaded(Policy):
 
     @property
     def offloads(self) -> bool:
-        """What `inner` saves is offloaded."""
+        """True: what `inner` saves is offloaded."""
         return True
 
 
@@ -297,17 +329,12 @@ def is_inside(path: str, glob: str) -> bool:
     return any(fnmatchcase(run, glob) for run in runs_of(path))
 
 
-def _some(texts: tuple[str, ...], what: str) -> str:
-    return text_problem(texts, what) if texts else f"it lists no {what}"
-
-
 def _plain(counted: Operator) -> Operator:
     """Return the operator of a counted call; compiled callables are counted in pairs."""
     return counted[0] if isinstance(counted, tuple) else counted
 
 
-def is_size(given: object) -> bool:
-    """Whether this stands for a size in a shape: a count, or None for any."""
+def _is_size(given: object) -> bool:
     return given is None or is_count(given)
 
 
@@ -315,11 +342,3 @@ def _fits(shape: tuple[int | None, ...], actual: tuple[int, ...]) -> bool:
     if len(shape) != len(actual):
         return False
     return all(size is None or size == found for size, found in zip(shape, actual, strict=True))
-
-
-def _constantly_moved(answer: Constant) -> Constant:
-    return DEPENDS if answer is DEPENDS else _moved(answer)
-
-
-def _moved(answer: Answer) -> Answer:
-    return Decision.OFFLOAD if answer is Decision.SAVE else answer

@@ -1,0 +1,134 @@
+"""Which flattened module or unit moves a parameter's values.
+
+Two that are not inside one another would each train values of their own, though the parameter is
+one. Tied parameters have to be flattened or sharded together.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from weakref import WeakValueDictionary
+
+from torch import nn
+
+from .._errors import ParameterError
+
+FLATTENED, UNIT = "a flattened module", "a unit"
+IGNORED = "what is ignored by a unit"
+
+# By kind, then by `id` of a parameter. An `id` may be reused, so `Owner` compares the parameter.
+_owners: dict[str, WeakValueDictionary[int, Owner]] = {
+    kind: WeakValueDictionary() for kind in (FLATTENED, UNIT, IGNORED)
+}
+
+
+class Owner:
+    """The owner of some parameters, until it is dropped or garbage.
+
+    Args:
+        kind: `FLATTENED`, `UNIT` or `IGNORED`.
+        module: what was flattened or sharded.
+        named: its parameters with their names in it.
+    """
+
+    def __init__(
+        self, kind: str, module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]
+    ) -> None:
+        self.kind = kind
+        self._module = weakref.ref(module)
+        self._params = {id(param): (weakref.ref(param), name) for name, param in named}
+        for key in self._params:
+            _owners[kind][key] = self
+
+    def drop(self) -> None:
+        """Own nothing any more."""
+        self._params = {}
+
+    def name_of(self, param: nn.Parameter) -> str | None:
+        """The parameter's name in the module; None if the owner does not have it."""
+        known, name = self._params.get(id(param), (None, None))
+        return name if known is not None and known() is param else None
+
+    def is_around(self, module: nn.Module) -> bool:
+        """Whether the module is inside the owner's module."""
+        own = self._module()
+        return own is not None and own is not module and _has(own, module)
+
+    def is_beside(self, module: nn.Module) -> bool:
+        """Whether neither of the two modules is inside the other."""
+        own = self._module()
+        return own is not None and not _has(own, module) and not _has(module, own)
+
+
+def _has(module: nn.Module, other: nn.Module) -> bool:
+    return any(other is one for one in module.modules())
+
+
+def owner_of(param: nn.Parameter, kind: str) -> tuple[Owner | None, str]:
+    """The owner of a kind, and the parameter's name in it."""
+    owner = _owners[kind].get(id(param))
+    name = None if owner is None else owner.name_of(param)
+    return (None, "") if name is None else (owner, name)
+
+
+def check_not_inside(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Refuse a module whose parameters a unit around it has already sharded.
+
+    Raises:
+        ParameterError: names the first such parameter in both.
+    """
+    for name, param in named:
+        owner, theirs = owner_of(param, UNIT)
+        if owner is not None and owner.is_around(module):
+            raise ParameterError(
+                f"flat_param.fully_shard: parameter '{name}' is divided already, as '{theirs}' of "
+                "the unit around this module, but inner modules must become units first. Call "
+                "fully_shard on this one before the one around it."
+            )
+
+
+def check_owners(
+    caller: str,
+    module: nn.Module,
+    named: Iterable[tuple[str, nn.Parameter]],
+    kinds: Sequence[str],
+) -> None:
+    """Refuse a parameter of an owner beside the module.
+
+    Raises:
+        ParameterError: names the parameter in both.
+    """
+    for name, param in named:
+        for kind in kinds:
+            owner, theirs = owner_of(param, kind)
+            if owner is not None and owner.is_beside(module):
+                raise ParameterError(
+                    f"flat_param.{caller}: parameter '{name}' is tied to '{theirs}' in {kind} "
+                    "beside this module, but tied parameters are moved together. Flatten or shard "
+                    "their common parent."
+                )
+
+
+def check_unowned(caller: str, named: Iterable[tuple[str, nn.Parameter]], kind: str) -> None:
+    """Refuse a parameter of any owner of a kind.
+
+    Raises:
+        ParameterError: names the parameter.
+    """
+    for name, param in named:
+        if owner_of(param, kind)[0] is not None:
+            raise ParameterError(f"flat_param.{caller}: parameter '{name}' {_WHY_NOT[kind]}")
+
+
+_WHY_NOT = {
+    UNIT: (
+        "is sharded by fully_shard, so this rank has a piece of it, but only whole parameters can "
+        "be flattened. Give the optimizer module.parameters(), or flatten modules that are not "
+        "sharded."
+    ),
+    FLATTENED: (
+        "lies in the buffer of a flattened module, but only parameters with memory of their own "
+        "can be sharded. Call flat_param.unflatten on that module first."
+    ),
+}

@@ -1,0 +1,207 @@
+"""Parameters as views of a flat buffer.
+
+`ParamViews` is used for whole parameters in one process (`flatten`, `FlatParamHandle`) and for one
+rank's pieces (`fully_shard`). Gaps of a buffer are zero from the start, and stay so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+
+from ..layout._layout import FlatLayout
+from ..layout._spec import ParamSpec
+
+# Devices on which what a storage points to is, or is not, the address of its first byte.
+_ADDRESSED = {"cpu": True, "cuda": True, "xpu": True, "meta": False, "mps": False}
+
+
+class ParamViews:
+    """Parameters whose memory is in one buffer. Each stays the object it was.
+
+    Args:
+        params: in the order of `views`.
+        views: the memory of each parameter.
+
+    Attributes:
+        params: may be replaced one by one, see `take`.
+        pointers: where the views begin.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], views: Sequence[Tensor]) -> None:
+        self.params = list(params)
+        self._set_views(views)
+
+    def _set_views(self, views: Sequence[Tensor]) -> None:
+        self.views = tuple(views)
+        self.pointers = [view.data_ptr() for view in self.views]
+
+    def take_all(self) -> None:
+        """Copy every parameter into its view, one after another: only one is in memory twice.
+
+        The system provides the pages of a large CPU buffer at first touch.
+        """
+        for index, param in enumerate(self.params):
+            self.take(index, param)
+
+    @torch.no_grad()
+    def take(self, index: int, values: Tensor) -> None:
+        """Copy values of the view's shape, and make the parameter the view."""
+        self.views[index].copy_(values)
+        self.attach(index)
+
+    def attach(self, index: int) -> None:
+        """Make the parameter the view, whatever it has now."""
+        self.params[index].data = self.views[index]
+
+    def follow(self, views: Sequence[Tensor]) -> None:
+        """Make the parameters other views, which have the same values already."""
+        self._set_views(views)
+        for index in range(len(self.params)):
+            self.attach(index)
+
+    def moved(self) -> list[int]:
+        """Positions of parameters that have other memory, as after `param.data = ...`."""
+        pointers = list(map(Tensor.data_ptr, self.params))
+        if pointers == self.pointers:
+            return []
+        pairs = enumerate(zip(pointers, self.pointers, strict=True))
+        return [index for index, (now, planned) in pairs if now != planned]
+
+
+def allocate(
+    layout: FlatLayout, *, device: torch.device | None = None, numel: int | None = None
+) -> Tensor:
+    """An uninitialised buffer for a layout, with zeros in its gaps.
+
+    Args:
+        layout: gives dtype and numel.
+        device: default: torch's default device.
+        numel: elements to allocate where a shard plan pads the buffer; the padding is zeroed.
+    """
+    size = layout.numel if numel is None else numel
+    return zero_gaps_(torch.empty(size, dtype=layout.dtype, device=device), layout)
+
+
+def zero_gaps_(buffer: Tensor, layout: FlatLayout) -> Tensor:
+    """Zero every element that belongs to no parameter, in place, and return the buffer."""
+    for start, stop in layout.gaps:
+        buffer[start:stop].zero_()
+    buffer[layout.numel :].zero_()
+    return buffer
+
+
+def zeros(numel: int, *, dtype: torch.dtype, device: torch.device, pinned: bool = False) -> Tensor:
+    """A `(numel,)` tensor of zeros, page-locked if asked."""
+    return torch.zeros(numel, dtype=dtype, device=device, pin_memory=pinned)
+
+
+def param_view(buffer: Tensor, layout: FlatLayout, index: int) -> Tensor:
+    """One parameter's view, with the parameter's shape and stride; outside autograd.
+
+    Args:
+        buffer: at least `(layout.numel,)`, contiguous; may itself be a slice.
+        layout: where the parameters are.
+        index: position of the parameter in `layout.specs`.
+    """
+    spec = layout.specs[index]
+    start = buffer.storage_offset() + layout.offsets[index]
+    return buffer.detach().as_strided(spec.shape, spec.stride, start)
+
+
+def param_views(buffer: Tensor, layout: FlatLayout) -> tuple[Tensor, ...]:
+    """All parameters' views, in layout order; see `param_view`."""
+    return tuple(param_view(buffer, layout, index) for index in range(len(layout.specs)))
+
+
+def over(memory: UntypedStorage, view: Tensor) -> Tensor:
+    """A tensor like a view, whose storage is only the view's part of the memory.
+
+    Names whose tensors share a storage count as tied in torch.save, safetensors, transformers and
+    accelerate. The part keeps all of the memory alive. The view itself is returned where there is
+    no memory (meta), where a storage has no address, and in shared memory: other processes get
+    whole storages.
+
+    Args:
+        memory: a storage that begins where the view's storage begins.
+        view: dense.
+    """
+    if not _is_addressed(memory.device) or (memory.device.type == "cpu" and memory.is_shared()):
+        return view
+    start = view.storage_offset() * view.itemsize
+    part = memory[start : start + view.numel() * view.itemsize]
+    return view.new_empty(0).set_(part, 0, view.shape, view.stride())
+
+
+def _is_addressed(device: torch.device) -> bool:
+    """Whether a slice of a storage is the memory that it says; of an unknown kind, tried once."""
+    known = _ADDRESSED.get(device.type)
+    if known is None:
+        known = _ADDRESSED[device.type] = _shares_stretches(device)
+    return known
+
+
+def _shares_stretches(device: torch.device) -> bool:
+    whole = torch.arange(64, dtype=torch.uint8, device=device)
+    try:
+        stretch = whole.new_empty(0).set_(whole.untyped_storage()[16:32], 0, (16,), (1,))
+        whole.add_(1)
+        return stretch.tolist() == list(range(17, 33))
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
+def unflatten(vector: Tensor, layout: FlatLayout) -> dict[str, Tensor]:
+    """All parameters as differentiable views of a vector, by name; works under `torch.vmap`.
+
+    Args:
+        vector: at least `(layout.numel,)`; what it holds in gaps is ignored.
+        layout: where the parameters are.
+
+    Example:
+        >>> import torch
+        >>> from flat_param.plan import ParamSpec, plan_layout
+        >>> layout = plan_layout([ParamSpec("w", (2, 2), torch.float32)])
+        >>> unflatten(torch.arange(4.0), layout)["w"].tolist()
+        [[0.0, 1.0], [2.0, 3.0]]
+    """
+    sizes = [size for size, _ in layout.pieces]
+    rest = vector.numel() - layout.numel
+    pieces = vector.split([*sizes, rest] if rest else sizes)  # one node in the backward, not many
+    params = [piece for piece, (_, index) in zip(pieces, layout.pieces, strict=False) if index >= 0]
+    named = zip(layout.specs, params, strict=True)
+    return {spec.name: _in_shape(elements, spec) for spec, elements in named}
+
+
+def memory_order(tensor: Tensor, spec: ParamSpec) -> Tensor:
+    """A tensor's elements as a 1-D tensor, in the order of the spec's memory; a view if possible.
+
+    Args:
+        tensor: of the spec's shape, of any stride.
+        spec: whose stride gives the order.
+
+    Example:
+        >>> import torch
+        >>> spec = ParamSpec("w", (2, 2), torch.float32, (1, 2))
+        >>> memory_order(torch.tensor([[1, 2], [3, 4]]), spec).tolist()
+        [1, 3, 2, 4]
+    """
+    return tensor.permute(outer_first(spec)).reshape(-1)
+
+
+def _in_shape(elements: Tensor, spec: ParamSpec) -> Tensor:
+    order = outer_first(spec)
+    sizes = [spec.shape[dim] for dim in order]
+    return elements.view(sizes).permute(inverse(order))
+
+
+def outer_first(spec: ParamSpec) -> list[int]:
+    """The dimensions in the order of memory, slowest first."""
+    return sorted(range(len(spec.shape)), key=lambda dim: (-spec.stride[dim], dim))
+
+
+def inverse(order: Sequence[int]) -> list[int]:
+    """The permutation that undoes `order`."""
+    return sorted(range(len(order)), key=order.__getitem__)

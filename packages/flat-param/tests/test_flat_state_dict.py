@@ -1,0 +1,183 @@
+"""What `state_dict()` of a flattened module holds."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from flat_param import flat_params_of, flatten
+
+
+def storages(state):
+    """The storage of each entry: where it begins, and its size."""
+    return [(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in state.values()]
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.bool, torch.int64],
+)
+def test_what_a_state_dict_holds_looks_apart_and_costs_no_memory(holder, dtype):
+    """Each tensor's storage is that tensor alone, at the address of its parameter."""
+    tensors = (torch.randn(3, 4), torch.randn(5, 2).t(), torch.ones(()))
+    model = holder(*(tensor.to(dtype) for tensor in tensors))
+    flatten(model)
+    state = model.state_dict()
+    params = list(model.parameters())
+    assert storages(state) == [(p.data_ptr(), p.numel() * p.itemsize) for p in params]
+    for value, param in zip(state.values(), params, strict=True):
+        assert (value.shape, value.stride()) == (param.shape, param.stride())
+        assert value.tolist() == param.tolist()
+        assert not value.requires_grad
+        assert type(value) is torch.Tensor
+
+
+def test_an_empty_parameter_looks_apart_too(holder):
+    """A storage of nothing."""
+    model = holder(torch.ones(3), torch.ones(0, 2), torch.ones(3))
+    flatten(model)
+    assert [size for _, size in storages(model.state_dict())] == [12, 0, 12]
+
+
+def test_tied_names_have_one_storage(mlp):
+    """The same object, so that `torch.save` writes it once; others are apart."""
+    mlp.add_module("tied", nn.Linear(5, 7))
+    mlp.tied.weight = mlp[0].weight
+    flatten(mlp)
+    state = mlp.state_dict()
+    first, second = state["0.weight"], state["tied.weight"]
+    assert first.untyped_storage()._cdata == second.untyped_storage()._cdata
+    assert len(set(storages(state))) == len(state) - 1
+
+
+def test_a_name_tied_later_looks_tied(mlp):
+    """The new name is found, though no parameter came or went."""
+    mlp.add_module("tied", nn.Linear(5, 7, bias=False))
+    flatten(mlp)
+    late = nn.Linear(5, 7, bias=False)
+    late.weight = mlp[0].weight
+    mlp.add_module("late", late)
+    flat_params_of(mlp).sync()
+    state = mlp.state_dict()
+    assert storages({"a": state["0.weight"]}) == storages({"b": state["late.weight"]})
+
+
+def test_a_state_dict_reads_and_writes_the_model(mlp):
+    """As a plain module's does; with `keep_vars=True` it holds the parameters."""
+    flatten(mlp)
+    mlp.state_dict()["0.weight"].zero_()
+    assert not mlp[0].weight.any()
+    kept = mlp.state_dict(keep_vars=True)
+    assert all(kept[name] is param for name, param in mlp.named_parameters())
+    before = {name: value.clone() for name, value in mlp.state_dict().items()}
+    mlp.load_state_dict(mlp.state_dict())
+    mlp.load_state_dict(mlp.state_dict(), assign=True)
+    assert all(torch.equal(value, before[name]) for name, value in mlp.state_dict().items())
+    assert mlp[0].weight.data_ptr() == flat_params_of(mlp).as_vector().data_ptr()
+
+
+def test_writing_to_a_state_dict_before_a_backward_is_noticed(mlp):
+    """Autograd refuses a saved weight that was changed since, as for a plain module."""
+    flatten(mlp)
+    out = mlp(torch.randn(2, 5).requires_grad_()).sum()
+    mlp.state_dict()["2.weight"].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
+
+
+def test_what_was_given_outlives_the_model(mlp):
+    """The stretch keeps the memory."""
+    flatten(mlp)
+    state, before = mlp.state_dict(), [param.tolist() for param in mlp.parameters()]
+    mlp[0] = mlp[2] = nn.Identity()
+    assert [value.tolist() for value in state.values()] == before
+
+
+def test_what_was_given_outlives_the_move_to_shared_memory():
+    """The old memory stays for it; what is given afterwards is the shared memory."""
+    model = nn.Linear(512, 512)
+    flat = flatten(model)
+    state = model.state_dict()
+    before = model.weight.detach().clone()
+    model.share_memory()
+    junk = [torch.full((512 * 512 + 512,), 7.0) for _ in range(8)]
+    assert torch.equal(state["weight"], before)
+    assert len(junk) == 8
+    flat.as_vector().zero_()
+    assert torch.equal(state["weight"], before)
+    assert not model.state_dict()["weight"].any()
+    assert flat.as_vector().is_shared()
+
+
+def test_swapped_data_is_saved_as_it_is(mlp):
+    """Before the next forward takes it back."""
+    flatten(mlp)
+    mlp[0].weight.data = torch.ones(7, 5)
+    state = mlp.state_dict()
+    assert state["0.weight"].tolist() == [[1.0] * 5] * 7
+
+
+def test_a_copy_looks_apart_before_its_first_use(mlp):
+    """A deep copy of a copy, and one of a root that owns parameters itself."""
+    for model in (mlp, nn.Linear(3, 3)):
+        flatten(model)
+        twin = copy.deepcopy(copy.deepcopy(nn.ModuleList([model])))
+        assert len(set(storages(twin.state_dict()))) == len(list(model.parameters()))
+
+
+def test_a_part_of_a_flattened_module_looks_apart(mlp):
+    """The state dict of a layer, or of what holds the root."""
+    flatten(mlp)
+    assert len(set(storages(mlp[0].state_dict()))) == 2
+    assert len(set(storages(nn.Sequential(mlp).state_dict()))) == 4
+
+
+def test_files_of_a_state_dict_are_as_large_as_the_plain_ones(mlp):
+    """With `torch.save` and with `pickle`; the whole buffer is not in them."""
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(8)))
+    plain = copy.deepcopy(model)
+    flatten(model)
+    sizes = []
+    for either in (plain, model):
+        file = io.BytesIO()
+        torch.save(either[0].state_dict(), file)
+        sizes.append((file.tell(), len(pickle.dumps(either.state_dict()))))
+    assert sizes[0] == sizes[1]
+
+
+def test_state_dicts_without_memory_are_left_alone():
+    """On the meta device, and where tensors are fake, there is nothing to look apart."""
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    flatten(model)
+    assert model.state_dict()["weight"].is_meta
+    layer = nn.Linear(2, 2)
+    flatten(layer)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert isinstance(layer.state_dict()["weight"], FakeTensor)
+
+
+def _reads_state_dict(module):
+    torch._dynamo.reset()
+
+    def doubled(x):
+        return module(x), {name: 2 * value for name, value in module.state_dict().items()}
+
+    _, state = torch.compile(doubled, fullgraph=True, backend="eager")(torch.ones(1, 5))
+    return state
+
+
+def test_a_compiled_function_reads_a_state_dict(mlp):
+    """In one graph; what it is told of memory is true."""
+    try:
+        _reads_state_dict(mlp)
+    except torch._dynamo.exc.Unsupported:
+        assert not torch.__version__.startswith("2.13.")
+        pytest.skip("torch 2.9 and 2.15 do not trace the metadata of a state dict, of no module")
+    flatten(mlp)
+    state = _reads_state_dict(mlp)
+    assert torch.equal(state["0.weight"], 2 * mlp[0].weight)
