@@ -41,7 +41,7 @@ from ._compiled_calls import follow_compiled
 from ._fsdp import Ranges
 from ._guards import Guard
 from ._masks import UNPACK, packed, takes
-from ._moved import MovedTensor, is_movable, leaving
+from ._moved import MovedTensor, NoHostMemoryError, is_movable, leaving
 from ._observed import Observed
 from ._recorders import Recorder, Table
 from ._values import Call, Replay, Value, changed, want
@@ -475,7 +475,10 @@ class Tape(TorchDispatchMode):
     def _move(self, value: Value, tensor: torch.Tensor) -> None:
         if is_fake(tensor) or not is_movable(tensor):
             return
-        moved = MovedTensor(tensor)
+        try:
+            moved = MovedTensor(tensor)
+        except NoHostMemoryError:
+            return
         if self.region.observer is not None:
             self.region.observer.moved(tensor)
         value.held, value.boxed = None, moved.read
