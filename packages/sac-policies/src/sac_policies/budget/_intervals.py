@@ -152,7 +152,7 @@ class Steps:
     def _left_in_tail(self, one: Measured) -> int:
         """Return the bytes of the last region's inputs that the tail frees as no region holds them.
 
-        The allocator of a device tells sums: other regions free as much before the next begins.
+        A device tells sums alone. The region before frees as much before the last one begins.
         """
         tail = {each.key: each for each in one.intervals}.get(self._tail)
         if self._tail is None or tail is None or tail.freed is not None:
@@ -160,7 +160,7 @@ class Steps:
         plain = {each.key: each for each in self._plain}
         between = [each for each in one.intervals if _region_of(each.key) and each.key[2] is None]
         more = [plain[each.key].grown - each.grown for each in between if each.key != self._tail]
-        return max(0, min(more, default=0))
+        return max(0, more[-1]) if more else 0
 
     def _freed_in_tail(self, one: Measured, left: int) -> dict[int | None, int]:
         """Return by region the bytes that the tail frees; under None, those from before."""
