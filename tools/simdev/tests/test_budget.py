@@ -111,7 +111,7 @@ def test_regions_that_offload_fit_as_predicted(sim, device, choice, copy_us):
     plain = search._intervals(0)
     search._learn()
     measured = [plain, *(search._intervals(level) for level in range(1, search._levels))]
-    steps = search._steps(measured, [[]] * search._levels)
+    steps = search._steps(measured, [{}] * search._levels)
     assert step.resident() + steps.growth(choice) == search._measured(choice)
     search.undo()
 

@@ -216,13 +216,6 @@ def is_movable(tensor: torch.Tensor) -> bool:
     )
 
 
-def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy to pinned host memory; the bytes are there when it returns."""
-    with no_dispatch():
-        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        return host.copy_(tensor)
-
-
 class Leaving(threading.local):
     """Values of this thread whose bytes are leaving.
 
