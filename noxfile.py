@@ -26,14 +26,14 @@ nox.options.sessions = [
     "conformance(cpu)",
 ]
 
-# uv reads neither pip's variables nor its configuration, and separates with commas.
+# uv ignores pip's variables and configuration, and separates values with commas.
 if find_links := os.environ.get("PIP_FIND_LINKS"):
     os.environ.setdefault("UV_FIND_LINKS", ",".join(find_links.split()))
 if cert := os.environ.get("PIP_CERT"):
     os.environ.setdefault("SSL_CERT_FILE", cert)
-THREADS = os.environ.get("OMP_NUM_THREADS")  # what the user asked for, if anything
+THREADS = os.environ.get("OMP_NUM_THREADS")  # the user's value, if any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Or every process of a session would compile torch's source again, for as long as it imports it.
+# Otherwise each process would compile torch's source again while importing it.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 ROOT = Path(__file__).parent
@@ -65,7 +65,7 @@ NOT_NIGHTLY = ["-m", "not nightly"]
 
 
 def constraint(torch_version: str = PINNED) -> list[str]:
-    """Pin torch, so that no install may pick another build of it."""
+    """Return the options that pin torch, so that no install picks another build."""
     return ["-c", str(ROOT / f"constraints/torch-{torch_version}.txt")]
 
 
@@ -76,7 +76,7 @@ def install_parts(session: nox.Session, *names: str, torch_version: str = PINNED
 
 
 def tests_of(name: str) -> list[str]:
-    """Give pytest's paths for one distribution: its own tests and the code in its pages."""
+    """Return pytest's paths for one distribution: its tests and the code in its pages."""
     if name == "conformance":
         return ["conformance/tests", "conformance/README.md"]
     return [f"packages/{name}/tests", f"packages/{name}/src", f"packages/{name}/README.md"] + [
@@ -91,7 +91,7 @@ SIMDEV = "tools/simdev"
 
 
 def simdev_environment(session: nox.Session) -> dict[str, str] | None:
-    """Give the variables for running with the simulated device; None where it cannot be built."""
+    """Return the variables for the simulated device; None if it cannot be built."""
     session.install(*constraint(), "ninja", "setuptools")
     env = {"PYTHONPATH": str(ROOT / SIMDEV)}
     told = str(session.run("python", "-W", "ignore", f"{SIMDEV}/probe.py", silent=True)).strip()
@@ -127,7 +127,7 @@ def types(session: nox.Session) -> None:
 @nox.session
 @each_tested
 def tests(session: nox.Session, package: str) -> None:
-    """Run one distribution's tests with nothing else of this repository installed."""
+    """Run one distribution's tests, with no other distribution of this repository installed."""
     if package == "simdev":
         tests_on_simdev(session)
         return
@@ -138,7 +138,7 @@ def tests(session: nox.Session, package: str) -> None:
 
 
 def tests_on_simdev(session: nox.Session) -> None:
-    """Test the simulated device, and run on it what the packages' tests mark for accelerators."""
+    """Test the simulated device, and run the packages' tests marked for accelerators on it."""
     install_parts(session, *PACKAGES)
     session.install(*constraint(), *TEST_TOOLS, *EXTRAS)
     env = simdev_environment(session)
@@ -153,7 +153,7 @@ def tests_on_simdev(session: nox.Session) -> None:
 
 @nox.session
 def repository(session: nox.Session) -> None:
-    """Test what is neither a package nor the suite: structure, scripts, examples, pages."""
+    """Test the repository: structure, scripts, examples, pages."""
     install_parts(session, *PACKAGES)
     session.install(*constraint(), *TEST_TOOLS, *EXTRAS)
     pages = ["README.md", *GUIDES]
@@ -163,7 +163,7 @@ def repository(session: nox.Session) -> None:
 @nox.session
 @each_package
 def isolation(session: nox.Session, package: str) -> None:
-    """Build a distribution, install its wheel alone, and see that only torch is needed."""
+    """Build a distribution, install only its wheel, and check that it needs only torch."""
     out = Path(session.create_tmp()) / "dist"
     shutil.rmtree(out, ignore_errors=True)
     has_uv = session.venv_backend == "uv"
@@ -174,7 +174,7 @@ def isolation(session: nox.Session, package: str) -> None:
     session.run("python", "-m", "twine", "check", "--strict", *map(str, sorted(out.iterdir())))
     (wheel,) = out.glob("*.whl")
     session.run("check-wheel-contents", str(wheel))
-    # The wheel above was made from the sdist, this one is made from the folder.
+    # The wheel above was built from the sdist; this one is built from the folder.
     session.run(*build, str(out / "direct"), "--wheel", str(PACKAGES[package]), silent=True)
     clean = Path(session.create_tmp()).parent / "clean"
     session.run("python", "-m", "venv", "--without-pip", "--clear", str(clean), silent=True)
@@ -188,7 +188,7 @@ def isolation(session: nox.Session, package: str) -> None:
     script = ROOT / "tools/release/isolation.py"
     session.run(str(python), "-I", str(script), package, str(out), external=True)
     if package in PARTS:
-        # Types of everything public, as another project's type checker sees them.
+        # Types of all public names, as another project's type checker sees them.
         session.install(*constraint(), str(wheel))
         session.run("basedpyright", "--verifytypes", package.replace("-", "_"), "--ignoreexternal")
 
@@ -203,7 +203,7 @@ def isolation(session: nox.Session, package: str) -> None:
     ],
 )
 def conformance(session: nox.Session, device: str) -> None:
-    """Hold our implementation to every requirement, on one device."""
+    """Run the conformance suite on our implementation, on one device."""
     install_parts(session, *PACKAGES)
     if device == "simdev":
         conformance_on_simdev(session)
@@ -220,7 +220,7 @@ def conformance(session: nox.Session, device: str) -> None:
 
 
 def conformance_on_simdev(session: nox.Session) -> None:
-    """Hold our implementation to every requirement on the simulated device, which is no CUDA."""
+    """Run the conformance suite on the simulated device, which is not CUDA."""
     env = simdev_environment(session)
     if env is None:
         return
@@ -236,15 +236,15 @@ def conformance_on_simdev(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def broken(session: nox.Session) -> None:
-    """Try every broken implementation on the requirements it declares to break."""
+    """Run every broken implementation on the requirements that it must fail."""
     install_parts(session, *PACKAGES)
     folder = "conformance/tests/broken"
     session.run("torchparts-conformance", "mutants", folder, *session.posargs)
 
 
-# What torch itself has.
+# Implementations inside torch.
 TORCHS = ["torch", "fsdp1", "fsdp2", "torch-tools"]
-# Optional peers, with what they need that they do not say.
+# Optional peers, with dependencies that their metadata omit.
 PEERS = {
     "fairscale": ["fairscale==0.4.13"],
     "xformers": ["xformers==0.0.35", "scipy"],
@@ -259,7 +259,7 @@ PEERS = {
 
 @nox.session(default=False, tags=["gpu"])
 def gpu(session: nox.Session) -> None:
-    """Run whatever waits for an accelerator, and say what it came to."""
+    """Run everything that needs an accelerator, and print the outcome."""
     install_parts(session, *PACKAGES)
     session.install(*constraint(), *TEST_TOOLS, *EXTRAS)
     session.run("python", "tools/release/gpu.py", *(session.posargs or ["gpu-output"]))
@@ -268,7 +268,7 @@ def gpu(session: nox.Session) -> None:
 @nox.session(default=False)
 @nox.parametrize("peer", list(PEERS), ids=list(PEERS))
 def peers(session: nox.Session, peer: str) -> None:
-    """Run somebody else's implementation, whatever its verdict, for the matrix."""
+    """Run the conformance suite on another implementation, with any verdict, for the matrix."""
     install_parts(session, "conformance")
     session.install(*constraint(), *PEERS[peer])
     session.run(
@@ -278,7 +278,7 @@ def peers(session: nox.Session, peer: str) -> None:
     )
 
 
-# What other people train with; timm's models need torchvision, which has no build for every torch.
+# Libraries that people train with; timm's models need torchvision, which not every torch has.
 LIBRARIES = [
     "accelerate==1.15.0",
     "diffusers==0.42.1",
@@ -298,14 +298,14 @@ EXAMPLES = ["accelerate", "diffusers", "lightning", "peft", "safetensors", "timm
 
 
 def pins(*names: str) -> list[str]:
-    """The pinned versions of some of the libraries."""
+    """Return the pinned versions of some libraries."""
     return [pin for pin in LIBRARIES if pin.partition("==")[0] in names]
 
 
 @nox.session(name="release-check", default=False)
 @each_package
 def release_check(session: nox.Session, package: str) -> None:
-    """Refuse a release that does not say what it is, holds something else, or lost a name.
+    """Check that version, tag, changelog, files and public names of a release agree.
 
     Pass the tag after `--`.
     """
@@ -328,13 +328,14 @@ def release_check(session: nox.Session, package: str) -> None:
 
 @nox.session(default=False)
 def examples(session: nox.Session) -> None:
-    """Run the short examples, each of which asserts what it claims."""
+    """Run the short examples, each of which asserts its claim."""
     install_parts(session, *PARTS)
     session.install(*constraint(), "pytest>=8", "pytest-timeout", "sybil", *pins(*EXAMPLES))
     env = {"EXAMPLES_ALL": "1"}
     probe = "import torchvision"
     if "Error" in str(session.run("python", "-c", probe, silent=True, success_codes=[0, 1])):
-        # Built for another build of torch, such as CUDA's; transformers imports it where it is.
+        # It may be built for another build of torch, such as CUDA's; transformers imports it if
+        # installed.
         session.warn("timm_resnet: not run: torchvision cannot be imported with this torch")
         uv = session.venv_backend == "uv"
         uninstall = ["uv", "pip", "uninstall"] if uv else ["python", "-m", "pip", "uninstall", "-y"]
@@ -346,7 +347,7 @@ def examples(session: nox.Session) -> None:
 
 @nox.session(default=False, requires=[f"peers({peer})" for peer in PEERS])
 def publish(session: nox.Session) -> None:
-    """Run every implementation, and put its results into the file that the site is built from."""
+    """Run every implementation, and write the results file of the site."""
     install_parts(session, *PACKAGES)
     for ours in ("ours", *TORCHS):
         session.run(
@@ -360,7 +361,7 @@ def publish(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
-    """Time the parts beside torch's own in one run, and print the ratios."""
+    """Time the packages and torch's own tools in one run, and print the ratios."""
     install_parts(session, *PACKAGES)
     session.install(*constraint(), *TEST_TOOLS, *EXTRAS, "pytest-benchmark")
     wanted = session.posargs or PARTS
@@ -384,7 +385,7 @@ def slow(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def integration(session: nox.Session) -> None:
-    """Use the packages with other people's models and libraries, as their users do."""
+    """Test the packages with other libraries and their models, as users do."""
     install_parts(session, *PARTS)
     session.install(*constraint(), "pytest>=8", "pytest-timeout", *LIBRARIES)
     env = {"HF_HUB_OFFLINE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "TRANSFORMERS_VERBOSITY": "error"}
@@ -394,7 +395,7 @@ def integration(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def stress(session: nox.Session) -> None:
-    """Interrupt, kill, fork, fill disks and run long, thousands of times; no trial may fail."""
+    """Interrupt, kill, fork, fill disks and run long, thousands of times; every trial must pass."""
     install_parts(session, *PARTS)
     session.install(*constraint(), "numpy", "pytest>=8", "sybil")
     session.run("python", "-m", "pytest", "tests/stress/tests")
@@ -403,7 +404,7 @@ def stress(session: nox.Session) -> None:
 
 @nox.session(name="bench-real", default=False, tags=["gpu"])
 def bench_real(session: nox.Session) -> None:
-    """Compare ways to save memory on a whole training step of a Llama, on a GPU if there is one."""
+    """Compare ways to save memory on a whole training step of a Llama; uses a GPU if available."""
     install_parts(session, *PARTS)
     session.install(*constraint(), "transformers==5.23.0")
     session.run("python", "tools/bench_real.py", *session.posargs)
@@ -419,7 +420,7 @@ def demo(session: nox.Session) -> None:
 
 
 def repository_address(session: nox.Session) -> str:
-    """Where the clone came from, for links to the source; empty where that is no web page."""
+    """Return the URL that the clone came from, for links to the source; "" if it is no web page."""
     told = session.run(
         "git", "remote", "get-url", "origin", external=True, silent=True, success_codes=[0, 2, 128]
     )
@@ -439,11 +440,11 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(default=False, requires=["docs"])
 def site(session: nox.Session) -> None:
-    """Open every page of the site in a browser, and type into its search."""
+    """Open every page of the site in a browser, and test its search."""
     session.install("playwright", "axe-playwright-python")
     if "TORCHPARTS_BROWSER" not in os.environ:
         install = ["playwright", "install", "chromium"]
-        session.run(*install, success_codes=range(256))  # without one, the script says so
+        session.run(*install, success_codes=range(256))  # without a browser the script reports it
     told = session.run("python", "tools/site/look_at_site.py", "--probe", silent=True)
     if "not run" in str(told):
         session.skip(str(told).strip())
@@ -453,10 +454,10 @@ def site(session: nox.Session) -> None:
 @nox.session(default=False)
 @nox.parametrize("version", list(OTHER_TORCH), ids=list(OTHER_TORCH))
 def torch(session: nox.Session, version: str) -> None:
-    """Run all tests and the conformance suite on another torch."""
+    """Run all tests and the conformance suite on another version of torch."""
     pinned = OTHER_TORCH[version]
     install_parts(session, *PACKAGES, torch_version=pinned)
-    # Before 2.10, torch.export needs setuptools without saying so.
+    # Before 2.10, torch.export needs setuptools without declaring it.
     session.install(*constraint(pinned), *TEST_TOOLS, *EXTRAS, "setuptools")
     session.run("python", "-c", "import torch; print('torch', torch.__version__)")
     paths = [path for name in PACKAGES for path in tests_of(name)]

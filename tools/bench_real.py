@@ -1,4 +1,4 @@
-"""Train a Llama at real size in many ways: ours, torch's and transformers', side by side.
+"""Train a Llama of real size in many ways: ours, torch's and transformers'.
 
     python tools/bench_real.py --front-page --json results.json --figure results.svg
     python tools/bench_real.py --front-page --moe --json moe.json --figure moe.svg
@@ -8,7 +8,7 @@
 
 Each way reports the time of a whole step (forward, backward and the optimizer, if it has one),
 tokens per second, the peak memory of a step with parameters and gradients, the memory kept
-between forward and backward, and whether its gradients have the same bits as the plain model's.
+between forward and backward, and whether its gradients are bit-identical to the plain model's.
 Ratios are to the first way of each group.
 
 `--front-page` trains with AdamW, whose learning rate is 0 so that all ways can share parameters:
@@ -60,7 +60,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's shape and how it is run by default.
+    """A model's shape and the defaults of its runs.
 
     Attributes:
         batches: (sequences, tokens of each), one run for each pair.
@@ -69,9 +69,9 @@ class Shape:
         ways: what to select.
         dtype: of parameters and activations.
         compiler: backend of `torch.compile`.
-        experts: number of experts in each layer; 0 for a Llama. Two of them see each token, or
+        experts: number of experts in each layer; 0 for a Llama. Each token uses two of them, or
             eight if there are more than 16, and `intermediate` is the width of one.
-        optimizer: whether all ways share an AdamW that leaves parameters as they are.
+        optimizer: whether all ways share an AdamW that leaves parameters unchanged.
     """
 
     hidden: int
@@ -92,7 +92,7 @@ class Shape:
 
 MODELS = {
     "1b": Shape(2048, 8192, 16, 32, 8, 32_000, ((2, 4096),), rounds=7, seconds_limit=420),
-    # A vocabulary of 1,024: the layers alone decide time and memory.
+    # With a vocabulary of 1,024, time and memory are those of the layers.
     "8b-layers": Shape(
         4096, 14336, 8, 32, 8, 1024, ((1, 8192), (1, 32768)), rounds=4, seconds_limit=900
     ),
@@ -126,7 +126,7 @@ MODELS = {
         dtype=torch.float32,
     ),
     # Many CPUs have no fast bfloat16. Compiling and MemTracker take longer than
-    # all the rest.
+    # everything else.
     "toy": Shape(
         64,
         256,
@@ -237,27 +237,68 @@ class Llama(nn.Module):
         return functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
-class SlicedLoss(nn.Module):
-    """A model whose logits exist for a slice of the tokens at a time."""
+Loss = Callable[[nn.Linear, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Mean cross-entropy of targets (N,), from the head and hidden states (N, width)."""
 
-    def __init__(self, model: nn.Module, slices: int) -> None:
+
+class HeadLoss(nn.Module):
+    """A model whose head and loss are computed together."""
+
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
         super().__init__()
-        self.model, self.slices = model, slices
+        self.model, self.loss = model, loss
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the mean cross-entropy of the next tokens."""
-        from sac_policies import in_slices
-
         if isinstance(self.model, Llama):
             hidden = self.model.hidden(input_ids)
         else:
             hidden = self.model.model(input_ids=input_ids, use_cache=False).last_hidden_state
         hidden, targets = hidden[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-        return in_slices(self._loss_of, self.slices)(hidden, targets) / targets.numel()
+        return self.loss(self.model.lm_head, hidden, targets)
 
-    def _loss_of(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        logits = self.model.lm_head(hidden).float()
-        return functional.cross_entropy(logits, targets, reduction="sum")
+
+def sliced_loss(head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Have logits for one of 16 slices of the tokens at a time."""
+    from sac_policies import in_slices
+
+    def loss_of(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(head(hidden).float(), targets, reduction="sum")
+
+    return in_slices(loss_of, 16)(hidden, targets) / targets.numel()
+
+
+def trl_loss() -> Loss:
+    """Return TRL's loss over chunks of the vocabulary.
+
+    Raises:
+        Unavailable: trl is not installed, or has no such function.
+    """
+    try:
+        from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+    except ImportError as error:
+        raise Unavailable(f"trl's chunked loss cannot be imported: {error}") from error
+
+    def loss(head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        chunk = min(8192, head.out_features)
+        given = (hidden, head.weight, head.bias, targets, 1.0, chunk, None, 1.0, ())
+        return -ChunkedLogProbFunction.apply(*given)[0].mean()
+
+    return loss
+
+
+def liger_loss() -> Loss:
+    """Return Liger's fused head and loss, a Triton kernel.
+
+    Raises:
+        Unavailable: liger_kernel or Triton is not installed.
+    """
+    try:
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+    except ImportError as error:
+        raise Unavailable(f"liger_kernel cannot be imported: {error}") from error
+    fused = LigerFusedLinearCrossEntropyLoss()
+    return lambda head, hidden, targets: fused(head.weight, hidden, targets)
 
 
 class NoisyRouter(nn.Module):
@@ -375,7 +416,7 @@ GROUPS = {
     "training": "with AdamW",
     "reports": "one report for each step",
 }
-# The first way of each group is what its ratios are to.
+# Ratios are relative to the first way of each group.
 REBUILT = ("training",)
 SHARES = ("75%", "50%", "35%")
 OURS = ("checkpoint_*", "offload_", "sac_policies *", "fit_ *", "compiled sac_policies *")
@@ -436,7 +477,7 @@ def way(
 
 
 def torch_sac_contexts() -> Any:
-    """Have torch's selective checkpointing keep matmuls and attention."""
+    """Make contexts of torch's selective checkpointing that keep matmuls and attention."""
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
     def policy(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
@@ -483,7 +524,7 @@ def offload_layers(case: Case) -> None:
 
 
 def matmuls_and_attention() -> Any:
-    """Return the policy that keeps them."""
+    """Return the policy that keeps matmuls and attention."""
     from sac_policies import ATTENTION, MATMULS, save_ops
 
     return save_ops(MATMULS, ATTENTION)
@@ -501,7 +542,7 @@ def transformers_switch(case: Case, **options: Any) -> None:
 
 
 def new_transformers_switch(case: Case, **options: Any) -> None:
-    """Call it with options that older versions do not have."""
+    """Call the method with options that older versions lack."""
     if not (
         isinstance(case.model, Llama) or hasattr(case.model, "activation_checkpointing_enable")
     ):
@@ -534,11 +575,23 @@ def _(case: Case) -> None:
     offload_layers(case)
 
 
-# Sums over slices are added up in another order.
+# Sums over slices are added in another order.
 @way("checkpoint_ and in_slices", exact=False)
 def _(case: Case) -> None:
     checkpoint_layers(case)
-    case.model = SlicedLoss(case.model, slices=16)
+    case.model = HeadLoss(case.model, sliced_loss)
+
+
+@way("checkpoint_ and TRL loss", exact=False)
+def _(case: Case) -> None:
+    checkpoint_layers(case)
+    case.model = HeadLoss(case.model, trl_loss())
+
+
+@way("checkpoint_ and Liger loss", exact=False)
+def _(case: Case) -> None:
+    checkpoint_layers(case)
+    case.model = HeadLoss(case.model, liger_loss())
 
 
 @way("offload_")
@@ -616,13 +669,13 @@ def _(case: Case) -> None:
 
 
 def fit(case: Case, share: str) -> None:
-    """Have fit_ choose what to keep for a share of the plain peak."""
+    """Let fit_ choose what to keep for a share of the plain peak."""
     from sac_policies import fit_
 
     began = time.monotonic()
     budget: int | str = share
     if share == "smallest":
-        # A budget that nothing fits is answered with the smallest that was measured.
+        # If no plan fits the budget, fit_'s error has the smallest measured peak.
         budget = fit_(case.model, case.batch, 1, optimizer=case.optimizer).smallest_bytes
     found = fit_(case.model, case.batch, budget, optimizer=case.optimizer)
     if not found:
@@ -639,7 +692,7 @@ for _share in (*SHARES, "smallest"):
 
 @way("fit_ 75% and in_slices", exact=False)
 def _(case: Case) -> None:
-    case.model = SlicedLoss(case.model, slices=16)
+    case.model = HeadLoss(case.model, sliced_loss)
     fit(case, "75%")
 
 
@@ -653,16 +706,16 @@ def _(case: Case) -> None:
 
 
 def compile_layers(case: Case, budget: float | None = None) -> None:
-    """Compile each layer, with code of this way's own.
+    """Compile each layer, with separate code for each way.
 
-    Dynamo finds compiled code by the function and the backend. A backend made here keeps ways
-    with other settings from using it.
+    Dynamo finds compiled code by the function and the backend. A new backend prevents ways with
+    other settings from using this way's code.
     """
     from torch._dynamo.backends.registry import lookup_backend
     from torch._functorch import config
 
     torch._dynamo.config.recompile_limit = 64  # all ways compile one function
-    torch._dynamo.config.fail_on_recompile_limit_hit = True  # rather than run it uncompiled
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # instead of running it uncompiled
     compiler = lookup_backend(case.shape.compiler)
 
     def backend(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
@@ -712,7 +765,7 @@ def _(case: Case) -> None:
 
 
 def adamw(tensors: Any) -> torch.optim.Optimizer:
-    """Make the optimizer of all ways to train."""
+    """Make the optimizer that all ways share."""
     return torch.optim.AdamW(tensors, lr=1e-4, fused=True)
 
 
@@ -836,7 +889,7 @@ def require_host_memory(case: Case) -> None:
     """Refuse a way that would keep more activations in host memory than is free.
 
     Raises:
-        Unavailable: a process that runs out of host memory is killed, and its results with it.
+        Unavailable: host memory is too small. The system would kill the process, without results.
     """
     if case.device.type == "cpu":
         return
@@ -851,7 +904,7 @@ def require_host_memory(case: Case) -> None:
 
 @functools.cache
 def too_little_host_memory(needed: float) -> str:
-    """Return why host memory is too small, if it is; all ways share the memory of the first."""
+    """Return why host memory is too small, or None; the first way's memory is the measure."""
     free = free_host_bytes()
     if needed <= free:
         return ""
@@ -884,7 +937,7 @@ class Run:
     rows: list[Row]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what the JSON has of it."""
+        """Return the run as values for JSON."""
         return {
             "model": self.job.name,
             "parameters": self.parameters,
@@ -897,7 +950,7 @@ class Run:
         }
 
     def entries(self) -> list[dict[str, Any]]:
-        """Return one dict for each way: what the table shows, and what it leaves out."""
+        """Return one dict for each way, with everything in the table and more."""
         entries: list[dict[str, Any]] = []
         first: dict[str, Row] = {}
         for row in self.rows:
@@ -927,7 +980,7 @@ class Run:
 
 
 def ratio(value: float, base: float | None) -> float | None:
-    """Return a ratio for people to read."""
+    """Format a ratio."""
     return round(value / base, 2) if base else None
 
 
@@ -979,7 +1032,7 @@ def table(entries: Sequence[dict[str, Any]]) -> str:
 
 
 def environment(device: torch.device, arguments: Sequence[str]) -> dict[str, Any]:
-    """Return what the figures depend on."""
+    """Return what the figures depend on: card, versions, date."""
     libraries = {}
     for name in ("torch", "transformers", "trl", "torch_remat"):
         try:
@@ -1053,7 +1106,8 @@ _OURS = (
     "sac_policies matmuls,"
 )
 _COMPILED = ",compiled plain,compiled torch budget *,compiled sac_policies matmuls"
-_ALL = f"{_THEIRS}{_OURS}sac_policies nothing kept,fit_ *"
+_LOSSES = "checkpoint_ and TRL loss,checkpoint_ and Liger loss,"
+_ALL = f"{_THEIRS}{_OURS}{_LOSSES}sac_policies nothing kept,fit_ *"
 # At 32k tokens a step of 8 layers takes more than a second.
 _FEW = f"{_THEIRS}{_OURS}fit_ 75%,fit_ 50%,fit_ smallest"
 _MIXTURE = (
@@ -1071,7 +1125,7 @@ FRONT_PAGE: dict[str, tuple[tuple[str, tuple[int, int], str, float], ...]] = {
     "moe": (("qwen3-moe", (1, 4096), _MIXTURE, 240),),
     "toy moe": (("toy-moe", (2, 64), _MIXTURE, 200),),
 }
-# A second forward draws other noise, so it trains other experts than the first one chose.
+# A second forward draws other noise, so it chooses and trains other experts.
 RUNS_ONCE = ("plain", "sac_policies *")
 
 
@@ -1116,7 +1170,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def jobs_of(options: argparse.Namespace) -> list[Job]:
-    """Return what to run: one job for each batch shape."""
+    """Return one job for each batch shape."""
     if options.front_page:
         return front_page(options.toy, options.moe)
     name = options.model or ("1b" if torch.accelerator.is_available() else "toy")
@@ -1128,7 +1182,7 @@ def jobs_of(options: argparse.Namespace) -> list[Job]:
 
 
 def device_of(options: argparse.Namespace, name: str) -> torch.device:
-    """Return the device that was asked for; else the accelerator, but a CPU for toys."""
+    """Return the chosen device; by default the accelerator, or the CPU for toys."""
     kind = options.device
     if kind is None:
         is_cpu = name.startswith("toy") or not torch.accelerator.is_available()
@@ -1190,7 +1244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def is_wrong(run: Run, row: Row) -> bool:
-    """Whether a way has other gradients than plain, and should not."""
+    """Whether a way's gradients differ from plain's although they should be equal."""
     exact = {one.name for one in run.job.ways if one.exact}
     if run.job.shape.experts:
         exact = {name for name in exact if any(fnmatchcase(name, one) for one in RUNS_ONCE)}

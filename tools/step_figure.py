@@ -52,7 +52,7 @@ class Box(NamedTuple):
     bottom: float
 
     def overlaps(self, other: Box) -> bool:
-        """Whether both share more than an edge."""
+        """Whether the boxes share more than an edge."""
         return (
             self.left < other.right
             and other.left < self.right
@@ -61,7 +61,7 @@ class Box(NamedTuple):
         )
 
     def is_inside(self, other: Box) -> bool:
-        """Whether it lies within the other."""
+        """Whether the box lies within another one."""
         return (
             self.left >= other.left
             and self.right <= other.right
@@ -73,9 +73,9 @@ class Box(NamedTuple):
 def place_labels(
     marks: Sequence[tuple[float, float]], labels: Sequence[str], room: Box
 ) -> list[Box]:
-    """Choose a box for each label that overlaps no other label, no mark and no edge of the room.
+    """Choose a box for each label without overlaps with labels, marks or the edges of the room.
 
-    Boxes are near their marks where that is possible; otherwise the first free place is taken.
+    Boxes are near their marks if possible; otherwise the first free place is taken.
 
     Raises:
         ValueError: the labels do not fit into the room.
@@ -119,7 +119,7 @@ def draw(title: str, about: str, panels: Sequence[Panel]) -> str:
     Args:
         title: the first line.
         about: the second line: card, date and versions.
-        panels: drawn below each other.
+        panels: drawn from top to bottom.
     """
     height = HEADER + PANEL_HEIGHT * len(panels)
     lines = [
@@ -201,7 +201,7 @@ class _Axis:
 
     @property
     def ticks(self) -> list[float]:
-        """Round values along the axis."""
+        """Return round values along the axis."""
         rough = (self._high - self._low) / 6
         unit = 10 ** math.floor(math.log10(rough))
         step = next(unit * one for one in (1, 2, 5, 10) if unit * one >= rough)

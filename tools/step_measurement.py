@@ -1,14 +1,14 @@
-"""Measure training steps of one model run in many ways: time, memory and gradients.
+"""Measure training steps of one model in many ways: time, memory and gradients.
 
 All ways stay built at the same time and share one set of parameters, so a round can run one step
-of each in turn. They may share an optimizer too: with a learning rate of 0 it takes its time and
-memory, and parameters keep their bits. A way that changes parameters (an optimizer of its own,
-sharding) gets a copy of its own in each round, which is freed after its step.
+of each in turn. They may also share an optimizer: with a learning rate of 0 it takes its time and
+memory and leaves parameters bit-identical. A way that changes parameters (by its own optimizer or
+by sharding) gets its own copy in each round, which is freed after its step.
 
 Memory of a way is the sum of two parts:
 - held: allocated by building and warming up, still allocated between steps;
 - the growth within one step over the memory allocated before it.
-Memory that other ways hold is in neither.
+Neither includes memory that other ways hold.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class Case:
     """A model that a way may change, and how to run one step of it.
 
     Attributes:
-        model: shares its parameters with other cases, unless its way has its own.
+        model: shares its parameters with other cases, unless the way needs its own.
         layers: the repeated blocks of `model`.
         batch: keyword arguments of a call.
         device: of the parameters.
         shape: what the model was built from.
-        around: makes a context manager to run each step in.
-        around_forward: makes a context manager to run each forward in.
+        around: makes a context manager for each step.
+        around_forward: makes a context manager for each forward.
         optimizer: stepped after backward, if there is one.
         note: a remark for the table.
     """
@@ -106,7 +106,7 @@ class Case:
 
 @dataclass
 class Subject:
-    """The model that all ways start from; it is never run or changed itself."""
+    """The model that all ways start from; it is never run or changed."""
 
     model: nn.Module
     layers_of: Callable[[nn.Module], nn.ModuleList]
@@ -118,12 +118,12 @@ class Subject:
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
-        """All parameters and buffers."""
+        """Return all parameters and buffers."""
         return chain(self.model.parameters(), self.model.buffers())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of parameters, buffers and the state of the shared optimizer."""
+        """Return the bytes of parameters, buffers and the shared optimizer's state."""
         states = () if self.optimizer is None else self.optimizer.state.values()
         state = (value for one in states for value in one.values() if value.device == self.device)
         return sum(tensor.untyped_storage().nbytes() for tensor in chain(self.tensors, state))
@@ -145,8 +145,8 @@ class Way(Protocol):
     Attributes:
         name: for the table.
         group: ways that are compared with each other.
-        exact: whether gradients should have the same bits as plain's. If not, the way runs
-            without deterministic algorithms, which would compile everything twice.
+        exact: whether gradients should be bit-identical to plain's. If not, the way runs without
+            deterministic algorithms, which would compile everything twice.
         prepare: changes a case.
     """
 
@@ -162,12 +162,12 @@ class Row:
 
     Attributes:
         error: why the way did not run, or stopped; empty if it ran.
-        gradients: "equal" to plain's bit for bit, or "off" by `gradients_off` at most.
-        peak_bytes: most memory in use during a step, parameters and gradients included.
+        gradients: "equal" to plain's bit for bit, or "off" by at most `gradients_off`.
+        peak_bytes: peak memory during a step, including parameters and gradients.
         kept_bytes: growth during forward, read before backward begins.
         held_bytes: allocated between steps, without shared parameters.
         leaked_bytes: still allocated after the way was freed.
-        optimizer_seconds: of the optimizer's step alone.
+        optimizer_seconds: of the optimizer step alone.
     """
 
     name: str
@@ -185,7 +185,7 @@ class Row:
 
     @property
     def ms(self) -> float | None:
-        """Median time of a step."""
+        """Return the median time of a step."""
         return statistics.median(self.seconds) * 1e3 if self.seconds else None
 
 
@@ -223,8 +223,8 @@ class AcceleratorMemory:
     def growth(self, case: Case) -> tuple[int, int]:
         """Return the growth before backward, once all copies have ended, and at the peak.
 
-        The two come from two steps: waiting for the device between forward and backward lets
-        offloading catch up, which would lower the peak.
+        These come from two steps: waiting for the device between forward and backward would let
+        offloading catch up, which lowers the peak.
         """
         before, kept = self.allocated(), 0
 
@@ -247,7 +247,7 @@ class HostMemory:
     def allocated(self) -> int:
         """Return the bytes of all tensors that Python can reach, each storage once.
 
-        Excludes tensors that existed when `gc.freeze` was last called.
+        Tensors that existed at the last `gc.freeze` are excluded.
         """
         kinds = tensor_classes(torch.Tensor) - {FakeTensor}
         sizes: dict[int, int] = {}
@@ -295,7 +295,7 @@ class HostMemory:
 
 
 def tensor_classes(root: type) -> set[type]:
-    """Return a class and all that inherit from it."""
+    """Return a class and all its subclasses."""
     return {root}.union(*map(tensor_classes, root.__subclasses__()))
 
 
@@ -309,7 +309,7 @@ def free() -> None:
 
 @contextmanager
 def deterministic(enabled: bool = True) -> Iterator[None]:
-    """Use deterministic algorithms where torch has them."""
+    """Use deterministic algorithms if torch has them."""
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(enabled or before, warn_only=True)
@@ -340,7 +340,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def largest_difference(
     found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]
 ) -> float | None:
-    """Return None if all tensors have the same bits, else the largest difference."""
+    """Return None if all tensors are bit-identical, else the largest difference."""
     if [tensor.numel() for tensor in found] != [tensor.numel() for tensor in wanted]:
         raise RuntimeError("gradients have other shapes than those of the plain model")
     unequal = [
@@ -364,7 +364,7 @@ class Bench:
         subject: the model to train.
         seconds: time after which no round is started, and no way after three quarters of it.
         say: called with lines about progress.
-        rebuilt: groups whose ways have their own parameters, built anew in each round.
+        rebuilt: groups whose ways have their own parameters, built again in each round.
     """
 
     def __init__(
@@ -455,7 +455,8 @@ class Bench:
     def _warmed_up(self, way: Way, row: Row) -> Case:
         case = self._subject.case(shares_parameters=way.group not in self._rebuilt)
         way.prepare(case)
-        # An optimizer's first step changes the parameters, so only first gradients are plain's.
+        # An optimizer's first step changes the parameters, so only the first gradients equal
+        # plain's.
         own = case.optimizer is not self._subject.optimizer
         compared = {0} if own else {0, WARM_UP_STEPS - 1}
         for step in range(WARM_UP_STEPS):
@@ -493,7 +494,7 @@ class Bench:
                 break
 
     def _visit(self, way: Way, row: Row, rounds: int) -> None:
-        """Time a step; all steps of the run if building the way once more would leak again."""
+        """Time a step; all steps of the run if building the way again would leak again."""
         if row.group not in self._rebuilt:
             self._time_once(self._cases[row.name], row)
             return
@@ -506,7 +507,7 @@ class Bench:
         self._drop(row)
 
     def _time_once(self, case: Case, row: Row) -> None:
-        """Time one step, after an untimed one that brings the allocator into this way's state."""
+        """Time one step after an untimed one, which brings the allocator into this way's state."""
         if not row.seconds or row.seconds[-1] < LONG_STEP_SECONDS:
             case.step()
         seconds, peak = self._memory.timed(case.step)
@@ -522,7 +523,7 @@ class Bench:
         return row.leaked_bytes > LEAK_FRACTION * self._subject.nbytes
 
     def _drop(self, row: Row) -> None:
-        """Free a way; what it held and is still allocated has leaked."""
+        """Free a way; memory that it held and that stays allocated has leaked."""
         before = self._memory.allocated()
         del self._cases[row.name]
         free()

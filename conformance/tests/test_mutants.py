@@ -75,7 +75,7 @@ def test_mutant_that_is_not_there_is_refused(tmp_path):
     (tmp_path / "empty.py").write_text("")
     with pytest.raises(RegistryError, match="the file declares no such mutant"):
         load_mutant(f"{tmp_path}/empty.py::nothing")
-    with pytest.raises(RegistryError, match=r"mutants file 'none\.py' is no Python file"):
+    with pytest.raises(RegistryError, match=r"mutants file 'none\.py' is not a Python file"):
         load_mutant(f"{tmp_path}/none.py::nothing")
 
 

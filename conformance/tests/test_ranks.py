@@ -83,7 +83,7 @@ def test_ranks_answer_and_faults_stay_with_their_case(suite):
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ("ranks(5, total, 1)", "world size 5; the pool has 1 to 4"),
+        ("ranks(5, total, 1)", "world size must be 1 to 4; got 5"),
         ("ranks(2, lambda *_: 0)", "is a local function, which other processes cannot import"),
     ],
 )

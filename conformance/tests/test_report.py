@@ -86,11 +86,11 @@ def _edit(path, change):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda r: r.update(format="x"), "is no report of this suite"),
+        (lambda r: r.update(format="x"), "is not a report of this suite"),
         (lambda r: r.update(suite="9"), "is of suite '9'; installed is"),
-        (lambda r: r.pop("claims"), "lacks something or has another form: KeyError 'claims'"),
+        (lambda r: r.pop("claims"), "is incomplete or has the wrong form: KeyError 'claims'"),
         (lambda r: r["rows"][0].update(outcome="great"), "an unknown outcome"),
-        (lambda r: r["rows"][0].update(id="CW-999"), "CW-999 is no requirement of this suite"),
+        (lambda r: r["rows"][0].update(id="CW-999"), "CW-999 is not a requirement of this suite"),
         (lambda r: r["rows"][0].update(outcome="fail"), "verdicts do not follow from its rows"),
         (lambda r: r["verdicts"][0].update(must=[9, 9]), "verdicts do not follow from its rows"),
         (lambda r: r["implementation"].clear(), "the implementation lacks name"),
@@ -113,7 +113,7 @@ def test_file_that_is_no_report_is_refused(tmp_path, text):
 def test_file_that_is_missing_large_or_no_text_is_refused(tmp_path):
     (tmp_path / "large").write_text("x" * 11)
     (tmp_path / "binary").write_bytes(b"\xff")
-    said = [("none", "cannot be read: No such"), ("", "is no ordinary file")]
+    said = [("none", "cannot be read: No such"), ("", "is not a regular file")]
     said += [("large", "is larger than 10 bytes"), ("binary", "cannot be read: 'utf-8'")]
     for name, words in said:
         with pytest.raises(ReportError, match=words):
@@ -143,9 +143,9 @@ def _known(folder, **changes):
         ({"colour": '"red"'}, "unexpected keyword argument 'colour'"),
         ({"devices": '["Cuda"]'}, r"devices of CW-001 is \['Cuda'\]"),
         ({"devices": "[]"}, r"devices of CW-001 is \[\]"),
-        ({"reason": '" "'}, "id or reason is empty or no text"),
+        ({"reason": '" "'}, "id and reason must be non-empty text"),
         ({"issue": '"http://x.org"'}, "it must be an https address"),
-        ({"expires": '"2999-01-01"'}, "write a day such as 2027-03-01"),
+        ({"expires": '"2999-01-01"'}, "write a date such as 2027-03-01"),
         ({"expires": "["}, "known failures 'known.toml': "),
     ],
 )

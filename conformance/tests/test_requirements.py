@@ -145,7 +145,7 @@ def test_changed_file_is_read_again(write):
         ('@requirement("CW-001", level="MUST")\n', "CW-001: text, since, profile is missing"),
         (text_of("CW-001")[:-1] + ', levle="")\n', "unexpected keyword argument 'levle'"),
         ('@requirement("CW-001", "CW-002")\n', "requirement takes one id; stack decorators"),
-        ("@requirement(ID)\n", "'ID' is no literal"),
+        ("@requirement(ID)\n", "'ID' is not a literal"),
         ("@requirement(\n", "ckpt_wrap/test_a.py:2 is not Python"),
     ],
 )
@@ -181,7 +181,9 @@ def test_lost_and_invented_source_tests_are_named(write):
     assert "test_checkpoint_wrapper.py::" in lines[5]
     assert "test_fqn -> CW-001 -> ckpt_wrap/test_a.py::test_a" in lines[5]
     assert len(problems) == 49
-    assert problems[-1] == "CW-002 names test_of_nobody, which is no test of PyTorch for ckpt-wrap"
+    assert (
+        problems[-1] == "CW-002 names test_of_nobody, which is not a test of PyTorch for ckpt-wrap"
+    )
 
 
 def test_every_area_has_requirements_and_every_case_a_docstring():

@@ -26,8 +26,8 @@ def test_genuine_report_has_no_problems(make_report):
             lambda r: r["rows"].pop(),
             "row CW-003 ckpt_wrap/test_cases.py::test_three cpu is missing",
         ),
-        (lambda r: r["rows"].append(r["rows"][0]), "a row is there twice"),
-        (lambda r: r["rows"][0].update(case="x::y"), "row CW-001 x::y cpu is no case"),
+        (lambda r: r["rows"].append(r["rows"][0]), "a row occurs twice"),
+        (lambda r: r["rows"][0].update(case="x::y"), "row CW-001 x::y cpu is not a case"),
         (
             lambda r: r["rows"][0].update(outcome="not_claimed"),
             "CW-001 cpu is of a claimed profile",
@@ -45,7 +45,7 @@ def test_badge_of_another_report_is_refused(make_report, stored, tmp_path, capsy
     (tmp_path / "badge.svg").write_text(_badge.to_svg(badge))
     path = stored({"CW-001": "fail"})
     assert _cli.main(["verify", str(path), str(tmp_path / "badge.svg")]) == 1
-    assert "the badge is not the one of this report" in capsys.readouterr().err
+    assert "the badge does not match this report" in capsys.readouterr().err
 
 
 def test_report_is_verified_without_running_anything(stored, capsys):
@@ -128,7 +128,7 @@ def test_entry_reads_back(entry, tmp_path):
         ('"mine==1.0"', '"--index-url=x"', r"install is \['--index-url=x'\]"),
         ('"mine:adapter"', '"os:system;x"', "adapter is 'os:system;x'"),
         ('"1.0"', '"2.0"', r"must be named mine-2\.0\.toml"),
-        ('"mine"', '"\\u001b"', "name is '\\\\x1b', which has another form"),
+        ('"mine"', '"\\u001b"', "name is '\\\\x1b', which has the wrong form"),
         ("[results]", "[results", "entry 'mine-1.0.toml': "),
     ],
 )

@@ -1,9 +1,9 @@
-"""A loop of accelerate with accumulation and clipping over blocks in `checkpoint_`.
+"""Train with accelerate, accumulation and clipping; blocks are in `checkpoint_`.
 
     python docs/examples/accelerate_loop.py
 
-Claim: `prepare`, `accumulate` and `save_state` see the model they know; weights are equal, and
-a step keeps no more than with `gradient_checkpointing_enable()`.
+Claim: `prepare`, `accumulate` and `save_state` work on the unchanged model; weights equal the plain
+run's, and a step keeps no more than with `gradient_checkpointing_enable()`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ models["switch"].gradient_checkpointing_enable()
 
 
 def train(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Two optimizer steps of two batches each; gives the tensors that `save_state` writes."""
+    """Run two optimizer steps of two batches each; return the tensors that `save_state` writes."""
     torch.manual_seed(3)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

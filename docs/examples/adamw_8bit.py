@@ -1,8 +1,8 @@
-"""AdamW with 8-bit moments, a scale for each block of 32, on shards that leave blocks whole.
+"""AdamW with 8-bit moments, one scale per block of 32, on shards that end at block boundaries.
 
     python docs/examples/adamw_8bit.py            # starts torchrun
 
-Claim: weights are those of one process, every bit; cut between elements, they are not.
+Claim: weights are bit-identical to one process; with shards that cut blocks, they are not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import flat_param
 
 
 def train(shares: list[Tensor], **options: object) -> dict[str, Tensor]:
-    """Five steps; the gradient is the mean over shares, added in the order of ranks."""
+    """Run five steps; the gradient is the mean over shares, summed in the order of ranks."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(15, 50), nn.GELU(), nn.Linear(50, 7))
     model = flat_param.fully_shard(model, **options) if options else model
@@ -34,7 +34,7 @@ def train(shares: list[Tensor], **options: object) -> dict[str, Tensor]:
 
 
 def worker() -> None:
-    """One rank: its half with either boundary, and all of it alone."""
+    """Run one rank: its half with either boundary, and the whole model alone."""
     dist.init_process_group("gloo")
     halves = list(torch.randn(2, 8, 15, generator=torch.Generator().manual_seed(1)))
     alone, mine = train(halves).values(), [halves[dist.get_rank()]]

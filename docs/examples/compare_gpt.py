@@ -1,13 +1,13 @@
-"""Train the GPT of `train_gpt.py` once per configuration, in turn, and compare what each costs.
+"""Train the GPT of `train_gpt.py` in several configurations and compare memory and time.
 
     python docs/examples/compare_gpt.py                      # all configurations
     python docs/examples/compare_gpt.py --quick              # a smaller model, 12 steps
     python docs/examples/compare_gpt.py --config plain checkpointed --layers 8 --width 256
     python docs/examples/compare_gpt.py --data my_texts/ --device cuda
 
-All configurations start from the same seed and see the same batches, so where the arithmetic is
-the same the losses are the same to the last bit. They take one step each, in turn, and each time
-is compared with plain's of the same turn: a machine that drifts does not decide which is faster.
+All configurations start from the same seed and train on the same batches, so configurations with
+the same arithmetic have bit-identical losses. They take one step each in turn, and each time is
+compared with plain's time of the same turn, so that changes in the machine's speed do not matter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's start and stop lines
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's start and stop messages
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what it says of memory from before it
 
 import torch
@@ -53,14 +53,14 @@ ON_TWO_RANKS = {name for name in ALL if name.startswith("sharded")}
 
 
 class UsageError(Exception):
-    """Something the command line asked for cannot be had; the message is one line."""
+    """An option cannot be used here; the message is one line."""
 
 
 # --- training, one step at a time ----------------------------------------------------------------
 
 
 class Trainer:
-    """One configuration that is trained a step at a time, with a random state of its own."""
+    """One configuration, trained one step at a time with its own random state."""
 
     def __init__(self, name: str, text: Tensor, config: Config) -> None:
         self.config = config
@@ -75,7 +75,7 @@ class Trainer:
         self.row = Row(name, 0, 0, [], [], 0.0)
 
     def step(self) -> Row:
-        """Take one step, and write down its loss and its time, or its bytes."""
+        """Take one step and record its loss, and its time or its bytes."""
         self._set_random_state()
         inputs, targets = next(self.batch)
         start = time.perf_counter()
@@ -101,13 +101,12 @@ class Trainer:
     def _measure(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Count bytes alive after forward, and the peak with parameters and optimizer state.
 
-        Every allocation and release of the device's allocator is in the profiler's trace, so
-        both figures are counts.
+        The profiler's trace has every allocation and release, so both figures are exact counts.
         """
         kept = [*self.model.parameters(), *self.model.buffers()]
         for state in self.optimizer.state.values():
             kept += [value for value in state.values() if isinstance(value, Tensor)]
-        # What lies in a file is no memory; a part that is fetched for a step is in the trace.
+        # Files are not memory; a part that is read for a step is in the trace.
         in_memory = (tensor for tensor in kept if tensor.untyped_storage().filename is None)
         static = sum(tensor.nbytes for tensor in in_memory)
         cpu = [ProfilerActivity.CPU]
@@ -131,7 +130,7 @@ class Trainer:
 
     @torch.no_grad()
     def finish(self) -> Row:
-        """Validate on text that was held out; the row is then complete."""
+        """Validate on held-out text, which completes the row."""
         self.model.eval()
         source = batches(self.held_out, self.config, seed=2)
         losses = [loss_of(self.model, *next(source)) for _ in range(4)]
@@ -158,9 +157,9 @@ def _mean_over_ranks(loss: Tensor) -> float:
 
 
 class TwoRanks:
-    """A trainer in two processes; each call reaches both, and rank 0's answer is returned.
+    """A trainer in two processes: each call runs in both, and rank 0's result is returned.
 
-    The row's figures are those of one rank: what divides between ranks is in them once.
+    The row has the figures of one rank; memory that is divided between ranks counts once.
     """
 
     def __init__(self, name: str, text: Tensor, config: Config) -> None:
@@ -181,7 +180,7 @@ class TwoRanks:
         return self._call("step")
 
     def finish(self) -> Row:
-        """End both processes and return the first rank's row."""
+        """End both processes and return rank 0's row."""
         row = self._call("finish")
         for process in self.processes:
             process.join()
@@ -199,7 +198,7 @@ class TwoRanks:
 
 
 def _serve(pipe: Any, name: str, text: Tensor, config: Config, meeting: str) -> None:
-    """Be one rank: do what comes through the pipe until the trainer is finished."""
+    """Run one rank: execute the calls from the pipe until the trainer is finished."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=meeting, rank=config.rank, world_size=2)
     try:
@@ -219,7 +218,7 @@ def _serve(pipe: Any, name: str, text: Tensor, config: Config, meeting: str) -> 
 def train_in_turn(
     text: Tensor, config: Config, names: list[str], show: Callable[[int, Row], None]
 ) -> list[Row]:
-    """Train every configuration, one step of each in turn; each turn begins with another one."""
+    """Train every configuration, one step of each per turn; each turn starts with another one."""
     kinds = {name: TwoRanks if name in ON_TWO_RANKS else Trainer for name in names}
     trainers = [kinds[name](name, text, config) for name in names]
     for step in range(config.steps):
@@ -233,7 +232,7 @@ def train_in_turn(
 
 
 def parse(arguments: list[str] | None) -> tuple[Config, list[str], Path]:
-    """Read the command line and refuse what cannot be done, before anything is trained."""
+    """Read the command line; refuse invalid options before training."""
     parser = argparse.ArgumentParser(
         description="Train a small GPT in each configuration, in turn."
     )
@@ -278,7 +277,7 @@ def _check(config: Config, names: list[str]) -> None:
 
 
 def load_text(config: Config) -> Tensor:
-    """Read the text; there must be enough to train and to validate on."""
+    """Read the text; it must be long enough to train and validate."""
     text = read_text(config.data) if config.data == "" or _has_bytes(config.data) else b""
     if len(text) < 4 * (config.context + 2):
         raise UsageError(
@@ -295,7 +294,7 @@ def _has_bytes(data: str) -> bool:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turn a refusal into one line and exit code 2, and Ctrl-C into a short goodbye."""
+    """Turn an error into one line and exit code 2, and Ctrl-C into a short message."""
     try:
         yield
     except UsageError as error:
@@ -307,7 +306,7 @@ def one_line_errors() -> Iterator[None]:
 
 
 def compare(text: Tensor, config: Config, names: list[str], out: Path) -> None:
-    """Train every configuration asked for and say what each one saved."""
+    """Train every chosen configuration and print its savings."""
     show = Progress(config, len(names))
     try:
         rows = train_in_turn(text, config, names, show.step)

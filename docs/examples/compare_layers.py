@@ -2,11 +2,11 @@
 
     python docs/examples/compare_layers.py
 
-Prints, for each way, the bytes kept between forward and backward, the peak of a step above
-parameters and gradients, the time of a step over the plain step, and whether every gradient equals
-the plain model's bit for bit. Steps of all ways take turns; times are medians of the turns.
-Offload to host memory needs an accelerator, and TRL's row needs TRL, too: its `OffloadActivations`
-raises without an accelerator. accelerate's FSDP plugin applies torch's wrappers.
+Prints for each way: bytes kept between forward and backward, peak of a step without parameters and
+gradients, step time relative to plain, and whether every gradient is bit-identical to plain's.
+Ways take their steps in turns; times are medians. Offload to host memory needs an accelerator, and
+so does TRL's `OffloadActivations`, which is included if TRL is installed. accelerate's FSDP plugin
+applies torch's wrappers.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def ways(folder: str) -> dict[str, Callable[[Any], object]]:
 
 
 def offloaded_by_trl() -> AbstractContextManager[Any] | None:
-    """TRL's context around a step, if TRL is installed and there is an accelerator."""
+    """Add TRL's context around a step, if TRL is installed and there is an accelerator."""
     if not torch.accelerator.is_available():
         return None
     try:
@@ -80,7 +80,7 @@ def step(model: Any, ids: torch.Tensor, around: AbstractContextManager[Any], _: 
 
 
 def measure(folder: str) -> list[dict[str, Any]]:
-    """One row for each way: `way`, `kept_bytes`, `peak_bytes`, `time`, `equal`."""
+    """Return one row for each way: `way`, `kept_bytes`, `peak_bytes`, `time`, `equal`."""
     ids = torch.randint(SIZE["vocab_size"], (BATCH, TOKENS))
     plain, rows, steps, wanted = build(), [], {}, []
     for label, change in ways(folder).items():

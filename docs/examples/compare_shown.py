@@ -1,4 +1,4 @@
-"""What `compare_gpt.py` shows and writes: a table, what theory says, JSON, progress and a plot."""
+"""The output of `compare_gpt.py`: a table, predicted savings, JSON, progress and a plot."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from train_gpt import GPT, Config, checkpointed_in_place, loss_of
 
-MEASURED = 2  # the step whose bytes are counted: the optimizer's state and every buffer exist
+MEASURED = 2  # the step whose bytes are counted: optimizer state and all buffers exist
 
 
 @dataclass
 class Row:
-    """What one configuration cost and reached. Bytes are bytes; losses are nats per byte."""
+    """Results of one configuration; losses are in nats per byte."""
 
     configuration: str
     saved_bytes: int
@@ -31,7 +31,7 @@ class Row:
 
 
 def times_plain(row: Row, rows: list[Row]) -> tuple[float, float, float]:
-    """Median, 10th and 90th percentile of a row's time over plain's of the same turn."""
+    """Median, 10th and 90th percentile of a row's time relative to plain's in the same turn."""
     pairs = list(zip(row.seconds, rows[0].seconds, strict=True))[MEASURED:]
     ratios = [mine / plain for mine, plain in pairs]
     if len(ratios) < 2:
@@ -41,12 +41,12 @@ def times_plain(row: Row, rows: list[Row]) -> tuple[float, float, float]:
 
 
 def mib(count: int) -> str:
-    """A number of bytes in the one unit that everything here is shown in."""
+    """Format a number of bytes in MiB."""
     return f"{count / 2**20:.2f} MiB"
 
 
 def table(rows: list[Row]) -> str:
-    """Format the rows for people; the JSON beside it has every digit."""
+    """Format the rows as a table; the JSON file has all digits."""
     head = f"{'configuration':24}{'saved MiB':>10}{'peak MiB':>10}{'ms/step':>9}{'time':>7}"
     lines = [
         f"{head}{'10-90 %':>13}{'loss':>9}{'val loss':>10}  losses equal {rows[0].configuration}'s"
@@ -67,11 +67,11 @@ def table(rows: list[Row]) -> str:
 
 
 def theory(rows: list[Row], config: Config) -> str:
-    """Say how many bytes checkpointing every block should free, from the shapes alone.
+    """Predict the bytes that checkpointing every block frees, from shapes only.
 
     Per block, in units of B*T*W floats: LayerNorm inputs 2, projections' inputs 2 (qkv, up),
     qkv's output 3, attention's output 1, dropout masks 2, GELU's input 4 and output 4: 18.
-    Beside them LayerNorm's mean and rstd (2 * 2 * B*T) and attention's log-sum-exp (B*T*heads).
+    In addition LayerNorm's mean and rstd (2 * 2 * B*T) and attention's log-sum-exp (B*T*heads).
     A checkpointed block keeps its input, 1 unit, and the state of the random generator.
     """
     B, T, W, L = config.batch, config.context, config.width, config.layers
@@ -86,7 +86,7 @@ def theory(rows: list[Row], config: Config) -> str:
 
 
 def profile_modules(trainer: Any, out: Path) -> str:
-    """Say which modules cost most in one checkpointed step, and write its timeline for Perfetto."""
+    """Print the slowest modules of one checkpointed step, and write its timeline for Perfetto."""
     from mod_tracker import profile_flops, profile_memory, profile_time, trace
 
     config, model = trainer.config, trainer.model
@@ -115,7 +115,7 @@ def profile_modules(trainer: Any, out: Path) -> str:
 
 
 def page_of_memory(trainer: Any, out: Path) -> str:
-    """Say which kind of memory there is most of, inside which module; write the whole page."""
+    """Print the largest kind of memory and its module; write the whole page."""
     from mod_tracker import watch_memory
 
     inputs, targets = next(trainer.batch)
@@ -133,7 +133,7 @@ def page_of_memory(trainer: Any, out: Path) -> str:
 
 
 def plan(config: Config) -> str:
-    """What `plan_memory.py` recommends for three quarters of the plain model's bytes."""
+    """Return what `plan_memory.py` recommends for three quarters of the plain model's bytes."""
     from plan_memory import GPTLoss, predict, recommend, say
 
     model = GPTLoss(config).to(config.device)
@@ -150,14 +150,14 @@ def plan(config: Config) -> str:
 
 
 def write(rows: list[Row], config: Config, out: Path) -> None:
-    """Write every digit; after Ctrl-C, of the turns that were finished."""
+    """Write all digits; after Ctrl-C, of the finished turns."""
     report = {"torch": torch.__version__, "config": asdict(config)}
     report["rows"] = [asdict(row) for row in rows]
     (out / "table.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
 class Progress:
-    """A progress bar on a terminal, a line now and then elsewhere."""
+    """A progress bar on a terminal, occasional lines elsewhere."""
 
     def __init__(self, config: Config, count: int) -> None:
         self.config, self.bar = config, None
@@ -171,7 +171,7 @@ class Progress:
             self.bar.start()
 
     def step(self, step: int, row: Row) -> None:
-        """Report one finished training step, and keep its row."""
+        """Show one finished training step and keep its row."""
         self.rows[row.configuration] = row
         name = row.configuration.replace("_", " ")
         note = f"turn {step + 1}/{self.config.steps}  loss {row.losses[-1]:.3f}"
@@ -181,13 +181,13 @@ class Progress:
             print(f"{name:24} {note}", flush=True)
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
         if self.bar is not None:
             self.bar.stop()
 
 
 def plot(rows: list[Row], config: Config, out: Path) -> None:
-    """Draw memory against time, a point and its spread per configuration, and a block's front."""
+    """Plot memory against time, with the spread of each configuration, and a block's frontier."""
     if importlib.util.find_spec("matplotlib") is None:
         print("matplotlib is not installed: no plot was drawn")
         return

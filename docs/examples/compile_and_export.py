@@ -1,9 +1,9 @@
-"""`torch.compile` and `torch.export` of a model in `checkpoint_`, beside torch's `checkpoint`.
+"""`torch.compile` and `torch.export` of a model in `checkpoint_`, next to torch's `checkpoint`.
 
     python docs/examples/compile_and_export.py
 
-Claim: one graph without a break, which keeps what one with torch's own `checkpoint` keeps; its
-gradients are eager's, every bit, and the exported program has the plain model's names.
+Claim: one graph without a break keeps as many bytes as with torch's `checkpoint`; gradients are
+bit-identical to eager's, and the exported program has the plain model's names.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from ckpt_wrap import checkpoint_
 
 
 class Stack(nn.Module):
-    """Three blocks, in torch's own checkpoint where `torchs` is set."""
+    """Three blocks, with torch's `checkpoint` if `torchs` is set."""
 
     def __init__(self, *, torchs: bool = False) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Stack(nn.Module):
 
 
 def step(model: nn.Module, run: Callable[[Tensor], Tensor]) -> int:
-    """Forward and backward; bytes that the forward of one graph leaves for its backward."""
+    """Run forward and backward; return the bytes that the forward graph keeps for backward."""
     model.zero_grad()
     out = run(x)
     given = {t.untyped_storage()._cdata for t in (x, *model.parameters())}

@@ -1,9 +1,9 @@
-"""`torch.distributed.checkpoint` reads what flat-param saved, and the other way round.
+"""`torch.distributed.checkpoint` reads flat-param's checkpoints, and the other way round.
 
     python docs/examples/dcp_beside.py            # starts torchrun
 
 Claim: with blocks in `checkpoint_`, FSDP2's checkpoint loads into flat-param's shards, and
-flat-param's into FSDP2 and a plain model by `dcp.load`; names stay plain, every bit is the same.
+flat-param's into FSDP2 and into a plain model by `dcp.load`; names are plain, values bit-identical.
 """
 
 import torch
@@ -25,7 +25,7 @@ def build(seed: int) -> nn.Sequential:
 
 
 def worker(folder: str, _: str) -> None:
-    """One rank: both libraries save in turn, then each reads what the other wrote."""
+    """Run one rank: both libraries save, then each reads the other's files."""
     dist.init_process_group("gloo")
     theirs, ours, plain = fsdp2(build(0)), flat_param.fully_shard(build(1)), build(2)
     state = {"model": theirs.state_dict()}

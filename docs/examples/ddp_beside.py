@@ -1,8 +1,8 @@
-"""DDP over blocks in `checkpoint_`, beside DDP over torch's `checkpoint_wrapper`, on two ranks.
+"""DDP over blocks in `checkpoint_`, compared with torch's `checkpoint_wrapper`, on two ranks.
 
     python docs/examples/ddp_beside.py            # starts torchrun
 
-Claim: weights are those of plain blocks, every bit; no more is kept than by torch's wrapper.
+Claim: weights are bit-identical to plain blocks; no more bytes are kept than by torch's wrapper.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # imported by optimizers, too: with a group, it would keep that
+import torch.distributed.nn  # before the group exists, which a later import keeps alive
 from kept import side_by_side
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -23,7 +23,7 @@ from ckpt_wrap import checkpoint_
 
 
 def train(change: object) -> nn.Module:
-    """Three steps over changed blocks."""
+    """Train for three steps with changed blocks."""
     torch.manual_seed(0)
     layers = [(nn.Linear(32, 128), nn.Dropout(0.1), nn.Linear(128, 32)) for _ in range(3)]
     ddp = DistributedDataParallel(nn.Sequential(*(change(nn.Sequential(*one)) for one in layers)))
@@ -37,7 +37,7 @@ def train(change: object) -> nn.Module:
 
 
 def compare() -> None:
-    """The three in turn. DDP ends here: freed after its group, it may wait for that without end."""
+    """Run all three. DDP is freed here: freed after its group, it may hang."""
     ways = {"plain": nn.Module.train, "checkpoint_": checkpoint_, "torch": checkpoint_wrapper}
     models = {name: train(change) for name, change in ways.items()}
     batch, first = torch.randn(64, 32), dist.get_rank() == 0
@@ -52,7 +52,7 @@ def compare() -> None:
 if "RANK" in os.environ:
     dist.init_process_group("gloo")
     compare()
-    dist.barrier()  # a rank that goes while another is in a collective has it wait
+    dist.barrier()  # a rank that exits blocks others in a collective
     dist.destroy_process_group()
 else:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

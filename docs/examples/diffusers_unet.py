@@ -1,9 +1,9 @@
-"""A UNet of diffusers with its blocks in `checkpoint_`, beside diffusers' own switch.
+"""A UNet of diffusers with its blocks in `checkpoint_`, compared with diffusers' own option.
 
     python docs/examples/diffusers_unet.py
 
-Claim: less than a third is kept, no more than by `enable_gradient_checkpointing()`; gradients are
-the plain model's, every bit.
+Claim: less than a third of the bytes is kept, no more than by `enable_gradient_checkpointing()`;
+gradients are bit-identical to the plain model's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ theirs.enable_gradient_checkpointing()
 
 
 def loss_of(unet: torch.nn.Module) -> torch.Tensor:
-    """The loss of one step."""
+    """Return the loss of one step."""
     return unet(latents, steps, encoder_hidden_states=text).sample.square().mean()
 
 

@@ -1,4 +1,4 @@
-"""AdamW that keeps its moments as 8-bit numbers, with a scale for each block of 32 of them."""
+"""AdamW with 8-bit moments and a scale for each block of 32 elements."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ BLOCK, LR = 32, 0.01
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """Blocks are of elements that follow each other, so parameters must be cut between them.
+    """AdamW over blocks of consecutive elements, so shards must end between blocks.
 
-    State is tensors with a row for each block, so that a checkpoint can cut it there.
+    Its state has one row per block, so that a checkpoint can be cut between rows.
     """
 
     @torch.no_grad()
     def step(self) -> None:
-        """Step every parameter; its state is numbers of 8 bits and their scales."""
+        """Step every parameter; the state is 8-bit integers and their scales."""
         for param in (p for group in self.param_groups for p in group["params"] if p.numel()):
             state, grad = self.state[param], param.grad.flatten()
             state["step"] = step = state.get("step", 0) + 1
@@ -29,14 +29,14 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 def pack(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers of -127 to 127, `(blocks, 32)`, and scales, `(blocks, 1)`."""
+    """Return integers from -127 to 127, `(blocks, 32)`, and scales, `(blocks, 1)`."""
     blocks = nn.functional.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)
     scales = blocks.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
     return (blocks / scales).round().to(torch.int8), scales
 
 
 def unpack(state: dict[str, Tensor], name: str, like: Tensor) -> Tensor:
-    """What was packed, as long as `like`; zeros if nothing was."""
+    """Restore packed values in the shape of `like`; zeros if there are none."""
     if name not in state:
         return like * 0
     return (state[name] * state[f"{name}_scales"]).flatten()[: len(like)]

@@ -2,7 +2,7 @@
 
     python docs/examples/finetune_llama.py
 
-Claim: the step stays within 70 % of the plain peak, and adapters train to the plain weights.
+Claim: the step stays within 70 % of the plain peak, and adapters train to the plain run's weights.
 """
 
 from __future__ import annotations

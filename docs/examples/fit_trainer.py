@@ -1,9 +1,9 @@
-"""`fit_` on one batch, then `Trainer` of transformers with padded batches and another loss.
+"""`fit_` on one batch, then transformers' `Trainer` with padded batches and another loss.
 
     python docs/examples/fit_trainer.py
 
-Claim: what `fit_` found for a batch without padding and the model's own loss trains batches of
-other lengths, with a mask, under label smoothing; the weights are the plain run's, every bit.
+Claim: the plan for a batch without padding and the model's own loss also trains batches of other
+lengths, with a mask and label smoothing; weights are bit-identical to the plain run's.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ rows = [{"input_ids": torch.randint(1, 128, (length,))} for length in lengths]
 
 
 def padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """A batch as long as its longest text, with the mask that says what is padding."""
+    """Return a batch padded to its longest text, with the attention mask."""
     ids = torch.nn.utils.rnn.pad_sequence([row["input_ids"] for row in rows], batch_first=True)
     mask = (ids != 0).long()
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
 def train(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Four steps with label smoothing, which Trainer computes outside of the model."""
+    """Train four steps with label smoothing, which Trainer computes outside of the model."""
     with tempfile.TemporaryDirectory() as folder:
         settings = {"output_dir": folder, "use_cpu": True, "max_steps": 4, "disable_tqdm": True}
         settings |= {"per_device_train_batch_size": 2, "save_strategy": "no", "report_to": []}

@@ -2,7 +2,7 @@
 
     python docs/examples/fsdp2_beside.py          # starts torchrun
 
-Claim: with blocks in `checkpoint_`, both train to the same weights, and names stay plain.
+Claim: with blocks in `checkpoint_`, both train to the same weights, and names are plain.
 """
 
 import copy
@@ -33,7 +33,7 @@ def train(model: nn.Sequential, shard: object) -> None:
 
 
 def worker() -> None:
-    """One rank: both, beside each other, and their whole weights."""
+    """Run one rank: train with both libraries and compare the full weights."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3)]

@@ -2,7 +2,8 @@
 
     python docs/examples/hf_architectures.py
 
-Claim: trained weights are the plain run's, every bit; `gradient_checkpointing=True` keeps no less.
+Claim: trained weights are bit-identical to the plain run's; `gradient_checkpointing=True` keeps at
+least as many bytes.
 """
 
 import contextlib

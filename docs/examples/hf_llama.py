@@ -1,8 +1,8 @@
-"""A Llama of transformers with `checkpoint_` on its layers, beside transformers' own switch.
+"""A Llama of transformers with its layers in `checkpoint_`, compared with transformers' own option.
 
     python docs/examples/hf_llama.py
 
-Claim: half of the kept memory goes, and more; every gradient has the plain model's bits.
+Claim: less than half of the bytes is kept; every gradient is bit-identical to the plain model's.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python docs/examples/hf_trainer.py
 
-Claim: the trained weights are those of the plain run, every bit, and so is what is saved; the
-same run with `gradient_checkpointing=True` keeps no less.
+Claim: trained weights and saved files are bit-identical to the plain run's; the same run with
+`gradient_checkpointing=True` keeps at least as many bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ warnings.simplefilter("ignore")
 torch.manual_seed(0)
 config = transformers.GPT2Config(vocab_size=128, n_embd=32, n_layer=3, n_head=4, n_positions=32)
 config.use_cache = False
-plain = transformers.GPT2LMHeadModel(config)  # dropout 0.1 is the configuration's own
+plain = transformers.GPT2LMHeadModel(config)  # the default configuration has dropout 0.1
 models = {"plain": plain, "checkpoint_": copy.deepcopy(plain), "switch": copy.deepcopy(plain)}
 ids = torch.randint(128, (8, 16))
 
@@ -31,7 +31,7 @@ for block in models["checkpoint_"].transformer.h:
 
 
 def train(model: torch.nn.Module, folder: str, **options: bool) -> dict[str, torch.Tensor]:
-    """Three steps; gives what `from_pretrained` reads of the saved model."""
+    """Train three steps; return the tensors that `from_pretrained` reads of the saved model."""
     settings = transformers.TrainingArguments(
         output_dir=folder,
         use_cpu=True,

@@ -1,4 +1,4 @@
-"""What a step keeps for its backward, and how long it takes; the other examples use this."""
+"""Measure the bytes that a step keeps for backward, and its time; used by the other examples."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Alive(TorchDispatchMode):
-    """Every storage that an operator made; `bytes()` counts those that are still there."""
+    """Tracks every storage that an operator allocates; `bytes()` counts the live ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Alive(TorchDispatchMode):
         return out
 
     def bytes(self) -> int:
-        """Bytes of what is alive now."""
+        """Return the bytes of live storages."""
         gc.collect()
         return sum(size for reference, size in self.made.values() if not reference.expired())
 
@@ -47,9 +47,9 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def kept_bytes(forward: Callable[..., Any], *args: Any, **inputs: Any) -> int:
-    """Bytes that a forward made and that are alive when it has ended; then runs the backward.
+    """Return the bytes that a forward allocated and kept; then run backward.
 
-    `forward` gives a loss, or what has one.
+    `forward` returns a loss, or an object with a `loss`.
     """
     with Alive() as alive:
         out = forward(*args, **inputs)
@@ -62,11 +62,11 @@ def kept_bytes(forward: Callable[..., Any], *args: Any, **inputs: Any) -> int:
 
 @dataclass(frozen=True)
 class Way:
-    """How a step of one model went, beside that of the first.
+    """Results of one model's step, compared with the first model's.
 
     kept_bytes: between forward and backward.
     time: of a step as a multiple of the first model's in the same turn, median of all turns.
-    differing: gradients and buffers that are not the first model's, bit by bit.
+    differing: gradients and buffers that are not bit-identical to the first model's.
     """
 
     kept_bytes: int
@@ -75,7 +75,7 @@ class Way:
 
 
 def differing(model: nn.Module, plain: nn.Module) -> tuple[str, ...]:
-    """Names, as the plain model has them, of gradients and buffers with other bits."""
+    """Return plain names of gradients and buffers that are not bit-identical."""
     pairs = [
         *(
             (n, p.grad, q.grad)
@@ -104,14 +104,14 @@ def side_by_side(
     compare: bool = True,
     say: bool = True,
 ) -> dict[str, Way]:
-    """Take steps of all models in turn, with the same random numbers, and compare with the first.
+    """Run steps of all models in turns with the same random numbers; compare with the first.
 
     Args:
         models: by the name that is printed; all have the same weights.
-        forward: given a model, a loss, or what has one.
-        turns: how often each takes a step, after one that is not timed.
-        compare: gradients and buffers, too; shards of two libraries cannot be.
-        say: print a line for each.
+        forward: called with a model; returns a loss, or an object with a `loss`.
+        turns: timed steps of each model, after one step that is not timed.
+        compare: whether to compare gradients and buffers; not possible for shards of two libraries.
+        say: whether to print a line for each model.
     """
     ratios = in_turn({name: _step_of(model, forward) for name, model in models.items()}, turns)
     plain, found = next(iter(models.values())), {}
@@ -128,11 +128,11 @@ def side_by_side(
 
 
 def in_turn(steps: Mapping[str, Callable[[int], Any]], turns: int = 5) -> dict[str, list[float]]:
-    """How long each takes, as multiples of the first in the same turn, one for each turn.
+    """Return the times of each step relative to the first step of the same turn.
 
     Args:
         steps: by name; each is called with the number of the turn, from 0.
-        turns: how often each is called, after one turn that is not timed.
+        turns: calls of each step, after one turn that is not timed.
     """
     ratios: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(turns + 1):
@@ -144,12 +144,12 @@ def in_turn(steps: Mapping[str, Callable[[int], Any]], turns: int = 5) -> dict[s
 
 
 def ratio(ratios: list[float]) -> str:
-    """The median, the least and the most of some turns, to print."""
+    """Format median, least and most of some ratios."""
     return f"time {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def say_files(times: Mapping[str, list[float]], folder: str, job: str) -> None:
-    """A line for each library: what it wrote into `folder/NAME/0`, and how long the job took."""
+    """Print for each library the size of its files in `folder/NAME/0`, and the job's duration."""
     for name, ratios in times.items():
         files = [path for path in Path(folder, name, "0").rglob("*") if path.is_file()]
         size = sum(path.stat().st_size for path in files)
@@ -157,7 +157,7 @@ def say_files(times: Mapping[str, list[float]], folder: str, job: str) -> None:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two trees of dicts and lists have the same keys and values, tensors bit by bit."""
+    """Whether two trees of dicts and lists have the same keys and bit-identical tensors."""
     if isinstance(one, Mapping):
         return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
     if isinstance(one, list):
@@ -166,9 +166,9 @@ def same(one: Any, other: Any) -> bool:
 
 
 def on_ranks(worker: Callable[[str, str], None], *jobs: tuple[int, str]) -> bool:
-    """Start this script for each (ranks, job) by torchrun; a rank calls `worker(folder, job)`.
+    """Start this script by torchrun for each (ranks, job); a rank calls `worker(folder, job)`.
 
-    True in the process that started them, after all have ended. The folder is theirs alone.
+    Returns True in the starting process after all jobs. The folder is empty at the start.
     """
     if "RANK" in os.environ:
         worker(*sys.argv[1:])
@@ -182,7 +182,7 @@ def on_ranks(worker: Callable[[str, str], None], *jobs: tuple[int, str]) -> bool
 
 
 def _step_of(model: nn.Module, forward: Callable[[Any], Any]) -> Callable[[int], None]:
-    """Forward and backward, with the random numbers of the turn."""
+    """Run forward and backward with the random numbers of the turn."""
 
     def step(turn: int) -> None:
         torch.manual_seed(turn)

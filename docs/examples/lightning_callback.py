@@ -1,9 +1,9 @@
-"""A Lightning callback that checkpoints while fitting, beside torch's own wrapper.
+"""A Lightning callback that checkpoints layers during fitting, compared with torch's wrapper.
 
     python docs/examples/lightning_callback.py
 
-Claim: Lightning's checkpoint is the plain run's, every bit, and no parameter's name changes, as
-it does with torch's `apply_activation_checkpointing`.
+Claim: Lightning's checkpoint is bit-identical to the plain run's, and no parameter is renamed, as
+torch's `apply_activation_checkpointing` does.
 """
 
 import copy
@@ -19,14 +19,14 @@ from ckpt_wrap import checkpoint_layers_
 
 
 class Checkpointing(pl.Callback):
-    """Checkpoint the layers of encoders; `ckpt_wrap.unwrap` would take it off again."""
+    """Checkpoint the layers of encoders; `ckpt_wrap.unwrap` would undo it."""
 
     def setup(self, trainer: object, pl_module: nn.Module, stage: str) -> None:
         checkpoint_layers_(pl_module)
 
 
 class Task(pl.LightningModule):
-    """An encoder, with dropout."""
+    """An encoder with dropout."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -2,8 +2,8 @@
 
     python docs/examples/long_context.py
 
-Claim: what a forward keeps in memory is less than a 20th of the plain forward's, and gradients are
-the plain model's up to the rounding of sums.
+Claim: a forward keeps less than a 20th of the plain forward's bytes, and gradients are the plain
+model's up to the rounding of sums.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ ids = torch.randint(config.vocab_size, (1, 2048))
 
 
 def loss_of(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Sum the losses of some tokens."""
+    """Return the summed losses of some tokens."""
     return F.cross_entropy(model.lm_head(hidden).float(), targets, reduction="sum")
 
 
 def sliced() -> torch.Tensor:
-    """The loss of the whole sequence, with the logits of an eighth of it at a time."""
+    """Return the loss of the whole sequence, computing an eighth of the logits at a time."""
     hidden, targets = model.model(input_ids=ids).last_hidden_state[0, :-1], ids[0, 1:]
     return in_slices(loss_of, 8)(hidden, targets) / targets.numel()
 
 
 with tempfile.TemporaryDirectory() as folder:
-    # On an accelerator offload=True: to host memory. Here all memory is the host's, so to files.
+    # On an accelerator use offload=True, which means host memory. On a CPU, offload to files.
     print(checkpoint_layers_(model, offload=folder))
     kept = kept_bytes(sliced)
 wanted = kept_bytes(plain, input_ids=ids, labels=ids)

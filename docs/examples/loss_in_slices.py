@@ -1,9 +1,9 @@
-"""The loss of a Llama of transformers over slices of its tokens: no logits for all of them.
+"""The loss of a transformers Llama in slices of its tokens, without logits for all of them.
 
     python docs/examples/loss_in_slices.py
 
-Claim: what a step allocates at its peak falls to a third and less; the loss, and the gradients up
-to the rounding of sums, are those of `model(input_ids=..., labels=...)`.
+Claim: the peak of a step is less than a third; the loss equals that of
+`model(input_ids=..., labels=...)`, and gradients do up to the rounding of sums.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ labels[:, :32] = -100  # the prompt
 
 
 def loss_of(hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give the sum of the losses of some tokens, and how many they are."""
+    """Return the summed losses of some tokens, and the number of tokens."""
     logits = model.lm_head(hidden).float()
     loss = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
     return loss, (targets != -100).sum()
@@ -44,7 +44,7 @@ def whole() -> torch.Tensor:
 
 
 def sliced() -> torch.Tensor:
-    """The same in 16 slices of the tokens; each predicts the next one."""
+    """The same loss in 16 slices of the tokens; each token predicts the next one."""
     hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]
     loss, count = in_slices(loss_of, 16)(hidden.reshape(-1, 64), labels[:, 1:].reshape(-1))
     return loss / count

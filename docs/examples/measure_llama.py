@@ -1,10 +1,10 @@
-"""Measure what a training step of a small Llama holds, plain and in four other ways.
+"""Measure memory of a training step of a small Llama, plain and in four other ways.
 
     python docs/examples/measure_llama.py
 
-Prints, for each way, the bytes kept between forward and backward, the peak of a step above
-parameters and gradients, and whether every gradient equals the plain model's bit for bit. The
-weights are random. Bytes are counted, not sampled, so two runs print the same numbers.
+Prints for each way: bytes kept between forward and backward, peak of a step without parameters and
+gradients, and whether every gradient is bit-identical to plain's. Weights are random. Bytes are
+counted, not sampled, so two runs print the same numbers.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def build() -> Any:
 
 
 def peak_bytes(model: Any, **batch: Any) -> int:
-    """Most bytes that one step allocates at once, without parameters and gradients."""
+    """Return the largest number of bytes that one step allocates at once, without gradients."""
     with trace(model, memory=True) as report:
         model(**batch).loss.backward()
     events = json.loads(report.to_json())["traceEvents"]
@@ -70,7 +70,7 @@ def peak_bytes(model: Any, **batch: Any) -> int:
 
 
 def measure(folder: str) -> list[dict[str, Any]]:
-    """One row for each way: `way`, `kept_bytes`, `peak_bytes`, `equal`."""
+    """Return one row for each way: `way`, `kept_bytes`, `peak_bytes`, `equal`."""
     ids = torch.randint(SIZE["vocab_size"], (BATCH, TOKENS))
     batch = {"input_ids": ids, "labels": ids}
     rows, plain = [], []

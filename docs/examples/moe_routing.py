@@ -1,9 +1,10 @@
-"""A Qwen3-MoE of transformers whose router draws noise that no checkpoint restores.
+"""A transformers Qwen3-MoE with router noise that no checkpoint restores.
 
     python docs/examples/moe_routing.py
 
-Claim: in 100 steps gradients are the plain model's, every bit, and less than half is kept; torch's
-checkpoint runs the router again, which then chooses other experts, and gradients are wrong.
+Claim: in 100 steps gradients are bit-identical to the plain model's, and less than half of the
+bytes is kept. torch's checkpoint runs the router again, which chooses other experts, so its
+gradients are wrong.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ size = {"vocab_size": 128, "hidden_size": 32, "moe_intermediate_size": 32, "num_
 heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 experts = {"num_experts": 8, "num_experts_per_tok": 2}
 config = transformers.Qwen3MoeConfig(**size, **heads, **experts, use_cache=False)
-noise = torch.Generator()  # a generator of one's own, as for tests that compare runs
+noise = torch.Generator()  # a separate generator, as in tests that compare runs
 
 
 class NoisyRouter(nn.Module):
@@ -38,7 +39,7 @@ class NoisyRouter(nn.Module):
         self.weight, self.top_k = router.weight, router.top_k
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return logits, weights and numbers of the chosen experts."""
+        """Return logits, weights and indices of the chosen experts."""
         logits = F.linear(hidden, self.weight)
         noisy = logits + torch.randn(logits.shape, generator=noise)
         weights, chosen = noisy.softmax(-1).topk(self.top_k, -1)

@@ -1,6 +1,6 @@
-"""Further ways to train the GPT of `train_gpt.py`; `compare_gpt.py` compares them beside its own.
+"""More ways to train the GPT of `train_gpt.py`, for `compare_gpt.py`.
 
-Each is a function like those there, and can be copied into that script.
+Each is a function like those in `train_gpt.py` and can be copied into it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sac_policies import ATTENTION, MATMULS, checkpoint, save_ops
 
 @torch.library.custom_op("more_ways::gelu", mutates_args=(), schema="(Tensor x) -> Tensor")
 def gelu(x: Tensor) -> Tensor:
-    """An operator of one's own, registered: a region can call it again."""
+    """GELU as a registered custom operator, which a region can recompute."""
     return F.gelu(x)
 
 
@@ -43,7 +43,7 @@ gelu.register_autograd(_derivative, setup_context=_keep_input)
 
 
 def own_operator(model: GPT, config: Config) -> Optimizer:
-    """As save_matmuls, with an activation of our own."""
+    """Like save_matmuls, with a custom activation operator."""
     del config
     for block in model.blocks:
         block.act = gelu
@@ -53,12 +53,12 @@ def own_operator(model: GPT, config: Config) -> Optimizer:
 
 
 def flat_state_in_files(model: GPT, config: Config) -> Optimizer:
-    """As flat, but between steps the optimizer's state is in files without a name."""
+    """Like flat; between steps the optimizer's state is in unnamed files."""
     return offload_optimizer(flat(model, config), folder=tempfile.gettempdir())
 
 
 def sharded_whole_matrices(model: GPT, config: Config) -> Optimizer:
-    """As sharded, but no matrix is cut: matrix optimizers such as Muon need it whole."""
+    """Like sharded, without cutting matrices: matrix optimizers such as Muon need them whole."""
     for module in [*model.blocks, model]:
         fully_shard(module, boundary=by_name({"*weight": "tensor"}))
     return adamw(model.parameters())

@@ -2,7 +2,7 @@
 
     python docs/examples/muon_shards.py           # starts torchrun
 
-Claim: weights are those of one process, every bit; each matrix is whole on one rank.
+Claim: weights are bit-identical to one process; each matrix is on one rank.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import flat_param
 
 
 def model_of(seed: int = 0) -> nn.Sequential:
-    """Three layers, of which the middle ones are alike."""
+    """Three layers; the middle ones have equal shapes."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(16, 48), nn.GELU(), nn.Linear(48, 48), nn.Linear(48, 4))
 
 
 def train(model: nn.Module, shares: list[Tensor]) -> None:
-    """Five steps; the gradient is the mean over shares, added in the order of ranks."""
+    """Run five steps; the gradient is the mean over shares, summed in the order of ranks."""
     weights = [param for name, param in model.named_parameters() if name.endswith("weight")]
     others = [param for name, param in model.named_parameters() if not name.endswith("weight")]
-    mine = [param for param in weights if param.numel()]  # a rank has all of a matrix, or nothing
+    mine = [param for param in weights if param.numel()]  # a rank has a whole matrix, or none of it
     optimizers = [torch.optim.Muon(mine, lr=0.02), torch.optim.AdamW(others, lr=0.01)]
     for _ in range(5):
         model.zero_grad()
@@ -41,10 +41,10 @@ def train(model: nn.Module, shares: list[Tensor]) -> None:
 
 
 def worker() -> None:
-    """One rank: its half, and all of it alone."""
+    """Run one rank: its half, and the whole model alone."""
     dist.init_process_group("gloo")
     halves = list(torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(1)))
-    whole = flat_param.by_name({"*weight": "tensor"})  # biases are cut between elements
+    whole = flat_param.by_name({"*weight": "tensor"})  # biases may be cut between elements
     train(model := flat_param.fully_shard(model_of(), boundary=whole), [halves[dist.get_rank()]])
     train(alone := model_of(), halves)
     whole_state = flat_param.full_state_dict(model)["model"]

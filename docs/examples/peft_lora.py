@@ -1,8 +1,9 @@
-"""LoRA of PEFT on a frozen Llama whose layers are in `checkpoint_`, beside transformers' switch.
+"""PEFT LoRA on a frozen Llama with layers in `checkpoint_`, compared with transformers' option.
 
     python docs/examples/peft_lora.py
 
-Claim: without `enable_input_require_grads`, adapters get the plain run's gradients, every bit.
+Claim: without `enable_input_require_grads`, adapters get gradients bit-identical to the plain
+run's.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Say how a model's step fits a memory limit: which blocks, which policy, offload, how many ranks.
+"""Plan how a model's step fits a memory limit: which blocks, which policy, offload, how many ranks.
 
     python docs/examples/plan_memory.py --limit "80 MiB"
 
-Predicts from two blocks, for every number of blocks and ranks, what a rank holds; recommends the
-cheapest choice that fits; then does it, and measures bytes and time beside the plain model, in
-turns; `--json FILE` writes the figures. For a model of your own, write what `example` does, and
-pass it as `--model file.py:function`.
+Predicts the memory of a rank for every number of blocks and ranks, from two blocks. Recommends the
+cheapest choice that fits, applies it, and measures bytes and time in turns with the plain model.
+`--json FILE` writes the figures. For your own model, write a function like `example` and pass it as
+`--model file.py:function`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ckpt_wrap import checkpoint_, offload_, unwrap
 from flat_param.plan import plan_training, unit_shapes
 
 PRODUCTS = sac_policies.save_ops(sac_policies.MATMULS, sac_policies.ATTENTION)
-# Cheapest first: each keeps less than the one before, and takes longer.
+# Cheapest first: each keeps fewer bytes than the one before and takes longer.
 WAYS: dict[str, Callable[[nn.Module, str], object]] = {
     "keep products, recompute the rest": lambda block, folder: checkpoint_(
         block, checkpoint_fn=sac_policies.checkpoint, policy=PRODUCTS
@@ -52,12 +52,12 @@ RANKS = (1, 2, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True)
 class Choice:
-    """What is done to the first blocks of a model on so many ranks, and the bytes of one rank.
+    """A change of the first blocks of a model on some ranks, and the bytes of one rank.
 
     Attributes:
         kept_bytes: between forward and backward.
-        total_bytes: those, one block that is being recomputed, parameters, gradients, AdamW's
-            state, and what sharding gathers.
+        total_bytes: those, one recomputed block, parameters, gradients, AdamW's state, and gathered
+            parameters.
     """
 
     way: str
@@ -68,7 +68,7 @@ class Choice:
 
 
 class GPTLoss(GPT):
-    """The demo's model, with its loss for an output, as models of transformers give it."""
+    """The demo's model, returning its loss as transformers models do."""
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Map (B, T) int64 twice to a scalar."""
@@ -76,7 +76,7 @@ class GPTLoss(GPT):
 
 
 def example() -> tuple[nn.Module, dict[str, Any], str]:
-    """A model whose forward gives its loss, a batch as a dict, and where its blocks are."""
+    """Return a model that returns its loss, a batch as a dict, and the name of its blocks."""
     torch.manual_seed(0)
     config = Config()
     tokens = torch.randint(256, (config.batch, config.context))
@@ -84,24 +84,24 @@ def example() -> tuple[nn.Module, dict[str, Any], str]:
 
 
 def kept_of(model: nn.Module, batch: dict[str, Any]) -> int:
-    """Bytes of a forward that wait for its backward; gradients are dropped again."""
+    """Return the bytes of a forward that are kept for backward; gradients are dropped."""
     count = kept_bytes(model, **batch)
     model.zero_grad()
     return count
 
 
 def change(model: nn.Module, path: str, way: str, blocks: int, folder: str) -> None:
-    """Do something to the first blocks; a way named `PLAIN` does nothing."""
+    """Apply a way to the first blocks; `PLAIN` does nothing."""
     if way != PLAIN:
         for block in list(model.get_submodule(path))[:blocks]:
             WAYS[way](block, folder)
 
 
 def predict(model: nn.Module, batch: dict[str, Any], path: str, folder: str) -> Iterator[Choice]:
-    """Every choice, cheapest first: fewest ranks, then what repeats least."""
+    """Yield every choice, cheapest first: fewest ranks, then least recomputation."""
     blocks = list(model.get_submodule(path))
     plain, counted = kept_of(model, batch), {}
-    for way in WAYS:  # the first block stands at the batch; the second says what the others gain
+    for way in WAYS:  # the first block stores the batch; the second shows what further blocks save
         few = [plain]
         for count in (1, 2):
             change(model, path, way, count, folder)
@@ -122,14 +122,14 @@ def predict(model: nn.Module, batch: dict[str, Any], path: str, folder: str) -> 
 
 
 def recommend(choices: list[Choice], limit_bytes: int) -> Choice | None:
-    """The first that fits."""
+    """Return the first choice that fits."""
     return next((choice for choice in choices if choice.total_bytes <= limit_bytes), None)
 
 
 def measure(
     model: nn.Module, batch: dict[str, Any], path: str, choices: list[Choice], steps: int
 ) -> list[dict[str, Any]]:
-    """Kept bytes, time beside the plain step of the same turn, and whether gradients are equal."""
+    """Return kept bytes, time relative to plain, and whether gradients are equal."""
     with tempfile.TemporaryDirectory() as folder:
         models = [copy.deepcopy(model) for _ in choices]
         for one, choice in zip(models, choices, strict=True):
@@ -146,7 +146,7 @@ def measure(
 
 
 def timed(model: nn.Module, batch: dict[str, Any]) -> float:
-    """Seconds of one forward and backward."""
+    """Return the seconds of one forward and backward."""
     model.zero_grad()
     torch.manual_seed(0)  # for dropout
     began = time.perf_counter()
@@ -156,25 +156,25 @@ def timed(model: nn.Module, batch: dict[str, Any]) -> float:
 
 
 def gradients_equal(one: nn.Module, other: nn.Module) -> bool:
-    """Whether all gradients have the same bits."""
+    """Whether all gradients are bit-identical."""
     pairs: Iterator[tuple[Tensor, Tensor]] = zip(one.parameters(), other.parameters(), strict=True)
     return all(torch.equal(a.grad, b.grad) for a, b in pairs if a.grad is not None)
 
 
 def spread(ratios: list[float]) -> list[float]:
-    """Least, middle and most."""
+    """Return least, median and most."""
     return [min(ratios), statistics.median(ratios), max(ratios)]
 
 
 def say(choice: dict[str, Any], of: int) -> str:
-    """A choice as a sentence."""
+    """Describe a choice in a sentence."""
     way, blocks, ranks = choice["way"], choice["blocks"], choice["ranks"]
     where = "on one rank" if ranks == 1 else f"shard over {ranks} ranks"
     return f"blocks {way}, {where}" if way == PLAIN else f"{way}: {blocks} of {of} blocks, {where}"
 
 
 def lines(result: dict[str, Any]) -> list[str]:
-    """What is printed of a result."""
+    """Return the printed lines of a result."""
     row, size = result["recommended"], sac_policies.budget.format_size
     low, middle, high = row["time_ratio"]
     equal = "equal, every bit" if row["equal"] else "DIFFER"
@@ -190,7 +190,7 @@ def lines(result: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    """Print the recommendation and what was measured; 1 where nothing fits."""
+    """Print the recommendation and the measurements; return 1 if nothing fits."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--limit", default="80 MiB", help='bytes of one rank, such as "6 GiB"')
     parser.add_argument("--model", help="file.py:function, which gives model, batch, blocks' path")
@@ -201,7 +201,7 @@ def main() -> int:
     if options.model:
         file, _, function = options.model.rpartition(":")
         build = runpy.run_path(file)[function]
-    # A model without attention has nothing that the second entry of PRODUCTS is for.
+    # A model without attention does not use the second entry of PRODUCTS.
     warnings.simplefilter("ignore", sac_policies.UnmatchedEntryWarning)
     model, batch, path = build()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,8 +1,8 @@
-"""Shard over two ranks, save, and resume on one and on three; beside FSDP2 with torch's DCP.
+"""Shard over two ranks, save, and resume on one and on three; compared with FSDP2 and DCP.
 
     python docs/examples/shard_and_resume.py      # starts torchrun three times
 
-Claim: parameters and Adam's state are on one and on three ranks what they were on two, every bit.
+Claim: on one and on three ranks, parameters and Adam's state are bit-identical to those on two.
 """
 
 import torch
@@ -17,7 +17,7 @@ import flat_param
 
 
 def trained(shard: object) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model in shards and its optimizer, after a step on this rank's batch."""
+    """Return a sharded model and its optimizer, after a step on this rank's batch."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(24, 36), nn.GELU(), nn.Linear(36, 7))
     shard(model[0])
@@ -28,7 +28,7 @@ def trained(shard: object) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def worker(folder: str, job: str) -> None:
-    """One rank: save or load, with both libraries in turn."""
+    """Run one rank: save or load with both libraries."""
     dist.init_process_group("gloo")
     (model, optimizer), theirs = trained(flat_param.fully_shard), trained(fsdp2)
 

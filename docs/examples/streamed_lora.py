@@ -1,9 +1,9 @@
-"""LoRA of PEFT on a Llama whose frozen layers stay in host memory, streamed one layer ahead.
+"""PEFT LoRA on a Llama with frozen layers in host memory, streamed one layer ahead.
 
     python docs/examples/streamed_lora.py
 
-Claim: adapters train to the plain run's weights, every bit, and frozen weights have no gradients.
-An accelerator has two layers of frozen weights at most; on a CPU nothing needs to move.
+Claim: adapters train bit-identically to the plain run, and frozen weights have no gradients. An
+accelerator holds at most two layers of frozen weights; on a CPU nothing is copied.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ has_accelerator = torch.accelerator.is_available()
 device = torch.accelerator.current_accelerator() if has_accelerator else torch.device("cpu")
 ids = torch.randint(64, (2, 64), device=device)
 
-# One process; a larger model is sharded over several in the same way.
+# One process; several processes shard a larger model with the same calls.
 backend = "gloo" if device.type == "cpu" else dist.get_default_backend_for_device(device.type)
 dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 mesh = init_device_mesh(device.type, (1,))
@@ -44,7 +44,7 @@ for module in (*streamed.base_model.model.model.layers, streamed):
 
 
 def train(model: torch.nn.Module) -> int:
-    """Train adapters for three steps; return the most device memory that a step took."""
+    """Train adapters for three steps; return the peak of device memory."""
     trained = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.01)
     for _ in range(3):

@@ -1,9 +1,9 @@
-"""A ResNet of timm with its blocks in `checkpoint_`, beside timm's own switch.
+"""A timm ResNet with its blocks in `checkpoint_`, compared with timm's own option.
 
     python docs/examples/timm_resnet.py
 
-Claim: batch norm's averages move once in a step, as in the plain model, every bit; with
-`set_grad_checkpointing()` they move twice, because the forward runs twice.
+Claim: batch norm statistics advance once per step, bit-identical to the plain model. With
+`set_grad_checkpointing()` they advance twice, because the forward runs twice.
 """
 
 from __future__ import annotations

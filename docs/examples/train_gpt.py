@@ -28,7 +28,7 @@ from sac_policies import ATTENTION, MATMULS, checkpoint, fit_, profile, save_ops
 
 @dataclass(frozen=True)
 class Config:
-    """What to train, and on what; `batch` is that of all ranks together."""
+    """Options of a run; `batch` is that of all ranks together."""
 
     layers: int = 6
     width: int = 192
@@ -87,7 +87,7 @@ def read_text(data: str) -> torch.Tensor:
 
 
 def batches(text: torch.Tensor, config: Config, seed: int) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield inputs and targets, each (B, T) int64; every rank takes its share of the same draw."""
+    """Yield inputs and targets, each (B, T) int64; every rank takes its part of the same batch."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         starts = torch.randint(len(text) - config.context - 1, (config.batch,), generator=generator)
@@ -100,39 +100,39 @@ adamw = partial(torch.optim.AdamW, lr=1e-3, betas=(0.9, 0.95), fused=True)
 
 
 def plain(model: GPT, config: Config) -> torch.optim.Optimizer:
-    """Keep every activation: the run that the others are compared with."""
+    """Keep every activation; the baseline."""
     return adamw(model.parameters())
 
 
 def checkpointed(model: GPT, config: Config) -> torch.optim.Optimizer:
-    """Recompute every block in backward, with the names that torch's wrapper has."""
+    """Recompute every block in backward, in wrappers like torch's."""
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
     return adamw(model.parameters())
 
 
 def checkpointed_in_place(model: GPT, config: Config) -> torch.optim.Optimizer:
-    """Recompute every block in backward, without a wrapper: no name and no class changes."""
+    """Recompute every block in backward, without a wrapper: no name or class changes."""
     for block in model.blocks:
         checkpoint_(block)
     return adamw(model.parameters())
 
 
 def offload_to_disk(model: GPT, config: Config) -> torch.optim.Optimizer:
-    """Keep what the blocks save in memory-mapped files until backward asks for it."""
+    """Keep values that blocks save in memory-mapped files until backward."""
     for block in model.blocks:
         offload_(block, to=tempfile.gettempdir())
     return adamw(model.parameters())
 
 
 def save_matmuls(model: GPT, config: Config) -> torch.optim.Optimizer:
-    """Keep what matrix products and attention return; recompute the cheap rest."""
+    """Keep the results of matrix products and attention; recompute the cheap rest."""
     for block in model.blocks:
         checkpoint_(block, checkpoint_fn=checkpoint, policy=save_ops(MATMULS, ATTENTION))
     return adamw(model.parameters())
 
 
 def budget_half(model: GPT, config: Config) -> torch.optim.Optimizer:
-    """Let a solver choose what each block keeps: half of the bytes, for the least work repeated."""
+    """Let a solver choose what blocks keep: half of the bytes, with the least recomputation."""
     sample = torch.zeros(config.batch, config.context, config.width, device=config.device)
     half = solve(profile(model.blocks[0], sample.requires_grad_(), unit="flops"), "50%")
     for block in model.blocks:
@@ -141,7 +141,7 @@ def budget_half(model: GPT, config: Config) -> torch.optim.Optimizer:
 
 
 def fitted(model: GPT, config: Config) -> torch.optim.Optimizer:
-    """Let fit_ change as few blocks as it takes: 80 % of plain's bytes, but for AdamW's."""
+    """Let fit_ change as few blocks as necessary for 80 % of plain's bytes, without AdamW's."""
     assert fit_(model, model.positions.new_zeros(config.batch, config.context).long(), "80%")
     return adamw(model.parameters())
 
@@ -152,7 +152,7 @@ def flat(model: GPT, config: Config) -> torch.optim.Optimizer:
 
 
 def sharded(model: GPT, config: Config) -> torch.optim.Optimizer:
-    """Divide parameters, gradients and optimizer state between the ranks, a block at a time."""
+    """Shard parameters, gradients and optimizer state over the ranks, one unit per block."""
     for module in [*model.blocks, model]:
         fully_shard(module)
     return adamw(model.parameters())
@@ -168,7 +168,7 @@ def loss_of(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> to
 
 
 def main() -> None:
-    """Train in the configuration that was asked for."""
+    """Train in the chosen configuration."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", default="plain", choices=CONFIGURATIONS)
     for field in fields(Config)[:-2]:
@@ -192,7 +192,7 @@ def main() -> None:
         if config.rank == 0:
             print(f"step {step + 1}/{config.steps}  loss {loss.item():.4f}", flush=True)
     if dist.is_initialized():
-        dist.destroy_process_group()  # its threads may not outlive the process
+        dist.destroy_process_group()  # its threads must not outlive the process
 
 
 if __name__ == "__main__":

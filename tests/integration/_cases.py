@@ -1,6 +1,6 @@
-"""Small models of other people, made from their configurations: nothing is fetched.
+"""Small models of other libraries, built from their configurations; nothing is downloaded.
 
-Weights are random and dropout is on wherever a model has it.
+Weights are random, and dropout is on if a model has it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 
 def of_transformers(model: str, **settings: Any) -> nn.Module:
-    """A model of transformers by its class's name, from its own configuration's class."""
+    """Build a transformers model by class name, from its configuration class."""
     kind = getattr(need("transformers"), model)
     return kind(kind.config_class(**settings))
 
@@ -44,17 +44,16 @@ DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 
 
 def text() -> dict[str, Any]:
-    """Tokens, and the same as labels."""
+    """Token ids, also used as labels."""
     return {"input_ids": IDS, "labels": IDS}
 
 
 def images() -> dict[str, Any]:
-    """Two pictures."""
     return {"pixel_values": IMAGES}
 
 
 def sound() -> dict[str, Any]:
-    """A spectrogram, and what is said in it."""
+    """A spectrogram and its transcript."""
     return {"input_features": IMAGES.reshape(2, 8, -1)[..., :40], "labels": IDS}
 
 
@@ -64,12 +63,12 @@ def both() -> dict[str, Any]:
 
 
 def noisy() -> dict[str, Any]:
-    """Pictures at a step of diffusion."""
+    """Noisy pictures of a diffusion step."""
     return {"sample": IMAGES, "timestep": torch.tensor([1, 2])}
 
 
 def classified() -> dict[str, Any]:
-    """Latent pictures at a step of diffusion, each of a class."""
+    """Latent pictures of a diffusion step, each with a class."""
     steps, latent = torch.tensor([1, 2]), IMAGES[:, :, :8, :8].contiguous()
     return {"hidden_states": latent, "timestep": steps, "class_labels": steps}
 
@@ -81,7 +80,6 @@ def made(
     blocks: tuple[str, ...] = (),
     **settings: Any,
 ) -> Case:
-    """A case of transformers."""
     return Case(name, "transformers", lambda: of_transformers(model, **settings), inputs, blocks)
 
 
@@ -294,5 +292,4 @@ each = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace
 
 
 def case_of(name: str) -> Case:
-    """The case of this name."""
     return next(case for case in CASES if case.name == name)

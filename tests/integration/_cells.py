@@ -1,4 +1,4 @@
-"""A model through a part in a process of its own, so that a crash or a hang is a result, too."""
+"""Run a model with a part in a separate process, so that crashes and hangs become results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ JUDGES = {
 
 
 def outcome_of(part: _parts.Part, case: Case) -> dict[str, Any]:
-    """What came of one cell."""
     larger = case if part.judge == "ranks" else _parts.enlarged(case)
     try:
         return {"outcome": "equal", **JUDGES[part.judge](part, larger, *_parts.twins(case))}
@@ -37,14 +36,14 @@ def outcome_of(part: _parts.Part, case: Case) -> dict[str, Any]:
 
 
 def cell(part: _parts.Part, case: Case, answer: Connection) -> None:
-    """The process of one cell."""
+    """The entry point of the process."""
     os.setsid()
     warnings.simplefilter("ignore")
     answer.send(outcome_of(part, case))
 
 
 def in_process(part: _parts.Part, case: Case, *, limit_s: float = LIMIT_S) -> dict[str, Any]:
-    """A cell, whatever becomes of its process."""
+    """Run a cell in a process and return its result, also after a crash or a timeout."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=cell, args=(part, case, theirs))
@@ -67,17 +66,17 @@ DONE: dict[tuple[str, str], dict[str, Any]] = {}
 
 
 def cell_of(part: _parts.Part, case: Case) -> dict[str, Any]:
-    """The result of a cell, run once however many tests ask for it."""
+    """Return the result of a cell, which runs once for all tests."""
     if (part.name, case.name) not in DONE:
         torch.set_num_threads(1)
         warnings.simplefilter("ignore")
-        case.build()  # imported here once, so that each process finds it
+        case.build()  # imported here, so that each process finds the library
         DONE[part.name, case.name] = in_process(part, case)
     return DONE[part.name, case.name]
 
 
 def kept_bytes_of(part: str, case: Case) -> int:
-    """Bytes that a model keeps between forward and backward with a part."""
+    """Return the bytes that a model with a part keeps between forward and backward."""
     found = cell_of(_parts.BY_NAME[part], case)
     assert "kept_bytes" in found, found
     return int(found["kept_bytes"])

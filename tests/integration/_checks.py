@@ -1,4 +1,4 @@
-"""What is compared: gradients bit for bit, bytes kept, and the model as it was."""
+"""Comparisons: bit-identical gradients, kept bytes, and an unchanged model."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from torch.utils._pytree import tree_leaves
 
 
 def tensors_of(state: dict[str, Any]) -> dict[str, Tensor]:
-    """Copies, so that they outlive the model."""
+    """Copy tensors, so that they outlive the model."""
     return {name: value.detach().clone() for name, value in state.items()}
 
 
 def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    """The same names, and the same values bit for bit."""
+    """Assert the same names with bit-identical values."""
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
 def grads_of(model: nn.Module) -> dict[str, Tensor | None]:
-    """Each parameter's gradient, by name."""
+    """Return gradients by parameter name."""
     return {name: param.grad for name, param in model.named_parameters()}
 
 
 def assert_same_grads(ours: nn.Module, theirs: nn.Module) -> None:
-    """The same parameters have gradients, and the same ones bit for bit."""
+    """Assert that the same parameters have bit-identical gradients."""
     first, second = grads_of(ours), grads_of(theirs)
     assert first.keys() == second.keys()
     some = {name for name, grad in second.items() if grad is not None}
@@ -42,7 +42,7 @@ def assert_same_grads(ours: nn.Module, theirs: nn.Module) -> None:
 
 
 def twins(case: Case) -> tuple[nn.Module, nn.Module]:
-    """A model to change, and its plain copy."""
+    """Return a model to change and a plain copy."""
     plain = case.build()
     return copy.deepcopy(plain), plain
 
@@ -50,7 +50,7 @@ def twins(case: Case) -> tuple[nn.Module, nn.Module]:
 def assert_same_step(
     case: Case, ours: nn.Module, theirs: nn.Module, *, buffers: bool = True
 ) -> None:
-    """Forward and backward of both: the same loss, gradients and state, bit for bit."""
+    """Assert that forward and backward give bit-identical loss, gradients and state."""
     losses = []
     for model in (ours, theirs):
         model.zero_grad()
@@ -64,7 +64,7 @@ def assert_same_step(
 
 
 def shape_of(model: nn.Module) -> dict[str, Any]:
-    """What must be the same before and after: classes, names, and what hangs on modules."""
+    """Return what must not change: classes, names and attributes of modules."""
     return {
         "classes": [(name, type(module)) for name, module in model.named_modules()],
         "parameters": [(name, id(param)) for name, param in model.named_parameters()],
@@ -78,7 +78,7 @@ def shape_of(model: nn.Module) -> dict[str, Any]:
 
 
 class _Allocations(TorchDispatchMode):
-    """Every storage that comes out of an operator and was not there before."""
+    """Tracks storages that operators allocate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,10 +101,10 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def kept_bytes(forward: Callable[[], Tensor], *, leave_out: tuple[str, ...] = ()) -> int:
-    """Bytes that a forward made and that are still alive when it is over, for its backward.
+    """Return the bytes that a forward allocated and kept for backward.
 
     Args:
-        forward: gives the loss, whose backward is run in the end.
+        forward: returns the loss, whose backward is then run.
         leave_out: operators whose results are not counted.
     """
     with _Allocations() as allocations:

@@ -1,4 +1,4 @@
-"""A flattened model beside its plain twin, and small models for it, without dropout."""
+"""A flattened model and its plain copy, and small models without dropout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import flat_param
 
 
 def assert_flat(model: nn.Module) -> None:
-    """Every parameter lies in a buffer of the model's flat view."""
+    """Assert that every parameter is a view of a buffer of the model's flat view."""
     flat = flat_param.flat_params_of(model)
     assert flat is not None
     vectors = [flat.as_vector(name) for name in flat.layouts]
@@ -29,7 +29,7 @@ def lies_in(tensor: torch.Tensor, vector: torch.Tensor) -> bool:
 
 
 def llama(*, tied: bool = False) -> nn.Module:
-    """Two layers, without dropout; embeddings tied on request."""
+    """Two layers; embeddings tied on request."""
     t = need("transformers")
     config = t.LlamaConfig(
         vocab_size=VOCABULARY,
@@ -44,12 +44,12 @@ def llama(*, tied: bool = False) -> nn.Module:
 
 
 def tied_llama() -> nn.Module:
-    """With one weight for input and output."""
+    """A Llama with one weight for input and output."""
     return llama(tied=True)
 
 
 def gpt2() -> nn.Module:
-    """Two layers; tied."""
+    """Two layers, with tied embeddings."""
     t = need("transformers")
     none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return t.GPT2LMHeadModel(
@@ -73,7 +73,7 @@ def bert() -> nn.Module:
 
 
 def t5() -> nn.Module:
-    """Encoder and decoder, whose embeddings are one."""
+    """Encoder and decoder with shared embeddings."""
     t = need("transformers")
     config = t.T5Config(
         vocab_size=VOCABULARY,
@@ -93,7 +93,7 @@ TIED = [tied_llama, gpt2, bert, t5]
 
 
 def pair(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
-    """A model, flattened, and the same one plain."""
+    """Return a flattened model and a plain copy."""
     plain = make()
     model = copy.deepcopy(plain)
     flat_param.flatten(model)
@@ -101,7 +101,7 @@ def pair(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> float:
-    """Forward, backward, and an optimizer's step where there is one; the loss."""
+    """Run forward, backward and the optimizer, if there is one; return the loss."""
     loss = model(input_ids=IDS, labels=IDS).loss
     loss.backward()
     if optimizer is not None:
@@ -110,5 +110,4 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> fl
 
 
 def small() -> nn.Module:
-    """Two linear layers."""
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))

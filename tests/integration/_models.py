@@ -1,4 +1,4 @@
-"""A model of other people: how it is made and called, and which of its modules are blocks."""
+"""A model of another library: how to build and call it, and which modules are its blocks."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ IMAGES = torch.linspace(-1, 1, 2 * 3 * 32 * 32).view(2, 3, 32, 32)
 
 
 def need(name: str) -> ModuleType:
-    """A library, or a skip that says why it cannot be used."""
+    """Import a library, or skip with the reason why it cannot be used."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return importlib.import_module(name)
-    except Exception as error:  # what a library raises when something of its own is missing
+    except Exception as error:  # from broken dependencies of the library
         pytest.skip(f"{name} cannot be imported: {error}")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, what it is called with, and which of its modules are its blocks."""
+    """A model, its inputs, and its block class."""
 
     name: str
     library: str
@@ -40,7 +40,7 @@ class Case:
     """Names of the blocks' classes; none for those transformers itself would checkpoint."""
 
     def build(self) -> nn.Module:
-        """The model, in training, with weights that depend on nothing but its name."""
+        """Build the model in training mode, with weights that depend only on its name."""
         need(self.library)
         torch.manual_seed(len(self.name))
         with warnings.catch_warnings():
@@ -48,7 +48,7 @@ class Case:
             return self.make().train()
 
     def blocks_of(self, model: nn.Module) -> dict[str, nn.Module]:
-        """The blocks by name; at least one."""
+        """Return the blocks by name; at least one."""
         if self.blocks:
             found = {n: m for n, m in model.named_modules() if type(m).__name__ in self.blocks}
         else:
@@ -58,7 +58,7 @@ class Case:
         return found
 
     def outer_blocks_of(self, model: nn.Module) -> dict[str, nn.Module]:
-        """The blocks that lie in no other block."""
+        """Return the blocks that are in no other block."""
         found = self.blocks_of(model)
         return {
             name: block
@@ -67,7 +67,7 @@ class Case:
         }
 
     def loss(self, model: nn.Module) -> Tensor:
-        """A scalar of a forward whose random numbers are always the same."""
+        """Return the loss of a forward with fixed random numbers."""
         torch.manual_seed(1)
         out = model(**self.inputs())
         if getattr(out, "loss", None) is not None:
@@ -79,7 +79,7 @@ class Case:
 
 
 def without_cache(*models: nn.Module) -> tuple[nn.Module, ...]:
-    """The same models; a block that is profiled alone would grow their cache."""
+    """Return the models without caches: profiling a single block would fill its cache."""
     for module in (part for model in models for part in model.modules()):
         if hasattr(getattr(module, "config", None), "use_cache"):
             module.config.use_cache = False
@@ -89,7 +89,7 @@ def without_cache(*models: nn.Module) -> tuple[nn.Module, ...]:
 def calls_of(
     case: Case, model: nn.Module
 ) -> dict[str, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]:
-    """What each outer block is called with, by its name; gradients reach what they reached."""
+    """Return the arguments of each outer block by name, with gradients flowing as before."""
     calls: dict[str, Any] = {}
     handles = [
         block.register_forward_pre_hook(

@@ -1,4 +1,4 @@
-"""The parts, each with the lines that a user writes."""
+"""The parts, each with the lines of code that a user writes."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ KEPT = "save_ops(MATMULS, ATTENTION, CONVOLUTIONS)"
 
 
 class DiffersError(Exception):
-    """Not what it is compared with: where, and by how much of the largest right value."""
+    """Two values differ: which, and by how much relative to the largest expected value."""
 
     def __init__(self, where: str, by: float = math.inf) -> None:
         super().__init__(where, by)
         self.where, self.by = where, by
 
     def told(self) -> dict[str, Any]:
-        """As a result."""
+        """Format as a result."""
         return {"outcome": "differs", "where": self.where, "by": self.by}
 
 
 @dataclass(frozen=True)
 class Part:
-    """What is written, once or for each block, and how it is judged."""
+    """Code for each block or for the whole model, and the comparison with plain."""
 
     name: str
     package: str
@@ -78,7 +78,7 @@ fully_shard(model)
 TORCH_FULL = "apply_checkpoint(block)"
 TORCH_SELECTIVE = "apply_checkpoint(block, context_fn=selective(POLICY))"
 PLAIN = Part("plain", "torch", "", each_block=False)
-# Torch's ways; recomputation may advance the averages of batch norm twice.
+# Torch's ways; recomputation may advance batch norm statistics twice.
 TORCH = [
     Part("torch, nothing kept", "torch", TORCH_FULL),
     Part("torch, products kept", "torch", TORCH_SELECTIVE),
@@ -107,7 +107,7 @@ def apply_checkpoint(block: nn.Module, **options: Any) -> None:
 
 
 def selective(ops: set[str]) -> Any:
-    """Torch's contexts that save these operators and recompute all others."""
+    """Make torch's contexts that save these operators and recompute all others."""
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         saved = str(op.overloadpacket) in ops
@@ -124,7 +124,7 @@ KEPT_OPS = {
 
 
 def enlarged(case: Case, shift: int = 0) -> Case:
-    """The same model with its batch repeated; with other values where `shift` is not 0."""
+    """Return the same model with a repeated batch; with other values if `shift` is not 0."""
 
     def larger(value: Tensor) -> Tensor:
         moved = value.roll(shift, -1)
@@ -134,7 +134,7 @@ def enlarged(case: Case, shift: int = 0) -> Case:
 
 
 def tie(model: nn.Module) -> int:
-    """Tie a language model's embeddings, if it has two of a size; how many names are tied."""
+    """Tie a language model's embeddings if they have one size; return the number of tied names."""
     last = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if last is not None and last.weight.shape == model.get_input_embeddings().weight.shape:
         last.weight = model.get_input_embeddings().weight
@@ -143,7 +143,7 @@ def tie(model: nn.Module) -> int:
 
 
 def apply(part: Part, case: Case, model: nn.Module, folder: str) -> dict[str, Any]:
-    """Run the lines of a part on a model; the names they could use and made."""
+    """Run the code of a part on a model; return its names."""
     found = case.blocks_of(model)
     packages = (ckpt_wrap, flat_param, sac_policies)
     names: dict[str, Any] = {name: getattr(p, name) for p in packages for name in p.__all__}
@@ -163,7 +163,7 @@ def apply(part: Part, case: Case, model: nn.Module, folder: str) -> dict[str, An
 
 
 def compare(pairs: Iterable[tuple[str, Tensor | None, Tensor | None]]) -> None:
-    """Raise for the pair that is farthest apart, unless all are the same to the last bit."""
+    """Raise for the pair that differs most, unless all are bit-identical."""
     worst: DiffersError | None = None
     for what, ours, theirs in pairs:
         if ours is None and theirs is None:
@@ -173,7 +173,7 @@ def compare(pairs: Iterable[tuple[str, Tensor | None, Tensor | None]]) -> None:
         if torch.equal(ours, theirs):
             continue
         by = float((ours.double() - theirs.double()).abs().max() / theirs.double().abs().max())
-        if worst is None or not by <= worst.by:  # not a number is the worst
+        if worst is None or not by <= worst.by:  # NaN is the worst
             worst = DiffersError(what, by)
     if worst is not None:
         raise worst
@@ -186,7 +186,7 @@ def same_names(what: str, ours: Iterable[str], theirs: Iterable[str]) -> None:
 
 
 def same_step(case: Case, ours: nn.Module, theirs: nn.Module) -> None:
-    """One forward and backward of both: loss, then gradients, then the state are the same."""
+    """Compare loss, then gradients, then state of one forward and backward of both."""
     losses = []
     for model in (ours, theirs):
         model.zero_grad()
@@ -200,19 +200,19 @@ def same_step(case: Case, ours: nn.Module, theirs: nn.Module) -> None:
 
 
 def same_state(ours: nn.Module, theirs: nn.Module) -> None:
-    """Parameters and buffers of both are the same, under the same names."""
+    """Compare parameters and buffers of both by name."""
     found, right = ours.state_dict(), theirs.state_dict()
     same_names("the state dict", found, right)
     compare((f"{name} in the state dict", found[name], right[name]) for name in right)
 
 
 def step(part: Part, case: Case, model: nn.Module, plain: nn.Module) -> dict[str, Any]:
-    """Two steps beside the plain model, and the bytes that a third one keeps, equal or not."""
+    """Compare two steps with the plain model's, and return the kept bytes of a third one."""
     with tempfile.TemporaryDirectory() as folder:
         found = apply(part, case, model, folder).get("found")
         if isinstance(found, sac_policies.budget.Infeasible):
             return {"outcome": "does not fit", "error": f"{found}".partition("\n")[0]}
-        model.load_state_dict(plain.state_dict())  # some parts run forwards to look at a model
+        model.load_state_dict(plain.state_dict())  # some parts run forwards to inspect a model
         told = {"outcome": "equal"}
         try:
             for _ in range(2):
@@ -224,7 +224,7 @@ def step(part: Part, case: Case, model: nn.Module, plain: nn.Module) -> dict[str
 
 
 def names(part: Part, case: Case, model: nn.Module, plain: nn.Module) -> dict[str, Any]:
-    """The tracker names the modules that forward hooks see, in their order."""
+    """The tracker's names equal those of forward hooks, in order."""
     seen, expected = names_of_calls(case, model)
     if seen != expected:
         raise DiffersError("the order of names")
@@ -232,7 +232,7 @@ def names(part: Part, case: Case, model: nn.Module, plain: nn.Module) -> dict[st
 
 
 def reports(part: Part, case: Case, model: nn.Module, plain: nn.Module) -> dict[str, Any]:
-    """No bit changes inside any report, and FLOPs are those that torch counts."""
+    """Results are bit-identical inside each report, and FLOPs equal torch's count."""
     for make in REPORTS.values():
         with make() as report:
             case.loss(model).backward()
@@ -250,7 +250,7 @@ def reports(part: Part, case: Case, model: nn.Module, plain: nn.Module) -> dict[
 
 
 def trained(part: Part, case: Case, model: nn.Module, plain: nn.Module) -> dict[str, Any]:
-    """Embeddings tied, flattened, and three steps of AdamW; beside the same steps when plain."""
+    """Tie, flatten and train three steps of AdamW; compare with plain training."""
     tied, _ = tie(model), tie(plain)
     apply(part, case, model, "")
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, plain)]
@@ -265,6 +265,6 @@ def trained(part: Part, case: Case, model: nn.Module, plain: nn.Module) -> dict[
 
 
 def twins(case: Case) -> tuple[nn.Module, nn.Module]:
-    """A model to change, and its plain copy; neither caches keys and values."""
+    """Return a model to change and a plain copy, both without key and value caches."""
     (plain,) = without_cache(case.build())
     return copy.deepcopy(plain), plain

@@ -1,4 +1,4 @@
-"""Claims about several processes; those of one file and world run in one launch of `_worker.py`."""
+"""Claims about several processes; those of one file and world size share a launch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 WORKER = Path(__file__).with_name("_worker.py")
 WAYS = ("zero3", "zero2", "replicated")
-# The job, which is a function of `_worker.py`, and what it is called with.
+# The job, which is a function of `_worker.py`, and its arguments.
 Claim = tuple[str, ...]
 LAYERS: list[Claim] = [
     ("layers", name, over) for name in ("Llama", "GPT-2") for over in ("ddp", "fsdp2")
@@ -34,12 +34,11 @@ worlds = pytest.mark.parametrize("world", [1, 2, 3])
 
 
 def claims(wanted: list[Claim]) -> pytest.MarkDecorator:
-    """Run a test for each of these."""
+    """Parametrize a test with these claims."""
     return pytest.mark.parametrize("claim", wanted, ids=["-".join(claim) for claim in wanted])
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -47,9 +46,9 @@ def free_port() -> int:
 
 @functools.cache
 def results_of(world: int, *jobs: Claim, timeout_s: int = 1200) -> list[dict[str, str]]:
-    """Run these claims on every rank; what each rank found, by claim.
+    """Run these claims on every rank; return each rank's results by claim.
 
-    What ends a rank early is in the results as "", so that what came before it is not lost.
+    A claim that ended a rank early has the result "", so earlier results are kept.
     """
     common = {
         **os.environ,
@@ -60,7 +59,7 @@ def results_of(world: int, *jobs: Claim, timeout_s: int = 1200) -> list[dict[str
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
         "GROUP_RANK": "0",
-        "TORCHELASTIC_RUN_ID": "integration",  # as under torchrun, which Lightning looks for
+        "TORCHELASTIC_RUN_ID": "integration",  # as under torchrun, which Lightning checks
     }
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / str(rank) for rank in range(world)]
@@ -78,7 +77,7 @@ def results_of(world: int, *jobs: Claim, timeout_s: int = 1200) -> list[dict[str
             for process in ranks:
                 process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            pass  # what the ranks had found by then is in their files
+            pass  # finished results are in the ranks' files
         finally:
             for process in ranks:
                 process.kill()
@@ -92,7 +91,7 @@ def results_of(world: int, *jobs: Claim, timeout_s: int = 1200) -> list[dict[str
 
 
 def check(world: int, claim: Claim, among: list[Claim]) -> None:
-    """Fail with what a rank said, unless the claim held on every rank."""
+    """Fail with a rank's result, unless the claim held on every rank."""
     for rank, found in enumerate(results_of(world, *among)):
         outcome = found.get("-".join(claim))
         if outcome is not None and outcome.startswith("skipped: "):

@@ -1,4 +1,4 @@
-"""Blocks, and a step through them with each block run as a region."""
+"""Blocks, and a step that runs each block as a region."""
 
 from __future__ import annotations
 
@@ -22,18 +22,16 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(32, 128, bias=False), nn.Linear(128, 32, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The input and what is added to it."""
         return x + self.drop(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
 
 
 def model_of(count: int = 3) -> nn.Sequential:
-    """Some blocks."""
     torch.manual_seed(0)
     return nn.Sequential(*(Block() for _ in range(count)))
 
 
 def step(model: nn.Module, run: Any = None) -> Tensor:
-    """Forward and backward through every block by `run(block, x)`; the loss."""
+    """Run forward and backward through every block by `run(block, x)`; return the loss."""
     torch.manual_seed(1)
     x = torch.randn(16, 32, requires_grad=True)
     for block in model.children():
@@ -49,5 +47,5 @@ def swap(function: Any, block: nn.Module, x: Tensor, **options: Any) -> Tensor:
 
 
 def ours(policy: Any) -> Any:
-    """Our `checkpoint` in its place."""
+    """Run a block in our `checkpoint`."""
     return functools.partial(swap, checkpoint, policy=policy)

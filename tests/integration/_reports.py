@@ -1,4 +1,4 @@
-"""What mod-tracker says of a model, and what the same is known from otherwise."""
+"""Results of mod-tracker for a model, and the same figures from other sources."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ REPORTS: dict[str, Callable[[], Any]] = {
 
 
 def products_of_groups(*shapes: Any, out_shape: Any = None, **_: Any) -> int:
-    """What torch's counter has no formula for: rows of tokens, or what is summed, in groups."""
+    """A formula for grouped products, which torch's counter lacks."""
     return 2 * math.prod(shapes[0]) * shapes[1][-1]
 
 
 def attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    """torch's formula of other kernels, told of the CPU's."""
+    """torch's formula of other attention kernels, for the CPU's kernel."""
     return sdpa_flop_count(query, key, value)
 
 
@@ -43,13 +43,13 @@ def attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **_
 
 
 def convolution_backward(grad: Any, given: Any, weight: Any, *rest: Any, **_: Any) -> int:
-    """The forward's operations for each gradient; torch's formula leaves groups out."""
+    """As many FLOPs as the forward per gradient; torch's formula ignores groups."""
     forward = conv_flop_count(list(given), list(weight), list(grad), transposed=rest[4])
     return int(forward) * sum(rest[7][:2])
 
 
 def torchs_counter() -> FlopCounterMode:
-    """torch's counter, told of experts, of groups, and that the CPU's attention is attention."""
+    """torch's counter with formulas for experts, groups, and attention on the CPU."""
     aten = torch.ops.aten
     told = {
         aten._grouped_mm: products_of_groups,
@@ -61,9 +61,9 @@ def torchs_counter() -> FlopCounterMode:
 
 
 def names_of_calls(case: Case, model: nn.Module) -> tuple[list[str], list[str]]:
-    """Names of the modules in the order of their calls: the tracker's, and forward hooks'.
+    """Return module names in order of calls, from the tracker and from forward hooks.
 
-    The tracker's are without the class of the model, with which they all begin.
+    The tracker's names are without the model's class, with which all of them begin.
     """
     expected: list[str] = []
     names = {module: name for name, module in model.named_modules()}
@@ -76,7 +76,7 @@ def names_of_calls(case: Case, model: nn.Module) -> tuple[list[str], list[str]]:
     seen: list[str] = []
     kind = type(model).__name__
     with ModTracker() as tracker:
-        # Some models call modules that they made on the way, which no hook above is on.
+        # Some models call modules that they create in forward, so the hooks above miss them.
         tracker.register_user_hooks(
             pre_fw_hook=lambda m, _: seen.append(names[m]) if m in names else None
         )

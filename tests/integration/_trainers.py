@@ -1,4 +1,4 @@
-"""Training loops of others: a few steps, as a user would start them, on one process."""
+"""Training loops of other libraries: a few steps in one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 def rows() -> list[dict[str, Tensor]]:
-    """Eight sequences of tokens, always the same."""
+    """Return eight fixed sequences of tokens."""
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(3, VOCABULARY, (8, 6), generator=generator)
     return [{"input_ids": row, "labels": row} for row in ids]
@@ -23,7 +23,7 @@ def rows() -> list[dict[str, Tensor]]:
 def by_transformers(
     model: nn.Module, folder: Path, *, callbacks: Sequence[Any] = (), **settings: Any
 ) -> None:
-    """`Trainer.train` for two steps."""
+    """Run `Trainer.train` for two steps."""
     t = need("transformers")
     need("accelerate")
     arguments = t.TrainingArguments(
@@ -44,7 +44,7 @@ def by_transformers(
 
 
 def by_accelerate(model: nn.Module, folder: Path) -> None:
-    """A loop with `accumulate`, clipping and `save_state`."""
+    """Run a loop with `accumulate`, clipping and `save_state`."""
     accelerate = need("accelerate")
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     torch.manual_seed(3)
@@ -69,7 +69,7 @@ def by_lightning(
     change: Callable[[nn.Module], object] | None = None,
     **settings: Any,
 ) -> None:
-    """`Trainer.fit` for two steps; `change` is what a user does to the model in `setup`."""
+    """Run `Trainer.fit` for two steps; `change` is applied to the model in `setup`."""
     lightning = need("lightning.pytorch")
 
     class Task(lightning.LightningModule):  # type: ignore[name-defined, misc]
@@ -80,16 +80,14 @@ def by_lightning(
             self.model = model
 
         def setup(self, stage: str) -> None:
-            """Called once before training."""
+            """Call `change` once before training."""
             if change is not None:
                 change(self.model)
 
         def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
-            """The loss of one batch."""
             return self.model(**batch).loss
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            """One optimizer over everything that is trained."""
             trained = [param for param in self.parameters() if param.requires_grad]
             return torch.optim.AdamW(trained, lr=0.01)
 
@@ -116,7 +114,7 @@ def by_lightning(
 def ranks_of_lightning(
     model: nn.Module, folder: Path, change: Callable[[nn.Module], object]
 ) -> None:
-    """The same in every process that torchrun started."""
+    """Train in every process that torchrun started."""
     world = int(os.environ["WORLD_SIZE"])
     by_lightning(model, folder, change, strategy="ddp", devices=world)
 

@@ -1,4 +1,4 @@
-"""One model on two ranks: sharded by flat-param beside DDP, in processes forked from here."""
+"""A model on two ranks, sharded by flat-param and under DDP, in forked processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEPS = 3
 
 
 def train(case: Case, model: nn.Module) -> None:
-    """Some steps of AdamW."""
+    """Train some steps of AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -31,7 +31,7 @@ def train(case: Case, model: nn.Module) -> None:
 
 
 def rank(case: Case, number: int, port: int) -> dict[str, Any]:
-    """Every rank has other values in its batch; parameters are compared on each."""
+    """Run one rank: ranks have different batches, and parameters are compared on each."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
         "gloo",
@@ -57,7 +57,7 @@ def rank(case: Case, number: int, port: int) -> dict[str, Any]:
 
 
 def ranks(part: Part, case: Case, model: nn.Module, plain: nn.Module) -> dict[str, Any]:
-    """Both ranks; this process is the first."""
+    """Run both ranks; this process is the first."""
     port = free_port()
     other = multiprocessing.get_context("fork").Process(target=rank, args=(case, 1, port))
     other.start()

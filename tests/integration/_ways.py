@@ -1,4 +1,4 @@
-"""What is done to each block, and how a model is put over ranks."""
+"""Changes of each block, and ways to distribute a model over ranks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from sac_policies import ATTENTION, MATMULS, context_fn, save_ops
 
 
 def in_wrappers(case: Case, model: nn.Module) -> None:
-    """A wrapper in the place of each block."""
+    """Replace each block by a wrapper."""
     for name, block in case.blocks_of(model).items():
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, checkpoint_wrapper(block))
 
 
 def in_place(change: Callable[[nn.Module], object]) -> Callable[[Case, nn.Module], None]:
-    """A change of each block that stays the same object."""
+    """Change each block in place."""
 
     def apply(case: Case, model: nn.Module) -> None:
         for block in case.blocks_of(model).values():
@@ -48,12 +48,12 @@ LAYERS: dict[str, Callable[[Case, nn.Module], None]] = {
 
 
 def ddp(case: Case, model: nn.Module) -> nn.Module:
-    """Copies, whose gradients are averaged."""
+    """Wrap in DDP, which averages gradients."""
     return DistributedDataParallel(model)
 
 
 def fsdp(case: Case, model: nn.Module) -> nn.Module:
-    """Torch's sharding of each block and of the model."""
+    """Shard each block and the model with torch."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in _blocks(case, model):
         fsdp2(block, mesh=mesh)
@@ -61,7 +61,7 @@ def fsdp(case: Case, model: nn.Module) -> nn.Module:
 
 
 def ours(way: str) -> Callable[[Case, nn.Module], nn.Module]:
-    """This repository's sharding of each block and of the model."""
+    """Shard each block and the model with flat-param."""
 
     def apply(case: Case, model: nn.Module) -> nn.Module:
         world = dist.get_world_size()
@@ -75,7 +75,7 @@ def ours(way: str) -> Callable[[Case, nn.Module], nn.Module]:
 
 
 def _blocks(case: Case, model: nn.Module) -> list[nn.Module]:
-    """The blocks, inner ones first."""
+    """Return the blocks, inner ones first."""
     found = dict(model.named_modules())
     wrapped = [m for m in found.values() if type(m).__name__ == "CheckpointWrapper"]
     return (wrapped or list(case.blocks_of(model).values()))[::-1]

@@ -1,4 +1,4 @@
-"""One rank: `_worker.py FOLDER [CLAIM ...]` runs claims of `_ranks.py`, started as by torchrun."""
+"""One rank: `_worker.py FOLDER [CLAIM ...]` runs claims of `_ranks.py`, as under torchrun."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STEPS = 3
 
 
 def batches() -> Iterator[dict[str, Tensor]]:
-    """This rank's batches; every rank has others."""
+    """Return this rank's batches, which differ between ranks."""
     generator = torch.Generator().manual_seed(7 + dist.get_rank())
     for _ in range(STEPS):
         ids = torch.randint(3, VOCABULARY, (2, 6), generator=generator)
@@ -43,7 +43,7 @@ def batches() -> Iterator[dict[str, Tensor]]:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, *, clip: float = 0.0) -> list[Tensor]:
-    """Some steps with dropout, seeded by step and rank; the losses."""
+    """Train some steps with dropout, seeded by step and rank; return the losses."""
     losses = []
     for step, batch in enumerate(batches()):
         torch.manual_seed(100 * step + dist.get_rank())
@@ -58,23 +58,22 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, *, clip: float = 0
 
 
 def whole(state: dict[str, Any]) -> dict[str, Tensor]:
-    """Values of a state dict, gathered where they are sharded."""
+    """Return the values of a state dict, gathered if they are sharded."""
     full = {n: v.full_tensor() if hasattr(v, "full_tensor") else v for n, v in state.items()}
     return tensors_of(full)
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of all jobs."""
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer where results are only close."""
+    """The optimizer of jobs whose results are only close."""
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def state_of(model: nn.Module, over: str) -> dict[str, Tensor]:
-    """The whole state, with plain names, on this rank."""
+    """Return the full state with plain names, on this rank."""
     if over == "ddp":
         return tensors_of(model.module.state_dict())  # type: ignore[union-attr, operator]
     if over == "fsdp2":
@@ -86,7 +85,7 @@ def state_of(model: nn.Module, over: str) -> dict[str, Tensor]:
 
 
 def layers(name: str, over: str) -> None:
-    """Every layer under one kind of parallelism: losses and weights of the bare blocks."""
+    """Wrap every layer under one kind of parallelism: losses and weights equal the bare blocks'."""
     case = case_of(name)
     results = {}
     for layer, apply in LAYERS.items():
@@ -102,7 +101,7 @@ def layers(name: str, over: str) -> None:
 
 
 def assert_near(found: Tensor, right: Tensor) -> None:
-    """The same bits on one and two ranks; a sum over three depends on its order."""
+    """Assert bit-identical results on one and two ranks; a sum over three depends on its order."""
     if dist.get_world_size() <= 2:
         assert torch.equal(found, right)
     else:
@@ -110,9 +109,9 @@ def assert_near(found: Tensor, right: Tensor) -> None:
 
 
 def sharding(name: str, over: str) -> None:
-    """Sharded training beside DDP: the same bits on one and two ranks, close on three.
+    """Sharded training equals DDP: bit-identical on one and two ranks, close on three.
 
-    On three it is without Adam, which makes a step of any gradient that rounding leaves of zero.
+    Three ranks train without Adam, which takes a full step for gradients of rounding size.
     """
     optimizer = adam if dist.get_world_size() <= 2 else sgd
     case = case_of(name)
@@ -129,7 +128,7 @@ def sharding(name: str, over: str) -> None:
 
 
 def saving(name: str, folder: str) -> None:
-    """`save_sharded` of a sharded model, loaded by transformers' own plain model."""
+    """Transformers' own plain model loads the `save_sharded` of a sharded model."""
     case = case_of(name)
     model = ours("ZeRO-3")(case, case.build())
     optimizer = adam(model)
@@ -149,7 +148,7 @@ def saving(name: str, folder: str) -> None:
 
 
 def lora(name: str) -> None:
-    """Adapters trained in a sharded frozen model: the weights that DDP gives."""
+    """Adapters in a sharded frozen model train to DDP's weights."""
     import peft
 
     case = case_of(name)
@@ -169,7 +168,7 @@ def lora(name: str) -> None:
 
 
 def tracked(name: str, over: str) -> None:
-    """Counting on every rank changes no bit, and counts the same on each."""
+    """Counting gives bit-identical results and the same totals on every rank."""
     case = case_of(name)
     results = []
     for counted in (False, True):
@@ -187,7 +186,7 @@ def tracked(name: str, over: str) -> None:
 
 
 def by_accelerate(name: str) -> None:
-    """`Accelerator.prepare` puts DDP over checkpointed blocks: the bare blocks' weights."""
+    """`Accelerator.prepare` puts DDP over checkpointed blocks: weights equal the bare blocks'."""
     import accelerate
 
     case = case_of(name)
@@ -209,7 +208,7 @@ def by_accelerate(name: str) -> None:
 
 
 def by_lightning(name: str) -> None:
-    """Lightning's DDP strategy over checkpointed blocks: the bare blocks' weights."""
+    """Lightning's DDP strategy over checkpointed blocks: weights equal the bare blocks'."""
     from _trainers import ranks_of_lightning
 
     case = case_of(name)
@@ -229,7 +228,7 @@ JOBS: dict[str, Callable[..., None]] = {
 
 
 def outcome_of(claim: Claim, folder: Path) -> str:
-    """ "held", why it was skipped, or where it failed."""
+    """Return "held", the reason of a skip, or the place of the failure."""
     job, *args = claim
     if job == "saving":
         args.append(str(folder / "-".join(claim)))
@@ -245,7 +244,7 @@ def outcome_of(claim: Claim, folder: Path) -> str:
 
 
 def main(folder: Path, *wanted: str) -> None:
-    """Every claim in turn, or those that are named, while the ranks are together."""
+    """Run every claim, or the named ones, until a rank fails."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=90))
     with (folder / str(dist.get_rank())).open("w") as file:
         for claim in [c for c in CLAIMS if not wanted or "-".join(c) in wanted]:

@@ -1,4 +1,4 @@
-"""A cell says what became of it: equal, by how much not, what was raised, crashed, too long."""
+"""Results of cells: equal, different by an amount, raised, crashed, timed out."""
 
 from __future__ import annotations
 
@@ -15,42 +15,40 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """A layer, which does something once more when it runs again."""
+    """A layer that misbehaves in its second forward."""
 
     def __init__(self, habit: Any) -> None:
         super().__init__()
         self.linear, self.habit = nn.Linear(4, 4), habit
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer, and the habit."""
         return self.habit(self.linear(x).tanh())
 
 
 def case_with(habit: Any) -> Case:
-    """Two blocks with a habit."""
+    """Two blocks that misbehave in one way."""
     make = lambda: nn.Sequential(Block(habit), Block(habit))  # noqa: E731
     return Case("small", "torch", make, lambda: {"input": torch.ones(2, 4)}, ("Block",))
 
 
 def part(name: str) -> Part:
-    """A part by its name."""
     return next(part for part in PARTS if part.name == name)
 
 
 def fail(x: Tensor) -> Tensor:
-    """What a model may raise."""
+    """Raise an error, as a model may."""
     raise ValueError("first line\nsecond line")
 
 
 @pytest.mark.parametrize("each", PARTS, ids=[p.name for p in PARTS])
 def test_small_model_is_equal_through_every_part(each: Part) -> None:
-    """Every part does what it does to blocks of plain torch, too."""
+    """Blocks of plain torch are equal, too."""
     found = in_process(each, case_with(torch.sin))
     assert found["outcome"] == "equal", found
 
 
 def test_what_differs_is_told_with_its_size() -> None:
-    """A part that doubles a gradient is off by its whole value, and the bytes are still there."""
+    """A part that doubles a gradient is off by 100 %, and the kept bytes are reported."""
     twice = "model.register_forward_hook(lambda m, args, out: 2 * out)"
     found = in_process(Part("twice", "torch", twice, each_block=False), case_with(torch.sin))
     assert found["outcome"] == "differs"
@@ -59,7 +57,7 @@ def test_what_differs_is_told_with_its_size() -> None:
 
 
 def test_gradient_that_differs_is_found_where_the_loss_is_equal() -> None:
-    """The farthest gradient is named."""
+    """The gradient that differs most is named."""
     code = "model[1].linear.bias.register_hook(lambda grad: grad / 2)"
     found = in_process(Part("halved", "torch", code, each_block=False), case_with(torch.sin))
     assert (found["outcome"], found["by"]) == ("differs", 0.5)
@@ -67,7 +65,7 @@ def test_gradient_that_differs_is_found_where_the_loss_is_equal() -> None:
 
 
 def test_error_crash_and_hang_are_told_apart() -> None:
-    """One cell that ends badly is told as such; none takes this process with it."""
+    """Each outcome is reported as such, and this process survives."""
     raised = in_process(part("in place"), case_with(fail))
     assert raised["error"] == "ValueError: first line"
     crashed = in_process(part("in place"), case_with(lambda x: os._exit(3)))

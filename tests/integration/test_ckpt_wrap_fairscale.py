@@ -1,4 +1,4 @@
-"""What users of fairscale's `checkpoint_wrapper` rely on, stated for ours beside it."""
+"""Behaviour that users of fairscale's `checkpoint_wrapper` rely on, tested with ours."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Wrapper = Callable[[nn.Module], nn.Module]
 
 
 def theirs(module: nn.Module) -> nn.Module:
-    """fairscale's."""
+    """fairscale's wrapper."""
     return need("fairscale.nn.checkpoint").checkpoint_wrapper(module)
 
 
@@ -32,7 +32,7 @@ layers = pytest.mark.parametrize("layer", list(LAYERS))
 
 
 class Block(nn.Module):
-    """Takes keywords and gives a dictionary, as fairscale's users' blocks do."""
+    """Takes keywords and returns a dict, like blocks of fairscale's users."""
 
     def __init__(self, *, dropout: float = 0.1) -> None:
         super().__init__()
@@ -41,13 +41,13 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor, *, scale: Tensor | None = None, note: str = "") -> dict[str, Any]:
-        """The output, and what is no tensor."""
+        """Return the output and a value that is not a tensor."""
         out = self.net(x)
         return {"out": out if scale is None else out * scale, "note": note}
 
 
 def run(module: nn.Module, *, steps: int = 2) -> list[Tensor]:
-    """Forward and backward; outputs and the input's gradients."""
+    """Run forward and backward; return outputs and the input's gradients."""
     found = []
     for step in range(steps):
         torch.manual_seed(step)
@@ -62,9 +62,9 @@ def run(module: nn.Module, *, steps: int = 2) -> list[Tensor]:
 
 @pytest.mark.parametrize("layer", ["checkpoint_wrapper", "checkpoint_"])
 def test_keywords_and_dictionaries(layer: str) -> None:
-    """Keyword tensors get their gradients; what is no tensor comes through, in a dictionary.
+    """Keyword tensors get gradients; a dict with other values is returned unchanged.
 
-    fairscale's own wrapper gives a tuple here.
+    fairscale's own wrapper returns a tuple here.
     """
     plain = Block()
     module = LAYERS[layer](copy.deepcopy(plain))
@@ -94,7 +94,7 @@ def test_wrapped_within_wrapped(layer: str, outer: str) -> None:
 
 
 def test_bytes_kept_are_no_more_than_theirs() -> None:
-    """What is alive after a forward through four blocks, for each layer."""
+    """Live bytes after a forward through four blocks, for each layer."""
     kept = {}
     for name, layer in LAYERS.items():
         torch.manual_seed(0)
@@ -109,7 +109,7 @@ def test_bytes_kept_are_no_more_than_theirs() -> None:
 
 @layers
 def test_batch_norm_advances_once(layer: str) -> None:
-    """Running statistics are those of one forward a step."""
+    """Running statistics advance once per step."""
     plain = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU())
     module = LAYERS[layer](copy.deepcopy(plain))
     for either in (module, plain):
@@ -124,7 +124,7 @@ def test_batch_norm_advances_once(layer: str) -> None:
 
 @pytest.mark.parametrize("layer", ["checkpoint_wrapper", "checkpoint_"])
 def test_names_stay_plain(layer: str) -> None:
-    """State dicts go both ways between a wrapped model and one that fairscale wrapped."""
+    """State dicts load both ways between our wrapped model and fairscale's."""
     plain = nn.Sequential(Block(), Block())
     model = copy.deepcopy(plain)
     other = copy.deepcopy(plain)
@@ -161,7 +161,7 @@ def test_a_frozen_input_still_trains_the_module(layer: str) -> None:
 
 
 def test_which_run_it_is() -> None:
-    """`is_recomputing` is what fairscale's function of that name says, in a forward of each."""
+    """`is_recomputing` equals fairscale's function of that name, in both forwards."""
     flags = importlib.import_module("ckpt_wrap").is_recomputing
     their_flag = need("fairscale.nn.checkpoint.checkpoint_activations").is_recomputing
     found: dict[str, list[bool]] = {"ours": [], "theirs": []}
@@ -184,7 +184,7 @@ def test_which_run_it_is() -> None:
 
 
 def test_inside_their_flattened_parameters() -> None:
-    """A checkpointed block inside `FlattenParamsWrapper`, whose weights are plain tensors."""
+    """A checkpointed block inside `FlattenParamsWrapper`, where weights are plain tensors."""
     wrapper = need("fairscale.nn.misc").FlattenParamsWrapper
     plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     forwards = []

@@ -1,4 +1,4 @@
-"""ckpt-wrap on other people's models, block by block, as a training script would."""
+"""ckpt-wrap on blocks of other libraries' models, as in a training script."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ckpt_wrap import (
 
 
 def nested(case: Case, model: nn.Module, wrap: Callable[[nn.Module], nn.Module]) -> None:
-    """A wrapper in the place of every block, by the function whose name torch gave it."""
+    """Replace every block by a wrapper, with the function named like torch's."""
     blocks = {id(block) for block in case.blocks_of(model).values()}
     apply_activation_checkpointing(
         model, checkpoint_wrapper_fn=wrap, check_fn=lambda module: id(module) in blocks
@@ -36,7 +36,7 @@ def nested(case: Case, model: nn.Module, wrap: Callable[[nn.Module], nn.Module])
 
 @each
 def test_blocks_checkpointed_in_place(case: Case) -> None:
-    """`checkpoint_` on every block, with caches as they are by default; twice, then taken off."""
+    """`checkpoint_` on every block, with default caches; applied twice, then undone."""
     model, plain = twins(case)
     before = shape_of(model)
     names = list(case.blocks_of(model))
@@ -53,7 +53,7 @@ def test_blocks_checkpointed_in_place(case: Case) -> None:
 
 @each
 def test_fewer_bytes_are_kept(case: Case) -> None:
-    """What is alive after a forward is less than with the plain model."""
+    """Fewer bytes are alive after a forward than with the plain model."""
     model, plain = twins(case)
     for block in case.blocks_of(model).values():
         checkpoint_(block)
@@ -63,7 +63,7 @@ def test_fewer_bytes_are_kept(case: Case) -> None:
 
 @each
 def test_blocks_in_wrappers(case: Case) -> None:
-    """`apply_activation_checkpointing` with `checkpoint_wrapper`; the names stay plain."""
+    """`apply_activation_checkpointing` with `checkpoint_wrapper`; names stay plain."""
     model, plain = twins(case)
     before = shape_of(model)
     nested(case, model, checkpoint_wrapper)
@@ -77,7 +77,7 @@ def test_blocks_in_wrappers(case: Case) -> None:
 
 @each
 def test_blocks_offloaded_to_a_folder(case: Case, tmp_path: Path) -> None:
-    """`offload_` on every block: something is written, and nothing is left after backward."""
+    """`offload_` on every block: files are written, and none are left after backward."""
     model, plain = twins(case)
     before = shape_of(model)
     for block in case.blocks_of(model).values():
@@ -93,7 +93,7 @@ def test_blocks_offloaded_to_a_folder(case: Case, tmp_path: Path) -> None:
 
 @each
 def test_blocks_checkpointed_and_offloaded(case: Case, tmp_path: Path) -> None:
-    """Both on one block, in either order, and as wrappers."""
+    """Both on one block, in either order, in place and as wrappers."""
     model, plain = twins(case)
     for index, block in enumerate(case.blocks_of(model).values()):
         first, second = (checkpoint_, offload_) if index % 2 else (offload_, checkpoint_)
@@ -107,7 +107,7 @@ def test_blocks_checkpointed_and_offloaded(case: Case, tmp_path: Path) -> None:
 
 @each
 def test_frozen_model_with_trained_blocks(case: Case) -> None:
-    """All but the last block's parameters frozen, as in fine-tuning: the same gradients."""
+    """All parameters but the last block's are frozen: the same gradients."""
     if case.name in ("UNet2D", "AutoencoderKL"):
         pytest.skip("torch 2.13 crashes in backward of a frozen GroupNorm in channels-last")
     model, plain = twins(case)
@@ -121,7 +121,7 @@ def test_frozen_model_with_trained_blocks(case: Case) -> None:
 
 @each
 def test_evaluation_is_not_changed(case: Case) -> None:
-    """With gradients off, in evaluation, outputs are the plain model's and nothing is kept."""
+    """Without gradients, in evaluation, outputs are the plain model's and nothing is kept."""
     model, plain = twins(case)
     for block in case.blocks_of(model).values():
         checkpoint_(block)
@@ -133,7 +133,7 @@ def test_evaluation_is_not_changed(case: Case) -> None:
 
 @each
 def test_half_precision_by_autocast(case: Case) -> None:
-    """Under autocast to bfloat16 the second run computes in bfloat16, too."""
+    """Under autocast to bfloat16, recomputation runs in bfloat16."""
     model, plain = twins(case)
     for block in case.blocks_of(model).values():
         checkpoint_(block)
@@ -152,7 +152,7 @@ def test_half_precision_by_autocast(case: Case) -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 @each
 def test_beside_transformers_own_checkpointing(case: Case, reentrant: bool) -> None:
-    """Beside `gradient_checkpointing_enable`, which checkpoints the same blocks once more."""
+    """With `gradient_checkpointing_enable`, which checkpoints the same blocks again."""
     if case.library != "transformers" or not case.make().supports_gradient_checkpointing:
         pytest.skip(f"{case.name} has no gradient_checkpointing_enable")
     model, plain = twins(case)
@@ -166,7 +166,7 @@ def test_beside_transformers_own_checkpointing(case: Case, reentrant: bool) -> N
 
 @each
 def test_layers_that_are_found_are_the_blocks(case: Case) -> None:
-    """`checkpoint_layers_` takes the layers that transformers itself would checkpoint."""
+    """`checkpoint_layers_` changes the layers that transformers itself would checkpoint."""
     if case.blocks:
         pytest.skip(f"the blocks of {case.name} are chosen by hand")
     model, plain = twins(case)
@@ -176,7 +176,7 @@ def test_layers_that_are_found_are_the_blocks(case: Case) -> None:
 
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_every_nth_layer_keeps_what_transformers_keeps(every: int) -> None:
-    """As many bytes as `every_n_layers=`, and the gradients of the plain model."""
+    """As many bytes as with `every_n_layers=`, and the plain model's gradients."""
     case = Case(
         "Llama-4",
         "transformers",
@@ -197,7 +197,7 @@ def test_every_nth_layer_keeps_what_transformers_keeps(every: int) -> None:
 
 
 def test_adapters_switched_before_backward_are_an_error() -> None:
-    """Two forwards with an adapter each and one backward: the error names the attribute."""
+    """Two forwards with different adapters and one backward: the error names the attribute."""
     peft = need("peft")
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     model = of_transformers("LlamaForCausalLM", **GROUPED).train()
@@ -213,5 +213,5 @@ def test_adapters_switched_before_backward_are_an_error() -> None:
     second = loss("b")
     with pytest.raises(RecomputeError, match=r"'_active_adapter' of submodule 'self_attn\.q_proj'"):
         (first + second).backward()
-    for adapter in "ab":  # one backward for each forward is right
+    for adapter in "ab":  # a backward after each forward is right
         loss(adapter).backward()

@@ -12,19 +12,19 @@ MINE = LAYERS + ACCELERATE + LIGHTNING
 @worlds
 @claims(LAYERS)
 def test_layers_under_ddp_and_fsdp2(claim: Claim, world: int) -> None:
-    """Every layer around the blocks gives the bare blocks' losses and weights."""
+    """Every kind of wrapper gives the bare blocks' losses and weights."""
     check(world, claim, MINE)
 
 
 @worlds
 @claims(ACCELERATE)
 def test_accelerate_prepares_checkpointed_blocks(claim: Claim, world: int) -> None:
-    """`prepare` puts DDP over them, with clipping; the weights are the bare blocks'."""
+    """`prepare` puts DDP over them, with clipping; weights equal the bare blocks'."""
     check(world, claim, MINE)
 
 
 @worlds
 @claims(LIGHTNING)
 def test_lightning_trains_checkpointed_blocks(claim: Claim, world: int) -> None:
-    """`strategy="ddp"` as under torchrun; the weights are the bare blocks'."""
+    """`strategy="ddp"` as under torchrun; weights equal the bare blocks'."""
     check(world, claim, MINE)

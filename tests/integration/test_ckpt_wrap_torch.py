@@ -1,4 +1,4 @@
-"""What torch's own checkpoint tests hold, stated for these layers on a model of other people."""
+"""Behaviour in torch's own checkpoint tests, tested with ours on a model of another library."""
 
 from __future__ import annotations
 
@@ -34,14 +34,13 @@ class Count(nn.Module):
         self.linear, self.act, self.runs = nn.Linear(6, 6), nn.ReLU(inplace=inplace), 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """A linear layer and what follows."""
         self.runs += 1
         return torch.sin(self.act(self.linear(x)))
 
 
 @layers
 def test_one_recomputation_for_a_backward(layer: str) -> None:
-    """Two outputs read in one backward recompute once; so does an input's gradient alone."""
+    """Two outputs in one backward recompute once; an input's gradient alone also does."""
     inner = Count()
     x = torch.randn(2, 6, requires_grad=True)
     out = LAYERS[layer](inner)(x)
@@ -65,7 +64,7 @@ def test_retained_graphs(layer: str) -> None:
 
 @layers
 def test_double_backward(layer: str) -> None:
-    """Gradients of gradients are the plain model's."""
+    """Second derivatives equal the plain model's."""
     plain = Count()
     found = []
     for either in (LAYERS[layer](copy.deepcopy(plain)), plain):
@@ -87,7 +86,7 @@ def test_in_place_activations(layer: str) -> None:
 
 @layers
 def test_other_shapes_in_the_second_run(layer: str) -> None:
-    """A forward that computes something else the second time is refused by name."""
+    """If recomputation gives other shapes, the error names the tensor."""
 
     class Fickle(nn.Module):
         def __init__(self) -> None:
@@ -105,7 +104,7 @@ def test_other_shapes_in_the_second_run(layer: str) -> None:
 
 @layers
 def test_an_error_in_the_second_run(layer: str) -> None:
-    """What the second forward raises reaches the caller; the next step is right."""
+    """An exception in recomputation reaches the caller; the next step is right."""
 
     class Failing(Count):
         fail = False
@@ -132,7 +131,7 @@ def test_an_error_in_the_second_run(layer: str) -> None:
 @llama
 @layers
 def test_nothing_is_left_alive(case: Case, layer: str) -> None:
-    """A graph whose output goes is gone without the collector, backward or not."""
+    """A graph is freed with its output, without garbage collection and without backward."""
     model = case.build()
     for name, block in case.blocks_of(model).items():
         parent, _, last = name.rpartition(".")
@@ -154,7 +153,7 @@ def test_nothing_is_left_alive(case: Case, layer: str) -> None:
 
 @llama
 def test_no_more_is_kept_than_by_torch(case: Case) -> None:
-    """Bytes alive after a forward, beside torch's checkpoint around the same blocks."""
+    """Live bytes after a forward, compared with torch's checkpoint around the same blocks."""
     model, other = twins(case)
     for block in case.blocks_of(model).values():
         checkpoint_(block)
@@ -171,7 +170,7 @@ def test_no_more_is_kept_than_by_torch(case: Case) -> None:
 @llama
 @pytest.mark.parametrize("option", ["preserve_rng_state", "early_stop", "determinism_check"])
 def test_options_of_torch(case: Case, option: str) -> None:
-    """Each option in its other setting; without kept random state, with dropout off."""
+    """Each option with its other value; without saved random state, with dropout off."""
     value: Any = "none" if option == "determinism_check" else False
     model, plain = twins(case)
     for block in case.blocks_of(model).values():
@@ -186,7 +185,7 @@ def test_options_of_torch(case: Case, option: str) -> None:
 @llama
 @layers
 def test_across_threads(case: Case, layer: str) -> None:
-    """Forward here and backward in another thread: the same gradients."""
+    """Backward in another thread gives the same gradients."""
     import threading
 
     model, plain = twins(case)

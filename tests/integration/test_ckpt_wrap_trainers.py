@@ -1,4 +1,4 @@
-"""ckpt-wrap inside other people's training loops, adapters, exports and files."""
+"""ckpt-wrap in training loops, adapters, exports and files of other libraries."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ models = pytest.mark.parametrize("name", LANGUAGE)
 
 
 def checkpointed(case: Case, model: nn.Module) -> nn.Module:
-    """Every block, in place."""
+    """Checkpoint every block in place."""
     for block in case.blocks_of(model).values():
         checkpoint_(block)
     return model
@@ -39,7 +39,7 @@ def checkpointed(case: Case, model: nn.Module) -> nn.Module:
 def trained_alike(
     case: Case, loop: Callable[[nn.Module, Path], None], folder: Path
 ) -> tuple[nn.Module, nn.Module]:
-    """Train with checkpointed blocks and without; the weights are the same."""
+    """Train with and without checkpointed blocks; weights are the same."""
     model, plain = twins(case)
     before = shape_of(model)
     loop(checkpointed(case, model), folder / "ours")
@@ -52,13 +52,13 @@ def trained_alike(
 
 @models
 def test_trainer_of_transformers(name: str, tmp_path: Path) -> None:
-    """`Trainer.train`, two steps, dropout on."""
+    """`Trainer.train`, two steps, with dropout."""
     trained_alike(case_of(name), by_transformers, tmp_path)
 
 
 @models
 def test_loop_of_accelerate(name: str, tmp_path: Path) -> None:
-    """`prepare`, `accumulate`, `clip_grad_norm_`; the saved state has the plain one's keys."""
+    """`prepare`, `accumulate`, `clip_grad_norm_`; the saved state has plain keys."""
     trained_alike(case_of(name), by_accelerate, tmp_path)
     files = [tmp_path / kind / "model.safetensors" for kind in ("ours", "plain")]
     assert_same(*(need("safetensors.torch").load_file(file) for file in files))
@@ -81,7 +81,7 @@ def test_trainer_of_lightning(name: str, tmp_path: Path) -> None:
 
 @models
 def test_trainer_resumes_from_its_checkpoint(name: str, tmp_path: Path) -> None:
-    """Saved after two steps of four, trained on with and without checkpointed blocks."""
+    """Saved after two of four steps, continued with and without checkpointed blocks."""
     case = case_of(name)
     settings: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     loop = functools.partial(by_transformers, **settings)
@@ -93,7 +93,7 @@ def test_trainer_resumes_from_its_checkpoint(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("layer", ["checkpoint_", "checkpoint_wrapper", "offload_"])
 def test_lora(when: str, layer: str, tmp_path: Path) -> None:
-    """`get_peft_model` with dropout before or after: gradients, adapter file, merged weights."""
+    """`get_peft_model` before or after, with dropout: gradients, adapter file, merged weights."""
     peft, safetensors = need("peft"), need("safetensors.torch")
     case = case_of("Llama")
     model, plain = twins(case)
@@ -155,7 +155,7 @@ def test_generation_is_the_plain_models(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Llama", "T5", "BERT", "ViT"])
 def test_saved_and_loaded(name: str, tmp_path: Path) -> None:
-    """`save_pretrained` of a model with checkpointed blocks is the plain model's file."""
+    """`save_pretrained` of a model with checkpointed blocks writes the plain model's file."""
     case = case_of(name)
     model, plain = twins(case)
     checkpointed(case, model).save_pretrained(tmp_path / "ours")
@@ -171,7 +171,7 @@ def test_saved_and_loaded(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["BERT", "ViT", "ResNet"])
 @pytest.mark.parametrize("when", ["checkpointed", "after unwrapping"])
 def test_export(name: str, when: str) -> None:
-    """`torch.export` of a model with checkpointed blocks, and after they are taken off."""
+    """`torch.export` of a model with checkpointed blocks, and after undoing them."""
     case = case_of(name)
     model, plain = twins(case)
     checkpointed(case, model)
@@ -187,7 +187,7 @@ def test_export(name: str, when: str) -> None:
 
 @pytest.mark.parametrize("name", ["UNet2D", "DiT"])
 def test_moving_average_of_diffusers(name: str) -> None:
-    """`EMAModel` over a checkpointed model: the averages are the plain model's."""
+    """`EMAModel` over a checkpointed model: averages equal the plain model's."""
     averages = []
     kind = need("diffusers.training_utils").EMAModel
     case = case_of(name)
@@ -207,7 +207,7 @@ def test_moving_average_of_diffusers(name: str) -> None:
 
 @models
 def test_copies_of_a_checkpointed_model(name: str) -> None:
-    """`deepcopy` of the model with its blocks changed: it trains as the plain one does."""
+    """`deepcopy` of a model with changed blocks trains like the plain one."""
     case = case_of(name)
     model, plain = twins(case)
     assert_same_step(case, copy.deepcopy(checkpointed(case, model)), plain)
@@ -215,7 +215,7 @@ def test_copies_of_a_checkpointed_model(name: str) -> None:
 
 @pytest.mark.parametrize("trainer", list(TRAINERS))
 def test_offload_in_a_training_loop(trainer: str, tmp_path: Path) -> None:
-    """Blocks offloaded to a folder inside each trainer: the same weights, an empty folder."""
+    """Blocks offloaded to a folder in each trainer: the same weights, and an empty folder."""
     case = case_of("Llama")
     model, plain = twins(case)
     away = tmp_path / "away"

@@ -1,4 +1,4 @@
-"""The four parts together on one model: the same bits, plain names, exact FLOPs."""
+"""The four parts together on one model: bit-identical results, plain names, exact FLOPs."""
 
 from __future__ import annotations
 
@@ -51,26 +51,24 @@ class Block(nn.Module):
         self.down = nn.Linear(HIDDEN, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Give x plus what the block makes of it; (BATCH, WIDTH) both."""
         return x + self.down(self.drop(self.act(self.up(x))))
 
 
 def make_model(dropout: float = 0.0) -> nn.Sequential:
-    """Give the same model at every call: blocks 0 and 1, and a head 2."""
+    """Make the same model at every call: blocks 0 and 1, and a head 2."""
     torch.manual_seed(1)
     blocks = [Block(dropout) for _ in range(BLOCKS)]
     return nn.Sequential(*blocks, nn.Linear(WIDTH, 2)).to()
 
 
 def batch(step: int) -> torch.Tensor:
-    """Give the batch of a step."""
     generator = torch.Generator().manual_seed(100 + step)
     return torch.randn(BATCH, WIDTH, generator=generator).to()
 
 
 @dataclass
 class Record:
-    """Losses by step, gradients of the last step and parameters after it, by name."""
+    """Losses by step, and gradients and parameters after the last step, by name."""
 
     losses: list[float] = field(default_factory=list)
     grads: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -78,7 +76,7 @@ class Record:
 
 
 def train(model: nn.Module, *, call=None, around=contextlib.nullcontext):
-    """Train for STEPS steps of SGD; `call` runs instead of the model, `around` holds each step."""
+    """Train for STEPS steps of SGD. `call` replaces the model's call; `around` wraps each step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     record = Record()
     for step in range(STEPS):
@@ -95,7 +93,7 @@ def train(model: nn.Module, *, call=None, around=contextlib.nullcontext):
 
 
 def assert_same(record: Record, plain: Record, clean=lambda name: name) -> None:
-    """Hold two trainings together bit for bit."""
+    """Assert that two trainings are bit-identical."""
     assert record.losses == plain.losses
     for kind in ("grads", "params"):
         got = {clean(name): value for name, value in getattr(record, kind).items()}
@@ -106,21 +104,21 @@ def assert_same(record: Record, plain: Record, clean=lambda name: name) -> None:
 
 
 def checkpoint_blocks(model: nn.Sequential, policy=None) -> nn.Sequential:
-    """Checkpoint each block in place, through the selective engine."""
+    """Checkpoint each block in place with a selective policy."""
     for block in model[:BLOCKS]:
         ckpt_wrap.checkpoint_(block, checkpoint_fn=sac_policies.checkpoint, policy=policy)
     return model
 
 
 def offload_blocks(model: nn.Sequential) -> nn.Sequential:
-    """Offload each block in place, however small its values."""
+    """Offload each block in place, also small values."""
     for block in model[:BLOCKS]:
         ckpt_wrap.offload_(block, min_bytes=1)
     return model
 
 
 class Seen:
-    """Names of called modules by phase, the root's own name taken off."""
+    """Names of called modules by phase, without the root's name."""
 
     def __init__(self, model: nn.Module) -> None:
         self.tracker = mod_tracker.ModTracker(model)
@@ -128,7 +126,7 @@ class Seen:
 
     @contextlib.contextmanager
     def watching(self):
-        """Note every module call of a step."""
+        """Record every module call of a step."""
         self.names.clear()
         with self.tracker, self.tracker.subscribe(pre_forward=self._note):
             yield
@@ -139,7 +137,7 @@ class Seen:
 
 
 def flops_of_step(model: nn.Module):
-    """Give the FLOPs of each block in forward and in recompute."""
+    """Return the FLOPs of each block in forward and in recompute."""
     with mod_tracker.profile_flops(model) as report:
         model(batch(0)).square().mean().backward()
     root = type(model).__name__
@@ -178,13 +176,13 @@ def _assert_plain(found):
 
 @pytest.mark.parametrize("policy", [None, PRODUCTS], ids=["all", "products"])
 def test_in_place_checkpointing_trains_as_plain(policy):
-    """Whatever the policy keeps, three steps with dropout are those of the plain model."""
+    """With any policy, three steps with dropout equal the plain model's."""
     model = checkpoint_blocks(make_model(0.5), policy)
     assert_same(train(model), train(make_model(0.5)))
 
 
 def test_names_are_plain_in_forward_and_recompute():
-    """Every module is seen under its plain name, those in blocks a second time."""
+    """Every module has its plain name, those in blocks a second time."""
     model = checkpoint_blocks(make_model())
     seen = Seen(model)
     with seen.watching():
@@ -198,26 +196,26 @@ def test_names_are_plain_in_forward_and_recompute():
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "checkpointed"])
 def test_flops_are_exact_by_phase(wrapped):
-    """Full recompute costs the up product again; the last product of a block is never needed."""
+    """Full recompute runs the up product again; backward does not need a block's last product."""
     model = make_model()
     if wrapped:
         checkpoint_blocks(model)
     found = flops_of_step(model)
     assert [forward for forward, _ in found] == [BLOCK_FLOPS] * BLOCKS
-    # Recomputation may stop once the last value that backward needs is there.
+    # Recomputation may stop after the last value that backward needs.
     allowed = {BLOCK_FLOPS // 2, BLOCK_FLOPS} if wrapped else {0}
     assert {recompute for _, recompute in found} <= allowed
 
 
 def test_saved_products_are_not_recomputed():
-    """A policy that saves the products leaves no FLOP to recompute."""
+    """A policy that saves the products leaves no FLOPs to recompute."""
     model = checkpoint_blocks(make_model(), PRODUCTS)
     assert flops_of_step(model) == [(BLOCK_FLOPS, 0)] * BLOCKS
 
 
 @pytest.mark.parametrize("flat_first", [True, False], ids=["flat-first", "flat-last"])
 def test_flat_and_checkpointed_trains_as_plain(flat_first):
-    """Flattening before or after checkpointing changes no bit."""
+    """Flattening before or after checkpointing: bit-identical training."""
     model = make_model(0.5)
     if flat_first:
         flat_param.flatten(model)
@@ -228,7 +226,7 @@ def test_flat_and_checkpointed_trains_as_plain(flat_first):
 
 
 def test_flat_and_tracked_is_named_and_trained_as_plain():
-    """The tracker names a flat model's modules, and changes nothing."""
+    """The tracker has plain names for a flat model and changes nothing."""
     model = make_model(0.5)
     flat_param.flatten(model)
     seen = Seen(model)
@@ -240,7 +238,7 @@ def test_flat_and_tracked_is_named_and_trained_as_plain():
 @pytest.mark.parametrize("offload_first", [True, False], ids=["offload-first", "offload-last"])
 @pytest.mark.parametrize("policy", [None, PRODUCTS], ids=["all", "products"])
 def test_offload_and_checkpointing_train_as_plain(offload_first, policy):
-    """Both on the same block, in either order, change no bit."""
+    """Both on the same block, in either order: bit-identical training."""
     model = make_model(0.5)
     if offload_first:
         checkpoint_blocks(offload_blocks(model), policy)
@@ -264,7 +262,7 @@ def test_offloaded_flat_model_copies_no_parameter(tmp_path):
 
 
 def test_offloaded_and_tracked_is_named_and_trained_as_plain():
-    """The tracker names an offloaded model's modules, and changes nothing."""
+    """The tracker has plain names for an offloaded model and changes nothing."""
     model = offload_blocks(make_model(0.5))
     seen = Seen(model)
     tracked = train(model, around=seen.watching)
@@ -273,7 +271,7 @@ def test_offloaded_and_tracked_is_named_and_trained_as_plain():
 
 
 def test_all_four_train_as_plain():
-    """Flat, offloaded, selective and tracked: same bits, same names, no product twice."""
+    """Flat, offloaded, selective and tracked: bit-identical, plain names, no product twice."""
     model = make_model(0.5)
     flat_param.flatten(model)
     offload_blocks(checkpoint_blocks(model, PRODUCTS))
@@ -285,7 +283,7 @@ def test_all_four_train_as_plain():
 
 
 def test_tracker_tells_recompute_from_forward():
-    """A block's activation runs once in forward and once in backward, and the tracker says so."""
+    """A block's activation runs once in forward and once in recompute."""
     model = _wrapped()
     tracker = mod_tracker.ModTracker()
     seen = []
@@ -300,7 +298,7 @@ def test_tracker_tells_recompute_from_forward():
 
 
 def test_compiled_flat_gives_plain_gradients():
-    """A flat, checkpointed model compiles in one graph to the plain gradients."""
+    """A flat, checkpointed model compiles to one graph with the plain gradients."""
     model = make_model()
     flat_param.flatten(model)
     checkpoint_blocks(model)
@@ -309,7 +307,7 @@ def test_compiled_flat_gives_plain_gradients():
 
 
 def test_all_four_compiled_give_plain_gradients():
-    """Flat, selective, compiled and then tracked in eager: gradients and names hold."""
+    """Flat, selective, compiled, then tracked in eager: gradients and names are right."""
     model = make_model()
     flat = flat_param.flatten(model)
     checkpoint_blocks(model, PRODUCTS)
@@ -324,7 +322,7 @@ def test_all_four_compiled_give_plain_gradients():
 
 
 def test_state_dict_is_plain():
-    """Keys are those of the plain model, and states load both ways."""
+    """Keys are those of the plain model, and state dicts load both ways."""
     plain, model = make_model(), make_model()
     flat_param.flatten(model)
     offload_blocks(checkpoint_blocks(model, PRODUCTS))

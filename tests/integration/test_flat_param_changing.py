@@ -1,4 +1,4 @@
-"""flat-param: flattened models that others resize, adapt, compile and train."""
+"""flat-param: flattened models that other libraries resize, adapt, compile and train."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ import flat_param
 def test_token_embeddings_are_resized_after_flattening(
     make: Callable[[], nn.Module], rows: int, way: str
 ) -> None:
-    """`resize_token_embeddings` between steps; the gradients afterwards are the plain model's."""
+    """`resize_token_embeddings` between steps; later gradients equal the plain model's."""
     model, plain = pair(make)
     for either in (model, plain):
         step(either)
@@ -46,7 +46,7 @@ def test_token_embeddings_are_resized_after_flattening(
 
 @pytest.mark.parametrize("make", TIED)
 def test_resized_embeddings_stay_tied_and_train(make: Callable[[], nn.Module]) -> None:
-    """An optimizer over chunks, made after the resize, does what one over plain parameters does."""
+    """An optimizer over chunks, made after the resize, trains like one over plain parameters."""
     model, plain = pair(make)
     for either in (model, plain):
         torch.manual_seed(1)
@@ -101,7 +101,7 @@ def test_lora_trains_in_a_flattened_model(when: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("which", ["another model is flat", "this model is flat"])
 def test_llama_compiles_into_one_graph(which: str) -> None:
-    """`fullgraph=True`, though its forward slices a list of modules; the same gradients."""
+    """`fullgraph=True`, although its forward slices a module list; the same gradients."""
     torch._dynamo.reset()
     model, plain = pair(llama)
     compiled = torch.compile(
@@ -112,11 +112,11 @@ def test_llama_compiles_into_one_graph(which: str) -> None:
     assert_same_grads(model, plain)
 
 
-# Training loops of others
+# Training loops of other libraries
 
 
 def test_lightning_trains_saves_and_loads_a_flattened_module(tmp_path: Path) -> None:
-    """`Trainer.fit` with clipping, and its checkpoint; the weights are the plain module's."""
+    """`Trainer.fit` with clipping, and its checkpoint; weights equal the plain module's."""
     lightning = need("lightning.pytorch")
 
     class Task(lightning.LightningModule):  # type: ignore[name-defined, misc]
@@ -159,7 +159,7 @@ def test_lightning_trains_saves_and_loads_a_flattened_module(tmp_path: Path) -> 
 
 
 def test_a_trainer_of_transformers_trains_a_flattened_model(tmp_path: Path) -> None:
-    """`Trainer.train` with a checkpoint in between; the weights are the plain model's."""
+    """`Trainer.train` with a checkpoint in between; weights equal the plain model's."""
     t = need("transformers")
     states = []
     for kind, model in zip(("flat", "plain"), pair(llama), strict=True):
@@ -171,7 +171,7 @@ def test_a_trainer_of_transformers_trains_a_flattened_model(tmp_path: Path) -> N
 
 
 def test_timm_models_train_and_are_saved_flat(tmp_path: Path) -> None:
-    """A convolutional network with batch norm, its EMA, and the file of its weights."""
+    """A convolutional network with batch norm, its EMA, and its weights file."""
     timm, safetensors = need("timm"), need("safetensors.torch")
 
     def make() -> nn.Module:

@@ -1,4 +1,4 @@
-"""What users of fairscale's `FlattenParamsWrapper` rely on, stated for `flatten`."""
+"""Behaviour that users of fairscale's `FlattenParamsWrapper` rely on, tested with `flatten`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import flat_param
 
 
 class Net(nn.Module):
-    """An encoder and a decoder; with `shared`, the decoder ends in the embedding's weight."""
+    """An encoder and a decoder; with `shared`, the decoder uses the embedding's weight."""
 
     def __init__(self, *, shared: bool) -> None:
         super().__init__()
@@ -36,12 +36,11 @@ class Net(nn.Module):
 
 
 def shared_net() -> nn.Module:
-    """A net with one weight for input and output."""
     return Net(shared=True)
 
 
 def plain_net() -> nn.Module:
-    """A net whose parameters are all its own."""
+    """A net without shared parameters."""
     return Net(shared=False)
 
 
@@ -87,7 +86,7 @@ def test_output_and_norm_after_a_step_are_the_wrappers(make: Callable[[], nn.Mod
 @NETS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_state_dicts_go_both_ways(make: Callable[[], nn.Module], dtype: torch.dtype) -> None:
-    """Plain into flat and flat into plain, buffers included, with the plain names."""
+    """Plain into flat and flat into plain, with buffers and plain names."""
     model, plain = (m.to(dtype) for m in pair(make))
     with torch.no_grad():
         for param in plain.parameters():
@@ -106,7 +105,7 @@ def test_state_dicts_go_both_ways(make: Callable[[], nn.Module], dtype: torch.dt
 def test_a_copy_computes_the_same(
     make: Callable[[], nn.Module], copied: Callable[[nn.Module], nn.Module]
 ) -> None:
-    """A deep copy, and one that was pickled, after a step."""
+    """A deep copy and a pickled copy, after a step."""
     model, _ = pair(make)
     ids = torch.randint(0, 23, (2, 5))
     model(ids).sum().backward()
@@ -116,7 +115,7 @@ def test_a_copy_computes_the_same(
 
 
 def test_some_parameters_of_a_model_are_flattened() -> None:
-    """A part flattened alone; the rest stays as it is, and both train as before."""
+    """One part is flattened, the rest is unchanged, and both train as before."""
     plain = plain_net()
     model = copy.deepcopy(plain)
     inside = {id(param) for param in model.net.parameters()}
@@ -130,7 +129,7 @@ def test_some_parameters_of_a_model_are_flattened() -> None:
 
 
 def test_two_parts_are_flattened_apart() -> None:
-    """Groups of parameters, each with a vector; the state dict is the plain one."""
+    """Groups of parameters with one vector each; the state dict is the plain one."""
     plain = plain_net()
     model = copy.deepcopy(plain)
     flats = [flat_param.flatten(part) for part in (model.net.encoder, model.net.decoder)]
@@ -143,6 +142,6 @@ def test_two_parts_are_flattened_apart() -> None:
 
 
 def test_a_module_without_parameters_is_refused() -> None:
-    """The wrapper takes it; `flatten` says that there is nothing to flatten."""
+    """fairscale accepts it; `flatten` raises that there is nothing to flatten."""
     with pytest.raises(flat_param.ParameterError, match="has no parameters"):
         flat_param.flatten(nn.Sequential(nn.ReLU()))

@@ -1,4 +1,4 @@
-"""flat-param's sharding of other people's models, on one to three processes."""
+"""flat-param's sharding of other libraries' models, on one to three processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MINE = SHARDING + SHARDED_LAYERS + SAVING + LORA
 @worlds
 @claims(SHARDING)
 def test_sharded_training_is_ddps(claim: Claim, world: int) -> None:
-    """Losses and weights after some steps are DDP's: bit for bit up to two ranks."""
+    """Losses and weights equal DDP's after some steps, bit-identical up to two ranks."""
     check(world, claim, MINE)
 
 
@@ -26,12 +26,12 @@ def test_layers_of_ckpt_wrap_under_sharding(claim: Claim, world: int) -> None:
 @worlds
 @claims(SAVING)
 def test_saved_in_parts_and_loaded(claim: Claim, world: int) -> None:
-    """`save_sharded`, `load_sharded`, and the whole state in transformers' own file."""
+    """`save_sharded`, `load_sharded`, and the full state in transformers' own file."""
     check(world, claim, MINE)
 
 
 @worlds
 @claims(LORA)
 def test_lora_in_a_sharded_model(claim: Claim, world: int) -> None:
-    """Adapters trained among frozen sharded weights are DDP's, close on three ranks."""
+    """Adapters in a frozen sharded model train to DDP's weights; close on three ranks."""
     check(world, claim, MINE)

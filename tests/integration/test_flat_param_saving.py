@@ -1,4 +1,4 @@
-"""flat-param: files that other people's libraries write of a flattened model, and read."""
+"""flat-param: files that other libraries write of a flattened model, and read."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from torch import nn
 
 
 def size(path: Path) -> int:
-    """Bytes of a file, or of all files in a folder."""
+    """Return the bytes of a file, or of all files in a folder."""
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     return sum(file.stat().st_size for file in files)
 
 
 @pytest.mark.parametrize("make", [small, llama, tied_llama])
 def test_accelerate_saves_a_flattened_model(make: Callable[[], nn.Module], tmp_path: Path) -> None:
-    """`Accelerator.save_model` writes all weights once, and as many bytes as for the plain one."""
+    """`Accelerator.save_model` writes all weights once, as many bytes as for the plain model."""
     accelerate, safetensors = need("accelerate"), need("safetensors.torch")
     model, plain = pair(make)
     accelerator = accelerate.Accelerator(cpu=True)
@@ -39,7 +39,7 @@ def test_accelerate_saves_a_flattened_model(make: Callable[[], nn.Module], tmp_p
 def test_accelerate_saves_and_loads_a_state_of_training(
     make: Callable[[], nn.Module], safe: bool, tmp_path: Path
 ) -> None:
-    """`save_state`, two more steps, `load_state`: the model is what it was, and still flat."""
+    """`save_state`, two more steps, `load_state`: the model is restored and still flat."""
     accelerate = need("accelerate")
     accelerator = accelerate.Accelerator(cpu=True)
     model, plain = pair(make)
@@ -61,7 +61,7 @@ def test_accelerate_saves_and_loads_a_state_of_training(
 
 @pytest.mark.parametrize("make", [llama, *TIED])
 def test_safetensors_saves_and_loads_a_model(make: Callable[[], nn.Module], tmp_path: Path) -> None:
-    """`save_model` and `load_model`, into a flattened model and into a plain one."""
+    """`save_model` and `load_model`, into a flattened and into a plain model."""
     safetensors = need("safetensors.torch")
     model, plain = pair(make)
     safetensors.save_model(model, str(tmp_path / "flat"))
@@ -80,7 +80,7 @@ def test_safetensors_saves_and_loads_a_model(make: Callable[[], nn.Module], tmp_
 def test_transformers_saves_a_flattened_model(
     make: Callable[[], nn.Module], tmp_path: Path
 ) -> None:
-    """`save_pretrained` and `from_pretrained`; tied weights are written once, as for the plain."""
+    """`save_pretrained` and `from_pretrained`; tied weights are written once."""
     model, plain = pair(make)
     model.save_pretrained(tmp_path / "flat")
     plain.save_pretrained(tmp_path / "plain")
@@ -91,7 +91,7 @@ def test_transformers_saves_a_flattened_model(
 
 @pytest.mark.parametrize("part", [False, True])
 def test_torch_saves_what_it_is_given(part: bool) -> None:
-    """`torch.save` of a state dict, or of one layer's, is as large as the plain model's."""
+    """A saved state dict, of the model or of one layer, is as large as the plain model's."""
     model, plain = pair(tied_llama)
     sizes = []
     for either in (model, plain):
@@ -107,7 +107,7 @@ def test_torch_saves_what_it_is_given(part: bool) -> None:
 
 
 def test_distributed_checkpoints_hold_a_flattened_model(tmp_path: Path) -> None:
-    """`torch.distributed.checkpoint` saves what `state_dict` gives and loads it in place."""
+    """`torch.distributed.checkpoint` saves the `state_dict` and loads it in place."""
     dcp = need("torch.distributed.checkpoint")
     model, plain = pair(tied_llama)
     with warnings.catch_warnings():
@@ -117,6 +117,6 @@ def test_distributed_checkpoints_hold_a_flattened_model(tmp_path: Path) -> None:
             model.lm_head.weight.zero_()
         state = {"model": model.state_dict()}
         dcp.load(state, checkpoint_id=str(tmp_path))
-    # Without `load_state_dict`: the tensors that were read into are the model's memory.
+    # Without `load_state_dict`: the loaded tensors share the model's memory.
     assert_same(tensors_of(model.state_dict()), tensors_of(plain.state_dict()))
     assert_flat(model)

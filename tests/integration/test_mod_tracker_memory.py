@@ -1,7 +1,6 @@
-"""Three runs that use too much memory, and what one page of `watch_memory` says of each.
+"""Three runs that use too much memory, and the page of `watch_memory` for each.
 
-Each test reads the page as a user would who knows nothing of the run, mends what it names, and
-sees the bytes go.
+Each test reads only the page, fixes what it names, and checks that the bytes are gone.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ SMALL = {"vocab_size": 256, "num_hidden_layers": 4, "hidden_size": 64, "num_atte
 
 
 def model_of(kind: str, **more: Any) -> nn.Module:
-    """A small model of transformers with random weights, without dropout."""
+    """A small transformers model with random weights, without dropout."""
     transformers = need("transformers")
     config = transformers.AutoConfig.for_model(kind, **SMALL, **more)
     auto = (
@@ -30,21 +29,22 @@ def model_of(kind: str, **more: Any) -> nn.Module:
 
 
 def batch(tokens: int) -> dict[str, torch.Tensor]:
-    """Four rows of tokens, which are their own labels."""
+    """Four rows of tokens, which are also the labels."""
     ids = torch.arange(4 * tokens).view(4, tokens) % 256
     return {"input_ids": ids, "labels": ids}
 
 
 def section(page: MemoryPage, title: str) -> list[str]:
-    """Rows of one table of a page, as text."""
+    """Return the rows of one table of a page, as text."""
     lines = str(page).splitlines()
     after = lines[lines.index(title) + 1 :]
     return after[: after.index("")] if "" in after else after
 
 
 def test_memory_page_names_a_leak() -> None:
-    """What the model returned is kept in a list: the page has what grew, and the line that made it,
-    however many steps later it is asked; so has the check for a test."""
+    """Outputs are kept in a list: the page has the growth and its line, at any later step;
+    `assert_no_growth` has them, too.
+    """
     model, kept = model_of("gpt2"), []
 
     def step(keep: bool) -> None:
@@ -66,7 +66,7 @@ def test_memory_page_names_a_leak() -> None:
 
 
 def test_memory_page_names_a_batch_unlike_the_others() -> None:
-    """The fifth of six is eight times as long: above the limit the page has both shapes."""
+    """The fifth of six batches is eight times as long: above the limit the page has both shapes."""
     model = model_of("llama", intermediate_size=128, num_key_value_heads=2)
     sizes = [64, 64, 64, 64, 512, 64]
     with watch_memory(model, limit_bytes=20 * 2**20) as watch:
@@ -88,7 +88,7 @@ def test_memory_page_names_a_batch_unlike_the_others() -> None:
 
 
 def test_memory_page_names_the_block_without_a_checkpoint() -> None:
-    """One of four blocks was forgotten: it keeps most, and checkpointing it frees that."""
+    """One of four blocks has no checkpoint: it keeps most, and checkpointing it frees that."""
     model = model_of("bert", intermediate_size=128)
     blocks = model.bert.encoder.layer
     for index in (0, 1, 3):

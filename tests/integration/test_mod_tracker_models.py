@@ -1,4 +1,4 @@
-"""mod-tracker on other people's models: it changes no bit, and it counts what torch counts."""
+"""mod-tracker on other libraries' models: bit-identical results, and torch's counts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mod_tracker import ModTracker, profile_flops
 
 
 def step(case: Case, model: nn.Module) -> torch.Tensor:
-    """Forward and backward; the loss."""
+    """Run forward and backward; return the loss."""
     model.zero_grad()
     loss = case.loss(model)
     loss.backward()
@@ -29,7 +29,7 @@ def step(case: Case, model: nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize("report", list(REPORTS))
 @each
 def test_no_bit_changes(case: Case, report: str) -> None:
-    """Loss, gradients and buffers inside each report are those without it, and the model too."""
+    """Loss, gradients, buffers and the model are bit-identical inside each report."""
     model, plain = twins(case)
     before = shape_of(model)
     with REPORTS[report]():
@@ -42,7 +42,7 @@ def test_no_bit_changes(case: Case, report: str) -> None:
 
 @each
 def test_flops_are_torchs(case: Case) -> None:
-    """Totals of `profile_flops` are `FlopCounterMode`'s; modules and outside add up to them."""
+    """Totals of `profile_flops` equal `FlopCounterMode`'s; modules and outside add up to them."""
     model, plain = twins(case)
     with profile_flops() as report:
         step(case, model)
@@ -59,7 +59,7 @@ def test_flops_are_torchs(case: Case) -> None:
 
 @each
 def test_recompute_is_counted_apart(case: Case) -> None:
-    """With checkpointed blocks, forward and backward cost the same and the rest is recompute."""
+    """With checkpointed blocks, forward and backward cost the same; the rest is recompute."""
     model, plain = twins(case)
     for block in case.blocks_of(model).values():
         checkpoint_(block)
@@ -80,7 +80,7 @@ def test_recompute_is_counted_apart(case: Case) -> None:
 
 @each
 def test_modules_are_seen_as_hooks_see_them(case: Case) -> None:
-    """Every module that a forward hook sees is entered, as often, under its name."""
+    """Every module that a forward hook sees is entered as often, under its name."""
     model, _ = twins(case)
     seen, expected = names_of_calls(case, model)
     assert seen == expected
@@ -88,7 +88,7 @@ def test_modules_are_seen_as_hooks_see_them(case: Case) -> None:
 
 @each
 def test_backward_is_attributed_to_blocks(case: Case) -> None:
-    """Backward of a block's products is counted in the block: no less than its forward."""
+    """Backward FLOPs of a block are at least its forward FLOPs."""
     model, _ = twins(case)
     names = [f"{type(model).__name__}.{name}" for name in case.blocks_of(model)]
     with profile_flops(model) as report:
@@ -101,7 +101,7 @@ def test_backward_is_attributed_to_blocks(case: Case) -> None:
 
 @each
 def test_a_step_that_fails_leaves_the_tracker_clean(case: Case) -> None:
-    """A block that raises inside each report: afterwards the model computes as before."""
+    """A block raises inside each report; afterwards the model computes as before."""
     model, plain = twins(case)
     block = list(case.blocks_of(model).values())[-1]
 

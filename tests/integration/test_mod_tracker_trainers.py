@@ -1,4 +1,4 @@
-"""mod-tracker around and inside other people's training loops."""
+"""mod-tracker around and inside training loops of other libraries."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LANGUAGE = ["Llama", "GPT-2"]
 
 
 def run(trainer: str, case: Case, folder: Path, report: str) -> None:
-    """Train inside a report and without: the weights are the same."""
+    """Train inside and outside of a report; weights are the same."""
     model, plain = twins(case)
     with REPORTS[report]() as found:
         TRAINERS[trainer](model, folder / "ours")
@@ -76,7 +76,7 @@ def test_around_the_trainer_of_lightning(name: str, report: str, tmp_path: Path)
 @pytest.mark.parametrize("trainer", list(TRAINERS))
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_flops_of_a_training_run(trainer: str, checkpointed: bool, tmp_path: Path) -> None:
-    """The total of a whole run is `FlopCounterMode`'s, with recomputation and without."""
+    """The total of a whole run equals `FlopCounterMode`'s, with and without recomputation."""
     case = case_of("Llama")
     pair = twins(case)
     if checkpointed:
@@ -92,7 +92,7 @@ def test_flops_of_a_training_run(trainer: str, checkpointed: bool, tmp_path: Pat
 
 
 def measured_steps(loop: Any, callback: Any, folder: Path, **settings: Any) -> None:
-    """Measure the second of two steps, of two batches each: half the run, and no weight differs."""
+    """Measure the second of two steps of two batches each: half the FLOPs, the same weights."""
     model, plain = twins(case_of("Llama"))
     found: dict[int, FlopReport] = {}
     schedule = ReportSchedule(
@@ -112,7 +112,7 @@ def measured_steps(loop: Any, callback: Any, folder: Path, **settings: Any) -> N
 
 
 def step_that_raises(loop: Any, callback: Any, folder: Path, *, is_told: bool) -> None:
-    """Raise in the second of the measured steps: the first has its report, and nothing is left."""
+    """Raise in the second measured step: the first has its report, and nothing is left."""
     model, calls, found = case_of("Llama").build(), [], []
 
     def fails(module: nn.Module, args: Any, output: Any) -> None:
@@ -133,31 +133,31 @@ def step_that_raises(loop: Any, callback: Any, folder: Path, *, is_told: bool) -
 
 
 def test_steps_of_the_trainer_of_transformers(tmp_path: Path) -> None:
-    """A callback measures one step of the optimizer, with all its batches."""
+    """The callback measures one optimizer step with all its batches."""
     need("transformers")
     measured_steps(by_transformers, transformers_callback, tmp_path, gradient_accumulation_steps=2)
 
 
 def test_steps_of_the_trainer_of_lightning(tmp_path: Path) -> None:
-    """A callback measures one step of the optimizer, with all its batches."""
+    """The callback measures one optimizer step with all its batches."""
     need("lightning.pytorch")
     measured_steps(by_lightning, lightning_callback, tmp_path, accumulate_grad_batches=2)
 
 
 def test_step_of_transformers_that_raises(tmp_path: Path) -> None:
-    """`with schedule: trainer.train()` leaves nothing behind."""
+    """After `with schedule: trainer.train()` no hook or mode is left."""
     need("transformers")
     step_that_raises(by_transformers, transformers_callback, tmp_path, is_told=False)
 
 
 def test_step_of_lightning_that_raises(tmp_path: Path) -> None:
-    """The trainer tells its callbacks of the error, and nothing is left behind."""
+    """The trainer reports the error to its callbacks, and no hook or mode is left."""
     need("lightning.pytorch")
     step_that_raises(by_lightning, lightning_callback, tmp_path, is_told=True)
 
 
 def test_names_of_an_adapted_model(tmp_path: Path) -> None:
-    """Under LoRA the adapters' products are counted in modules of their own."""
+    """Under LoRA the adapters' products count in separate modules."""
     peft = need("peft")
     case = case_of("Llama")
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1)

@@ -1,4 +1,4 @@
-"""Every model through every part: bit-identical gradients, and bytes kept beside torch's ways.
+"""Every model with every part: bit-identical gradients, and kept bytes compared with torch.
 
 `pytest -s` prints a table of the bytes that each model keeps.
 """
@@ -34,7 +34,7 @@ NAMES = [part.name for part in (PLAIN, *TORCH, *PARTS) if part.judge == "step"]
 
 
 def cells() -> Iterator[object]:
-    """Each model with each part; what is known not to work has to fail."""
+    """Return each model with each part; known failures must fail."""
     for case in CASES:
         for part in PARTS:
             reason = KNOWN.get((case.name, part.name))
@@ -44,7 +44,7 @@ def cells() -> Iterator[object]:
 
 @pytest.fixture(scope="module", autouse=True)
 def table() -> Iterator[None]:
-    """Print what was measured, at the end."""
+    """Print the measurements at the end."""
     yield
     print("\n" + "  ".join([f"{'kept bytes':14}", *NAMES]))
     for case in CASES:
@@ -56,7 +56,7 @@ def table() -> Iterator[None]:
 
 @pytest.mark.parametrize(("case", "part"), list(cells()))
 def test_model_is_equal_through_a_part(case: Case, part: Part) -> None:
-    """Loss, gradients, parameters and buffers are those of the plain model, bit for bit."""
+    """Loss, gradients, parameters and buffers are bit-identical to the plain model's."""
     need(case.library)
     found = cell_of(part, case)
     assert found["outcome"] == "equal", found
@@ -64,7 +64,7 @@ def test_model_is_equal_through_a_part(case: Case, part: Part) -> None:
 
 @each_model_torch_runs
 def test_torch_checkpointing_has_equal_gradients(case: Case) -> None:
-    """The bytes of torch's ways are compared below; only averages of batch norm may differ."""
+    """Torch's bytes are compared below; only batch norm statistics may differ."""
     need(case.library)
     for part in TORCH:
         found = cell_of(part, case)
@@ -74,7 +74,7 @@ def test_torch_checkpointing_has_equal_gradients(case: Case) -> None:
 
 @each_model
 def test_checkpointing_keeps_no_more_than_torch(case: Case) -> None:
-    """All of ours that keep nothing: at most torch's checkpoint around the same blocks."""
+    """Everything of ours that keeps nothing: at most torch's checkpoint around the same blocks."""
     need(case.library)
     torch_bytes = kept_bytes_of("torch, nothing kept", case)
     assert torch_bytes < kept_bytes_of("plain", case)
@@ -86,7 +86,7 @@ def test_checkpointing_keeps_no_more_than_torch(case: Case) -> None:
 def test_kept_products_cost_what_torch_sac_keeps(case: Case) -> None:
     """At most the bytes of torch's selective checkpointing with the same operators.
 
-    Models are so small that a few KiB of bookkeeping are some percent.
+    The models are so small that a few KiB of bookkeeping are some percent.
     """
     need(case.library)
     torch_bytes = kept_bytes_of("torch, products kept", case)

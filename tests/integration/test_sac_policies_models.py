@@ -1,4 +1,4 @@
-"""sac-policies on other people's models: every block a region."""
+"""sac-policies on other libraries' models, with every block as a region."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ POLICIES: dict[str, Policy] = {
 def in_regions(
     case: Case, model: nn.Module, wrap: Callable[[nn.Module, Callable[..., Any]], Any]
 ) -> None:
-    """Have the forward of each block run as `wrap` says, as people patch models."""
+    """Replace the forward of each block by `wrap` of it, as users patch models."""
     for block in case.blocks_of(model).values():
         block.forward = wrap(block, block.forward)  # type: ignore[method-assign]
 
@@ -59,7 +59,7 @@ def in_regions(
 @pytest.mark.parametrize("policy", list(POLICIES))
 @each
 def test_blocks_as_regions(case: Case, policy: str) -> None:
-    """`checkpoint` around each block's forward: two steps, the same bits and buffers."""
+    """`checkpoint` around each block's forward: two steps are bit-identical, with buffers."""
     rules = POLICIES[policy]
     model, plain = twins(case)
     in_regions(case, model, lambda _, f: functools.partial(checkpoint, f, policy=rules))
@@ -70,7 +70,7 @@ def test_blocks_as_regions(case: Case, policy: str) -> None:
 @pytest.mark.parametrize("way", ["checkpoint_fn", "context_fn"])
 @each
 def test_through_a_checkpoint_wrapper(case: Case, way: str) -> None:
-    """As the recompute function of `checkpoint_`, or as its `context_fn`; the model stays whole."""
+    """As the recompute function of `checkpoint_`, or as its `context_fn`."""
     if way == "context_fn" and case.name == "GPT-OSS":
         pytest.skip("torch's selective checkpointing refuses that a kept product is written to")
     model, plain = twins(case)
@@ -106,7 +106,7 @@ def test_the_whole_model_as_a_region(case: Case) -> None:
 
 @each
 def test_nothing_kept_holds_fewer_bytes(case: Case) -> None:
-    """With nothing to save by rule, a step keeps less than the plain model."""
+    """With a policy that saves nothing, a step keeps less than the plain model."""
     model, plain = twins(case)
     options = {"policy": recompute_all(), "determinism_check": "none"}
     in_regions(case, model, lambda _, f: functools.partial(checkpoint, f, **options))
@@ -116,7 +116,7 @@ def test_nothing_kept_holds_fewer_bytes(case: Case) -> None:
 
 @each
 def test_a_plan_per_block(case: Case) -> None:
-    """`profile` and `solve` at half of what each block could keep; the plan is followed."""
+    """`profile` and `solve` for half of what each block could keep; the plan is followed."""
     model, plain = without_cache(*twins(case))
     plans: dict[str, Any] = {}
     calls = calls_of(case, plain)
@@ -139,7 +139,7 @@ def test_a_plan_per_block(case: Case) -> None:
 
 @each
 def test_a_report_of_a_block(case: Case) -> None:
-    """`report` lists what runs in a block and what is kept of it, and changes nothing."""
+    """`report` lists operators and kept bytes of a block, and changes nothing."""
     model, plain = without_cache(*twins(case))
     block, args, kwargs = next(iter(calls_of(case, model).values()))
     found = report(block, *args, policy=PRODUCTS, **kwargs)
@@ -155,7 +155,7 @@ FITTED = ["Llama", "GPT-2", "BERT", "ViT", "ResNet", "Mixtral", "Mamba"]
 
 @pytest.mark.parametrize("case", [case_of(name) for name in FITTED], ids=FITTED)
 def test_fit_finds_a_plan_that_fits(case: Case) -> None:
-    """At 95% of the plain peak a measured step is within it; the model is left alone."""
+    """At 95 % of the plain peak a measured step fits; the model is unchanged."""
     model, plain = twins(case)
     before = shape_of(model)
     batch = case.inputs()
@@ -177,7 +177,7 @@ def _loss(out: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", [case_of(name) for name in FITTED], ids=FITTED)
 def test_peaks_are_predicted(case: Case) -> None:
-    """Of a step as one region, and with its blocks half way to the least: within 2 %."""
+    """Of a step as one region, and with blocks at half of their range: within 2 %."""
     model, _ = twins(case)
     batch = case.inputs()
     step = profile_step(model, batch, loss=_loss, unit="flops")

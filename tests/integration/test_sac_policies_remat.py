@@ -1,4 +1,4 @@
-"""What users of torch-remat do, done with ours."""
+"""Uses of torch-remat, done with sac-policies."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_everything_is_recomputed_as_by_torch_remat() -> None:
 
 
 def test_dropout_in_a_region() -> None:
-    """torch-remat keeps no random state; ours needs nothing said, and no bit changes."""
+    """torch-remat does not restore random state; ours does, bit-identically."""
     need("torch_remat")
     plain = model_of()
     model = model_of()
@@ -72,7 +72,7 @@ def test_dropout_in_a_region() -> None:
 
 
 def test_bytes_kept_beside_torch_remat() -> None:
-    """With the same products kept, a region keeps no more than a marked one."""
+    """With the same saved products, a region keeps no more than a marked one."""
     remat = need("torch_remat")
 
     class Marked(nn.Module):

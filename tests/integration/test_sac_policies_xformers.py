@@ -1,4 +1,4 @@
-"""What users of xformers' selective checkpointing do, done with ours."""
+"""Uses of xformers' selective checkpointing, done with sac-policies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KNOWN = ("Found no NVIDIA driver", "list assignment index out of range")
 
 
 def theirs_runs(run: Any) -> Any:
-    """The result of xformers; an expected failure where xformers is known to fail itself."""
+    """Return the result of xformers; an expected failure if xformers itself fails."""
     try:
         return run()
     except Exception as error:
@@ -34,7 +34,7 @@ def theirs_runs(run: Any) -> Any:
 
 
 def flops(run: Any) -> int:
-    """Work of a step."""
+    """Return the FLOPs of a step."""
     model = model_of()
     with FlopCounterMode(display=False) as counter:
         step(model, run)
@@ -52,7 +52,7 @@ def flops(run: Any) -> int:
     ],
 )
 def test_a_list_of_operators(policy: list[Any]) -> None:
-    """The argument they call `policy_fn`: gradients are the plain model's."""
+    """A list of operators, their `policy_fn`: gradients equal the plain model's."""
     plain = model_of()
     model = copy.deepcopy(plain)
     loss = step(plain)
@@ -69,7 +69,7 @@ def test_their_own_step_is_close() -> None:
 
 
 def test_a_function_as_policy() -> None:
-    """`(ctx, op, *args, **kwargs) -> bool`, as they take it."""
+    """`(ctx, op, *args, **kwargs) -> bool`, as xformers takes it."""
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
         return op in PRODUCTS
@@ -81,15 +81,15 @@ def test_a_function_as_policy() -> None:
 
 
 def test_kept_products_are_not_repeated() -> None:
-    """FLOPs of a step with products kept are the plain step's, with none kept a forward more."""
+    """With saved products, a step has the plain step's FLOPs; without, one more forward."""
     plain = flops(None)
     assert flops(ours(PRODUCTS)) == plain
-    # Of a step that takes three parts, forward is one; the last product's result is not read.
+    # Forward is one of three parts of a step; the last product's result is not needed.
     assert plain < flops(ours(recompute_all())) <= plain * 4 / 3
 
 
 def test_operators_are_listed() -> None:
-    """`list_operators` names what `profile` does, views and copies for autograd left out."""
+    """`list_operators` has the names of `profile`, without views and copies for autograd."""
     block, x = model_of(1)[0], torch.randn(4, 32, requires_grad=True)
     listed = {str(op) for op in need("xformers.checkpoint").list_operators(block, x)}
     assert {op.name for op in profile(block, x).ops} <= listed
@@ -113,9 +113,9 @@ def test_as_context_fn_of_torch(policy: str) -> None:
 
 @pytest.mark.parametrize("budget", [0.0, 0.1, 0.3, 0.5, 0.7, 1.0])
 def test_a_policy_from_a_budget(budget: float) -> None:
-    """Where they call `selective_checkpoint_wrapper(memory_budget=)`: `profile`, then `solve`.
+    """Instead of `selective_checkpoint_wrapper(memory_budget=)`: `profile`, then `solve`.
 
-    The plan is used for all blocks, survives pickle and JSON, and keeps what it says.
+    The plan is used for all blocks, survives pickle and JSON, and keeps what it predicts.
     """
     plain = model_of()
     model = copy.deepcopy(plain)
@@ -137,13 +137,13 @@ def test_a_policy_from_a_budget(budget: float) -> None:
 
 @pytest.mark.parametrize("budget", [0.2, 0.5, 0.8])
 def test_a_budget_is_used_no_worse_than_theirs(budget: float) -> None:
-    """At the same share of what can be kept, our plan repeats no more work than their wrapper."""
+    """For the same budget, our plan recomputes no more than their wrapper."""
     wrap = need("xformers.checkpoint").selective_checkpoint_wrapper
     block = model_of(1)[0]
     x = torch.randn(16, 32, requires_grad=True)
     torch.manual_seed(0)
     wrapped = wrap(copy.deepcopy(block), memory_budget=budget)
-    theirs_runs(lambda: wrapped(x).sum().backward())  # the policy is found in the first call
+    theirs_runs(lambda: wrapped(x).sum().backward())  # the first call finds the policy
     with FlopCounterMode(display=False) as counter:
         wrapped(x).sum().backward()
     their_work = counter.get_total_flops()

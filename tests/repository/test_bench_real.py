@@ -17,7 +17,7 @@ LEAKED: list[torch.Tensor] = []
 
 @pytest.fixture(scope="module")
 def bench_real() -> Any:
-    """Import the script, which finds its other file beside it."""
+    """Import the script, which imports a file next to it."""
     sys.path.insert(0, str(ROOT / "tools"))
     try:
         import bench_real as script
@@ -36,7 +36,7 @@ def run(script: Any, ways: str, folder: Path, *options: str) -> tuple[int, dict[
 
 
 def by_way(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the entries of the only run by the names of their ways."""
+    """Return the entries of the only run by name."""
     (only,) = result["runs"]
     return {entry["way"]: entry for entry in only["ways"]}
 
@@ -54,18 +54,18 @@ def measured(
 
 
 def test_all_ways_run_with_the_gradients_of_plain(measured: Any) -> None:
-    """Each way runs with plain's gradients, or says why it cannot run."""
+    """Each way runs with plain's gradients, or reports why it cannot run."""
     status, result = measured
     found = by_way(result)
     assert status == 0
     assert found.pop("transformers")["error"].startswith("only transformers' own models")
-    assert len(found) == 10  # with the first way of each group
+    assert len(found) == 10  # including the first way of each group
     assert {name: entry["error"] for name, entry in found.items() if entry["error"]} == {}
     assert {entry["gradients"] for entry in found.values()} == {"equal"}
 
 
 def test_checkpointed_ways_keep_less_than_plain(measured: Any) -> None:
-    """Checkpointing lowers the memory kept for backward and the peak."""
+    """Checkpointing lowers the kept memory and the peak."""
     found = by_way(measured[1])
     kept = {name: entry["kept_mib"] for name, entry in found.items() if not entry["error"]}
     peak = {name: entry["peak_mib"] for name, entry in found.items() if not entry["error"]}
@@ -77,7 +77,7 @@ def test_checkpointed_ways_keep_less_than_plain(measured: Any) -> None:
 
 
 def test_peak_counts_parameters_gradients_and_state(measured: Any) -> None:
-    """The peak is of the whole step, not only of activations."""
+    """The peak includes more than activations."""
     (run,) = measured[1]["runs"]
     found, parameters = by_way(measured[1]), 4 * run["parameters"] / 2**20
     assert found["checkpoint_"]["peak_mib"] > 2 * parameters
@@ -107,7 +107,7 @@ def test_json_has_what_the_table_shows(bench_real: Any, measured: Any) -> None:
 def test_wrong_gradients_and_leaks_are_reported(
     bench_real: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """A way that is wrong, leaks or raises is reported; the others go on."""
+    """A way that is wrong, leaks or raises is reported; the others continue."""
     monkeypatch.setattr(bench_real, "WAYS", bench_real.WAYS[:1])
 
     @bench_real.way("wrong")

@@ -1,4 +1,4 @@
-"""The demo refuses what it cannot do, measures what it says, and compares in turn."""
+"""The demo: refused options, measurements, and comparison in turns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TINY = [*SMALL, "--steps", "6"]
 
 @pytest.fixture
 def demo(monkeypatch) -> ModuleType:
-    """Import the comparing script without running it; it finds its neighbour as when run."""
+    """Import the comparing script without running it."""
     monkeypatch.syspath_prepend(str(HERE))
     return importlib.import_module("compare_gpt")
 
@@ -42,7 +42,7 @@ def _rows(folder: Path) -> list[dict]:
     ],
 )
 def test_bad_options_are_refused_in_one_line(demo, tmp_path, capsys, arguments, sentence):
-    """A wrong option ends with exit code 2 and one line, before anything is written."""
+    """A wrong option exits with code 2 and one line, before any file is written."""
     with pytest.raises(SystemExit) as stop:
         demo.main([*arguments, "--out", str(tmp_path / "out")])
     assert stop.value.code == 2
@@ -54,7 +54,7 @@ def test_bad_options_are_refused_in_one_line(demo, tmp_path, capsys, arguments, 
 
 
 def test_empty_text_is_refused(demo, tmp_path, capsys):
-    """An empty file is refused with the number of bytes that are needed."""
+    """An empty file is refused; the message has the number of bytes needed."""
     (tmp_path / "empty.txt").touch()
     with pytest.raises(SystemExit):
         demo.main(["--data", str(tmp_path / "empty.txt"), "--out", str(tmp_path / "out")])
@@ -62,7 +62,7 @@ def test_empty_text_is_refused(demo, tmp_path, capsys):
 
 
 def test_checkpointed_run_is_plain_to_the_last_bit(demo, tmp_path, capsys):
-    """With dropout on and steps taken in turn, losses are equal and theory's bytes are freed."""
+    """With dropout and steps in turns, losses are equal and the predicted bytes are freed."""
     demo.main([*TINY, "--config", "plain", "checkpointed", "--out", str(tmp_path)])
     plain, checkpointed = _rows(tmp_path)
     assert plain["losses"] == checkpointed["losses"]
@@ -75,7 +75,7 @@ def test_checkpointed_run_is_plain_to_the_last_bit(demo, tmp_path, capsys):
 
 
 def test_every_configuration_trains_as_plain_does(demo, tmp_path):
-    """No part changes a loss, and every one that is there for memory keeps less than plain."""
+    """No part changes a loss, and every memory-saving configuration keeps less than plain."""
     demo.main([*TINY, "--out", str(tmp_path)])
     rows = {row["configuration"]: row for row in _rows(tmp_path)}
     assert list(rows) == list(demo.ALL)
@@ -90,14 +90,14 @@ def test_every_configuration_trains_as_plain_does(demo, tmp_path):
         assert rows[name]["losses"] == plain["losses"], name
         if not name.startswith("flat"):
             assert rows[name]["saved_bytes"] < plain["saved_bytes"], name
-    # The rule of our own operator lets as much go as torch's; two moments of AdamW are in files.
+    # A custom operator is freed like torch's; two moments of AdamW are in files.
     assert rows["own_operator"]["saved_bytes"] == rows["save_matmuls"]["saved_bytes"]
     away = rows["flat"]["peak_bytes"] - rows["flat_state_in_files"]["peak_bytes"]
     assert away > 1.9 * sum(p.nbytes for p in demo.GPT(demo.Config(**MODEL)).parameters())
 
 
 def test_end_of_the_demo_says_who_holds_memory_and_what_to_do(demo, tmp_path, capsys):
-    """A page of `watch_memory` in a file, its sums and a plan for less of it on the screen."""
+    """A page of `watch_memory` in a file; its sums and a plan to reduce it on the screen."""
     demo.main([*TINY, "--config", "plain", "--out", str(tmp_path)])
     said = capsys.readouterr().out
     assert (tmp_path / "memory.txt").read_text().startswith("Who holds the memory: ")
@@ -108,7 +108,7 @@ def test_end_of_the_demo_says_who_holds_memory_and_what_to_do(demo, tmp_path, ca
 
 
 def test_fitted_row_and_plots_are_there(demo, tmp_path, monkeypatch):
-    """`fit_` takes less than plain; plots have titles, bytes are MiB, the budget has a mark."""
+    """`fit_` takes less than plain; plots have titles, MiB, and the budget."""
     figure = pytest.importorskip("matplotlib.figure").Figure
     drawn = []
 
@@ -128,7 +128,7 @@ def test_fitted_row_and_plots_are_there(demo, tmp_path, monkeypatch):
 
 
 def test_times_are_compared_within_a_turn(demo):
-    """A machine that gets slower halfway through changes no ratio."""
+    """A machine that slows down halfway changes no ratio."""
     plain = demo.Row("plain", 0, 0, [1.0, 1.0, 1.0, 1.0, 9.0, 9.0], [], 0.0)
     other = demo.Row("other", 0, 0, [5.0, 5.0, 2.0, 2.0, 18.0, 18.0], [], 0.0)
     shown = importlib.import_module("compare_shown")
@@ -153,7 +153,7 @@ def test_interrupt_keeps_finished_turns(demo, tmp_path, capsys, monkeypatch):
 
 
 def test_short_script_trains_alone_and_on_two_ranks(tmp_path):
-    """The script that people copy runs as its first lines say, and stays short."""
+    """The script runs by the commands in its docstring, and stays short."""
     script = str(HERE / "train_gpt.py")
     options = [*SMALL, "--steps", "3"]
     torchrun = [*["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], script]

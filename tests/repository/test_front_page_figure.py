@@ -1,4 +1,4 @@
-"""The figure of the front page: measured at toy size, and drawn without overlapping labels."""
+"""The figure of the front page: measured at toy size, drawn without overlapping labels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OURS = {"checkpoint_", "checkpoint_layers_ every=2", "sac_policies matmuls", "fi
 
 @pytest.fixture(scope="module")
 def tools() -> Iterator[Any]:
-    """Import both scripts, which find the others beside them."""
+    """Import both scripts, which import others next to them."""
     sys.path.insert(0, str(ROOT / "tools"))
     try:
         import bench_real
@@ -41,7 +41,7 @@ def measure(script: Any, folder: Path, *options: str) -> tuple[int, dict[str, An
 
 @pytest.mark.slow
 def test_front_page_runs_at_toy_size(tools: Any, tmp_path: Path) -> None:
-    """Ways have plain's gradients, and peaks are ordered as the ways are meant to be."""
+    """Gradients equal plain's, and peaks have the expected order."""
     script, _ = tools
     status, result, figure = measure(script, tmp_path, "--llama", "script")
     assert status == 0
@@ -63,7 +63,7 @@ def test_front_page_runs_at_toy_size(tools: Any, tmp_path: Path) -> None:
     assert layers["fit_ 75%"]["peak_mib"] <= 0.75 * layers["plain"]["peak_mib"]
     peak = layers["checkpoint_"]["peak_mib"]
     assert peak < layers["sac_policies matmuls"]["peak_mib"] < layers["plain"]["peak_mib"]
-    # Logits and loss decide the peak with a large vocabulary, and slices have a 16th of them.
+    # With a large vocabulary, logits and loss decide the peak; slices have a 16th of them.
     assert sliced[0]["peak_mib"] < 0.7 * vocabulary["checkpoint_"]["peak_mib"]
     labels = re.findall(r'class="label"[^>]*>([^<]*)<', figure)
     assert labels == drawn
@@ -73,7 +73,7 @@ def test_front_page_runs_at_toy_size(tools: Any, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_experts_are_chosen_once_at_toy_size(tools: Any, tmp_path: Path) -> None:
-    """With noise in the router, checkpoints that run twice get other gradients, ours do not."""
+    """With router noise, ordinary checkpoints get other gradients; ours do not."""
     pytest.importorskip("transformers", exc_type=ImportError)
     status, result, _ = measure(tools[0], tmp_path, "--moe")
     (run,) = result["runs"]
@@ -82,12 +82,12 @@ def test_experts_are_chosen_once_at_toy_size(tools: Any, tmp_path: Path) -> None
     for name in ("plain", "sac_policies matmuls", "sac_policies nothing kept"):
         assert found[name]["gradients"] == "equal"
     assert found["sac_policies nothing kept"]["peak_mib"] < 0.8 * found["plain"]["peak_mib"]
-    for name in ("transformers", "torch SAC"):  # an error, or wrong gradients without one
+    for name in ("transformers", "torch SAC"):  # raises, or has wrong gradients
         assert found[name]["error"] or found[name]["gradients_off"] > 1e-4
 
 
 def test_parameters_keep_their_bits_under_the_shared_optimizer(tools: Any) -> None:
-    """All ways start from the same parameters, whatever ran before them."""
+    """All ways start from the same parameters, also after other ways."""
     import torch
 
     script, _ = tools
@@ -103,7 +103,7 @@ def test_parameters_keep_their_bits_under_the_shared_optimizer(tools: Any) -> No
 
 @pytest.mark.parametrize("spread", [1.0, 0.1, 0.0])
 def test_labels_do_not_overlap(tools: Any, spread: float) -> None:
-    """Twenty labels find room, also where all points are the same."""
+    """Twenty labels find room, also if all points coincide."""
     _, drawing = tools
     room, rng = drawing.Box(70, 34, 836, 408), random.Random(0)
     marks = [(400 + spread * rng.uniform(-300, 400), 200 + spread * rng.uniform(-150, 200))]

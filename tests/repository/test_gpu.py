@@ -1,4 +1,4 @@
-"""The script for a machine with an accelerator runs its parts and ends at its limit."""
+"""The script for a machine with an accelerator: its parts, and its time limit."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def gpu() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["gpu"] = module  # dataclasses look their module up
+    sys.modules["gpu"] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     return module
 
 
 def test_files_that_are_run_are_there(gpu, tmp_path):
-    """Each part's script or folder of tests, and no name twice."""
+    """Each part's script or test folder exists, and names are unique."""
     chosen = list(gpu.parts("cuda", tmp_path))
     names = [word for part in chosen for word in part.command if "/" in word and "=" not in word]
     assert [
@@ -43,7 +43,7 @@ def test_files_that_are_run_are_there(gpu, tmp_path):
     [("", "passed"), ("exit(5)", "nothing is marked"), ("import time; time.sleep(60)", "ended")],
 )
 def test_part_is_run_with_the_sources_until_the_limit(gpu, tmp_path, code, outcome):
-    """Its output is in a log of its name."""
+    """Its output is in a log with its name."""
     part = gpu.Part("one part", ("-c", f"import ckpt_wrap, sys; print('hello'); {code}"))
     limit_s = 60.0 if outcome != "ended" else 3.0
     ended = gpu.run(part, tmp_path, time.monotonic() + limit_s)
@@ -53,7 +53,7 @@ def test_part_is_run_with_the_sources_until_the_limit(gpu, tmp_path, code, outco
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 def test_machine_without_it_is_refused(tmp_path):
-    """Nothing is run, and the error says so."""
+    """Without an accelerator nothing runs, and the error says so."""
     command = [sys.executable, str(SCRIPT), str(tmp_path / "out")]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 2

@@ -1,4 +1,4 @@
-"""A script that leaves FSDP1 by the table of `docs/migrate.md` trains the same weights."""
+"""A script migrated from FSDP1 by the table of `docs/migrate.md` trains the same weights."""
 
 from __future__ import annotations
 
@@ -38,19 +38,18 @@ PAGE = Path(__file__).parents[2] / "docs/migrate.md"
 
 
 class Block(nn.Module):
-    """What becomes a unit."""
+    """A unit."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 32), nn.Linear(32, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x is (batch, 8)."""
         return x + self.down(self.up(self.norm(x)).relu())
 
 
 def build() -> nn.Module:
-    """The same weights on every rank."""
+    """Build a model with the same weights on every rank."""
     torch.manual_seed(0)
     return nn.Sequential(Block(), Block(), nn.Linear(8, 2))
 
@@ -60,7 +59,7 @@ SCALES, SCALES_NOT = 0.1, 100.0
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> list[float]:
-    """Norms of three steps of two batches each; both kinds of model have what is called."""
+    """Train three steps of two batches each with methods of both libraries; return norms."""
     norms = []
     for step in range(3):
         for batch in range(2):
@@ -77,7 +76,7 @@ Checkpoint = dict[str, Any]
 
 
 def before(saved: Checkpoint | None, max_norm: float = SCALES_NOT) -> Checkpoint:
-    """FSDP1's weights, optimizer state and norms, of a new run or of one that goes on."""
+    """Return FSDP1's weights, optimizer state and norms, of a new or a resumed run."""
     model = FullyShardedDataParallel(
         build(),
         auto_wrap_policy=ModuleWrapPolicy({Block}),
@@ -87,7 +86,7 @@ def before(saved: Checkpoint | None, max_norm: float = SCALES_NOT) -> Checkpoint
         device_id=torch.device("cpu"),
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    # Without offload_to_cpu=False, on the CPU, every value of a state is the one gathered last.
+    # Without offload_to_cpu=False, on the CPU, all values of a state are those gathered last.
     configs = FullStateDictConfig(), FullOptimStateDictConfig(offload_to_cpu=False)
     whole = functools.partial(
         FullyShardedDataParallel.state_dict_type, model, StateDictType.FULL_STATE_DICT, *configs
@@ -105,7 +104,7 @@ def before(saved: Checkpoint | None, max_norm: float = SCALES_NOT) -> Checkpoint
 
 
 def after(saved: Checkpoint | None, max_norm: float = SCALES_NOT) -> Checkpoint:
-    """The same by flat-param, each argument as the table has it."""
+    """Do the same with flat-param, converting each argument by the table."""
     model = build()
     for module in list(model.modules()):
         if isinstance(module, Block):
@@ -119,7 +118,7 @@ def after(saved: Checkpoint | None, max_norm: float = SCALES_NOT) -> Checkpoint:
 
 
 def values(found: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint, under the keys that lead to it."""
+    """Yield every tensor of a checkpoint with its path of keys."""
     flat: dict[str, Tensor] = {}
     for key, value in found.items():
         if isinstance(value, Mapping):
@@ -130,7 +129,7 @@ def values(found: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def assert_same_bits(theirs: Checkpoint, ours: Checkpoint) -> None:
-    """Weights in the same order, and the same optimizer state for each."""
+    """Assert weights in the same order, and the same optimizer state for each."""
     assert list(theirs["model"]) == list(ours["model"])
     old, new = values(theirs), values(ours)
     assert set(old) == set(new)
@@ -138,29 +137,29 @@ def assert_same_bits(theirs: Checkpoint, ours: Checkpoint) -> None:
 
 
 def assert_clipped_alike(theirs: Checkpoint, ours: Checkpoint) -> None:
-    """To a bit of the norms, and to what that makes of weights and of the state."""
+    """Assert equality up to one bit of the norms and its effect on weights and state."""
     torch.testing.assert_close(theirs["norms"], ours["norms"], rtol=2**-22, atol=0)
     assert min(ours["norms"]) > SCALES
     torch.testing.assert_close(values(theirs), values(ours), rtol=1e-5, atol=1e-7)
 
 
 def worker() -> None:
-    """One of two ranks."""
+    """Run one of two ranks."""
     dist.init_process_group("gloo")
     theirs, ours = before(None), after(None)
     assert_same_bits(theirs, ours)
     assert_clipped_alike(before(None, SCALES), after(None, SCALES))
-    assert not torch.equal(ours["model"]["2.bias"], build()[2].bias)  # something was trained
+    assert not torch.equal(ours["model"]["2.bias"], build()[2].bias)  # training changed the weights
     state = ours["optim"]["state"]["2.bias"]
     assert not torch.equal(state["exp_avg"], state["exp_avg_sq"])
-    assert_same_bits(before(ours), after(theirs))  # each goes on from what the other saved
+    assert_same_bits(before(ours), after(theirs))  # each resumes from the other's checkpoint
     print("migrated", flush=True)
     dist.destroy_process_group()
 
 
 @pytest.mark.slow
 def test_two_ranks_train_the_same_bits() -> None:
-    """Weights and optimizer state by name, after accumulation; both ways back too."""
+    """Weights and optimizer state by name, with accumulation; resumed both ways, too."""
     torchrun = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
         [*torchrun, "--nproc-per-node=2", __file__],
@@ -174,22 +173,22 @@ def test_two_ranks_train_the_same_bits() -> None:
 
 
 def table(section: str) -> str:
-    """What the page says of one library."""
+    """Return the page's table of one library."""
     return PAGE.read_text(encoding="utf-8").partition(f"\n## {section}\n")[2].partition("\n## ")[0]
 
 
 def arguments(*calls: object) -> set[str]:
-    """The names that these take, but for the module and for types that have no options."""
+    """Return argument names, without the module and untyped ones."""
     return {name for call in calls for name in inspect.signature(call).parameters} - {"module"}
 
 
 def methods(owner: type) -> set[str]:
-    """What it has that a plain module has not."""
+    """Return the methods that a plain module lacks."""
     return {name for name in dir(owner) if not name.startswith("_")} - set(dir(nn.Module))
 
 
 def test_every_name_of_fsdp1_is_in_its_table() -> None:
-    """Arguments as they are typed, methods by name, so that nobody has to guess."""
+    """Arguments and methods by name."""
     said = table("FSDP1")
     given = arguments(FullyShardedDataParallel, MixedPrecision, CPUOffload)
     given |= arguments(FullyShardedDataParallel.summon_full_params) & {"writeback"}
@@ -200,7 +199,7 @@ def test_every_name_of_fsdp1_is_in_its_table() -> None:
 
 
 def test_every_name_of_fsdp2_is_in_its_table() -> None:
-    """As of FSDP1; those that a newer torch has come into the table with it."""
+    """As for FSDP1; a newer torch may add names."""
     said = table("FSDP2")
     given = arguments(fully_shard, MixedPrecisionPolicy, CPUOffloadPolicy)
     assert {name for name in given if not re.search(rf"\b{name}=", said)} == set()

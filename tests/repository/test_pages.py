@@ -1,4 +1,4 @@
-"""Pages speak of what is there: messages of the source, public names, a site that stands alone."""
+"""Pages match the source: messages, public names, and a self-contained site."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 TROUBLE = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
 PARTS = {"ckpt-wrap", "flat-param", "mod-tracker", "sac-policies"}
-# torch writes these in C++, or another program does.
+# Messages that torch raises in C++, or that another program prints.
 ELSEWHERE = {
     "CUDA out of memory",
     "Trying to backward through the graph a second time",
@@ -34,7 +34,6 @@ FILES_OF_TORCH = [
 
 
 def script(name: str) -> ModuleType:
-    """Import one of the scripts."""
     spec = importlib.util.spec_from_file_location(name, ROOT / f"tools/site/{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -46,26 +45,26 @@ def script(name: str) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def pages() -> ModuleType:
-    """The hook of mkdocs."""
+    """Import the hook of mkdocs."""
     return script("pages")
 
 
 def headings(section: str) -> list[str]:
-    """The messages explained in one section."""
+    """Return the explained messages of one section."""
     _, _, rest = TROUBLE.partition(f"\n## Messages of {section}\n")
     part = rest.partition("\n## ")[0]
     return [found.strip("` ") for found in re.findall(r"^### (.+)$", part, re.MULTILINE)]
 
 
 def is_said(heading: str, text: str) -> bool:
-    """Whether the pieces of a heading stand in a text, one after the other."""
+    """Whether the pieces of a heading occur in a text, in order."""
     pieces = map(re.escape, filter(None, heading.split("…")))
     return re.search(".*".join(pieces), text, re.DOTALL) is not None
 
 
 @pytest.mark.parametrize("part", sorted(PARTS))
 def test_explained_messages_are_those_of_the_source(part: str, pages: ModuleType) -> None:
-    """A message that nobody raises any more is no help; change the heading with the message."""
+    """If a message changes, its heading must change, too."""
     said = [message.text for message in pages.messages(part.replace("-", "_"))]
     found = headings(part)
     assert len(found) >= 3
@@ -73,7 +72,7 @@ def test_explained_messages_are_those_of_the_source(part: str, pages: ModuleType
 
 
 def test_explained_messages_of_torch_are_torchs() -> None:
-    """Those that torch writes in Python are there, in the torch that is installed."""
+    """Messages that torch raises in Python are in the installed torch."""
     root = Path(torch.__file__).parent
     text = "\n".join((root / file).read_text(encoding="utf-8") for file in FILES_OF_TORCH)
     joined = re.sub(r'"\s*\n\s*f?"', "", text)
@@ -83,7 +82,7 @@ def test_explained_messages_of_torch_are_torchs() -> None:
 
 
 def test_messages_that_torch_writes_in_its_own_core() -> None:
-    """Four of them can be had here."""
+    """Four of them can be reproduced here."""
     weight = torch.ones(2, requires_grad=True)
     loss = weight.square().sum()
     loss.backward()
@@ -107,11 +106,11 @@ def test_messages_that_torch_writes_in_its_own_core() -> None:
 
 @pytest.mark.parametrize("part", sorted(PARTS))
 def test_messages_and_names_are_found_in_the_source(part: str, pages: ModuleType) -> None:
-    """Many messages, none twice; every public name has a place and a heading of its own."""
+    """Many messages, none twice; every public name has a location and a heading."""
     package = part.replace("-", "_")
     texts = [message.text for message in pages.messages(package)]
     assert len(texts) > 10 and len(set(texts)) == len(texts)
-    whole = "\n".join(texts) + "\n"  # a piece of one that is put together is none itself
+    whole = "\n".join(texts) + "\n"  # a part of a concatenated string is not a message
     assert [text for text in texts if whole.count(f"\n{text}") > 1 or " " not in text] == []
     names = pages.public_names(package)
     own = [name for name in names if "." not in name]
@@ -132,13 +131,13 @@ def test_messages_and_names_are_found_in_the_source(part: str, pages: ModuleType
 
 
 def test_main_name_that_a_package_lacks_is_an_error(pages: ModuleType) -> None:
-    """A renamed function would otherwise be missing from the top of its page."""
+    """Otherwise a renamed function would be missing from the top of its page."""
     with pytest.raises(LookupError, match="checkpoint_all_"):
         pages.ordered_names("ckpt_wrap", ["checkpoint_all_"])
 
 
 def test_readme_is_the_home_page(pages: ModuleType) -> None:
-    """Links lead to pages of the site; install lines name the repository where it is known."""
+    """Links lead to pages of the site; install commands name the repository if it is known."""
     home = (ROOT / "docs/index.md").read_text(encoding="utf-8")
     unknown = pages.on_page_markdown(home, config={})
     assert "ADDRESS is that of this repository" in unknown
@@ -154,7 +153,7 @@ def test_readme_is_the_home_page(pages: ModuleType) -> None:
 
 @pytest.mark.parametrize("part", sorted(PARTS))
 def test_page_of_a_package_begins_with_its_readme(part: str, pages: ModuleType) -> None:
-    """Its links lead to pages of the site, seen from the folder of the package."""
+    """Links are relative to the package's folder on the site."""
     page = (ROOT / f"docs/{part}/manual.md").read_text(encoding="utf-8")
     shown = pages.on_page_markdown(page, config={})
     assert f"\n# {part}\n" in shown and "<!-- README" not in shown
@@ -167,7 +166,6 @@ def test_page_of_a_package_begins_with_its_readme(part: str, pages: ModuleType) 
 
 
 def test_message_that_nobody_says_is_noticed() -> None:
-    """The check can fail."""
     assert is_said("a … c", "a b c")
     assert not is_said("a … d", "a b c")
 
@@ -176,7 +174,7 @@ GOOD = "<html><head><title>{title} - torchparts</title></head><body>{body}</body
 
 
 def test_site_that_asks_another_server_is_refused(tmp_path: Path) -> None:
-    """Fonts, scripts and pictures from elsewhere are named; links that one follows are fine."""
+    """Fonts, scripts and pictures from elsewhere are reported; ordinary links are allowed."""
     check = script("check_site")
     link = '<a href="https://example.org">there</a>'
     (tmp_path / "a.html").write_text(GOOD.format(title="A", body=link))
@@ -198,7 +196,7 @@ def test_site_that_asks_another_server_is_refused(tmp_path: Path) -> None:
 
 
 def test_changelogs_are_on_the_page_of_releases(pages: ModuleType) -> None:
-    """All five, one level below the name of the distribution."""
+    """All five, with headings one level below the name of the distribution."""
     page = (ROOT / "docs/releases.md").read_text(encoding="utf-8")
     shown = pages.on_page_markdown(page, config={})
     assert shown.count("\n### 0.1.0") == len(PARTS) + 1
@@ -208,7 +206,7 @@ def test_changelogs_are_on_the_page_of_releases(pages: ModuleType) -> None:
 def test_look_at_the_site_says_when_it_was_not_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without a browser's library it fails, so that nobody takes it for a look."""
+    """Without a browser's library it fails, so that "not run" is not taken for a pass."""
     monkeypatch.setitem(sys.modules, "axe_playwright_python", None)
     look = script("look_at_site")
     assert look.main("site") == 1
@@ -217,7 +215,7 @@ def test_look_at_the_site_says_when_it_was_not_run(
 
 
 def test_names_that_the_site_lacks_are_named(tmp_path: Path) -> None:
-    """Every public name has an anchor, and nothing private has one."""
+    """Every public name has an anchor, and private names have none."""
     check = script("check_site")
     page = tmp_path / "api.html"
     page.write_text('<h3 id="ckpt_wrap.unwrap">x</h3><h3 id="ckpt_wrap._hidden">x</h3>')
@@ -226,7 +224,7 @@ def test_names_that_the_site_lacks_are_named(tmp_path: Path) -> None:
 
 
 def test_words_that_no_reader_can_look_up_are_named(tmp_path: Path) -> None:
-    """In signatures, which are not code of an example, and rules of a file in the text."""
+    """Private names in signatures, and references to internal rules in the text."""
     check = script("check_site")
     page = tmp_path / "api.html"
     page.write_text(

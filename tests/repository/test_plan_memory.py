@@ -1,4 +1,4 @@
-"""The planner of `plan_memory.py` predicts the bytes that are then counted."""
+"""Predictions of `plan_memory.py` equal the counted bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ class Small(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (B, 16) to a scalar."""
         for block in self.blocks:
             x = block(x)
         return x.sum()
@@ -33,7 +32,6 @@ class Small(nn.Module):
 
 @pytest.fixture
 def plan(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script as a module."""
     monkeypatch.syspath_prepend(str(HERE))
     return importlib.import_module("plan_memory")
 
@@ -42,7 +40,7 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_what_is_predicted_from_two_blocks_is_counted_for_all(
     plan: ModuleType, tmp_path: Path
 ) -> None:
-    """To the byte, for each way and number of blocks; gradients are the plain model's."""
+    """Exact for each way and number of blocks; gradients equal the plain model's."""
     model, batch = Small(), {"x": torch.randn(32, 16)}
     choices = list(plan.predict(model, batch, "blocks", str(tmp_path)))
     on_one = [choice for choice in choices if choice.ranks == 1]
@@ -53,7 +51,7 @@ def test_what_is_predicted_from_two_blocks_is_counted_for_all(
 
 
 def test_first_choice_that_fits_is_recommended(plan: ModuleType) -> None:
-    """Order is what it costs; where nothing fits, nothing is recommended."""
+    """Choices are ordered by cost; if nothing fits, nothing is recommended."""
     small = plan.Choice("checkpoint", 1, 1, 10, 50)
     choices = [replace(small, total_bytes=80), small, replace(small, blocks=2, total_bytes=20)]
     assert plan.recommend(choices, 60) is small

@@ -1,4 +1,4 @@
-"""Public names and signatures are those that are written down: none goes unseen."""
+"""Public names and signatures equal those in the snapshot files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ SCRIPT = Path(__file__).parents[2] / "tools/release/public_names.py"
 
 @pytest.fixture
 def names():
-    """The script."""
     spec = importlib.util.spec_from_file_location("public_names", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
@@ -58,7 +57,7 @@ def _function(x, *, deep=False):
 
 
 def test_names_options_and_members_that_go_are_seen(names, tmp_path, monkeypatch):
-    """A function, an option, a member; what a public base has is listed there alone."""
+    """A function, an option, a member; members of a public base are listed once."""
     monkeypatch.setattr(names, "FOLDER", tmp_path)
     module = types.ModuleType(__name__)
     module.__all__ = ["Base", "Derived", "LIMIT", "function"]

@@ -1,4 +1,4 @@
-"""The scripts behind the isolation and release checks notice what they exist to notice."""
+"""The scripts for isolation and releases detect the problems that they check for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ FOLDERS = [*sorted((ROOT / "packages").iterdir()), ROOT / "conformance"]
 
 
 def load(name: str) -> ModuleType:
-    """Import one of the scripts."""
     spec = importlib.util.spec_from_file_location(name, RELEASE / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -39,14 +38,14 @@ def load(name: str) -> ModuleType:
     ],
 )
 def test_foreign_imports_are_named(tmp_path, source, found):
-    """Only torch may be imported at the top, extras inside functions, nothing else at all."""
+    """Only torch may be imported at the top, extras inside functions, nothing else."""
     (tmp_path / "x.py").write_text(source)
     isolation = load("isolation")
     assert list(isolation.foreign_imports(tmp_path / "x.py", {"torch"}, {"rich"})) == found
 
 
 def test_files_that_the_sdist_loses_are_named(tmp_path):
-    """Two wheels of the same files are fine; a file in one of them is named."""
+    """Two wheels with the same files pass; a file in one of them only is reported."""
     (tmp_path / "direct").mkdir()
     for folder, names in ((tmp_path, ["a.py"]), (tmp_path / "direct", ["a.py", "b.toml"])):
         with zipfile.ZipFile(folder / "x-1-py3-none-any.whl", "w") as wheel:
@@ -72,7 +71,7 @@ def probe(session):
 
 @pytest.mark.parametrize("backend", ["uv", "venv"])
 def test_packages_are_found_where_pip_is_told_to_look(tmp_path, backend):
-    """An index that is a folder, named after one that is empty: pip and uv both install from it."""
+    """An index that is a folder, listed after an empty one: pip and uv both install from it."""
     index, empty = tmp_path / "index", tmp_path / "empty"
     index.mkdir()
     empty.mkdir()
@@ -132,7 +131,7 @@ def repository(session):
 
 @pytest.mark.parametrize("fails", ["", "tests(one)", "tests(two)", "repository"])
 def test_failure_in_either_lane_is_one(tmp_path, fails):
-    """One takes what is left while the other is busy; what failed is named, alone."""
+    """Each lane takes remaining sessions while the other is busy; only failures are named."""
     (tmp_path / "noxfile.py").write_text(LANES.format(fails=fails))
     done = subprocess.run(
         [sys.executable, str(ROOT / ".ci/lanes.py"), str(tmp_path / "log")],
@@ -151,7 +150,7 @@ def test_failure_in_either_lane_is_one(tmp_path, fails):
 
 
 def test_release_tag_must_equal_the_version(tmp_path):
-    """A tag of another version, a stale __version__ and an undated changelog are each named."""
+    """A wrong tag, a stale __version__ and an undated changelog are each reported."""
     package = tmp_path / "src/thing"
     package.mkdir(parents=True)
     (tmp_path / "pyproject.toml").write_text('version = "1.2.0"\n')
@@ -165,7 +164,7 @@ def test_release_tag_must_equal_the_version(tmp_path):
 
 
 def test_builds_must_be_equal(tmp_path):
-    """A file that differs or is missing is named; no file at all is no build."""
+    """A file that differs or is missing is reported; an empty folder is not a build."""
     for folder, text in (("one", "a"), ("other", "a")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "x.whl").write_text(text)
@@ -182,7 +181,7 @@ def test_builds_must_be_equal(tmp_path):
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_versions_agree(folder):
-    """The version that hatchling builds is the one that the package says it has."""
+    """hatchling's version equals the package's `__version__`."""
     version = load("release_tag").static_version(folder)
     (init,) = folder.glob("src/*/__init__.py")
     assert f'__version__ = "{version}"' in init.read_text(encoding="utf-8")
@@ -190,7 +189,7 @@ def test_versions_agree(folder):
 
 @pytest.mark.parametrize(("told", "given"), [("3", "3"), (None, str(os.cpu_count() or 1))])
 def test_demo_runs_on_as_many_threads_as_it_is_told(told, given):
-    """`OMP_NUM_THREADS` of whoever runs it, else all processors; other sessions take one."""
+    """`OMP_NUM_THREADS` if set, else all processors; other sessions use one."""
     code = (
         "import os, noxfile\n"
         "class Session:\n"

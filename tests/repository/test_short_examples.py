@@ -1,4 +1,4 @@
-"""The short examples run and hold their claim."""
+"""The short examples run, and their claims hold."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ NAMES = [*TORCH_ONLY, *OTHERS]
 
 
 def imports_of(path: Path) -> set[str]:
-    """First words of everything a file imports."""
+    """Return the top-level names of a file's imports."""
     tree = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
     plain = (alias.name for node in tree if isinstance(node, ast.Import) for alias in node.names)
     tree = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
@@ -51,7 +51,7 @@ def imports_of(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_example_says_its_claim(name: str) -> None:
-    """The docstring says how to start it and what it claims; the code asserts the claim."""
+    """The docstring has the command and the claim; the code asserts the claim."""
     text = (HERE / f"{name}.py").read_text(encoding="utf-8")
     said = ast.get_docstring(ast.parse(text)) or ""
     assert f"python docs/examples/{name}.py" in said
@@ -63,7 +63,7 @@ def test_example_says_its_claim(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_claim_of_example_holds(name: str) -> None:
-    """It runs as its first lines say; without a library of others it is skipped by that name."""
+    """It runs by its command; without another library that it needs it is skipped."""
     path = HERE / f"{name}.py"
     missing = [
         module
@@ -91,7 +91,7 @@ def _blocks_of_readme() -> list[str]:
 
 @pytest.mark.slow
 def test_first_script_of_readme_fits_a_llama(capsys: pytest.CaptureFixture[str]) -> None:
-    """It prints what each block does, and stays within the budget."""
+    """It prints what each block does and stays within the budget."""
     pytest.importorskip("transformers", exc_type=ImportError)
     exec(_blocks_of_readme()[0], {})
     said = capsys.readouterr().out
@@ -103,7 +103,7 @@ def test_first_script_of_readme_fits_a_llama(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.slow
 def test_blocks_of_readme_run_one_after_the_other() -> None:
-    """As a reader types them; the second one makes the layers of a Llama run twice."""
+    """In the order of the page; the second one makes the layers of a Llama run twice."""
     pytest.importorskip("transformers", exc_type=ImportError)
     typed: dict[str, Any] = {}
     for block in _blocks_of_readme():
@@ -118,7 +118,7 @@ def test_blocks_of_readme_run_one_after_the_other() -> None:
 
 @pytest.mark.slow
 def test_cache_of_a_checkpointed_llama_is_filled_once() -> None:
-    """With `use_cache=True` the second forward adds nothing to the caller's cache."""
+    """With `use_cache=True` recomputation adds nothing to the caller's cache."""
     transformers = pytest.importorskip("transformers", exc_type=ImportError)
     size = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
     config = transformers.LlamaConfig(num_attention_heads=2, use_cache=True, **size)
@@ -133,7 +133,7 @@ def test_cache_of_a_checkpointed_llama_is_filled_once() -> None:
 
 
 def test_every_example_is_on_its_page() -> None:
-    """Every example is shown on the page of examples."""
+    """The page of examples includes each file."""
     page = (HERE.parent / "examples.md").read_text(encoding="utf-8")
     assert [name for name in NAMES if f'--8<-- "docs/examples/{name}.py"' not in page] == []
     assert [name for name in NAMES if not (HERE / f"{name}.py").exists()] == []

@@ -1,4 +1,4 @@
-"""Private torch names stay in one place of a package, and modules import in one direction."""
+"""Private torch names are in one place per package, and modules import in one direction."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = (*sorted(ROOT.glob("packages/*/src/*")), ROOT / "conformance/src/torchparts_conformance")
-# Cases are tests, and lie by what they check.
+# Cases are tests, and are grouped by what they check.
 FOLDERS = [
     folder
     for source in SOURCES
@@ -21,7 +21,7 @@ FILES = [path for folder in FOLDERS for path in sorted(folder.glob("*.py"))]
 
 
 def shown(path: Path) -> str:
-    """A path as a test's name."""
+    """Shorten a path for a test name."""
     return path.relative_to(ROOT).as_posix()
 
 
@@ -35,7 +35,7 @@ NO_PUBLIC_NAME = {
 
 
 def private_names(path: Path) -> set[str]:
-    """Names of torch's own that a file reads by an import or an attribute, operators left out."""
+    """Return private torch names that a file uses, without operators."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -50,7 +50,7 @@ def private_names(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("source", SOURCES[:-1], ids=shown)
 def test_private_names_of_torch_are_read_in_one_place_of_a_package(source: Path) -> None:
-    """Where each has a check and a fallback; elsewhere only what has no public name."""
+    """There each has a check and a fallback; elsewhere only names without a public alternative."""
     outside = {
         shown(path): sorted(names - NO_PUBLIC_NAME)
         for path in FILES
@@ -64,7 +64,7 @@ def test_private_names_of_torch_are_read_in_one_place_of_a_package(source: Path)
 
 
 def imports(source: Path) -> dict[str, set[str]]:
-    """Give what each module of a package imports of it, anywhere in its file."""
+    """Return the imports of each module of a package from that package, anywhere in its file."""
     names = {}
     for path in source.rglob("*.py"):
         parts = [source.name, *path.relative_to(source).with_suffix("").parts]
@@ -87,7 +87,7 @@ def imports(source: Path) -> dict[str, set[str]]:
 
 
 def in_circles(graph: dict[str, set[str]]) -> set[str]:
-    """Give the modules that import themselves by way of others, and what imports such."""
+    """Return modules in import cycles, and modules that import those."""
     left = {name: set(targets) for name, targets in graph.items()}
     while ends := {name for name, targets in left.items() if not targets & left.keys()}:
         left = {name: targets for name, targets in left.items() if name not in ends}
@@ -96,11 +96,10 @@ def in_circles(graph: dict[str, set[str]]) -> set[str]:
 
 @pytest.mark.parametrize("source", SOURCES, ids=shown)
 def test_no_modules_import_each_other(source: Path) -> None:
-    """Not for an annotation either: whoever reads one would have to read the other first."""
+    """Imports for annotations count."""
     assert in_circles(imports(source)) == set()
 
 
 def test_circle_is_found() -> None:
-    """The check can fail."""
     assert in_circles({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}) == {"a", "b", "c"}
     assert in_circles({"a": {"b"}, "b": set()}) == set()

@@ -1,7 +1,7 @@
 """Stress tests: interrupts, crashes, forks, full disks, long runs and random programs.
 
-`python -m stress`, run from the `tests` folder, tries every scenario many times and prints a table
-of trials and failures; `python -m stress --list` names the scenarios.
+`python -m stress`, run from the `tests` folder, runs every scenario many times and prints a table
+of trials and failures; `python -m stress --list` lists the scenarios.
 
     programs    random programs in regions of sac-policies, some changed between forward
                 and backward
@@ -10,9 +10,9 @@ of trials and failures; `python -m stress --list` names the scenarios.
     forks       processes forked and spawned around a model that is offloaded to a folder
     soak        3,000 steps with all parts at once: memory, handles and threads
 
-A trial fails if it ends in wrong gradients, a mixed or missing checkpoint, an error that does not
-say how to fix it, a changed process, or a hang. Each failure is printed with the command that
-repeats it, and the exit code is 1.
+A trial fails if it ends in wrong gradients, a mixed or missing checkpoint, an error without advice,
+a changed process, or a hang. Each failure is printed with a command that repeats it, and the exit
+code is 1.
 
 Needs the packages, torch, and a system with `fork`.
 """

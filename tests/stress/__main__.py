@@ -17,7 +17,7 @@ from stress.trials import Asked, Scenario, run_scenario
 
 
 def main() -> int:
-    """Run the chosen scenarios; 1 if a trial failed."""
+    """Run the chosen scenarios; return 1 if a trial failed."""
     asked = _parser().parse_args()
     chosen = _chosen(asked)
     if asked.list or not chosen:
@@ -30,7 +30,7 @@ def main() -> int:
     results: list[Result] = []
     for position, scenario in enumerate(chosen):
         now = time.monotonic()
-        share = (end - now) / (len(chosen) - position)  # of the time that is left
+        share = (end - now) / (len(chosen) - position)  # a share of the remaining time
         results.append(run_scenario(scenario, trials, now + share))
         done = results[-1]
         said = f"{scenario.kind} {scenario.name}: tried {done.tried}, failed {len(done.failures)}"

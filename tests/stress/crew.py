@@ -1,4 +1,4 @@
-"""A few forked processes that do one thing, say how far they are, and may be killed."""
+"""Several forked processes that report progress and may be killed."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import torch._dynamo  # an optimizer imports it, and a forked process would each time anew
+import torch._dynamo  # optimizers import it; importing before the fork saves time in each process
 
 
 class Crew:
-    """Processes forked when it is entered, and gone when it is left.
+    """Processes that are forked on entry and ended on exit.
 
     Args:
-        work: called in each as `work(rank, say, folder, *arguments)`; `say` takes words to tell.
-        size: how many.
-        arguments: for each of them.
+        work: called in each process as `work(rank, say, folder, *arguments)`; `say` reports words.
+        size: number of processes.
+        arguments: passed to each of them.
 
     Attributes:
-        said: what was heard, in the order in which it came; `rank` is who said it.
+        said: reports in order of arrival, with their `rank`.
     """
 
     def __init__(self, work: Callable[..., None], size: int, *arguments: Any) -> None:
@@ -49,7 +49,7 @@ class Crew:
         return self
 
     def _be(self, rank: int, write: int) -> None:
-        """Be one of them, to the end of this process."""
+        """Run `work` in a forked process."""
         torch.set_num_threads(1)
         os.dup2(os.open(self.folder / f"stderr-{rank}", os.O_WRONLY | os.O_CREAT), 2)
 
@@ -64,19 +64,19 @@ class Crew:
         os._exit(0)
 
     def kill(self, rank: int) -> None:
-        """End one at once."""
+        """Kill one process."""
         os.kill(self._pids[rank], signal.SIGKILL)
 
     def listen_for(self, seconds: float) -> None:
-        """Hear them for so long."""
+        """Collect reports for some seconds."""
         self.until(lambda: False, seconds)
 
     def wait(self, seconds: float) -> None:
-        """Hear them until all have ended."""
+        """Collect reports until all have ended."""
         self.until(lambda: False, seconds)
 
     def until(self, condition: Callable[[], bool], seconds: float) -> None:
-        """Hear them until a condition is met, the time is over, or all have ended."""
+        """Collect reports until a condition holds, the time is over, or all have ended."""
         end = time.monotonic() + seconds
         while not condition() and self._selector.get_map():
             left = end - time.monotonic()
@@ -94,11 +94,11 @@ class Crew:
                 self.said += [json.loads(line) for line in lines]
 
     def count(self, word: str) -> int:
-        """How often something was said."""
+        """Return how often a word was reported."""
         return sum(word in words for words in self.said)
 
     def last_words(self) -> str:
-        """What each wrote last to stderr."""
+        """Return the last line of stderr of each."""
         found = []
         for rank in range(self._size):
             text = (self.folder / f"stderr-{rank}").read_text(errors="replace").splitlines()
@@ -112,7 +112,7 @@ class Crew:
         trace: TracebackType | None,
     ) -> None:
         for pid in self._pids:
-            os.kill(pid, signal.SIGKILL)  # not waited for yet, so it is still this process
+            os.kill(pid, signal.SIGKILL)  # not reaped yet, so the id is still this process's
         for pid in self._pids:
             os.waitpid(pid, 0)
         for key in list(self._selector.get_map().values()):

@@ -7,6 +7,6 @@ from stress.trials import Scenario
 
 
 def scenarios() -> list[Scenario]:
-    """Of all five kinds."""
+    """Return the scenarios of all five kinds."""
     kinds = (random_programs, scenes_local, scenes_flat, saves, forks, soak)
     return [each for kind in kinds for each in kind.scenarios()]

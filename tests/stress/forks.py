@@ -1,4 +1,4 @@
-"""Processes forked and spawned around a model whose saved tensors go to a folder.
+"""Processes forked and spawned around a model that offloads saved tensors to a folder.
 
 Parent and children train with the same folder; all their gradients must be plain's, and no file may
 be left. What is drawn is when in a step the fork comes, and who is first.
@@ -33,7 +33,7 @@ def _offloaded(folder: Path) -> Stack:
 
 
 def _trains(model: nn.Module, seed: int, steps: int = 4) -> str:
-    """What is wrong with the gradients of some steps."""
+    """Return what is wrong with the gradients of some steps."""
     plain = stack()
     for at in range(seed, seed + steps):
         x, same = inputs(at), inputs(at)
@@ -43,14 +43,14 @@ def _trains(model: nn.Module, seed: int, steps: int = 4) -> str:
 
 
 def _child(folder: str, seed: int, delay_s: float) -> None:
-    """Train in another process; ends with 3 where a gradient is wrong."""
+    """Train in another process; exit with 3 if a gradient is wrong."""
     torch.set_num_threads(1)
     time.sleep(delay_s)
     raise SystemExit(3 if _trains(_offloaded(Path(folder)), seed) else 0)
 
 
 class _Trained(Dataset[torch.Tensor]):
-    """Items that are made with a model of their worker; 1.0 where gradients are plain's."""
+    """Items computed with a model of the worker; 1.0 if gradients are plain's."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -95,7 +95,7 @@ def _workers(how: str, folder: Path, number: int, job: Job) -> str:
 
 
 def _in_a_step(folder: Path, number: int, job: Job) -> str:
-    """Fork between forward and backward; parent and child go on, in either order."""
+    """Fork between forward and backward; parent and child continue, in either order."""
     rng, model = job.random(number), _offloaded(folder)
     plain, expected = stack(), list[torch.Tensor | None]()
     expected = gradients(plain, inputs())
@@ -116,10 +116,10 @@ def _in_a_step(folder: Path, number: int, job: Job) -> str:
                 os.read(read_write[0], 1)
             code = 0 if not rest() and not _trains(model, number) else 3
         except ckpt_wrap.OffloadError:
-            # The parent was done first, and what it stored is gone; the child starts anew.
+            # The parent has finished and its files are gone; the child starts again.
             code = 0 if not child_first and not _trains(model, number) else 4
         finally:
-            atexit._run_exitfuncs()  # what a process that ends normally does
+            atexit._run_exitfuncs()  # as a process that exits normally does
             os._exit(code)
     if child_first:
         _, status = os.waitpid(pid, 0)
@@ -154,7 +154,6 @@ def _scenario(name: str, forked: Forked, count: int) -> Scenario:
 
 
 def scenarios() -> list[Scenario]:
-    """All of them."""
     found = [_scenario("in-a-step", _in_a_step, 100)]
     for how, count in (("fork", 50), ("spawn", 5)):
 

@@ -1,11 +1,11 @@
-"""Ctrl-C at every place of a scene, and then a normal step, which must be plain's.
+"""Ctrl-C at every place of a scene, followed by a normal step that must equal plain's.
 
-Every instruction that Ctrl-C can come before is tried at its first place, and then the other
-places of each.
+Every instruction at which Ctrl-C can arrive is tried at its first occurrence, and then at further
+ones.
 
-What is watched are the files of the part, torch's own calls of modules, and the models here: a
-user's Ctrl-C does not choose. After each, the scene looks whether values and gradients are right
-to the last bit; and nothing of the process may be left changed.
+Places are in the part's files, in torch's module calls, and in the models here. After each
+interrupt the scene checks that values and gradients are bit-identical to plain's, and that nothing
+in the process has changed.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _MODELS = (str(HERE / "models.py"), str(Path(nn.modules.module.__file__)))
 
 @dataclass(frozen=True)
 class Scene:
-    """What is interrupted, and how it is looked at afterwards.
+    """A function to interrupt, and a check.
 
     Attributes:
-        act: is interrupted; may be called again and again.
-        wrong: what is wrong afterwards, or nothing; does a normal step.
-        settle: not interrupted, before each `act`.
+        act: the function to interrupt; may be called again.
+        wrong: runs a normal step and returns what is wrong, or nothing.
+        settle: called before each `act`, not interrupted.
     """
 
     act: Callable[[], object]
@@ -52,14 +52,14 @@ def scenario(
     ranks: int = 0,
     alone: bool = False,
 ) -> Scenario:
-    """A scenario of one scene: its numbers are places.
+    """Make the scenario of one scene: its numbers are places.
 
     Args:
         name: of the scenario.
         package: the part's import name.
-        make: builds the scene; is given a folder.
-        ranks: processes of a group, which the scene then may use; 0 for no group.
-        alone: whether one rank is interrupted and the others only hear of it.
+        make: builds the scene; gets a folder.
+        ranks: number of processes in the group; 0 for no group.
+        alone: whether only one rank is interrupted.
     """
 
     def prepare(job: Job) -> tuple[int, Trial]:
@@ -68,7 +68,7 @@ def scenario(
         watched = (str(Path(str(module.__file__)).parent), *_MODELS)
         group = join(job.folder, job.rank, ranks) if ranks else None
         scene = make(job.folder)
-        for _ in range(2):  # what is done once is done
+        for _ in range(2):  # lazy initialization happens here
             interrupt = _count(scene, watched)
         places, early = interrupt.seen, {at: at for at in interrupt.firsts.values()}
         if group is not None:
@@ -84,7 +84,7 @@ def scenario(
 
 
 def _same_on_all(group: Group, firsts: dict[str, int]) -> dict[int, int]:
-    """The first place of each instruction of rank 0, and which of this rank is the same."""
+    """Return rank 0's first place of each instruction, and the same place on this rank."""
     told = [json.loads(word) for word in group.exchange("firsts", json.dumps(firsts))]
     common = set.intersection(*map(set, told))
     return {told[0][name]: firsts[name] for name in common}

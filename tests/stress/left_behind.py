@@ -1,4 +1,4 @@
-"""What of a process could be left changed by something that ended early."""
+"""Process state that an interrupted operation could leave changed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STACKS = ("_len_torch_dispatch_stack", "_len_torch_function_stack")
 
 
 def state() -> dict[str, Any]:
-    """Everything to compare; a name for each."""
+    """Return everything to compare, by name."""
     hooks = [name for name in vars(of_all_modules) if name.startswith("_global_")]
     found: dict[str, Any] = {
         "nn.Module.__call__": nn.Module.__call__,
@@ -37,7 +37,7 @@ def state() -> dict[str, Any]:
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """What differs, in words; empty where nothing does."""
+    """Describe the differences; "" if there are none."""
     return "; ".join(
         f"{name} {before[name]} became {after[name]}"
         for name in before
@@ -46,6 +46,6 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> str:
 
 
 def _saved_tensor_hooks() -> object:
-    """The hooks that new saved tensors would get."""
+    """Return the hooks that new saved tensors would get."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top(True) if top is not None else None

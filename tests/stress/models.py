@@ -1,4 +1,4 @@
-"""The models of the scenarios, and gradients to the last bit."""
+"""Models of the scenarios, and bitwise comparison of gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of `(..., width)`, the same."""
         y = self.up(self.norm(x))
         return x + self.dropout(self.down(F.silu(y) * y))
 
@@ -31,7 +30,6 @@ class Stack(nn.Module):
         self.head = nn.Linear(width, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of `(batch, width)`, `(batch, 3)`."""
         for block in self.blocks:
             x = block(x)
         return self.head(x)
@@ -46,7 +44,6 @@ class Attention(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of `(batch, time, width)`, the same."""
         batch, time, width = x.shape
         parts = self.qkv(self.norm(x)).view(batch, time, 3, self.heads, -1)
         q, k, v = parts.permute(2, 0, 3, 1, 4)
@@ -66,7 +63,6 @@ class Transformer(nn.Module):
         self.head = nn.Linear(width, 256)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Logits `(batch, time, 256)`."""
         x = self.embed(ids)
         for layer in self.layers:
             x = layer(x)
@@ -74,25 +70,25 @@ class Transformer(nn.Module):
 
 
 def stack(seed: int = 0, *, dropout: float = 0.1) -> Stack:
-    """The same stack for the same seed."""
+    """Return the same stack for the same seed."""
     torch.manual_seed(seed)
     return Stack(dropout=dropout)
 
 
 def inputs(seed: int = 1, rows: int = 4) -> Tensor:
-    """A batch `(rows, 8)` that needs a gradient."""
+    """Return a batch `(rows, 8)` that requires a gradient."""
     torch.manual_seed(seed)
     return torch.randn(rows, 8, requires_grad=True)
 
 
 def backward(model: nn.Module, x: Tensor, seed: int = 2) -> None:
-    """Forward and backward, always with the same dropout."""
+    """Run forward and backward with a fixed dropout."""
     torch.manual_seed(seed)
     model(x).square().sum().backward()
 
 
 def gradients(model: nn.Module, x: Tensor, seed: int = 2) -> list[Tensor | None]:
-    """Of a step that begins without any: of the parameters in their order, and of `x`."""
+    """Return the gradients of a step: of the parameters in order, and of `x`."""
     model.zero_grad()
     x.grad = None
     backward(model, x, seed)
@@ -101,7 +97,7 @@ def gradients(model: nn.Module, x: Tensor, seed: int = 2) -> list[Tensor | None]
 
 
 def differ(first: list[Tensor | None], second: list[Tensor | None]) -> str:
-    """Which of two lists of gradients differ in a bit; None is a gradient of its own kind."""
+    """Return the indices of gradients that are not bit-identical; None equals only None."""
     places = [
         str(at)
         for at, (one, other) in enumerate(zip(first, second, strict=True))

@@ -1,12 +1,12 @@
 """Raise KeyboardInterrupt at the n-th place where Ctrl-C could arrive in some files.
 
 Note [Places]
-    The interpreter looks for signals where a frame begins or goes on, after a call of a function
-    that is not Python's, and where a loop jumps back. Those are the places, counted in the order
-    in which they are passed. A Python function's return is none: nothing looks for signals
-    between its last instruction and its caller's next.
-    At a place the exception is raised before the next instruction, as a signal's would be, and so
-    inside whatever `try` or `with` that instruction is in.
+    The interpreter checks for signals when a frame begins or resumes, after a call of a function
+    that is not written in Python, and at a backward jump of a loop. These places are counted in
+    the order in which they are reached. The return of a Python function is not a place: the
+    interpreter does not check between its last instruction and the caller's next one.
+    The exception is raised before the next instruction, like a signal's, and so inside the `try`
+    or `with` of that instruction.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _LOOPS = {"JUMP_BACKWARD", "JUMP_ABSOLUTE"}
 
 
 class Interrupt:
-    """While entered, counts places in the watched files, and raises at one of them.
+    """While entered, counts places in the watched files and raises at one of them.
 
     Args:
-        watched: beginnings of paths of source files.
-        at: the number of the place, from 1; 0 only counts.
+        watched: prefixes of paths of source files.
+        at: number of the place, from 1; 0 only counts.
 
     Attributes:
         seen: places so far.
-        firsts: for each instruction that is one, the number of its first place. An instruction is
-            named alike in every process.
+        firsts: number of the first place of each instruction. Instructions have the same name in
+            every process.
         where: file, line and function of the place that raised, and how often its instruction had
-            been one; empty before. Ranks that stop at equal ones are equally far.
+            been reached; empty before. Equal values on two ranks mean equal progress.
     """
 
     def __init__(self, watched: tuple[str, ...], at: int = 0) -> None:
@@ -46,7 +46,7 @@ class Interrupt:
 
     def __enter__(self) -> Interrupt:
         self._before = sys.gettrace(), sys.unraisablehook
-        # What a finalizer raises is told to this hook, and to nobody else.
+        # An exception in a finalizer goes only to this hook.
         sys.unraisablehook = _quiet
         sys.settrace(self._call)
         return self
@@ -65,7 +65,7 @@ class Interrupt:
         return _Frame(self, frame.f_code)
 
     def place(self, frame: FrameType) -> None:
-        """Be told that there is a place here."""
+        """Count a place."""
         self.seen += 1
         code = frame.f_code
         name = f"{code.co_filename}:{code.co_firstlineno}:{code.co_name}+{frame.f_lasti}"
@@ -81,13 +81,13 @@ class Interrupt:
 
 
 class _Frame:
-    """Sees the instructions of one frame, from where it begins or goes on."""
+    """Traces the instructions of one frame."""
 
     def __init__(self, interrupt: Interrupt, code: CodeType) -> None:
         self.interrupt = interrupt
         self.after_call, self.loops = _offsets(code)
         self.entered, self.entered_python = True, False
-        self.expected = -1  # where the instruction after a call is
+        self.expected = -1  # the instruction after a call
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> _Frame:
         if event != "opcode":
@@ -104,7 +104,7 @@ class _Frame:
 
 @functools.cache
 def _offsets(code: CodeType) -> tuple[dict[int, int], frozenset[int]]:
-    """For each call the offset of the instruction after it; the offsets of jumps back."""
+    """Return the offset after each call instruction, and the offsets of backward jumps."""
     instructions = list(dis.get_instructions(code))
     pairs = itertools.pairwise(instructions)
     after = {each.offset: later.offset for each, later in pairs if each.opname in _CALLS}
@@ -117,4 +117,4 @@ def _offsets(code: CodeType) -> tuple[dict[int, int], frozenset[int]]:
 
 
 def _quiet(unraisable: object) -> None:
-    """Say nothing."""
+    """Do nothing."""

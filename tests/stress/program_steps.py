@@ -1,4 +1,4 @@
-"""What random programs are made of: values, steps over them, and changes after a forward pass."""
+"""Building blocks of random programs: values, steps, and changes after a forward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Values = list[torch.Tensor]
 
 @dataclass
 class World:
-    """What a program is run on, made afresh for each run: parameters, an input, a cache."""
+    """Parameters, an input and a cache of one run; built again for each run."""
 
     seed: int
     checkpoints: bool = False
@@ -42,22 +42,22 @@ class World:
         self.modules = nn.ModuleList([self.linear, self.norms, self.conv, self.batch, self.table])
         self.scale = torch.full((size,), 1.25)
         self.state = State(size)
-        # Values with a history: what the program is given, and what it finds.
+        # Values with a history: the arguments and the closure of the program.
         self.given, self.found = self.x * 1.0, self.w.sin()
 
     @property
     def leaves(self) -> Values:
-        """What gradients are taken of."""
+        """Return the tensors to differentiate with respect to."""
         return [self.x, self.w, *self.modules.parameters()]
 
     @property
     def changeable(self) -> Values:
-        """What may be changed between forward and backward."""
+        """Return the tensors that may change between forward and backward."""
         return [*self.leaves, self.scale, *self.buffers, self.given, self.found]
 
     @property
     def buffers(self) -> Values:
-        """What programs write to."""
+        """Return the tensors that programs write to."""
         return [*self.modules.buffers(), *self.state.tensors]
 
 
@@ -104,7 +104,7 @@ def _hooked(y: torch.Tensor, w: World) -> torch.Tensor:
 
 
 def cached(y: torch.Tensor, w: World, cache: dict[str, Any] | None = None) -> torch.Tensor:
-    """Append to a cache, the world's or one that is given, and read all that is in it."""
+    """Append to a cache, the world's or an argument, and read all of it."""
     held = w.cache if cache is None else cache
     held.setdefault("keys", []).append(y @ w.w)
     return sum(held["keys"][-2:]) * len(held["keys"])  # type: ignore[return-value]
@@ -144,7 +144,7 @@ def _residual(y: torch.Tensor, w: World) -> torch.Tensor:
 
 
 def _attended(y: torch.Tensor, w: World) -> torch.Tensor:
-    """Attention as its parts, with a mask."""
+    """Attention in separate operators, with a mask."""
     t = y.double()[None]
     mask = torch.ones(y.shape[0], y.shape[0], dtype=torch.bool).tril()
     made = F.scaled_dot_product_attention(t.sin(), t.cos(), t, attn_mask=mask, dropout_p=0.1)
@@ -152,7 +152,7 @@ def _attended(y: torch.Tensor, w: World) -> torch.Tensor:
 
 
 def _written_product(y: torch.Tensor, w: World) -> torch.Tensor:
-    """A product that grows, and is written to."""
+    """A product that is resized and written to."""
     made = y @ w.w
     grown = made.repeat(2, 1).cos()
     made.mul_(0.5)

@@ -1,24 +1,23 @@
-"""Random differentiable programs in regions of sac-policies, against plain autograd.
+"""Random differentiable programs in regions of sac-policies, compared with plain autograd.
 
-One program is a few steps over a few values: operators, in-place operators, views, dropout,
-normalisations, shared values, regions inside regions, hooks, caches, state that is read and
-written to. Some are followed by a change of a parameter or an input between forward and backward.
-Which program it is depends on its seed alone.
+A program is a few steps over a few values: operators, in-place operators, views, dropout,
+normalisations, shared values, nested regions, hooks, caches, and state that is read and written.
+In some programs a parameter or an input changes between forward and backward. The seed alone
+determines the program.
 
     python -m stress.programs --seed 0 --count 2000
 
-It counts how the programs ended:
+It counts the results:
 
     equal    gradients and state are bitwise those of plain autograd
-    better   plain autograd refuses the change or is changed by it; the gradients are bitwise
+    better   plain autograd refuses the change or is affected by it; the gradients are bitwise
              those of the program without the change
     refused  an error of the package, counted by its message
     both     plain autograd refuses, and so does the region, by an error of the package
-    bare     an error that is not the package's, where plain autograd runs
+    bare     another error, although plain autograd runs
     wrong    any other gradients
 
-Exits with 1 where something is bare or wrong, and prints the seeds, each of which runs alone with
-`--seed N --count 1`.
+Exits with 1 if a result is bare or wrong, and prints the seeds. `--seed N --count 1` runs one seed.
 """
 
 from __future__ import annotations
@@ -62,19 +61,18 @@ def policy_of(rng: random.Random) -> sp.Policy:
 
 
 class Fresh(nn.Module):
-    """A function of which no region ran before."""
+    """A function wrapped so that its next region is a first step."""
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.function = function
 
     def forward(self, t: torch.Tensor) -> torch.Tensor:
-        """Call it."""
         return self.function(t)
 
 
 def region(function: Step, y: torch.Tensor, world: World, rng: random.Random) -> torch.Tensor:
-    """Run a step as a region, or plainly."""
+    """Run a step as a region or plainly."""
     policy = policy_of(rng)
     if not world.checkpoints:
         return function(y, world)
@@ -87,7 +85,7 @@ def region(function: Step, y: torch.Tensor, world: World, rng: random.Random) ->
 
 
 def cached_region(y: torch.Tensor, world: World, rng: random.Random) -> torch.Tensor:
-    """Do the same for a step that is given a cache, which it changes."""
+    """Run a step with a cache, which it changes, as a region or plainly."""
     policy = policy_of(rng)
     if not world.checkpoints:
         return cached(y, world, world.cache)
@@ -101,7 +99,7 @@ def cached_region(y: torch.Tensor, world: World, rng: random.Random) -> torch.Te
 
 
 def program(seed: int, world: World, *, depth: int = 0) -> Step:
-    """Make the program of a seed: steps, some of them regions of their own."""
+    """Make the program of a seed: steps, some of them regions."""
 
     def run(y: torch.Tensor, world: World) -> torch.Tensor:
         rng = random.Random(seed)
@@ -129,7 +127,7 @@ def program(seed: int, world: World, *, depth: int = 0) -> Step:
 
 
 def outcome(seed: int, checkpoints: bool, *, changes: bool = True) -> Any:
-    """Gradients of the program of a seed, and its state after it, or the error it raised."""
+    """Return gradients and final state of the program of a seed, or its error."""
     world = World(seed, checkpoints)
     rng = random.Random(seed + 1)
     change = rng.choice(CHANGES) if rng.random() < 0.35 else None
@@ -155,7 +153,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def same(one: Values, other: Values) -> bool:
-    """Whether two lists of gradients are equal bit by bit."""
+    """Whether two lists of gradients are bit-identical."""
     return len(one) == len(other) and all(
         (a is None and b is None)
         or (a is not None and b is not None and torch.equal(_bits(a), _bits(b)))
@@ -164,7 +162,7 @@ def same(one: Values, other: Values) -> bool:
 
 
 def verdict(seed: int) -> tuple[str, str]:
-    """How the program of a seed ends in regions, and the error's message where there is."""
+    """Return the result of a seed's program in regions, and the error's message if any."""
     plain, found = outcome(seed, False), outcome(seed, True)
     if isinstance(found, Exception):
         told = re.sub(r"\d+|\([^()]*\)|at \S+ in \S+|[\w.]+Backward0", "_", str(found))[:110]
@@ -185,7 +183,7 @@ def verdict(seed: int) -> tuple[str, str]:
 
 
 def main() -> int:
-    """Run programs and print how they ended."""
+    """Run programs and print the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
     parser.add_argument("--count", type=int, default=200, help="programs to run")

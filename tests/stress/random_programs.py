@@ -25,5 +25,4 @@ def _prepare(job: Job) -> tuple[int, Trial]:
 
 
 def scenarios() -> list[Scenario]:
-    """List the one scenario of random programs."""
     return [Scenario("programs", "regions", _prepare)]

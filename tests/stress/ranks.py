@@ -1,4 +1,4 @@
-"""Ranks of a gloo group on this machine, which also exchange words through its store."""
+"""Ranks of a gloo group on this machine, which exchange words through its store."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from pathlib import Path
 import torch.distributed as dist
 
 TIMEOUT_S = 20.0
-PATIENCE_S = 100.0  # for a rank that has to wait in a collective for TIMEOUT_S first
+PATIENCE_S = 100.0  # longer than a collective's TIMEOUT_S
 
 
 @dataclass(frozen=True)
 class Group:
-    """This process's membership."""
+    """Membership of this process in the group."""
 
     store: dist.Store
     rank: int
     world: int
 
     def exchange(self, about: str, word: str) -> list[str]:
-        """Say a word and hear those of all ranks; once for each `about`."""
+        """Send a word and return those of all ranks; once for each `about`."""
         self.store.set(f"{about}/{self.rank}", word)
         return [self.store.get(f"{about}/{rank}").decode() for rank in range(self.world)]
 
 
 def join(folder: Path, rank: int, world: int) -> Group:
-    """Become a rank of the group whose store is in a folder that all share."""
+    """Join the group whose store is in a shared folder."""
     timeout = timedelta(seconds=TIMEOUT_S)
     dist.init_process_group(
         "gloo",

@@ -1,4 +1,4 @@
-"""Results of scenarios, and the table that is printed of them."""
+"""Results of scenarios, and the printed table."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Failure:
-    """One trial that failed.
+    """One failed trial.
 
     Attributes:
         number: of the trial.
-        why: in a line.
+        why: the reason, in one line.
         command: repeats it.
     """
 
@@ -22,18 +22,18 @@ class Failure:
 
 @dataclass
 class Result:
-    """A scenario's trials.
+    """The trials of one scenario.
 
     Attributes:
         kind: of the scenario.
         name: of the scenario.
-        tried: trials that ended, well or not.
-        skipped: trials that did not count: ranks were not at the same place.
-        total: trials there are; more than were tried if time was up.
-        seconds: for all of them, starting processes included.
-        failures: of the trials that failed.
+        tried: finished trials.
+        skipped: trials that do not count, since ranks were at different places.
+        total: all trials; more than `tried` if time was up.
+        seconds: for all of them, with the start of processes.
+        failures: failed trials.
         notes: further figures.
-        early: how many trials came first because each is of a different kind; 0 for none.
+        early: number of trials that ran first, one of each kind; 0 for none.
     """
 
     kind: str
@@ -48,7 +48,7 @@ class Result:
 
     @property
     def passed(self) -> int:
-        """Trials that ended well."""
+        """Return the number of passed trials."""
         return self.tried - len(self.failures)
 
 
@@ -56,7 +56,7 @@ HEAD = ("scenario", "tried", "passed", "failed", "seconds", "")
 
 
 def rows(results: list[Result]) -> list[tuple[str, ...]]:
-    """The table's cells, with a sum at the end."""
+    """Return the table's cells, with a sum at the end."""
     found = [
         (
             f"{each.kind} {each.name}",
@@ -85,7 +85,7 @@ def _remarks(result: Result) -> str:
 
 
 def table(results: list[Result]) -> str:
-    """A plain table, then every failure with the command that repeats it."""
+    """Format a table, then every failure with the command that repeats it."""
     cells = [HEAD, *rows(results)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(HEAD))]
     lines = [

@@ -1,7 +1,7 @@
-"""Saves on two ranks: killed ranks, a full disk, readers meanwhile; then what a load gives.
+"""Saves on two ranks with killed ranks, a full disk or readers; then a load.
 
-Every parameter and every state of the optimizer is the number of the step, so a load shows at a
-glance whether it is of one step, and of which.
+All parameters and optimizer state equal the number of the step, so a load shows whether its values
+are of one step, and of which.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Say = Callable[..., None]
 
 
 def _trained() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A sharded model, and an optimizer that has state for each parameter."""
+    """Return a sharded model, and an optimizer with state for each parameter."""
     model = sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=1.0)
     model(torch.ones(2, 8)).sum().backward()
@@ -50,7 +50,7 @@ def _be_at(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Non
 def _save_again_and_again(
     rank: int, say: Say, folder: Path, path: Path, first: int, together: bool
 ) -> None:
-    """Save steps one after the other, saying when each is begun and done."""
+    """Save step after step, and report the beginning and end of each."""
     join(folder, rank, WORLD)
     model, optimizer = _trained()
     for step in range(first, first + STEPS):
@@ -63,7 +63,7 @@ def _save_again_and_again(
 
 
 def _save_once(rank: int, say: Say, folder: Path, path: Path, step: int) -> None:
-    """Save one step, and say what came of it; then go on living."""
+    """Save one step and report the result; then stay alive."""
     join(folder, rank, WORLD)
     model, optimizer = _trained()
     _be_at(model, optimizer, step)
@@ -76,7 +76,7 @@ def _save_once(rank: int, say: Say, folder: Path, path: Path, step: int) -> None
 
 
 def _load(rank: int, say: Say, folder: Path, path: Path) -> None:
-    """Load, and say which steps the values are of."""
+    """Load, and report the steps of the values."""
     join(folder, rank, WORLD)
     model, optimizer = _trained()
     flat_param.load_sharded(model, path, optimizer=optimizer)
@@ -91,7 +91,7 @@ def _values(model: nn.Module, optimizer: torch.optim.Optimizer) -> set[float]:
 
 
 def _loaded(path: Path) -> tuple[list[float], str]:
-    """The values that two new ranks load, and what is wrong with that."""
+    """Return the values that two new ranks load, and what is wrong with them."""
     with Crew(_load, WORLD, path) as crew:
         crew.wait(90)
     told = [words["values"] for words in crew.said if "values" in words]
@@ -103,7 +103,7 @@ def _loaded(path: Path) -> tuple[list[float], str]:
 
 
 def _after(path: Path, steps: range) -> str:
-    """Whether a load gives one of the steps, and one more save leaves nothing but itself."""
+    """Check that a load gives one of the steps, and that another save leaves no other files."""
     found, why = _loaded(path)
     if why or int(found[0]) not in steps:
         return why or f"step {found[0]} was loaded, but it must be of {steps}"
@@ -119,12 +119,12 @@ def _after(path: Path, steps: range) -> str:
 
 
 def _killed(together: bool, whom: str, job: Job) -> tuple[int, Trial]:
-    """Kill while ranks save again and again."""
+    """Kill a rank while ranks save step after step."""
 
     def trial(number: int) -> str:
         rng, path = job.random(number), job.folder / f"checkpoint-{number}"
         with Crew(_save_again_and_again, WORLD, path, 1, together) as crew:
-            crew.until(lambda: crew.count("done") >= WORLD, 90)  # step 1 is there
+            crew.until(lambda: crew.count("done") >= WORLD, 90)  # step 1 is saved
             crew.listen_for(rng.uniform(0.0, 0.25))
             victims = [0, 1] if whom == "both" else [rng.randrange(WORLD)]
             for rank in victims:
@@ -140,7 +140,7 @@ def _killed(together: bool, whom: str, job: Job) -> tuple[int, Trial]:
 
 
 def _full(job: Job) -> tuple[int, Trial]:
-    """A disk with too little room, or just enough, for the next save."""
+    """Save on a disk with too little room, or with just enough."""
     disk = job.folder / "disk"
     disk.mkdir()
     real = _small_disk(disk)
@@ -167,14 +167,14 @@ def _full(job: Job) -> tuple[int, Trial]:
             left = leftovers(path)
         why = f"left on the full disk: {left}" if left else _after(path, range(1, 3))
         if not why:
-            shutil.rmtree(path)  # the disk is for one checkpoint, and what a save needs besides
+            shutil.rmtree(path)  # the disk has room for one checkpoint and a save's temporary files
         return why
 
     return job.count or 100, trial
 
 
 def _read(job: Job) -> tuple[int, Trial]:
-    """Two other ranks load while two save."""
+    """Load on two other ranks while two ranks save."""
 
     def trial(number: int) -> str:
         path = job.folder / f"checkpoint-{number}"
@@ -211,7 +211,7 @@ def _load_again_and_again(rank: int, say: Say, folder: Path, path: Path) -> None
 
 
 def _small_disk(folder: Path) -> bool:
-    """Mount a small disk in a namespace of this process; False where that is not allowed."""
+    """Mount a small disk in a namespace of this process; return False if that is not allowed."""
     if not sys.platform.startswith("linux"):
         return False
     libc = ctypes.CDLL(None, use_errno=True)
@@ -229,7 +229,7 @@ def _small_disk(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _little_room(disk: Path, size: int, rng: random.Random) -> Iterator[None]:
-    """Leave room for a part of what a save needs, or for a little more than that."""
+    """Leave room for a part of a save, or for slightly more than a save."""
     filler, room = disk / "filler", rng.randrange(0, int(1.2 * size))
     free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
     filler.write_bytes(bytes(max(0, free - room)))
@@ -241,7 +241,7 @@ def _little_room(disk: Path, size: int, rng: random.Random) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _short_files(size: int, rng: random.Random) -> Iterator[None]:
-    """Let no file become longer than some length, in processes started meanwhile."""
+    """Limit the length of files in processes that are started meanwhile."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (rng.randrange(1, size), before[1]))
@@ -252,7 +252,6 @@ def _short_files(size: int, rng: random.Random) -> Iterator[None]:
 
 
 def scenarios() -> list[Scenario]:
-    """Kills with and without a collective between saves; a full disk; readers."""
     found = []
     for together in (False, True):
         for whom in ("one", "both"):

@@ -1,4 +1,4 @@
-"""What is interrupted of flat-param: in one process, and sharded on one rank and on two."""
+"""Scenes of flat-param: in one process, and sharded on one rank and on two."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _plain_with(values: dict[str, Tensor]) -> Stack:
 
 
 def _compare(model: nn.Module) -> str:
-    """A normal step against the plain model's with the values that the model has now."""
+    """Compare a normal step with a plain model's with the current values."""
     found = gradients(model, inputs())
     return differ(found, gradients(_plain_with(model.state_dict()), inputs()))
 
@@ -48,7 +48,7 @@ def _flat_step(folder: Path) -> Scene:
 
 
 class _Fresh:
-    """A model that is made anew before each interrupt."""
+    """A model that is made again before each interrupt."""
 
     def __init__(self, *, flattened: bool) -> None:
         self.flattened = flattened
@@ -60,7 +60,7 @@ class _Fresh:
             flat_param.flatten(self.model)
 
     def unharmed(self) -> str:
-        """Whether it has its values and gradients, as it is and flattened."""
+        """Whether it has its values and gradients, unflattened and flattened."""
         return self._same() or self._flattened() or self._same()
 
     def _same(self) -> str:
@@ -88,7 +88,7 @@ def _unflatten(folder: Path) -> Scene:
 
 
 def _states(folder: Path) -> Scene:
-    """State dicts, there and back, and a copy."""
+    """Save and load state dicts, and make a copy."""
     fresh = _Fresh(flattened=True)
 
     def act() -> None:
@@ -100,7 +100,7 @@ def _states(folder: Path) -> Scene:
 
 
 def sharded() -> nn.Module:
-    """A stack in three units."""
+    """Return a stack in three units."""
     model = stack()
     for block in model.blocks:
         flat_param.fully_shard(block)
@@ -108,7 +108,7 @@ def sharded() -> nn.Module:
 
 
 def _gathered(local: list[Tensor | None], like: list[Tensor | None]) -> list[Tensor | None]:
-    """Whole gradients of all ranks' pieces, in the shapes of `like`; the last one is not cut."""
+    """Return full gradients from all ranks, in the shapes of `like`; the last is not cut."""
     pieces: list[list[Tensor | None]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(pieces, [None if g is None else g.flatten() for g in local])
     found: list[Tensor | None] = []
@@ -116,13 +116,13 @@ def _gathered(local: list[Tensor | None], like: list[Tensor | None]) -> list[Ten
         parts = [each[at] for each in pieces]
         held = [part for part in parts if part is not None and part.numel()]
         if len(held) > 1 and whole is not None and held[0].numel() == whole.numel():
-            del held[1:]  # its module was not sharded yet: every rank has all of it
+            del held[1:]  # its module was not sharded yet, so every rank has all of it
         found.append(torch.cat(held).view_as(whole) if held and whole is not None else None)
     return [*found, local[-1]]
 
 
 def compare_sharded(model: nn.Module) -> str:
-    """The same of a sharded model, all of whose ranks have one batch. Collective."""
+    """Compare a sharded model whose ranks share one batch. Collective."""
     values = flat_param.full_state_dict(model)["model"]
     found = gradients(model, inputs())
     expected = gradients(_plain_with(values), inputs())
@@ -167,7 +167,7 @@ def _sharded_scene(kind: str, folder: Path) -> Scene:
 
 
 def _sharding(folder: Path) -> Scene:
-    """Sharding itself: the model then works, or says what has to be done."""
+    """Shard a model; afterwards it works, or an error gives advice."""
     models = [stack()]
 
     def settle() -> None:
@@ -185,8 +185,8 @@ def _sharding(folder: Path) -> Scene:
             gradients(models[0], inputs())
         except flat_param.FlatParamError:
             refused[dist.get_rank()] = True
-        # Each rank has its own pieces to make and may stop with fewer of them made. Where one of
-        # them refuses, none may wait for it in a collective that is not the part's.
+        # Ranks make their pieces separately and may stop after different ones. If a rank refuses,
+        # no other rank may wait for it in a collective outside of the part.
         dist.all_gather_object(refused, refused[dist.get_rank()])
         return "" if any(refused) else compare_sharded(models[0])
 
@@ -194,20 +194,20 @@ def _sharding(folder: Path) -> Scene:
 
 
 def fill(model: nn.Module, value: float) -> None:
-    """Make every parameter this value."""
+    """Set every parameter to this value."""
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(value)
 
 
 def values_in(model: nn.Module) -> set[float]:
-    """Of all parameters, on all ranks. Collective."""
+    """Return the values of all parameters on all ranks. Collective."""
     state = flat_param.full_state_dict(model)["model"]
     return {value for tensor in state.values() for value in tensor.unique().tolist()}
 
 
 def leftovers(path: Path) -> list[str]:
-    """What a folder holds beyond one checkpoint's metadata and its folder."""
+    """Return files other than one checkpoint's metadata and folder."""
     names = sorted(each.name for each in path.iterdir())
     saves = [name for name in names if name.startswith("save-")]
     others = [name for name in names if name not in (*saves, ".metadata")]
@@ -215,7 +215,7 @@ def leftovers(path: Path) -> list[str]:
 
 
 def _save(folder: Path) -> Scene:
-    """The path holds the old state or the new one, and the next save cleans up."""
+    """The path has the old state or the new one, and the next save cleans up."""
     path, model, reader = folder / "checkpoint", sharded(), sharded()
     steps = [1]
     save = functools.partial(flat_param.save_sharded, model, path)
@@ -235,7 +235,7 @@ def _save(folder: Path) -> Scene:
         old, new, found = float(steps[0] - 1), float(steps[0]), loaded()
         if found not in ({old}, {new}):
             return f"the path holds {sorted(found)}, but {old} was saved, and {new} begun"
-        dist.barrier()  # nobody reads any more
+        dist.barrier()  # all ranks have read
         save(step=steps[0])
         dist.barrier()
         if loaded() != {new}:
@@ -243,12 +243,12 @@ def _save(folder: Path) -> Scene:
         left = leftovers(path)
         return f"left after another save: {left}" if left else ""
 
-    # Whoever is not interrupted waits for the others in vain, and not for long.
+    # Ranks that are not interrupted wait for the others in vain, until the timeout.
     return Scene(lambda: act(step=steps[0]), wrong, settle)
 
 
 def _load(folder: Path) -> Scene:
-    """The model has the values it had or those that were stored, all of them alike."""
+    """The model has its previous values or the stored ones, all of the same kind."""
     path, model = folder / "checkpoint", sharded()
     fill(model, 5.0)
     flat_param.save_sharded(model, path)
@@ -266,7 +266,6 @@ def _load(folder: Path) -> Scene:
 
 
 def scenarios() -> list[Scenario]:
-    """All of them."""
     local: dict[str, Callable[[Path], Scene]] = {
         "step": _flat_step,
         "flatten": _flatten,
@@ -280,7 +279,7 @@ def scenarios() -> list[Scenario]:
     } | {"fully_shard": _sharding, "save": _save, "load": _load}
     for ranks in (1, 2):
         for name, make in on_ranks.items():
-            alone = ranks > 1 and name == "save"  # ranks do different things there
+            alone = ranks > 1 and name == "save"  # only one rank writes metadata
             full = f"flat/{name}-{ranks}"
             found.append(scenario(full, "flat_param", make, ranks=ranks, alone=alone))
     return found

@@ -1,4 +1,4 @@
-"""What is interrupted in one process without a group: ckpt-wrap, mod-tracker, sac-policies."""
+"""Scenes in one process without a group: ckpt-wrap, mod-tracker, sac-policies."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _to_folder(folder: Path, *, checkpointed: bool = False) -> Scene:
 
 
 def _apply(folder: Path) -> Scene:
-    """Make it and take it off again."""
+    """Apply and undo."""
     model = stack()
 
     def act() -> None:
@@ -91,7 +91,7 @@ def _step_after(model: nn.Module, act: Callable[[], object]) -> Scene:
 
 @contextmanager
 def _left_twice(tracker: mod_tracker.ModTracker) -> Iterator[None]:
-    """An interrupt as `__exit__` begins keeps it from doing anything; a user leaves again."""
+    """An interrupt at the beginning of `__exit__` skips it; a user exits again."""
     try:
         with tracker:
             yield
@@ -142,7 +142,7 @@ def _planned(folder: Path) -> Scene:
 
 
 def _search(model: nn.Module, x: Tensor, act: Callable[[], object]) -> Scene:
-    """A search that must leave the model, its gradients and the random state as they were."""
+    """A search that must not change the model, its gradients or the random state."""
     backward(model, x)
     held = [each.grad for each in model.parameters()]
     copies = [each.grad.clone() for each in model.parameters()]  # type: ignore[union-attr]
@@ -178,8 +178,8 @@ def _fitted(folder: Path) -> Scene:
 
 
 def _fitted_in_place(folder: Path) -> Scene:
-    """Its blocks are checkpointed where it returns, and nowhere else."""
-    model, x = stack(), inputs(rows=256)  # so many that activations are most of the memory
+    """Its blocks are checkpointed if it returns, and not otherwise."""
+    model, x = stack(), inputs(rows=256)  # enough rows for activations to dominate memory
 
     def act() -> None:
         found = sac_policies.fit_(model, (x,), "80%")
@@ -202,7 +202,6 @@ _REPORTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 def scenarios() -> list[Scenario]:
-    """All of them."""
     ckpt: dict[str, Callable[[Path], Scene]] = {
         "in-place": _in_place,
         "nested": _nested,

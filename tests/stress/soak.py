@@ -1,16 +1,16 @@
 """3,000 steps with all four parts at once: bits, memory, handles and threads.
 
-Parameters are flat, or sharded on one rank. Some blocks recompute what a policy does not keep,
-some offload to a folder; a report is made every 100 steps, and the model is saved every 500. Every
-100 steps gradients are compared with those of a plain model. A trial is one step.
+Parameters are flat, or sharded on one rank. Some blocks recompute by a policy, some offload to a
+folder. A report runs every 100 steps, and the model is saved every 500. Every 100 steps gradients
+are compared with those of a plain model. A trial is one step.
 
 The scenario `plain` is the control: the same steps of the plain model, with torch's own optimizer
-and saves. What its memory grows by is torch's and the system's.
+and saves. Its growth is torch's and the system's.
 
-Rule 1: memory is compared from where everything has been done twice: each kind of report imports
-        and caches for good when it is first made.
-Rule 2: what waits for the garbage collector is collected before memory is read. A full collection
-        comes when a quarter of all objects are new, and so may not come in 3,000 steps at all.
+- Memory is compared after everything has run twice: each kind of report imports and caches
+  permanently at its first use.
+- Garbage is collected before memory is read. A full automatic collection comes when a quarter of
+  all objects are new, and so may not come in 3,000 steps at all.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _loss(model: nn.Module, step: int) -> Tensor:
 
 
 def _with_parts(folder: Path) -> Transformer:
-    """The model with a policy on its first layers and a folder for the others."""
+    """Return the model with a policy on its first layers and a folder for the others."""
     torch.manual_seed(0)
     model = Transformer()
     policy = sac_policies.save_ops(sac_policies.MATMULS, sac_policies.ATTENTION)
@@ -71,20 +71,19 @@ def _with_parts(folder: Path) -> Transformer:
 
 
 def resident_bytes() -> int:
-    """Of this process."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 class _Watch:
-    """Compares a process with what it was after its warm-up."""
+    """Compares the process with its state after the warm-up."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.bytes, self.counts = job, 0, (0, 0)
 
     def look(self, step: int) -> str:
-        """What has grown, if anything."""
-        gc.collect()  # Rule 2
+        """Return what has grown, or nothing."""
+        gc.collect()  # otherwise garbage counts as growth
         counts = len(os.listdir("/proc/self/fd")), threading.active_count()
         if step <= WARM_STEPS:
             self.bytes, self.counts = resident_bytes(), counts
@@ -138,7 +137,7 @@ def _soak(job: Job, kind: str) -> tuple[int, Trial]:
 
 
 def _plain(model: nn.Module, folder: Path) -> tuple[Callable[[], None], Callable[[], None]]:
-    """How to step and to save where parameters are torch's own."""
+    """Return step and save functions for torch's own parameters."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
     def step() -> None:
@@ -155,7 +154,7 @@ def _save_whole(model: nn.Module, path: Path) -> None:
 
 
 def _flat(model: nn.Module, folder: Path) -> tuple[Callable[[], None], Callable[[], None]]:
-    """How to step and to save where parameters are flat."""
+    """Return step and save functions for flat parameters."""
     flat = flat_param.flatten(model)
     optimizer = torch.optim.AdamW(flat.chunks(), lr=1e-3, fused=True)
 
@@ -168,7 +167,7 @@ def _flat(model: nn.Module, folder: Path) -> tuple[Callable[[], None], Callable[
 
 
 def _sharded(model: nn.Module, folder: Path) -> tuple[Callable[[], None], Callable[[], None]]:
-    """The same where they are sharded on one rank."""
+    """Return step and save functions for parameters sharded on one rank."""
     join(folder, 0, 1)
     for layer in model.layers:  # type: ignore[union-attr]  # a list of modules
         flat_param.fully_shard(layer)
@@ -192,7 +191,7 @@ _KINDS = {"plain": _plain, "flat": _flat, "sharded": _sharded}
 
 
 def scenarios() -> list[Scenario]:
-    """The control, flat, and sharded."""
+    """Return the control, flat, and sharded scenarios."""
     return [
         Scenario("soak", kind, functools.partial(_soak, kind=kind), in_order=True)
         for kind in _KINDS

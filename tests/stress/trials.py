@@ -1,11 +1,10 @@
-"""Trials in processes of their own: what is killed, hangs or spoils its process costs one trial.
+"""Trials in separate processes: a trial that kills, hangs or corrupts its process affects no other.
 
 Note [Trials]
-    A scenario is prepared once in a forked process, or in one for each rank, and then tried again
-    and again, by number. Numbers come in a shuffled order, the same each time, so that a run that
-    is cut short has tried a sample of all; those that a scenario calls different in kind from each
-    other come before the rest. After a failure, a crash or a hang, fresh processes go on
-    with the numbers that are left.
+    A scenario is prepared once in a forked process, or in one for each rank, and then runs many
+    trials by number. Numbers are in a fixed shuffled order, so that a run that is cut short has
+    tried a sample of all. Numbers that a scenario marks as different kinds come first. After a
+    failure, a crash or a hang, new processes continue with the remaining numbers.
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ Trial = Callable[[int], str | None]
 
 @dataclass
 class Job:
-    """What a process of a scenario knows.
+    """Input of a scenario's process.
 
     Attributes:
-        folder: empty, of these processes alone.
-        seed: of everything drawn.
-        count: of numbers that were asked for; 0 for the scenario's own.
+        folder: an empty folder for these processes only.
+        seed: of all random numbers.
+        count: number of trials on the command line; 0 for the scenario's own.
         rank: of this process.
         notes: figures to print, by name; filled by the scenario.
-        early: numbers to be tried before the others; filled by the scenario, on all ranks alike.
+        early: numbers to try first; filled by the scenario, the same on all ranks.
     """
 
     folder: Path
@@ -56,22 +55,22 @@ class Job:
     early: frozenset[int] = frozenset()
 
     def random(self, number: int) -> random.Random:
-        """What a trial draws from: the same for the same seed and number."""
+        """Return a trial's random generator: the same for the same seed and number."""
         return random.Random(f"{self.seed}:{number}")
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """Something to try many times.
+    """A check that runs many times.
 
     Attributes:
-        kind: which of the five.
+        kind: one of the five.
         name: unique within its kind.
-        prepare: run in each process; returns how many numbers there are, and the trial.
+        prepare: run in each process; returns the number of trials, and the trial function.
         ranks: processes that try each number together.
         first: the first number.
-        patience_s: a trial that takes longer is a hang.
-        in_order: whether numbers must come in their order, all in one process.
+        patience_s: a trial that takes longer counts as a hang.
+        in_order: whether numbers must run in order, all in one process.
     """
 
     kind: str
@@ -85,7 +84,7 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line asks for; see there."""
+    """The options of the command line."""
 
     seed: int = 0
     count: int = 0
@@ -95,7 +94,7 @@ class Asked:
     def numbers(
         self, scenario: Scenario, total: int, early: frozenset[int] = frozenset()
     ) -> list[int]:
-        """Which to try, in which order; `early` ones first."""
+        """Return the numbers to try, in order; `early` ones first."""
         if self.number is not None and not scenario.in_order:
             return [self.number]
         found = list(range(scenario.first, scenario.first + total))
@@ -107,7 +106,7 @@ class Asked:
 
 
 def run_scenario(scenario: Scenario, asked: Asked, deadline: float) -> Result:
-    """Try a scenario until its numbers or the time are spent."""
+    """Run a scenario until its numbers or the time are used up."""
     result, start, done = Result(scenario.kind, scenario.name), time.monotonic(), set[int]()
     while True:
         over = _team(scenario, asked, deadline, result, done)
@@ -118,7 +117,7 @@ def run_scenario(scenario: Scenario, asked: Asked, deadline: float) -> Result:
 
 
 def command(scenario: Scenario, asked: Asked, number: int) -> str:
-    """What repeats one trial."""
+    """Return the command that repeats one trial."""
     words = ["python -m stress", f"--only {scenario.kind}", f"--scenario {scenario.name}"]
     words += [f"--seed {asked.seed}", f"--number {number}"]
     return " ".join(words)
@@ -127,7 +126,7 @@ def command(scenario: Scenario, asked: Asked, number: int) -> str:
 def _team(
     scenario: Scenario, asked: Asked, deadline: float, result: Result, done: set[int]
 ) -> bool:
-    """One set of processes, until the first failure; whether nothing is left to do."""
+    """Run one set of processes until the first failure; return whether nothing is left to do."""
     folder = Path(tempfile.mkdtemp(prefix="stress-"))
     members = [_start(scenario, asked, folder, rank, done) for rank in range(scenario.ranks)]
     why, left, signals = "", False, []
@@ -137,7 +136,7 @@ def _team(
         signals = [member.end() for member in members]
     if why:
         trying = next((each.trying for each in members if each.trying is not None), None)
-        if trying is None:  # in preparing, or after the last trial
+        if trying is None:  # while preparing, or after the last trial
             trying, left, why = scenario.first, False, f"outside of a trial: {why}"
         words = [*signals, *(each.last_words(folder) for each in members)]
         said = " / ".join(filter(None, words))
@@ -151,7 +150,7 @@ def _team(
 
 
 class _Member:
-    """One process of a team, seen from outside."""
+    """A process of a team, seen from the parent."""
 
     def __init__(self, pid: int, reader: int, rank: int) -> None:
         self.pid, self.reader, self.rank = pid, reader, rank
@@ -159,14 +158,14 @@ class _Member:
         self.unread, self.gone = b"", False
 
     def heard(self) -> list[dict[str, Any]] | None:
-        """What it has said since; None at its end."""
+        """Return its reports since the last call; None at its end."""
         data = os.read(self.reader, 1 << 16)
         *lines, self.unread = (self.unread + data).split(b"\n")
         self.gone = not data
         return [json.loads(line) for line in lines] if data else None
 
     def end(self) -> str:
-        """Kill it, if it lives, and all that it started; the signal that it died of, in words."""
+        """Kill it and all its children; return the signal that ended it, in words."""
         ended, status = os.waitpid(self.pid, 0 if self.gone else os.WNOHANG)
         for group in (True, False):
             try:
@@ -180,7 +179,7 @@ class _Member:
         return signal.Signals(-code).name if code < 0 else ""
 
     def last_words(self, folder: Path) -> str:
-        """The last line that it wrote to stderr."""
+        """Return the last line of its stderr."""
         try:
             lines = (folder / f"stderr-{self.rank}").read_text(errors="replace").splitlines()
         except OSError:
@@ -230,7 +229,7 @@ def _try_all(scenario: Scenario, asked: Asked, job: Job, done: set[int], file: I
             why = f"{type(error).__name__}: {error}"
         say(end=number, why=why)
         done.add(number)
-        if why or (why is None and scenario.ranks > 1):  # ranks are no longer alike
+        if why or (why is None and scenario.ranks > 1):  # ranks are no longer in step
             break
     say(over=True, left=not done.issuperset(numbers), notes=job.notes)
 
@@ -238,7 +237,7 @@ def _try_all(scenario: Scenario, asked: Asked, job: Job, done: set[int], file: I
 def _watch(
     scenario: Scenario, members: list[_Member], deadline: float, result: Result, done: set[int]
 ) -> tuple[str, bool]:
-    """Hear what the processes say; the first failure, and whether there is more to do."""
+    """Read reports of the processes; return the first failure, and whether trials are left."""
     ended: Counter[int] = Counter()
     left = False
     nothing: set[int] = set()

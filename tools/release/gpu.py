@@ -32,7 +32,7 @@ _NO_TESTS = 5  # pytest's exit status
 
 @dataclass(frozen=True)
 class Part:
-    """One process of the run; `measures` is true if no other part may run beside it."""
+    """One process of the run; `measures` is true if no other part may run at the same time."""
 
     name: str
     command: tuple[str, ...]
@@ -41,7 +41,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a part ended, and after how many seconds."""
+    """Outcome and duration of a part."""
 
     name: str
     outcome: str

@@ -1,4 +1,4 @@
-"""See, from inside a clean environment, that one distribution needs torch and nothing else.
+"""Check, inside a clean environment, that one distribution needs only torch.
 
 Usage: python -I isolation.py PACKAGE DIST_FOLDER
 """
@@ -26,14 +26,14 @@ DISTRIBUTIONS = {**{name: name for name in MODULES}, "conformance": "torchparts-
 
 
 def required(distribution: str, *, extras: bool) -> set[str]:
-    """Name the import packages that the metadata admits (they are spelt as distributions)."""
+    """Return the import packages in the metadata's requirements (by distribution names)."""
     lines = metadata.requires(distribution) or []
     kept = [line for line in lines if extras or "extra ==" not in line]
     return {re.split(r"[^A-Za-z0-9_]", line)[0] for line in kept}
 
 
 def imported_names(node: ast.AST) -> Iterator[str]:
-    """Yield the top-level names of one import statement; relative ones are our own."""
+    """Yield the top-level names of one import statement, without relative imports."""
     if isinstance(node, ast.Import):
         yield from (alias.name.split(".")[0] for alias in node.names)
     elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
@@ -57,7 +57,7 @@ def foreign_imports(path: Path, allowed: set[str], optional: set[str]) -> Iterat
 
 
 def missing_files(dist: Path, module: str) -> Iterator[str]:
-    """Yield the files that the wheel or the sdist should hold and does not."""
+    """Yield the files that the wheel or the sdist should contain and does not."""
     wheel = next(dist.glob("*.whl"))
     names = zipfile.ZipFile(wheel).namelist()
     for wanted in (f"{module}/py.typed", "licenses/LICENSE"):
@@ -72,7 +72,7 @@ def missing_files(dist: Path, module: str) -> Iterator[str]:
 
 
 def lost_files(dist: Path) -> Iterator[str]:
-    """Yield what only one of two wheels holds: that of the sdist, and that of the folder."""
+    """Yield files that only one of two wheels has: one from the sdist, one from the folder."""
     (wheel,) = dist.glob("*.whl")
     (direct,) = dist.glob("direct/*.whl")
     one, other = (set(zipfile.ZipFile(path).namelist()) for path in (wheel, direct))
@@ -90,7 +90,7 @@ def problems(package: str, dist: Path) -> Iterator[str]:
     allowed = required(distribution, extras=False) | {module}
     extra_names = {"functorch"} if "torch" in allowed else set()
     optional = required(distribution, extras=True)
-    if package == "conformance":  # its adapters name the implementations they adapt
+    if package == "conformance":  # its adapters import the libraries they adapt
         optional |= set(MODULES.values()) | {"fairscale", "xformers", "torch_remat"}
         optional |= {"torchtune", "deepspeed"}
     elif allowed != {"torch", module}:
@@ -103,7 +103,7 @@ def problems(package: str, dist: Path) -> Iterator[str]:
 
 
 def main() -> int:
-    """Print each problem on a line; the exit code says whether there was one."""
+    """Print each problem on a line; return 1 if there are any."""
     package, dist = sys.argv[1], Path(sys.argv[2])
     found = list(problems(package, dist))
     for line in found:

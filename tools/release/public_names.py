@@ -1,9 +1,9 @@
-"""Writes down the public names of the distributions, with their signatures.
+"""Write the public names of the distributions, with their signatures, to files.
 
-    python tools/release/public_names.py          print what differs from the files, exit with 1
+    python tools/release/public_names.py          print differences from the files, exit with 1
     python tools/release/public_names.py --write  write the files
 
-A name that goes, or an option that does, is a break for somebody: it is to be seen in a review.
+Removing a name or an option breaks users, so the change should be visible in a review.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def lines_of(module: ModuleType) -> list[str]:
-    """One line for each public name, member and signature, in order of names."""
+    """Return one line for each public name, member and signature, sorted."""
     package = sys.modules.get(module.__name__.rpartition(".")[0])
     names = set(module.__all__) - set(getattr(package, "__all__", ()))
     public = {name: getattr(module, name) for name in sorted(names)}
@@ -64,7 +64,7 @@ def _class(name: str, kind: type, public: set[type]) -> Iterator[str]:
     for member, value in sorted(members.items()):
         if member.startswith("_"):
             continue
-        function = getattr(value, "__func__", value)  # of a class or static method
+        function = getattr(value, "__func__", value)  # for class and static methods
         if inspect.isfunction(function):
             yield f"{name}.{member}{_signature(function)}"
         elif isinstance(value, (property, functools.cached_property)) or inspect.isdatadescriptor(
@@ -81,7 +81,7 @@ def _signature(value: Any) -> str:
 
 
 def differences(module: ModuleType) -> list[str]:
-    """What is in the module and not in its file, and the other way round."""
+    """Return lines that are only in the module or only in its file."""
     path = FOLDER / f"{module.__name__}.txt"
     written = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     found = difflib.unified_diff(written, lines_of(module), path.name, module.__name__, "", "", 0)
@@ -89,7 +89,7 @@ def differences(module: ModuleType) -> list[str]:
 
 
 def main() -> int:
-    """Compare, or write."""
+    """Compare or write."""
     different = []
     for name in MODULES:
         module = importlib.import_module(name)

@@ -1,8 +1,8 @@
-"""What a built distribution holds and says of itself, against the folder it is built from.
+"""Check contents and metadata of a built distribution against its folder.
 
-A wheel holds the files of `src` and nothing else; an sdist those, tests, README, changelog and
-licence, and nothing that git does not know. The metadata is that of `pyproject.toml`, and the text
-that a package index shows is the README, whose links lead to this version in the repository.
+A wheel has exactly the files of `src`; an sdist has those, tests, README, changelog and licence,
+and only files tracked by git. The metadata is that of `pyproject.toml`. The description is the
+README, with links to this version in the repository.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from email.parser import Parser
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-OWN = {"PKG-INFO", ".gitignore"}  # what the build adds to an sdist
+OWN = {"PKG-INFO", ".gitignore"}  # added to an sdist by the build
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
 LINK = re.compile(
     r"""(?P<before>\]\(|^\[[^\]]+\]:\s+|\b(?:src|href)=["'])(?P<target>[^\s)"']+)""", re.MULTILINE
@@ -25,14 +25,14 @@ LINK = re.compile(
 
 
 def known_files(folder: Path) -> set[str]:
-    """The files of the folder that git knows, relative to it."""
+    """Return the files of the folder that git tracks, relative to it."""
     command = ["git", "ls-files", "-z", "."]
     told = subprocess.run(command, cwd=folder, capture_output=True, check=True, text=True)
     return set(filter(None, told.stdout.split("\0")))
 
 
 def wrong_contents(folder: Path, dist: Path, known: set[str]) -> Iterator[str]:
-    """Yield each file that the wheel or the sdist lacks, or has and should not."""
+    """Yield each missing and each unexpected file of the wheel or the sdist."""
     (wheel,) = dist.glob("*.whl")
     (sdist,) = dist.glob("*.tar.gz")
     source = {name.removeprefix("src/") for name in known if name.startswith("src/")}
@@ -57,7 +57,7 @@ def _differences(archive: str, wanted: set[str], held: set[str]) -> Iterator[str
 
 
 def wrong_metadata(folder: Path, dist: Path, distribution: str, version: str) -> Iterator[str]:
-    """Yield each field of the wheel's metadata that is missing or says something else."""
+    """Yield each missing or wrong field of the wheel's metadata."""
     (wheel,) = dist.glob("*.whl")
     archive = zipfile.ZipFile(wheel)
     (path,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
@@ -87,7 +87,7 @@ def wrong_metadata(folder: Path, dist: Path, distribution: str, version: str) ->
 
 
 def wrong_description(folder: Path, shown: str, tree: str) -> Iterator[str]:
-    """Yield what the text shown by a package index has in other words, or links that lead nowhere.
+    """Yield differences between the description and the README, and broken links.
 
     `tree` is the address of the repository's files at this version.
     """

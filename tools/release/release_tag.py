@@ -1,12 +1,12 @@
-"""Refuse a release that does not say what it is, or holds something else.
+"""Check that a release is consistent before it is published.
 
-Its tag, version and changelog agree, its files and metadata are those of the folder
-(`release_files.py`), and it builds the same twice.
+Tag, version and changelog agree, files and metadata are those of the folder (`release_files.py`),
+and two builds are equal.
 
 Usage: python release_tag.py FOLDER DISTRIBUTION TAG [ONE OTHER]
 
-ONE and OTHER are folders with the files of two builds. Without a tag, "", that of the version is
-taken to be meant.
+ONE and OTHER are folders with the files of two builds. An empty TAG, "", means the tag of the
+version.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def problems(folder: Path, distribution: str, tag: str) -> Iterator[str]:
 
 
 def differing(one: Path, other: Path) -> Iterator[str]:
-    """Yield each file that two builds do not both have, byte by byte."""
+    """Yield each file that is missing in one build or differs between the two."""
     first, second = (
         {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
         for folder in (one, other)
@@ -55,7 +55,7 @@ def differing(one: Path, other: Path) -> Iterator[str]:
 
 
 def main() -> int:
-    """Print each disagreement; the exit code says whether there was one."""
+    """Print each disagreement; return 1 if there are any."""
     folder, distribution, tag, *builds = sys.argv[1:]
     found = list(problems(Path(folder), distribution, tag))
     if builds:

@@ -1,6 +1,6 @@
-"""`python known.py REPORT`: whether simdev failed where `known.toml` says, and only there.
+"""`python known.py REPORT`: compare the failures on simdev with `known.toml`.
 
-Exits with 0 where that is so. A requirement of the list that is held now is an error too.
+Exits with 0 if they are the same. A listed requirement that passes is an error, too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NOT_FAILED = {"pass", "not_claimed", "not_provided"}
 
 
 def differences(report: dict, known: dict[str, str]) -> list[str]:
-    """What the report and the list disagree about, a line each."""
+    """Return the differences between the report and the list, one line each."""
     rows = [row for row in report["rows"] if row["device"] == "simdev"]
     if not rows:
         return ["the report is not about simdev"]
@@ -28,7 +28,7 @@ def differences(report: dict, known: dict[str, str]) -> list[str]:
 
 
 def main() -> int:
-    """Print what differs."""
+    """Print the differences."""
     report = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     known = parse_toml(LIST.read_text(encoding="utf-8"))
     found = differences(report, known)

@@ -1,4 +1,4 @@
-"""Prints what is missing for building the simulated device here, or `nothing`."""
+"""Print what is missing to build the simulated device here, or `nothing`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""See that the built site stands alone, names each page once, and has every public name.
+"""Check that the built site is self-contained, has unique titles, and has every public name.
 
 Usage: python tools/site/check_site.py SITE_FOLDER
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 import pages
 
-# What a browser loads by itself; an `<a href>` is followed by people only.
+# URLs that a browser loads automatically; `<a href>` is not among them.
 LOADED = re.compile(
     r"<(?:script|img|iframe|source|video|audio)\b[^>]*?\ssrc=[\"']?(https?:)?//([^\"'\s>]+)"
     r"|<link\b(?![^>]*rel=[\"']?(?:canonical|next|prev|alternate))[^>]*?\shref=[\"']?(https?:)?//([^\"'\s>]+)"
@@ -24,7 +24,7 @@ IN_STYLES = re.compile(r"(?:url\(|@import\s+)[\"']?(https?:)?//([^\"')\s;]+)")
 
 
 def foreign_requests(site: Path) -> Iterator[str]:
-    """Everything that a page or style sheet loads from another server."""
+    """Return everything that a page or style sheet loads from another server."""
     for suffix, pattern in ((".html", LOADED), (".css", IN_STYLES)):
         for path in sorted(site.rglob(f"*{suffix}")):
             for found in pattern.finditer(path.read_text(encoding="utf-8")):
@@ -36,7 +36,7 @@ def foreign_requests(site: Path) -> Iterator[str]:
 
 
 def repeated_titles(site: Path) -> Iterator[str]:
-    """Titles that two pages share."""
+    """Return titles that two pages share."""
     found = (
         re.search(r"<title>(.*?)</title>", path.read_text(encoding="utf-8"), re.DOTALL)
         for path in site.rglob("*.html")
@@ -49,7 +49,7 @@ def repeated_titles(site: Path) -> Iterator[str]:
 
 
 def wrong_names(page: Path, package: str, names: Iterable[str]) -> Iterator[str]:
-    """Public names without an entry, and entries that are private."""
+    """Return public names without an entry, and entries of private names."""
     anchors = set(re.findall(rf'id="({package}\.[\w.]+)"', page.read_text(encoding="utf-8")))
     yield from (
         f"{package}.{name} has no entry" for name in names if f"{package}.{name}" not in anchors
@@ -59,7 +59,7 @@ def wrong_names(page: Path, package: str, names: Iterable[str]) -> Iterator[str]
 
 
 def inner_words(page: Path) -> Iterator[str]:
-    """What a reader of the reference cannot look up: rules of a file, private names of types."""
+    """Return words that readers of the reference cannot look up: internal rules, private types."""
     text = page.read_text(encoding="utf-8")
     shown = re.sub(r"<details.*?</details>", "", text, flags=re.DOTALL)  # the source itself
     yield from (f"{page.name} refers to {rule}" for rule in re.findall(r"\bRules? \d", shown))
@@ -70,7 +70,7 @@ def inner_words(page: Path) -> Iterator[str]:
 
 
 def problems(site: Path) -> Iterator[str]:
-    """All of these."""
+    """Return all problems."""
     yield from foreign_requests(site)
     yield from repeated_titles(site)
     for package in pages.SOURCES:

@@ -1,4 +1,4 @@
-"""Pages of the conformance suite, generated while mkdocs builds the site.
+"""Generate the pages of the conformance suite when mkdocs builds the site.
 
 Requirement pages come from the decorators of the cases, the results page from `results.json`, and
 the list of implementations from its entries. `mkdocs.yml` names this file as a hook.
@@ -17,7 +17,7 @@ FOLDER = "conformance"
 
 
 def pages(docs: Path) -> dict[str, str]:
-    """Return every generated page by its path below the folder of the documentation."""
+    """Return every generated page by its path below the docs folder."""
     results = _results.read(docs / FOLDER / "results.json")
     found = {
         "results.md": _pages.results_page(results),

@@ -1,9 +1,9 @@
-"""How the site reads docstrings: `Example:` is code, and no entry names what has none.
+"""Adapt docstrings for the site: `Example:` is code, and private names are resolved.
 
-Its parser calls that section `Examples:`. Rules that a docstring refers to are in its file, and
-left out. A name that a package does not export would be one without an entry: a base is left out,
-an alias of types or a constant is what it stands for, a private default is an ellipsis, and a
-parameter or a method for the package alone is not shown.
+The site's parser calls that section `Examples:`. References to internal rules are removed. Names
+that a package does not export have no entry on the site: a private base class is left out, a
+private type alias or constant is replaced by its value, a private default by an ellipsis, and
+parameters and methods for internal use are not shown.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import pages
 
 
 class ForReaders(griffe.Extension):
-    """Rename the section and leave out the rules while the source is read."""
+    """Renames the section and removes references to internal rules."""
 
     def on_object(self, *, obj: griffe.Object, **rest: Any) -> None:
-        """Called for everything that has a docstring."""
+        """Called for each object with a docstring."""
         if obj.docstring is not None:
             text = pages.RULES.sub("", obj.docstring.value)
             obj.docstring.value = re.sub(
@@ -34,10 +34,10 @@ class ForReaders(griffe.Extension):
 
 
 class PublicBases(griffe.Extension):
-    """Leave out bases that the package keeps to itself."""
+    """Removes private base classes."""
 
     def on_class(self, *, cls: griffe.Class, **rest: Any) -> None:
-        """Called for every class."""
+        """Called for each class."""
         package = cls.path.partition(".")[0]
         if package in pages.SOURCES:
             cls.bases = [base for base in cls.bases if not self._is_private(base, package)]
@@ -49,7 +49,7 @@ class PublicBases(griffe.Extension):
 
 
 class PublicTypes(griffe.Extension):
-    """Replace or leave out the names of a package that it keeps to itself."""
+    """Replaces or removes private names in signatures."""
 
     def on_package(self, *, pkg: griffe.Module, **rest: Any) -> None:
         """Called when a package has been read."""
@@ -63,7 +63,7 @@ class PublicTypes(griffe.Extension):
 
 
 def _show(member: Any, pkg: griffe.Module) -> None:
-    """Give one function or attribute the types that a reader can look up."""
+    """Give one function or attribute public types."""
     if isinstance(member, griffe.Attribute):
         member.annotation = _public(member.annotation, pkg)
         member.value = _public(member.value, pkg)
@@ -82,7 +82,7 @@ def _show(member: Any, pkg: griffe.Module) -> None:
 
 
 def _public(part: Any, pkg: griffe.Module) -> Any:
-    """An expression with each private alias or constant as what it stands for."""
+    """Return an expression with private aliases and constants replaced."""
     if isinstance(part, griffe.ExprName):
         found = _private(part, pkg)
         if found is None or found.name.startswith("_"):
@@ -98,7 +98,7 @@ def _public(part: Any, pkg: griffe.Module) -> Any:
 
 
 def _private(name: griffe.ExprName, pkg: griffe.Module) -> Any:
-    """What an unexported name of this package stands for, where a file of it says so."""
+    """Return the value of a private name of this package, if a file defines it."""
     path = name.canonical_path
     if not path.startswith(f"{pkg.path}.") or _has_entry(name, pkg):
         return None
@@ -111,7 +111,7 @@ def _private(name: griffe.ExprName, pkg: griffe.Module) -> Any:
 
 
 def _is_inner(annotation: Any, pkg: griffe.Module) -> bool:
-    """Whether only the package can make such an argument."""
+    """Whether only the package itself can pass such an argument."""
     return isinstance(annotation, griffe.ExprName) and isinstance(
         _private(annotation, pkg), griffe.Class
     )

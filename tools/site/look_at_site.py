@@ -1,14 +1,14 @@
-"""Open every page of the built site in a browser without a window, and name what is wrong.
+"""Open every page of the built site in a headless browser, and print what is wrong.
 
-Usage: python tools/site/look_at_site.py SITE_FOLDER, or --probe, which only says whether it can.
+Usage: python tools/site/look_at_site.py SITE_FOLDER, or --probe to check for a browser.
 
-Each page in light and in dark, 400 pixels wide: nothing is cut off, nothing is asked of another
-server, no script fails, axe finds no serious fault, pictures are there and their labels can be
-read, and pages of the table of contents lead to the next. The search is typed into, served and
-opened from the folder.
+For each page, light and dark, 400 pixels wide: nothing is cut off, nothing is loaded from another
+server, no script fails, axe finds no serious fault, images load and their labels are legible, and
+pages in the navigation have previous and next links. The search is tested with the site served and
+opened from a folder.
 
-Without a browser it says "not run", and fails. One that playwright did not install
-is named by TORCHPARTS_BROWSER, with what it needs to start in TORCHPARTS_BROWSER_OPTIONS.
+Without a browser it prints "not run" and fails. TORCHPARTS_BROWSER names a browser that playwright
+did not install, and TORCHPARTS_BROWSER_OPTIONS its options.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 WIDTH = 400
-LEAST_PX = 8.5  # of a label in a chart, where a line of the page has 16
-PATIENCE_MS = 120_000  # of a machine that does something else, too
+LEAST_PX = 8.5  # height of a chart label; the page's text has 16
+PATIENCE_MS = 120_000  # for machines under load
 WORDS = {
     "llama": "examples.html",
     "OOM": "out-of-memory.html",  # this and the next are tags
@@ -40,16 +40,16 @@ WORDS = {
     "gradient_checkpointing": "one-gpu.html",
     "deepspeed": "migrate.html",
     "resume": "many-gpus.html",
-    # a whole message, as people paste it, leads to its explanation among the first three
+    # a whole error message, as users paste it, finds its explanation among the first three
     "Must flatten tensors with uniform dtype but got torch.bfloat16 and torch.half": "#must-flat",
     "but all ranks must run the same units in the same order. Look for": "#but-all-ranks-must-run",
     "loaded state dict contains a parameter group that doesn't match": "#loaded-state-dict",
-    # a path with a dash and a line is no syntax of the search
+    # dashes and slashes of a path are not search syntax
     "sac_policies.save_ops: operator 'aten.mmm' is not registered (at /home/me/my-model/train.py:9 "
     "in <lambda>), but an entry without wildcards names one operator": "#is-not-registered-at",
 }
-# What scrolls or clips holds what is in it: the look ends there. A box inside of a closed
-# `details` is laid out when somebody asks for it, one at a time, and a table may have thousands.
+# Elements that scroll or clip hold their contents, so the search stops there. A box in a closed
+# `details` is laid out only when opened, one at a time, and a table may have thousands.
 CUT = """() => {
   const width = document.documentElement.clientWidth, cut = [];
   const scrolls = (node) => /auto|scroll|hidden|clip/.test(getComputedStyle(node).overflowX);
@@ -68,7 +68,7 @@ LACKS = """() => [
   ...(document.querySelector(".md-footer__link") || /(404|notes.*)\\.html/.test(location.pathname)
       ? [] : ["no previous and no next page"]),
 ]"""
-# Labels of a chart, in pixels of this screen: an image has no DOM to ask, its text has.
+# Labels of a chart in pixels on screen. An image has no DOM, so its SVG source is measured.
 LABELS = """(least) => Promise.all([...document.images].filter((i) => i.src.endsWith(".svg")).map(
   async (image) => {
     const written = await (await fetch(image.src)).text();
@@ -84,8 +84,8 @@ LABELS = """(least) => Promise.all([...document.images].filter((i) => i.src.ends
     shown.remove();
     return wrong.slice(0, 2).map((fault) => `${image.src}: a label ${fault}`);
   })).then((found) => found.flat())"""
-# Only two rules look at colours; the others say the same in light and in dark. Style sheets are
-# the site's own, so axe need not fetch them again.
+# Only two rules depend on colours; the others give the same result in light and dark. The style
+# sheets are the site's own, so axe need not fetch them again.
 AXE = """(rules) => axe.run(document, {
     resultTypes: ["violations"], preload: false, ...(rules.length ? {runOnly: rules} : {}),
   }).then((found) => found.violations
@@ -94,7 +94,7 @@ AXE = """(rules) => axe.run(document, {
     (rule.nodes[0].any[0]?.message ?? "")))"""
 COLOURS = ["color-contrast", "link-in-text-block"]
 IN_DARK = "() => document.body.dataset.mdColorScheme === 'slate'"
-# A link among so many first ones that has these letters; or, of none, that there is no link.
+# Whether one of the first links contains a text; or, for none, that there is no link.
 SHOWN = """([wanted, first]) => {
   const links = [...document.querySelectorAll('.md-search-result__link')].map((a) => a.href);
   return first ? links.slice(0, first).some((link) => link.includes(wanted)) : !links.length;
@@ -102,14 +102,14 @@ SHOWN = """([wanted, first]) => {
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
-    """A server that writes no line for each file."""
+    """A server without a log line for each file."""
 
     def log_message(self, *rest: object) -> None:
-        """Say nothing."""
+        """Do nothing."""
 
 
 def serve(site: Path) -> str:
-    """Serve a folder from this machine to itself; its address."""
+    """Serve a folder on localhost and return its address."""
     handler = functools.partial(Quiet, directory=str(site))
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -117,7 +117,7 @@ def serve(site: Path) -> str:
 
 
 def browser_of(player: Any) -> Any:
-    """A browser: the named one, playwright's own, or one of the system; None without any."""
+    """Return a browser: the named one, playwright's own, or a system one; None without any."""
     named = os.environ.get("TORCHPARTS_BROWSER")
     options = shlex.split(os.environ.get("TORCHPARTS_BROWSER_OPTIONS", ""))
     if named:
@@ -130,7 +130,7 @@ def browser_of(player: Any) -> Any:
 
 
 def wrong_pages(browser: Any, site: Path, address: str, axe: str) -> Iterator[str]:
-    """What is wrong with each page, in light, and in dark with what looks at colours."""
+    """Yield what is wrong with each page, in light, and for rules about colours also in dark."""
     page = browser.new_context(viewport={"width": WIDTH, "height": 800}).new_page()
     page.set_default_timeout(PATIENCE_MS)
     said: list[str] = []
@@ -153,13 +153,13 @@ def wrong_pages(browser: Any, site: Path, address: str, axe: str) -> Iterator[st
 
 
 def foreign(url: str, address: str) -> list[str]:
-    """A complaint if a request leaves this machine."""
+    """Return a complaint if a request leaves this machine."""
     own = url.startswith((address, "data:", "blob:", "file:"))
     return [] if own else [f"asks {url}"]
 
 
 def lost_words(browser: Any, start: str) -> Iterator[str]:
-    """Words that, typed into the search, do not lead to their page."""
+    """Yield search words that do not find their page."""
     page = browser.new_context(viewport={"width": WIDTH, "height": 800}).new_page()
     page.set_default_timeout(PATIENCE_MS)
     page.goto(start)
@@ -168,7 +168,7 @@ def lost_words(browser: Any, start: str) -> Iterator[str]:
     for word, wanted in WORDS.items():
         for said, shown in (("", ["", 0]), (word, [wanted, 3 if " " in word else 1000])):
             box.fill(said)
-            box.press("End")  # the theme asks at the end of a key
+            box.press("End")  # the theme searches on key release
             try:
                 page.wait_for_function(SHOWN, arg=shown)
             except Exception:
@@ -177,7 +177,7 @@ def lost_words(browser: Any, start: str) -> Iterator[str]:
 
 
 def look(browser: Any, site: Path, axe: str) -> int:
-    """Look at everything, print each fault, and count them."""
+    """Check everything, print each fault, and return their number."""
     address, wrong = serve(site), 0
     starts = (f"{address}index.html", (site / "index.html").resolve().as_uri())
     searches = (lost_words(browser, start) for start in starts)
@@ -189,7 +189,7 @@ def look(browser: Any, site: Path, axe: str) -> int:
 
 
 def main(given: str) -> int:
-    """Look, or only say whether that can be done; the exit code."""
+    """Check the site, or only whether a browser exists; return the exit code."""
     probing = given == "--probe"
     try:
         import axe_playwright_python

@@ -1,4 +1,4 @@
-"""Fill pages from the repository when mkdocs builds the site.
+"""Insert generated text into pages when mkdocs builds the site.
 
 `mkdocs.yml` names this file as a hook. It replaces these lines of a page:
 
@@ -26,18 +26,18 @@ SOURCES = {
 }
 # References to numbered rules in a file's header, which readers of the site cannot look up.
 RULES = re.compile(r"\s\((?:\w+ )?Rules? \d[^()]*\)|\sSee Rules? \d[^.]*\.")
-GAP = "…"  # stands in a message for what differs from time to time
+GAP = "…"  # placeholder in a message for its variable parts
 
 
 class Message(NamedTuple):
-    """One sentence of an error or warning, and where it is written."""
+    """One sentence of an error or warning, and its place in the source."""
 
     text: str
     place: str
 
 
 class Name(NamedTuple):
-    """A public name, and where it is defined."""
+    """A public name and the place of its definition."""
 
     name: str
     path: str
@@ -55,7 +55,7 @@ SUBMODULES = {
 
 @functools.lru_cache(None)
 def public_names(package: str) -> list[str]:
-    """The package's `__all__`, without what is no interface, and that of its public modules."""
+    """Return the names in `__all__` of the package and of its public submodules."""
     source = SOURCES[package]
     found = _listed(source / "__init__.py")
     inner = [
@@ -83,7 +83,7 @@ def _listed(path: Path) -> list[str]:
 
 
 def definition(package: str, name: str) -> Name:
-    """Where a public name is defined, its kind, and the first sentence of its docstring."""
+    """Return the place of a definition, its kind, and the first sentence of its docstring."""
     module, _, last = name.rpartition(".")
     if last not in _definitions(package):
         raise LookupError(f"pages: {package}.{name} is in __all__, but no file defines it.")
@@ -93,7 +93,7 @@ def definition(package: str, name: str) -> Name:
 
 @functools.lru_cache(None)
 def _definitions(package: str) -> dict[str, Name]:
-    """Functions, classes and constants at the top of the package's files, by name."""
+    """Return functions, classes and constants at the top of the package's files, by name."""
     found: dict[str, Name] = {}
     for path in sorted(SOURCES[package].rglob("*.py")):
         place = path.relative_to(ROOT).as_posix()
@@ -102,12 +102,12 @@ def _definitions(package: str) -> dict[str, Name]:
             for name, kind in _defined(node):
                 row = Name(name, place, node.lineno, kind, _first_sentence(node, after))
                 if name not in found or found[name].kind == "Constants" != kind:
-                    found[name] = row  # a file may have an alias of the same name for its types
+                    found[name] = row  # a file may define an alias of the same name for its types
     return found
 
 
 def _defined(node: ast.stmt) -> Iterator[tuple[str, str]]:
-    """Names that a statement defines, each with the heading under which it is listed."""
+    """Return the names that a statement defines, each with the heading that lists it."""
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         yield node.name, "Functions"
     elif isinstance(node, ast.ClassDef):
@@ -120,7 +120,7 @@ def _defined(node: ast.stmt) -> Iterator[tuple[str, str]]:
 
 
 def _first_sentence(node: ast.stmt, after: ast.stmt | None) -> str:
-    """Of a docstring; that of a constant is the string below it."""
+    """Return the first sentence of a docstring, or of the string below a constant."""
     text = ""
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         text = ast.get_docstring(node) or ""
@@ -132,7 +132,7 @@ def _first_sentence(node: ast.stmt, after: ast.stmt | None) -> str:
 
 
 def ordered_names(package: str, main: Sequence[str] = ()) -> dict[str, list[str]]:
-    """Public names by heading: main ones as listed, functions, classes, the rest, submodules."""
+    """Sort public names by heading: main ones as listed, functions, classes, others, submodules."""
     names = public_names(package)
     if unknown := [name for name in main if name not in names]:
         raise LookupError(f"pages: {', '.join(unknown)} of {package} is no public name.")
@@ -145,9 +145,9 @@ def ordered_names(package: str, main: Sequence[str] = ()) -> dict[str, list[str]
 
 
 def messages(package: str) -> list[Message]:
-    """Every sentence that begins with the package's name and a function, in order of its text.
+    """Return every sentence that begins with the package's name and a function, sorted.
 
-    And those of torch that the drop-in names keep, which begin in other ways.
+    Includes torch's messages that the drop-in names keep, which begin differently.
     """
     begins = re.compile(rf"^{package}\.[\w.{GAP}]+: (?!{GAP}$)")
     found: dict[str, Message] = {}
@@ -168,7 +168,7 @@ def _is_raised_call(node: ast.AST) -> bool:
 
 
 def _texts(tree: ast.AST) -> Iterator[tuple[ast.expr, str]]:
-    """Every whole string, with a gap for each value that is put into it."""
+    """Return every string, with a placeholder for each inserted value."""
     joined = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
     pieces = {id(part) for node in joined for part in node.values}
     for node in ast.walk(tree):
@@ -182,7 +182,7 @@ def _texts(tree: ast.AST) -> Iterator[tuple[ast.expr, str]]:
 
 
 def _entry(package: str, name: str, repository: str) -> str:
-    """One entry of mkdocstrings, which begins with a heading, and where the source is."""
+    """Return one mkdocstrings entry with a heading and a link to the source."""
     found = definition(package, name)
     shown = f"`{found.path}`, line {found.line}"
     if repository:
@@ -191,7 +191,7 @@ def _entry(package: str, name: str, repository: str) -> str:
 
 
 def names_page(package: str, main: Sequence[str] = (), repository: str = "") -> str:
-    """A table of the public names, then an entry for each in the same order."""
+    """Return a table of the public names, and an entry for each in the same order."""
     groups = ordered_names(package, main)
     lines = ["| name | |", "|---|---|"]
     for heading, names in groups.items():
@@ -203,18 +203,18 @@ def names_page(package: str, main: Sequence[str] = (), repository: str = "") -> 
 
 
 def messages_page(package: str) -> str:
-    """The list of messages, each with its next step, which is its own last sentence."""
+    """Return the list of messages, each with its last sentence as the next step."""
     rows = (f"- `{text.replace('`', chr(39))}` ({place})" for text, place in messages(package))
     return "\n".join(rows)
 
 
 def changes(folder: str) -> str:
-    """A changelog without its title, with headings one level lower."""
+    """Return a changelog without its title, with headings one level lower."""
     text = (ROOT / folder / "CHANGELOG.md").read_text(encoding="utf-8")
     return re.sub(r"^(#+ )", r"#\1", text.partition("\n")[2].strip(), flags=re.MULTILINE)
 
 
-# Where the site shows a file that the README links to.
+# Pages of the site for files that the README links to.
 PLACES = [
     (r"docs/examples/\w+\.py", "examples.md"),
     (r"docs/$", "examples.md"),
@@ -225,9 +225,9 @@ PLACES = [
 
 
 def readme(repository: str = "", folder: str = ".") -> str:
-    """A README with the site's links; other files of the repository need its address.
+    """Return a README with the site's links; other files need the repository's address.
 
-    The page of a package is in a folder of the site, so its links start one level up.
+    A package's page is in a subfolder of the site, so its links start one level up.
     """
     up = "" if folder == "." else "../"
 

@@ -1,4 +1,4 @@
-"""Make the site's search work without a server, so that it can be opened from a folder.
+"""Make the site's search work without a server, for pages opened from a folder.
 
 `mkdocs.yml` names this file as a hook. Browsers refuse to fetch files next to a page that is opened
 from a folder, but they do load scripts.
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def on_post_build(*, config: Any, **rest: Any) -> None:
-    """Called by mkdocs at the end: write the search index and the search worker as scripts."""
+    """Write the search index and the search worker as scripts; mkdocs calls this at the end."""
     site = Path(config["site_dir"])
     index = (site / "search/search_index.json").read_text(encoding="utf-8")
     (site / "search/search_index.js").write_text(f"var __index = {index}", encoding="utf-8")

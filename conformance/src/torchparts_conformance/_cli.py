@@ -75,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the cases on an implementation."""
+    _adapters.adapter_path(arguments.impl)  # a wrong name is an error before torch is imported
     if arguments.explain:
         return _explain(arguments)
     known = _known_failures.load(arguments.known_failures)
@@ -241,7 +242,7 @@ def _unpublishable(report: Mapping[str, Any]) -> list[str]:
     if "not_run" in outcomes:
         problems.append("cases were left out")
     if "no_device" in outcomes:
-        problems.append("a device it was asked about was not there")
+        problems.append("a requested device was missing")
     return problems
 
 
@@ -282,7 +283,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog=NAME, description="Hold implementations to their requirements.")
+    parser = _Parser(prog=NAME, description="Check implementations against the requirements.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(command: Callable[[argparse.Namespace], int], name: str = "") -> Callable[..., Any]:
@@ -316,7 +317,7 @@ def _parser() -> argparse.ArgumentParser:
     add_jobs(option)
     option = add(submit)
     option("report", type=Path)
-    option("--contact", required=True, help="https or mail address that is read")
+    option("--contact", required=True, help="https or mail address of a maintainer")
     option("--source", required=True, help="https address of the repository")
     option("--to", type=Path, required=True, help="folder of the list")
     option = add(recheck)
@@ -325,12 +326,12 @@ def _parser() -> argparse.ArgumentParser:
     add_jobs(option)
     option = add(publish)
     option("results", type=Path, help="the results file")
-    option("reports", type=Path, nargs="+", help="reports to put into it")
+    option("reports", type=Path, nargs="+", help="reports to add")
     add(print_trace, "trace")
     option = add(mutants)
     option("folder", type=Path, help="folder of <area>_<topic>.py files")
-    option("--area", default="all", help="areas, with commas between; default: all")
-    option("--requirement", help="try these only; ids with commas between")
+    option("--area", default="all", help="comma-separated areas; default: all")
+    option("--requirement", help="run only these ids, comma-separated")
     option("--impl", default="ours", help="the working implementation to break")
     add_jobs(option)
     return parser

@@ -57,13 +57,13 @@ def load(path: Path | None) -> list[KnownFailure]:
 
 def _entry(*, id: Any, devices: Any, reason: Any, issue: Any, expires: Any) -> KnownFailure:
     if not all(isinstance(word, str) and word.strip() for word in (id, reason)):
-        raise ValueError("id or reason is empty or no text")
+        raise ValueError("id and reason must be non-empty text")
     if not isinstance(devices, list) or not devices or not all(map(is_device, devices)):
         raise ValueError(f"devices of {id} is {devices!r:.60}; write a list such as ['cpu']")
     if not isinstance(issue, str) or not issue.startswith("https://"):
         raise ValueError(f"issue of {id} is {issue!r:.60}; it must be an https address")
     if type(expires) is not datetime.date:
-        raise ValueError(f"expires of {id} is {expires!r:.60}; write a day such as 2027-03-01")
+        raise ValueError(f"expires of {id} is {expires!r:.60}; write a date such as 2027-03-01")
     return KnownFailure(id, tuple(devices), reason, issue, expires)
 
 
@@ -110,7 +110,7 @@ def notes(known: Iterable[KnownFailure], *, today: datetime.date | None = None) 
     """Return a line for each entry that expires soon."""
     day = today or datetime.date.today()
     return [
-        f"note: known failure {entry.id} expires on {entry.expires}; fix it, or announce it again"
+        f"note: known failure {entry.id} expires on {entry.expires}; fix it, or renew the entry"
         for entry in known
         if day <= entry.expires <= day + _NOTICE
     ]

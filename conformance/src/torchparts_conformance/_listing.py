@@ -46,7 +46,7 @@ def new(report: Mapping[str, Any], *, contact: str, source: str) -> Entry:
     if any(row["outcome"] == "not_run" for row in report["rows"]):
         reasons.append("cases were left out; run whole areas")
     if not who["distributions"]:
-        reasons.append("the adapter names no distribution, so nobody can install it")
+        reasons.append("the adapter names no distribution to install")
     if reasons:
         raise ReportError(f"the report cannot be listed: {'; '.join(reasons[:3])}.")
     entry = {
@@ -101,10 +101,10 @@ def _checked(entry: Entry) -> Entry:
     for word, form in (*_TEXTS.items(), *_LISTS.items()):
         texts = entry[word] if word in _LISTS and isinstance(entry[word], list) else [entry[word]]
         if not all(isinstance(text, str) and re.fullmatch(form, text, re.A) for text in texts):
-            raise ReportError(f"{word} is {entry[word]!r:.80}, which has another form")
+            raise ReportError(f"{word} is {entry[word]!r:.80}, which has the wrong form")
     results = entry["results"]
     if not isinstance(results, dict) or not all(isinstance(v, str) for v in results.values()):
-        raise ReportError(f"results is {results!r:.80}, which has another form")
+        raise ReportError(f"results is {results!r:.80}, which has the wrong form")
     return entry
 
 

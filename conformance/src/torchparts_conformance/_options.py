@@ -41,18 +41,22 @@ class Option:
 
 OPTIONS = (
     Option("impl", f"implementation: short name or module:attribute; else the variable {VARIABLE}"),
-    Option("area", f"{', '.join(AREAS)} or all; commas between; default: all", "all"),
-    Option("device", "cpu, cuda, xpu...; commas between; all: what is here; default: cpu", "cpu"),
-    Option("profile", "profiles to claim; commas between; default: all", "all"),
+    Option("area", f"{', '.join(AREAS)} or all; comma-separated; default: all", "all"),
+    Option(
+        "device",
+        "cpu, cuda, xpu...; comma-separated; all: every device of this machine; default: cpu",
+        "cpu",
+    ),
+    Option("profile", "profiles to claim, comma-separated; default: all", "all"),
     Option("order", "listed, reversed or seed:N; no outcome depends on it", "listed"),
     Option("case_limit", "seconds until a case is ended", CASE_LIMIT_S, float),
     Option("quick", "one fast case of each MUST of core and robust, without a verdict", flag=True),
 )
-KNOWN_FAILURES = Option("known_failures", "TOML file of announced failures", type=Path)
+KNOWN_FAILURES = Option("known_failures", "TOML file of known failures", type=Path)
 OUT = Option("out", "folder for the report and the badges", type=Path)
 PYTEST_ONLY = (
-    Option("mutant", "file.py::name of a fault to put in"),
-    Option("requirement", "run the cases of these only; commas between", ""),
+    Option("mutant", "file.py::name of a fault to apply"),
+    Option("requirement", "run only the cases of these ids, comma-separated", ""),
     Option("progress", "print a line as each case begins and ends", flag=True),
     Option("share", "folder/N: run the cases that no other process of the folder runs", type=Path),
 )
@@ -117,6 +121,6 @@ def _profiles(text: str) -> tuple[str, ...] | None:
 def _limit(seconds: float) -> float:
     if not 0 < seconds <= MAX_CASE_LIMIT_S:
         raise OptionError(
-            f"--case-limit {seconds:g} is not above 0 and up to {MAX_CASE_LIMIT_S:g}."
+            f"--case-limit must be above 0 and at most {MAX_CASE_LIMIT_S:g}; got {seconds:g}."
         )
     return seconds

@@ -144,7 +144,7 @@ def shared_pool() -> RankPool:
 
 def _check(world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     if not 1 <= world_size <= MAX_WORLD_SIZE:
-        raise ValueError(f"ranks: world size {world_size}; the pool has 1 to {MAX_WORLD_SIZE}.")
+        raise ValueError(f"ranks: world size must be 1 to {MAX_WORLD_SIZE}; got {world_size}.")
     if "<locals>" in function.__qualname__:
         raise ValueError(
             f"ranks: {function.__qualname__} is a local function, which other processes cannot "

@@ -188,12 +188,13 @@ def _lines(value: Any) -> str:
 def read(path: Path) -> dict[str, Any]:
     """Read a report, which may have been edited, and check it."""
     name = f"report {path.name!r:.100}"
+    text = read_text(path, role="report", max_bytes=MAX_BYTES)
     try:
-        report = json.loads(read_text(path, role="report", max_bytes=MAX_BYTES))
+        report = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ReportError(f"{name} is no whole JSON file: {error!s:.120}.") from error
+        raise ReportError(f"{name} is not a complete JSON file: {error!s:.120}.") from error
     if not isinstance(report, dict) or report.get("format") != FORMAT:
-        raise ReportError(f"{name} is no report of this suite, whose format is {FORMAT!r}.")
+        raise ReportError(f"{name} is not a report of this suite, whose format is {FORMAT!r}.")
     if report.get("suite") != torchparts_conformance.__version__:
         raise ReportError(
             f"{name} is of suite {report.get('suite')!r:.40}; installed is "
@@ -201,18 +202,20 @@ def read(path: Path) -> dict[str, Any]:
         )
     try:
         if not all(_is_row(row) for row in report["rows"]):
-            raise ValueError("a row has other keys, an unknown outcome or a time that is no number")
+            raise ValueError(
+                "a row has wrong keys, an unknown outcome or a time that is not a number"
+            )
         if not {"name", "version", "adapter"} <= report["implementation"].keys():
             raise ValueError("the implementation lacks name, version or adapter")
         if not isinstance(report["environment"]["torch"], str) or len(report["date"]) != 10:
-            raise ValueError("the environment or the date is of another form")
+            raise ValueError("the environment or the date has the wrong form")
         registry = load_registry()
         if unknown := [row["id"] for row in report["rows"] if row["id"] not in registry]:
-            raise ValueError(f"{unknown[0]:.20} is no requirement of this suite")
+            raise ValueError(f"{unknown[0]:.20} is not a requirement of this suite")
         again = derived(report, registry)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ReportError(
-            f"{name} lacks something or has another form: {type(error).__name__} {error!s:.120}."
+            f"{name} is incomplete or has the wrong form: {type(error).__name__} {error!s:.120}."
         ) from error
     if any(report.get(word) != value for word, value in again.items()):
         raise ReportError(f"{name}: its verdicts do not follow from its rows. It was edited.")
@@ -238,13 +241,15 @@ def read_text(path: Path, *, role: str, max_bytes: int) -> str:
     """Read a UTF-8 file, up to a size limit."""
     name = f"{role} {path.name!r:.200}"
     if path.exists() and not path.is_file():
-        raise ReportError(f"{name} is no ordinary file.")
+        raise ReportError(f"{name} is not a regular file.")
     try:
         with path.open("rb") as file:
             content = file.read(max_bytes + 1)
         if len(content) > max_bytes:
             raise ReportError(f"{name} is larger than {max_bytes} bytes.")
         return content.decode("utf-8")
+    except ReportError:
+        raise
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ReportError(f"{name} cannot be read: {reason:.120}.") from error

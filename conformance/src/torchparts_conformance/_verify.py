@@ -22,18 +22,18 @@ def problems(report: Mapping[str, Any], badge: str | None = None) -> list[str]:
     if badge is not None:
         drawn = _badge.badges(report)
         if badge not in {*map(_badge.to_svg, drawn), *map(_badge.to_shields, drawn)}:
-            found.append("the badge is not the one of this report")
+            found.append("the badge does not match this report")
     return found
 
 
 def _rows(report: Mapping[str, Any]) -> Iterator[str]:
     keys = [_report.row_key(row) for row in report["rows"]]
     if len(keys) != len(set(keys)):
-        yield "a row is there twice"
+        yield "a row occurs twice"
     there = {(id, function_of(case), device) for id, case, device in keys}
     wanted = set(_wanted(report))
     yield from (f"row {' '.join(key)} is missing" for key in sorted(wanted - there)[:5])
-    yield from (f"row {' '.join(key)} is no case" for key in sorted(there - wanted)[:5])
+    yield from (f"row {' '.join(key)} is not a case" for key in sorted(there - wanted)[:5])
 
 
 def _wanted(report: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

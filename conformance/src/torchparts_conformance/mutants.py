@@ -116,7 +116,7 @@ def _import(path: Path) -> Any:
     name = f"{_package_of(path.parent)}.{path.stem}"
     specification = importlib.util.spec_from_file_location(name, path)
     if specification is None or specification.loader is None or not path.exists():
-        raise RegistryError(f"mutants file {path.name!r} is no Python file.")
+        raise RegistryError(f"mutants file {path.name!r} is not a Python file.")
     module = importlib.util.module_from_spec(specification)
     sys.modules[name] = module
     specification.loader.exec_module(module)

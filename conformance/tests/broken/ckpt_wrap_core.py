@@ -31,7 +31,7 @@ def offload_drops_keywords(part):
 
 @mutant(area="ckpt-wrap", kills={"CW-004"})
 def reentrant_needs_a_positional_argument(part):
-    """A call with keyword arguments only raises under REENTRANT."""
+    """Under REENTRANT, a call without positional arguments raises."""
 
     def change(wrapper, call, args, kwargs):
         if is_reentrant(wrapper) and not args:

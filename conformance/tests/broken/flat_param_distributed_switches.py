@@ -36,7 +36,7 @@ def every_backward_sums(part):
 
 @mutant(area=AREA, kills={"FP-200"})
 def order_of_sharding_is_not_named(part):
-    """Refuses a module inside a unit without a reason."""
+    """Refuses a module inside a unit; the message has no reason."""
 
     def fully_shard(module, **options):
         try:

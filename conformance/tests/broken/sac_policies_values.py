@@ -130,7 +130,7 @@ def none_means_recompute(part):
     },
 )
 def values_are_cached_as_torch_does(part):
-    """Returns each cached value once, in its current state, without hooks and inner regions."""
+    """Like torch: each saved value is returned once, even if overwritten, and bypasses hooks."""
 
     def context_fn(policy):
         return functools.partial(create_selective_checkpoint_contexts, policy)

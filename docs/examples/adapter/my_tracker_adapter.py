@@ -1,10 +1,10 @@
-"""Adapts one implementation: what is judged, and the distribution that it comes with."""
+"""Adapter of one implementation: the module under test and its distribution."""
 
 from torchparts_conformance import Implementation
 
 implementation = Implementation(
     name="my tracker",
     version="1.0",
-    distributions=("my-tracker",),  # what a rerun installs: this file has to come with it
-    parts={"mod-tracker": "torch.distributed._tools.mod_tracker"},  # put your module here
+    distributions=("my-tracker",),  # installed for a rerun; it must contain this file
+    parts={"mod-tracker": "torch.distributed._tools.mod_tracker"},  # your module
 )

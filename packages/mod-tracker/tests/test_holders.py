@@ -126,7 +126,7 @@ def test_shared_and_viewed_storages_are_there_once(held):
     ids=["torch's", "own", "no file", "torchvision's", "beside torch", "beside the tracker"],
 )
 def test_line_skips_frames_of_torch_and_this_package(file, named):
-    """A package whose name begins like torch's is user code; skipped frames lead to the caller."""
+    """The line is the caller's; a package with a similar name is not skipped."""
     space = {"line_here": line_here}
     exec(compile("def made():\n    return line_here()", file, "exec"), space)
     expected = f"{file.rsplit('/', 1)[-1]}:2" if named else "test_holders.py:"

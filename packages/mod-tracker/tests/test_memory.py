@@ -107,7 +107,7 @@ def test_gradients_in_one_bucket_count_once():
 
 
 def test_buffers_kept_for_backward_are_not_saved_bytes(x):
-    """Buffers are not freed after backward, like parameters."""
+    """Like parameters, buffers stay alive after backward, so they do not count."""
 
     class Scaled(nn.Module):
         def __init__(self):

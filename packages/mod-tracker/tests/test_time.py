@@ -15,7 +15,7 @@ from mod_tracker import OptionError, profile_time
 
 @pytest.mark.parametrize(
     ("there", "says"),
-    [(False, "'cpu'; there is no accelerator here"), (True, "'cpu', 'device' or 'meta'")],
+    [(False, "'cpu', since this machine has no accelerator"), (True, "'cpu', 'device' or 'meta'")],
 )
 def test_clock_of_a_missing_device_is_refused(monkeypatch, there, says):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: there)
@@ -67,7 +67,7 @@ def test_time_after_a_backward_that_failed_is_outside(clock, again):
 
 
 def test_slow_module_has_the_time(clock):
-    """A module that advances the clock has the time, in forward and in backward."""
+    """The module that advances the clock gets the time, in forward and in backward."""
 
     class Slow(nn.Module):
         def forward(self, x):

@@ -1,4 +1,4 @@
-"""Make `stress`, which is not installed, importable wherever pytest is started."""
+"""Make `stress`, which is not installed, importable from any working directory."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A scene that an interrupt can spoil fails, and one that it cannot passes."""
+"""A scene that an interrupt breaks fails, and a safe one passes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def careful(then):
 
 @pytest.fixture
 def part(tmp_path, monkeypatch):
-    """A package with one function that leaves something behind and one that does not."""
+    """A package with one function that leaves state behind and one that does not."""
     folder = tmp_path / "made_up_part"
     folder.mkdir()
     (folder / "__init__.py").write_text(PART)
@@ -40,7 +40,7 @@ def part(tmp_path, monkeypatch):
 
 
 def result_of(part, name, then=lambda: None, wrong=None):
-    """The result of interrupting a function of the part everywhere."""
+    """Return the result of interrupting a function of the part at every place."""
 
     def make(folder):
         module = importlib.import_module(part)
@@ -51,7 +51,7 @@ def result_of(part, name, then=lambda: None, wrong=None):
 
 
 def test_careless_part_fails_and_careful_one_passes(part):
-    """Two places of the careless one leave something behind."""
+    """Two places of the careless function leave state behind."""
     careless, careful = result_of(part, "careless"), result_of(part, "careful")
     assert careless.tried > 2
     assert {"held" in each.why for each in careless.failures} == {True}
@@ -62,14 +62,14 @@ def test_careless_part_fails_and_careful_one_passes(part):
 
 
 def test_hook_left_behind_is_a_failure(part):
-    """The process is looked at, whatever the scene says."""
+    """The process is checked, whatever the scene returns."""
     then = lambda: nn.modules.module.register_module_forward_hook(lambda *_: None)  # noqa: E731
     found = result_of(part, "careful", then, lambda: "")
     assert "hooks in _global_forward_hooks" in found.failures[0].why
 
 
 def test_interrupt_turned_into_another_error_is_a_failure(part):
-    """Whoever presses Ctrl-C waits for a KeyboardInterrupt."""
+    """A user who presses Ctrl-C expects a KeyboardInterrupt."""
 
     def make(folder):
         module = importlib.import_module(part)

@@ -1,4 +1,4 @@
-"""Places are where the interpreter looks for signals, and all of them are reached."""
+"""Places are where the interpreter checks for signals, and all of them are reached."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ HERE = (__file__,)
 
 
 def count(act):
-    """How many places there are."""
+    """Return the number of places."""
     with Interrupt(HERE) as interrupt:
         act()
     return interrupt.seen
 
 
 def interrupted(act, at):
-    """Whether a place of that number raised, and reached the caller."""
+    """Whether the place with that number raised, and the exception reached the caller."""
     interrupt = Interrupt(HERE, at)
     try:
         with interrupt:
@@ -30,18 +30,18 @@ def interrupted(act, at):
 
 
 def test_a_frame_a_call_and_a_loop_are_places():
-    """One where the function begins, one after each call that is not Python's, one per round."""
+    """One at the function's beginning, one after each call of a builtin, one per round."""
 
     def act():
-        len("")  # 1: begins; 2: after len
-        for _ in "ab":  # 3, 4: jumps back
+        len("")  # 1: beginning; 2: after len
+        for _ in "ab":  # 3, 4: backward jumps
             pass
 
     assert count(act) == 4
 
 
 def test_the_return_of_a_python_function_is_no_place():
-    """Nothing looks for signals between it and the caller's next instruction."""
+    """The interpreter does not check between it and the caller's next instruction."""
 
     def inner():
         return 1
@@ -53,12 +53,12 @@ def test_the_return_of_a_python_function_is_no_place():
 
 
 def test_a_python_function_called_by_another_function_is_one():
-    """As `functools.partial` calls it; its own beginning, though it has no place of a return."""
+    """As `functools.partial` calls it; it has its beginning, but no place at its return."""
     assert count(functools.partial(lambda: None)) == 1
 
 
 def test_an_instruction_is_known_by_its_first_place():
-    """A round of a loop is not another instruction."""
+    """A later round of a loop is the same instruction."""
 
     def act():
         for _ in "abcd":
@@ -66,12 +66,12 @@ def test_an_instruction_is_known_by_its_first_place():
 
     with Interrupt(HERE) as interrupt:
         act()
-    assert interrupt.seen == 9  # the beginning; after `len` and at the jump back, four times each
+    assert interrupt.seen == 9  # the beginning; after `len` and at the jump, four times each
     assert sorted(interrupt.firsts.values()) == [1, 2, 3]
 
 
 def test_files_that_are_not_watched_have_no_places():
-    """The counting itself and the library are not of interest."""
+    """Such as the counter itself and the standard library."""
 
     def act():
         contextlib.ExitStack().close()
@@ -82,7 +82,7 @@ def test_files_that_are_not_watched_have_no_places():
 
 
 def test_every_place_raises_once_and_says_where():
-    """As many interrupts as there are places; the next number does nothing."""
+    """As many interrupts as places; the next number does nothing."""
 
     def act():
         len("")
@@ -97,7 +97,7 @@ def test_every_place_raises_once_and_says_where():
 
 
 def test_an_interrupt_is_seen_by_the_try_that_it_is_in():
-    """As a signal's would be."""
+    """Like a signal's."""
     seen = []
 
     def act():
@@ -109,11 +109,11 @@ def test_an_interrupt_is_seen_by_the_try_that_it_is_in():
     total = count(act)
     seen.clear()
     assert all(interrupted(act, at) for at in range(1, total + 1))
-    assert len(seen) == total - 1  # all but where the function begins
+    assert len(seen) == total - 1  # all but the function's beginning
 
 
 def test_a_window_between_a_change_and_its_protection_is_found():
-    """The classic mistake: something acquired a call before the `try` that gives it back."""
+    """The classic mistake: a resource is acquired one call before the `try` that releases it."""
     held = []
 
     def careless():

@@ -1,4 +1,4 @@
-"""A trial that fails is reported, whatever way it ends."""
+"""A failed trial is reported, whatever way it ends."""
 
 from __future__ import annotations
 
@@ -13,27 +13,24 @@ from stress.trials import Asked, Scenario, command, run_scenario
 
 
 def run(trial, *, count=4, **options):
-    """The result of a scenario with that trial."""
+    """Return the result of a scenario with that trial."""
     scenario = Scenario("forks", "made-up", lambda job: (count, trial), **options)
     return run_scenario(scenario, Asked(), math.inf)
 
 
 def kill(number):
-    """End this process at once."""
     if number == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     return ""
 
 
 def fail(number):
-    """Raise."""
     if number == 2:
         raise ValueError("on purpose")
     return ""
 
 
 def hang(number):
-    """Never end."""
     if number == 2:
         time.sleep(60)
     return ""
@@ -49,7 +46,7 @@ def hang(number):
     ],
 )
 def test_failed_trial_is_counted_once(trial, why, options):
-    """It is counted with its number and a command, and the others are tried all the same."""
+    """The result has its number and a command, and the other trials still run."""
     found = run(trial, **options)
     assert (found.tried, found.passed, len(found.failures)) == (4, 3, 1)
     assert found.failures[0].number == 2
@@ -60,7 +57,7 @@ def test_failed_trial_is_counted_once(trial, why, options):
 
 
 def test_error_in_preparation_is_a_failure():
-    """A scenario that cannot be tried has not passed."""
+    """A scenario that cannot be prepared has not passed."""
 
     def prepare(job):
         raise ValueError("on purpose")
@@ -72,7 +69,7 @@ def test_error_in_preparation_is_a_failure():
 
 
 def test_failure_on_one_rank_is_counted_once():
-    """Both begin afresh after it."""
+    """Both ranks start again after it."""
 
     def prepare(job):
         return 4, lambda number: "wrong" if number == 1 and job.rank == 1 else ""
@@ -82,13 +79,13 @@ def test_failure_on_one_rank_is_counted_once():
 
 
 def test_a_trial_that_came_to_nothing_is_not_tried():
-    """It is told apart."""
+    """It counts as skipped."""
     found = run(lambda number: None if number == 3 else "")
     assert (found.tried, found.skipped, found.failures) == (3, 1, [])
 
 
 def test_numbers_are_the_same_each_time_and_one_can_be_asked_for():
-    """A seed shuffles all of them; `every` and `count` take a part."""
+    """A fixed seed shuffles all of them; `every` and `count` select a part."""
     scenario = Scenario("forks", "made-up", lambda job: (0, kill), first=1)
     order = Asked(seed=1).numbers(scenario, 10)
     assert sorted(order) == list(range(1, 11))
@@ -100,7 +97,7 @@ def test_numbers_are_the_same_each_time_and_one_can_be_asked_for():
 
 
 def test_what_differs_in_kind_comes_first():
-    """A run that is cut short has tried those, and says how many of them."""
+    """A run that is cut short has tried one of each kind, and reports their number."""
     early = frozenset({3, 17, 31})
 
     def prepare(job):
@@ -116,7 +113,7 @@ def test_what_differs_in_kind_comes_first():
 
 
 def test_time_that_is_over_ends_a_scenario():
-    """What was not tried is not counted."""
+    """Trials that did not run do not count."""
     scenario = Scenario("forks", "made-up", lambda job: (4, kill))
     found = run_scenario(scenario, Asked(), time.monotonic() - 1)
     assert (found.tried, found.total, found.failures) == (0, 4, [])

@@ -1,9 +1,9 @@
 """A simulated accelerator: `import simdev`, then `torch.device("simdev", 0)` and `torch.simdev`.
 
 It has two devices with asynchronous streams, an allocator with CUDA's rules and pinned memory, and
-it reports every race between streams; what it cannot show is listed in the README beside it. It is
-built on the first import. `python -m simdev COMMAND...` runs Python with the device registered in
-it and in every process that it starts.
+it reports every race between streams. The README lists what it does not simulate. It is built on
+the first import. `python -m simdev COMMAND...` runs Python with the device registered in that
+process and in all its children.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _C = extension()
 
 
 def _register() -> None:
-    import torch._meta_registrations  # shapes ahead of the kernels
+    import torch._meta_registrations  # shapes are computed before kernels run
 
     from ._group import register_group
     from ._module import make_module
@@ -30,7 +30,7 @@ def _register() -> None:
 
 
 def autoload() -> None:
-    """Called by torch when it is imported, see `python -m simdev`; importing was all."""
+    """Called by torch when it is imported; importing this module registers the device."""
 
 
 _register()

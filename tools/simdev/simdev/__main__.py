@@ -1,7 +1,7 @@
 """`python -m simdev ARGUMENTS...`: run Python with the simulated device, here and in its children.
 
-torch looks for device modules among the installed distributions, so one is written beside what was
-built, and every process that is started with it on its path has the device from its first import.
+torch looks for device modules in installed distributions. So a distribution is written next to the
+build, and every process with it on its path has the device when it imports torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ENTRY_POINT = "[torch.backends]\nsimdev = simdev:autoload\n"
 
 
 def main() -> None:
-    """Write the distribution, put it on the path, and become Python."""
+    """Write the distribution, add it to the path, and run Python."""
     site = _build.folder() / "site"
     info = site / "simdev-0.dist-info"
     info.mkdir(parents=True, exist_ok=True)

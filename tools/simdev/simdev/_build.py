@@ -1,7 +1,7 @@
-"""Builds the extension once for each torch and each state of its source, outside the repository.
+"""Build the extension once for each torch and each state of its source, outside the repository.
 
-What is built lies in `$SIMDEV_CACHE`, or in the user's cache folder, under a name made of the
-version of torch and Python and a hash of all source. A process that finds it there builds nothing.
+Builds are in `$SIMDEV_CACHE`, or in the user's cache folder, under a name made of the versions of
+torch and Python and a hash of all source. A process that finds a build there uses it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class BuildError(RuntimeError):
 
 
 def cache() -> Path:
-    """Where everything that is built lies."""
+    """Return the folder of all builds."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchparts-simdev"
     return Path(os.environ.get("SIMDEV_CACHE") or default)
 
 
 def folder() -> Path:
-    """Where the extension of this torch and this source lies, or will."""
+    """Return the folder of the extension for this torch and this source."""
     digest = hashlib.sha256(" ".join(FLAGS).encode())
     for path in sorted(CSRC.iterdir()):
         digest.update(path.name.encode() + path.read_bytes())
@@ -44,7 +44,7 @@ def folder() -> Path:
 
 
 def missing() -> str | None:
-    """What of the tools for building is not on this machine, or None."""
+    """Return the missing build tools, or None."""
     if sys.platform != "linux":
         return f"it is written for Linux, not for {sys.platform}"
     wanted = [tool for tool in (os.environ.get("CXX", "g++"), "ninja") if not shutil.which(tool)]
@@ -52,12 +52,12 @@ def missing() -> str | None:
 
 
 def is_built() -> bool:
-    """Whether nothing is left to build."""
+    """Whether the extension is built."""
     return (folder() / f"{NAME}.so").exists()
 
 
 def extension() -> ModuleType:
-    """The extension, built if it is not there yet; that takes about a minute.
+    """Return the extension. Builds it if necessary, which takes about a minute.
 
     Raises:
         BuildError: it is not built yet, and a tool for that is missing.
@@ -94,7 +94,7 @@ def _build(target: Path) -> ModuleType:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """One process at a time; the lock of one that is killed goes with it."""
+    """Lock the folder for one process; the lock of a killed process is released."""
     import fcntl
 
     with open(path, "w") as file:

@@ -1,4 +1,4 @@
-"""Graphs: what a stream is given is noted once, and runs each time it is replayed; as CUDA's."""
+"""Graphs like CUDA's: operations of a stream are recorded once and run at each replay."""
 
 from __future__ import annotations
 
@@ -8,53 +8,53 @@ from typing import Any
 
 import torch
 
-Pool = tuple[int, int]  # a token, as torch's
+Pool = tuple[int, int]  # a token, as in torch
 
 
 class Graph:
-    """Work of a device that is noted once and replayed, with memory of its own.
+    """Recorded work of a device, with its own memory pool.
 
-    What it may not do while it captures, and what its memory is, are the rules of `csrc/graphs.h`.
+    `csrc/graphs.h` has the rules of captures and of graph memory.
     """
 
     def __init__(self, extension: Any) -> None:
         self._graph = extension.Graph()
 
     def capture_begin(self, pool: Pool | None = None, capture_error_mode: str = "global") -> None:
-        """Note what the current stream is given from now on, instead of running it.
+        """Record operations of the current stream from now on, instead of running them.
 
         Args:
-            pool: of `graph_pool_handle` or another graph, whose memory is used, too.
-            capture_error_mode: in which threads the host may not wait meanwhile: in all
+            pool: from `graph_pool_handle` or another graph, whose memory is shared.
+            capture_error_mode: in which threads the host must not wait meanwhile: in all
                 ("global"), in this one ("thread_local") or in none ("relaxed").
         Raises:
-            RuntimeError: the stream is its device's default one, or captures already.
+            RuntimeError: the stream is its device's default one, or is captured already.
         """
         self._graph.capture_begin(pool[1] if pool else 0, capture_error_mode)
 
     def capture_end(self) -> None:
-        """End it, on the stream that it began on.
+        """End the capture, on the stream that it began on.
 
         Raises:
-            RuntimeError: what was captured broke a rule, or a stream was not waited for.
+            RuntimeError: the capture broke a rule, or a stream was not joined.
         """
         self._graph.capture_end()
 
     def replay(self) -> None:
-        """Have the current stream do what was captured."""
+        """Run the recorded operations on the current stream."""
         self._graph.replay()
 
     def reset(self) -> None:
-        """Forget what was captured, and let go of its memory."""
+        """Drop the recorded operations and free their memory."""
         self._graph.reset()
 
     def pool(self) -> Pool:
-        """A token for its memory, for graphs that are never replayed at the same time."""
+        """Return a token for its memory, for graphs that are never replayed at the same time."""
         return 0, self._graph.pool()
 
 
 class Graphs:
-    """What `torch.simdev` offers for graphs, by the names of `torch.cuda`."""
+    """The graph functions of `torch.simdev`, with the names of `torch.cuda`."""
 
     def __init__(self, extension: Any, synchronize: Callable[[], None]) -> None:
         self._C = extension
@@ -62,7 +62,7 @@ class Graphs:
         self._streams: dict[int, torch.Stream] = {}
 
     def offered(self) -> dict[str, Callable[..., Any]]:
-        """By name."""
+        """Return the functions by name."""
         return {
             "Graph": lambda: Graph(self._C),
             "graph": self.graph,
@@ -71,7 +71,7 @@ class Graphs:
         }
 
     def graph_pool_handle(self) -> Pool:
-        """A token for memory that several graphs use."""
+        """Return a token for memory that several graphs share."""
         return 0, self._C.new_pool()
 
     @contextlib.contextmanager
@@ -82,7 +82,7 @@ class Graphs:
         stream: torch.Stream | None = None,
         capture_error_mode: str = "global",
     ) -> Iterator[None]:
-        """Capture what the block does on a stream, by default one that is kept for this.
+        """Capture the operations of the block on a stream, by default one reserved for captures.
 
         Raises:
             RuntimeError: see `capture_begin` and `capture_end`.

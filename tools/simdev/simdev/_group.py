@@ -1,4 +1,4 @@
-"""The backend "simccl": process groups whose collectives run on streams of the simulated device."""
+"""The backend "simccl": process groups with collectives on streams of the simulated device."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ BACKEND = "simccl"
 
 
 def register_group(extension: Any) -> None:
-    """Make `init_process_group("simccl")` known, where torch was built with process groups."""
+    """Register the backend for `init_process_group("simccl")`, if torch has process groups."""
     if not (dist.is_available() and dist.is_gloo_available()):
         return
 
     def make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-        carrier = dist.ProcessGroupGloo(store, rank, size, timeout)  # see Rule 3 in collectives.h
+        carrier = dist.ProcessGroupGloo(store, rank, size, timeout)  # as collectives.h explains
         return extension.make_group(carrier, rank, size)
 
     dist.Backend.register_backend(BACKEND, make, devices=["simdev"])

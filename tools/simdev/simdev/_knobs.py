@@ -1,4 +1,4 @@
-"""The simulation's own functions: how long things take, what fails, what was seen."""
+"""Controls of the simulation: durations, failures, and recorded events."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 
 class Row(NamedTuple):
-    """One operation that ran, from the timeline; times in microseconds.
+    """One completed operation of the timeline; times in microseconds.
 
     Args:
-        stream: number of its stream; those of devices' default streams are their indices.
-        queued: when the host asked for it.
+        stream: number of its stream; default streams have the index of their device.
+        queued: when the host queued it.
     """
 
     stream: int
@@ -25,13 +25,13 @@ class Row(NamedTuple):
 
 
 class Knobs:
-    """Functions that `torch.simdev` offers besides what every device's module has."""
+    """Functions of `torch.simdev` that other device modules lack."""
 
     def __init__(self, extension: Any) -> None:
         self._C = extension
 
     def offered(self) -> dict[str, Callable[..., Any]]:
-        """By name."""
+        """Return the functions by name."""
         names = [name for name in vars(Knobs) if not name.startswith("_") and name != "offered"]
         return {name: getattr(self, name) for name in names}
 
@@ -51,21 +51,22 @@ class Knobs:
         check: bool = True,
         poison: bool = True,
     ) -> None:
-        """Set how long things take from now on; called with nothing, as short as they can.
+        """Set durations from now on; without arguments everything is as fast as possible.
 
         Args:
             kernel_us: of each kernel and each copy within a device.
             copy_us: of each copy between the host and a device, or between devices.
-            copy_gbps: how many bytes such a copy moves in a nanosecond; its size adds to it then.
-            comm_us: of each collective, from when this rank's stream comes to it.
-            comm_gbps: how many bytes of this rank's input a collective moves in a nanosecond.
-            host_us: how much later the host is after each operation that it queues; virtual only.
-            jitter: let each operation take anything from nothing to twice as long.
-            virtual: compute times instead of waiting for them. Whether an event is done then
-                depends on the program and the costs alone. With `host_us=0` the host is as far
-                ahead as it can be: nothing is done before the host waits for it.
-            log: note every operation for `timeline`.
-            queue_limit: the host waits while that many operations are queued on a stream; 0: never.
+            copy_gbps: bytes per nanosecond of such a copy; adds its size to the duration.
+            comm_us: of each collective, from the time at which this rank's stream reaches it.
+            comm_gbps: bytes of this rank's input per nanosecond of a collective.
+            host_us: host time per queued operation; with `virtual` only.
+            jitter: vary each duration randomly between zero and twice its value.
+            virtual: compute times instead of waiting. Whether an event is done then depends only on
+                the program and the costs. With `host_us=0` the host is as far ahead as possible:
+                nothing is done before the host waits for it.
+            log: record every operation for `timeline`.
+            queue_limit: number of queued operations per stream at which the host waits; 0: no
+                limit.
             check: whether races are reported.
             poison: whether memory is overwritten when it is freed.
         """
@@ -75,7 +76,7 @@ class Knobs:
         self._C.poison(poison)
 
     def races(self) -> list[str]:
-        """What was reported since the last call, after all queued work is done."""
+        """Return the races since the last call, after all queued work is done."""
         self.synchronize_all()
         return self._C.races()
 
@@ -85,7 +86,7 @@ class Knobs:
             self._C.synchronize(index)
 
     def reset(self) -> None:
-        """Open what is stalled, wait for everything, and forget limits, faults and reports."""
+        """Release stalled streams, wait for everything, and clear limits, faults and reports."""
         self._C.open_gates()
         self.simulate()
         self._C.fail_later("", 0)
@@ -100,46 +101,46 @@ class Knobs:
             self._C.reset_peaks(place)
 
     def timeline(self) -> list[Row]:
-        """What ran since the last call, in the order in which it ended; needs `log=True`."""
+        """Return operations since the last call, in order of completion; needs `log=True`."""
         return [Row(*row) for row in self._C.timeline()]
 
     def host_us(self) -> float:
-        """The host's virtual time; it moves with `host_us` and when the host waits."""
+        """Return the host's virtual time; it advances by `host_us` and when the host waits."""
         return self._C.host_us()
 
     def memory(self, device: int = 0) -> dict[str, int]:
-        """Bytes of a device: allocated, active and reserved, each with its peak; and three counts.
+        """Return bytes of a device: allocated, active and reserved, with peaks; and three counts.
 
-        Active is what is in use or held back until recorded streams are done with it; reserved
-        counts also what is kept for later requests. `requests` are blocks asked for, `made` those
-        that were not there yet, `held` those held back when they were freed.
+        Active memory is in use, or held until recorded streams are done with it. Reserved memory
+        includes memory cached for later requests. `requests` counts blocks requested, `made` blocks
+        newly allocated, and `held` blocks held back when they were freed.
         """
         return self._C.memory(device)
 
     def pinned_memory(self) -> dict[str, int]:
-        """The same of pinned memory."""
+        """Return the same for pinned memory."""
         return self._C.memory(self._C.PINNED)
 
     def limit(self, nbytes: int | None, device: int = 0) -> None:
-        """Let a device have that many bytes reserved and no more; None: any number."""
+        """Limit the reserved bytes of a device; None: no limit."""
         self._C.limit(device, -1 if nbytes is None else nbytes)
 
     def limit_pinned(self, nbytes: int | None) -> None:
-        """The same for pinned memory."""
+        """Limit the reserved bytes of pinned memory; None: no limit."""
         self._C.limit(self._C.PINNED, -1 if nbytes is None else nbytes)
 
     def fail_later(self, name: str, after: int = 1) -> None:
-        """Let an operation fail when the device comes to it, long after it was queued.
+        """Make a queued operation fail when the device runs it.
 
         Args:
-            name: how its name begins, such as "copy to host", "copy to device" or "addmm".
-            after: which of those that are queued from now on.
+            name: beginning of its name, such as "copy to host", "copy to device" or "addmm".
+            after: number of matching operations, queued from now on, before it.
         """
         self._C.fail_later(name, after)
 
     @contextlib.contextmanager
     def stalled(self, *streams: torch.Stream) -> Iterator[None]:
-        """Let streams stand still until the end of the block; all current ones without any."""
+        """Stall streams until the end of the block; by default all current streams."""
         if not streams:
             streams = tuple(
                 torch.accelerator.current_stream(torch.device("simdev", index))
@@ -153,5 +154,5 @@ class Knobs:
             self._C.open_gates()
 
     def waited_operators(self) -> set[str]:
-        """Operators for which the host has waited, having no shapes ahead of the kernel."""
+        """Return operators without a shape function, for which the host waits."""
         return self._C.waited_operators()

@@ -1,4 +1,4 @@
-"""`torch.simdev`: what torch and programs expect of a device's module, and the knobs."""
+"""`torch.simdev`: the device module that torch and programs expect, and the controls."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from ._graphs import Graphs
 from ._knobs import Knobs
 
-_Device = Any  # an index, a torch.device, its name, or None for the current one
+_Device = Any  # an index, a torch.device, its name, or None for the current device
 
 
 class Stream(torch.Stream):
-    """A stream of a device, from a pool as CUDA's are."""
+    """A stream of a device, from a pool as on CUDA."""
 
     def __new__(cls, device: _Device = None, priority: int = 0, **raw: Any) -> Stream:
         if "stream_id" in raw:
@@ -26,7 +26,7 @@ class Stream(torch.Stream):
 
 
 def Event(enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Any:
-    """An event; a function, for torch refuses a subclass where it measures time."""
+    """Make an event; a function, since torch does not accept a subclass for elapsed times."""
     del blocking, interprocess
     return torch.Event(torch.device("simdev"), enable_timing=enable_timing)
 
@@ -51,7 +51,7 @@ def stream(chosen: torch.Stream | None) -> Iterator[None]:
 
 
 def make_module(extension: Any) -> ModuleType:
-    """The module, over the extension."""
+    """Make the module from the extension."""
 
     @contextlib.contextmanager
     def device(chosen: _Device) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Functions run on several processes, each with its own simulated devices, and one group of all."""
+"""Run functions in several processes, each with its own simulated devices, in one process group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-LIMIT_S = 300  # on a machine that others use too
+LIMIT_S = 300  # for machines under load
 
 
 def on_ranks(
@@ -26,21 +26,21 @@ def on_ranks(
     timeout_s: float = 20,
     limit_s: float = LIMIT_S,
 ) -> list[Any]:
-    """What `function(rank, *args)` returns on each rank.
+    """Return the results of `function(rank, *args)` by rank.
 
     Args:
-        function: of a file that can be loaded by itself, whatever its module is called.
-        args: that can be pickled, as must be what it returns.
-        size: how many ranks.
+        function: from a file that can be imported alone, under any module name.
+        args: picklable; results must be picklable, too.
+        size: number of ranks.
         timeout_s: of collectives, in seconds.
         limit_s: of the whole, in seconds.
 
     Raises:
-        AssertionError: with the traceback of each rank on which it raised, or that did not end.
+        AssertionError: a rank raised or did not end; the message has its traceback.
     """
     context = multiprocessing.get_context("spawn")
-    # Here, and on a port that the system chooses: of one that was chosen before, another program
-    # might have made use meanwhile.
+    # Bind to port 0, so that the system chooses a port: another program might take a port that was
+    # chosen earlier.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     where = (sys.modules[function.__module__].__file__, function.__name__)
     pipes, ranks = [], []
@@ -80,13 +80,13 @@ def _rank(
         dist.init_process_group("simccl", store=store, rank=rank, world_size=size, timeout=limit)
         told = _load(*where)(rank, *args)
         pipe.send((True, told))
-        _all_come(store, "end", size)  # who leaves takes its connections away
+        _all_come(store, "end", size)  # a rank that exits closes its connections
     except BaseException:
         with contextlib.suppress(OSError):
             pipe.send((False, traceback.format_exc()))
     finally:
         pipe.close()
-        os._exit(0)  # threads of streams are still there
+        os._exit(0)  # threads of streams are still running
 
 
 def _all_come(store: dist.Store, place: str, size: int) -> None:

@@ -1,6 +1,6 @@
-"""Train with one way of saving memory in one situation of a device, beside plain training.
+"""Train with one way of saving memory in one situation of a device, and compare with plain.
 
-A seed decides how long kernels, copies and the host take, so it repeats a run exactly. A run is
+A seed determines how long kernels, copies and the host take, so it repeats a run exactly. A run is
 right if no race is reported and gradients are bit-identical to plain training. A fault must reach
 the program as an error, and the step after the fault must be right again.
 """
@@ -21,11 +21,11 @@ import mod_tracker
 
 ALL = WAYS | SHARDED
 STEPS = 2
-Found = tuple[list[str], str]  # races, and what else was wrong
+Found = tuple[list[str], str]  # races, and other problems
 
 
 def schedule(chosen: random.Random) -> dict[str, Any]:
-    """Random costs in virtual time, microseconds."""
+    """Random costs in virtual time, in microseconds."""
     return {
         "virtual": True,
         "kernel_us": chosen.choice((0, 20, 100)),
@@ -37,7 +37,7 @@ def schedule(chosen: random.Random) -> dict[str, Any]:
 
 
 def part(seed: int, where: torch.device, way: str | None) -> nn.Sequential:
-    """A few blocks on a device, plain or changed."""
+    """Return a few blocks on a device, plain or changed."""
     torch.manual_seed(seed)
     built = [Block() for _ in range(BLOCKS)]
     stays = way is not None and "CPU memory" in way
@@ -54,7 +54,7 @@ def _around(way: str | None) -> Iterator[None]:
 
 
 def trained(way: str | None, situation: str, costs: dict[str, Any], seed: int) -> list[Any]:
-    """The input's gradient and all parameters after a few steps, on the host."""
+    """Return the input's gradient and all parameters after a few steps, on the host."""
     step, second, _ = SITUATIONS[situation]
     if way is None:
         step = PLAIN.get(situation, step)
@@ -75,7 +75,7 @@ def trained(way: str | None, situation: str, costs: dict[str, Any], seed: int) -
 
 
 def run(way: str, situation: str, seed: int) -> Found:
-    """Races of one run, and what else was wrong with it."""
+    """Return the races of one run, and other problems."""
     chosen = schedule(random.Random(f"{seed}/{way}/{situation}"))
     costs = chosen | SITUATIONS[situation][2]
     if way in SHARDED:
@@ -94,7 +94,7 @@ def run(way: str, situation: str, seed: int) -> Found:
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    """Whether the values are bit-identical; shards may cut them elsewhere."""
+    """Whether values are bit-identical; shards may be cut differently."""
     return torch.equal(*(torch.cat([each.flatten() for each in one]) for one in (a, b)))
 
 
@@ -105,7 +105,7 @@ def run_on_rank(rank: int, cells: list[str], seed: int) -> list[Found]:
 
 
 def run_on_ranks(cells: list[str], seed: int) -> dict[str, Found]:
-    """Run sharded cells on two ranks; races of both, and the first thing wrong."""
+    """Run sharded cells on two ranks; return races of both, and the first problem."""
     from simdev.ranks import on_ranks
 
     told = on_ranks(run_on_rank, cells, seed)

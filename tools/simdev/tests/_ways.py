@@ -19,21 +19,20 @@ import sac_policies
 from ckpt_wrap import checkpoint_, offload_
 
 WIDTH, ROWS, BLOCKS = 32, 64, 3
-SCALES = (0.5, -1.0, 0.25)  # of the inputs that a captured step is given
+SCALES = (0.5, -1.0, 0.25)  # scales of the inputs of a captured step
 Model = Callable[[torch.Tensor], torch.Tensor]
 SIM: Any = torch.get_device_module("simdev")
 ZERO, ONE = torch.device("simdev", 0), torch.device("simdev", 1)
 
 
 class Block(nn.Module):
-    """Two products and what is between them."""
+    """Two products with an operator between."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x):
-        """(rows, width) to the same."""
         return self.down(nn.functional.gelu(self.up(x)))
 
 
@@ -45,7 +44,6 @@ class Region(nn.Module):
         self.block, self.options = block, options
 
     def forward(self, x):
-        """As the block."""
         return sac_policies.checkpoint(self.block, x, **self.options)
 
 
@@ -80,7 +78,7 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "flat views": _flat,
     "report by device clock": lambda block: block,
 }
-# The same on each of two ranks, which are given the same batch: means are the plain gradients.
+# The same on each of two ranks with the same batch, so means are the plain gradients.
 SHARDED: dict[str, Callable[[nn.Module], nn.Module]] = {
     "sharded, prefetch": _sharded(),
     "sharded, kept after forward": _sharded(reshard_after_forward=False),
@@ -96,11 +94,11 @@ COPIES_OUT = {
 
 
 class Fault(RuntimeError):
-    """What a situation with a fault found wrong."""
+    """Raised with the problem that a situation with a fault has found."""
 
 
 def given() -> torch.Tensor:
-    """An input whose gradient is wanted."""
+    """Return an input that requires a gradient."""
     return torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH).to(ZERO).requires_grad_()
 
 
@@ -174,7 +172,7 @@ def _failing_copy(name, a, b, x, seed):
 
 
 def _told(step: Callable[[], None]) -> bool:
-    """Whether the step, or a wait after it, says what the device met."""
+    """Whether the step, or a wait after it, raises the device's error."""
     told = False
     for call in (step, SIM.synchronize_all, SIM.synchronize_all):
         try:
@@ -193,14 +191,14 @@ def _at_rest() -> int:
 
 
 def _after_one(a, b, x, seed) -> int:
-    """What is held after a step without a fault, which makes what is made once."""
+    """Return the memory held after a step without a fault, with everything initialized."""
     _one(a, b, x, seed)
     _let_go()
     return _without_gradients(a, b, x)
 
 
 def _let_go() -> None:
-    """A device's thread may hold a backward that is over until its next, which holds no bytes."""
+    """Let a device's thread drop its last backward, which it holds until the next one."""
     none = torch.empty(0, device=ZERO, requires_grad=True)
     (none * 1).backward(torch.empty(0, device=ZERO))
 
@@ -212,7 +210,7 @@ def _without_gradients(a, b, x) -> int:
 
 
 def _after_a_fault(a, b, x, seed, held) -> None:
-    """Another step, and what is held beyond what was held before the fault."""
+    """Run another step, and return memory held beyond that before the fault."""
     _without_gradients(a, b, x)
     _one(a, b, x, seed)
     _let_go()
@@ -247,7 +245,7 @@ def _without_graph(a, b, x, seed):
 
 
 def _begin(a, b, x, seed) -> None:
-    """Gradients are the graph's, and each replay's anew; or of before, and all replays' sum."""
+    """Gradients are the graph's and new in each replay, or existed before and accumulate."""
     if seed % 2:
         _without_gradients(a, b, x)
         return
@@ -261,13 +259,13 @@ def _give(x, scale) -> None:
 
 
 def _refused_capture(a, b, x, seed):
-    """Steps after a capture that ended early, in forward, between the passes or in backward."""
+    """Steps after a capture that ended early: in forward, between the passes, or in backward."""
     _one(a, b, x, seed)
     _without_gradients(a, b, x)
     with contextlib.suppress(RuntimeError), SIM.graph(SIM.Graph()):
         h = a(x)
         if seed % 3 == 0:
-            h.sum().item()  # the host may not wait, so this is refused
+            h.sum().item()  # the host must not wait, so this is refused
         if seed % 3 == 1:
             h.register_hook(lambda grad: grad.sum().item())
         loss = b(h).square().sum()
@@ -275,19 +273,19 @@ def _refused_capture(a, b, x, seed):
             raise RuntimeError("its capture is given up")
         loss.backward()
     _without_gradients(a, b, x)
-    with warnings.catch_warnings():  # torch's, of parameters whose first graph is alive, as h is
+    with warnings.catch_warnings():  # torch warns: h keeps a graph
         warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")
         _one(a, b, x, seed)
 
 
 class Stopped(Exception):
-    """What ends a backward in the middle."""
+    """Stops a backward in the middle."""
 
 
 def _stopped(a, b, x, seed, two=False):
-    """A backward that is ended in the middle, then another; nothing lets its threads go on."""
+    """A backward that is stopped in the middle, then another one; threads keep references."""
     kind, at = (Stopped, KeyboardInterrupt)[seed % 2], seed % 3
-    cleared = [x, *a.parameters(), *b.parameters()]  # as an optimizer has them
+    cleared = [x, *a.parameters(), *b.parameters()]  # like an optimizer
 
     def stop(grad):
         for handle in handles:
@@ -301,7 +299,7 @@ def _stopped(a, b, x, seed, two=False):
     h = a(x)
     z = (b(x.to(ONE)) if two else b(h)).square().sum()
     loss = h.square().sum() + z.to(ZERO) if two else z.cpu() if seed % 4 > 1 else z
-    if at == 2:  # as a gradient is handed out
+    if at == 2:  # while a gradient is passed on
         handles.pop().remove()
         last = next(b[1].parameters())
         handles.append(last.register_post_accumulate_grad_hook(stop))
@@ -315,14 +313,14 @@ def _stopped(a, b, x, seed, two=False):
 
 
 def _stopped_inside(*given):
-    """Both in a hook of another backward, in a thread of the host or the device by turns."""
+    """Both in a hook of another backward, alternating between host and device threads."""
     around = torch.ones(1, device=(ZERO, "cpu")[given[-1] % 2], requires_grad=True) * 1
     around.register_hook(lambda grad: torch.enable_grad()(_stopped)(*given))
     around.sum().backward()
 
 
 STILL = {"virtual": True, "host_us": 0, "queue_limit": 0}
-# What is run, where its second part lies, and what is fixed of the schedule.
+# What runs, the device of its second part, and fixed parts of the schedule.
 Situation = tuple[Callable[..., None], torch.device, dict[str, Any]]
 SITUATIONS: dict[str, Situation] = {
     "one device": (_one, ZERO, {}),
@@ -346,7 +344,7 @@ SITUATIONS: dict[str, Situation] = {
 }
 
 FAULTS = {"out of memory", "failing copy out", "failing copy in"}
-# What plain training does where it is not the same, and only once.
+# Results of plain training if they differ, computed once.
 PLAIN = dict.fromkeys((*FAULTS, "refused capture"), _one) | {"graph pool": _without_graph}
 
 
@@ -357,7 +355,7 @@ REFUSE_CAPTURE = {
 
 
 def no_sense(way: str, situation: str) -> str:
-    """Why a cell is not run, in a few words; empty where it is."""
+    """Return why a cell does not run, in a few words; "" if it runs."""
     if situation.startswith("failing copy") and way not in COPIES_OUT:
         return "no copies"
     if situation == "graph pool" and way in REFUSE_CAPTURE:

@@ -1,4 +1,4 @@
-"""The simulated device, quiet and as new for each test."""
+"""The simulated device, reset for each test."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parent), str(HERE)]  # simdev, and what tests share
+sys.path[:0] = [str(HERE.parent), str(HERE)]  # simdev and shared test modules
 try:
     import simdev
 except RuntimeError as error:
@@ -20,7 +20,7 @@ assert simdev.is_built()
 
 @pytest.fixture(autouse=True)
 def sim():
-    """`torch.simdev`, with nothing left of the test before; no race may be left unread."""
+    """`torch.simdev` after a reset; a race that is left unread fails the test."""
     torch.set_num_threads(1)
     torch.simdev.reset()
     torch.manual_seed(0)
@@ -32,21 +32,20 @@ def sim():
 
 @pytest.fixture
 def device():
-    """The first of the two devices."""
     return torch.device("simdev", 0)
 
 
 @pytest.fixture
 def side(device):
-    """A stream beside the current one."""
+    """A second stream."""
     return torch.simdev.Stream(device)
 
 
 @pytest.fixture
 def captured(request, sim, side):
-    """Capture a function; gives the graph and what the function returned.
+    """`captured(function)` captures a function; returns the graph and the function's result.
 
-    The simulation's own graph on a stream that it makes, or by the parameter "accelerator" torch's.
+    With the simulation's own graph on a new stream, or, by the parameter "accelerator", torch's.
     """
 
     def capture(function, **options):

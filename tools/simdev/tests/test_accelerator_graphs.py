@@ -1,4 +1,4 @@
-"""Graphs as `torch.accelerator` makes them: the simulation's, by the names of all devices."""
+"""Graphs of `torch.accelerator`, which uses the simulation's by generic names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ by_torch = pytest.mark.parametrize("captured", ["accelerator"], indirect=True)
 
 @by_torch
 def test_a_replay_that_nobody_waited_for_is_a_race(sim, device, side, captured):
-    """As every other work of a stream is."""
+    """Like any other work on a stream."""
     x = torch.ones(3, device=device)
     graph, y = captured(lambda: x * 2)
     with side:
@@ -25,21 +25,21 @@ def test_a_replay_that_nobody_waited_for_is_a_race(sim, device, side, captured):
 
 @by_torch
 def test_what_the_host_waits_for_breaks_the_capture(sim, device, captured):
-    """In every mode that says so, which the default does."""
+    """In every mode that forbids it; the default does."""
     x = torch.ones(3, device=device)
     with pytest.raises(RuntimeError, match="the host waits for stream"):
         captured(lambda: x.sum().item())
 
 
 def test_a_capture_on_the_devices_default_stream_is_refused(sim, device):
-    """As CUDA's is."""
+    """As on CUDA."""
     with pytest.raises(RuntimeError, match="not a device's default one"):
         torch.accelerator.Graph().capture_begin()
 
 
 @by_torch
 def test_other_streams_may_be_waited_for_in_a_relaxed_capture(sim, device, side, captured):
-    """The mode that is given is the one that holds."""
+    """The mode is passed on."""
     other = torch.Stream(device)
     with pytest.raises(RuntimeError, match="the host waits for a stream"):
         captured(other.synchronize)
@@ -49,7 +49,7 @@ def test_other_streams_may_be_waited_for_in_a_relaxed_capture(sim, device, side,
 
 @by_torch
 def test_graphs_share_a_pool(sim, device, captured):
-    """One that is given is used, and another is made where none is."""
+    """A given pool is used; without one, a new pool is made."""
     first, _ = captured(lambda: torch.ones(3, device=device))
     second, _ = captured(lambda: torch.ones(3, device=device), pool=first.pool())
     alone, _ = captured(lambda: torch.ones(3, device=device))
@@ -58,7 +58,7 @@ def test_graphs_share_a_pool(sim, device, captured):
 
 @by_torch
 def test_what_is_kept_is_instantiated_by_hand_or_by_its_first_replay(sim, device, captured):
-    """And what is not kept is instantiated by then."""
+    """With keep_graph; without it, it is instantiated at the end of the capture."""
     x = torch.ones(1, device=device)
     graph, y = captured(lambda: x + 1, keep_graph=True)
     graph.instantiate()
@@ -74,14 +74,14 @@ def test_what_is_kept_is_instantiated_by_hand_or_by_its_first_replay(sim, device
 
 @pytest.mark.parametrize("call", ["replay", "instantiate", "pool"])
 def test_a_graph_of_which_nothing_was_captured_is_refused(sim, device, call):
-    """Nor is there anything once it is reset."""
+    """Also after a reset."""
     graph = torch.accelerator.Graph()
     with pytest.raises(RuntimeError, match="was not captured to its end"):
         getattr(graph, call)()
 
 
 def test_a_graph_may_be_captured_again_once_it_is_reset(sim, device, side):
-    """And not before."""
+    """Without a reset it is refused."""
     x, graph = torch.ones(1, device=device), torch.accelerator.Graph()
     with side, graph:
         x + 1
@@ -98,7 +98,7 @@ def test_a_graph_may_be_captured_again_once_it_is_reset(sim, device, side):
 
 @by_torch
 def test_a_dump_is_not_simulated(sim, device, captured, tmp_path):
-    """And says so."""
+    """It raises an error that says so."""
     graph, _ = captured(lambda: torch.ones(1, device=device))
     graph.enable_debug_mode()
     with pytest.raises(RuntimeError, match="cannot be dumped"):

@@ -1,6 +1,6 @@
-"""A process group for the device: what two ranks compute, when, and which programs race.
+"""A process group for the device: values on two ranks, timing, and races.
 
-All scenes but that of a missing rank run in one pair of processes; a test reads what they told.
+All scenes except the one with a missing rank run in one pair of processes; tests read the results.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ NUMEL = 1000
 
 
 def gather(out, part):
-    """Start a gather and return its work."""
+    """Start an all-gather and return its work."""
     call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return call(out, part, async_op=True)
 
 
 def reduce_scatter(out, full):
-    """Start a sum of which each rank gets its part."""
+    """Start a reduce-scatter."""
     call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return call(out, full, async_op=True)
 
 
 def buffers(rank):
-    """A part of this rank's own values, and room for those of both."""
+    """This rank's own values, and a buffer for those of both ranks."""
     part = torch.full((NUMEL,), float(rank + 1), device="simdev")
     return part, torch.empty(2 * NUMEL, device="simdev")
 
 
 def values_of_all_ranks(rank):
-    """Each collective once, waited for."""
+    """Each collective once, with a wait."""
     part, out = buffers(rank)
     gather(out, part).wait()
     mine = torch.empty(NUMEL, device="simdev")
@@ -62,7 +62,7 @@ def reads_after_a_wait(rank):
 
 
 def reads_without_a_wait(rank):
-    """The stream that computes does not know of the gather."""
+    """The compute stream does not wait for the all-gather."""
     part, out = buffers(rank)
     work = gather(out, part)
     out.add(1)
@@ -70,7 +70,7 @@ def reads_without_a_wait(rank):
 
 
 def writes_a_part_that_travels(rank):
-    """An optimizer's step while the weights are gathered."""
+    """An optimizer step changes the weights during the all-gather."""
     part, out = buffers(rank)
     work = gather(out, part)
     part.add_(1)
@@ -78,7 +78,7 @@ def writes_a_part_that_travels(rank):
 
 
 def waits_on_another_stream(rank):
-    """A wait is for the stream that is current there, and for no other."""
+    """A wait applies only to the stream that is current at the wait."""
     part, out = buffers(rank)
     side = torch.simdev.Stream("simdev:0")
     with torch.simdev.stream(side):
@@ -89,7 +89,7 @@ def waits_on_another_stream(rank):
 
 
 def frees_before_a_wait(rank):
-    """The storage is given back although somebody holds the tensor."""
+    """The storage is freed although the tensor is alive."""
     part, out = buffers(rank)
     work = gather(out, part)
     out.untyped_storage().resize_(0)
@@ -106,7 +106,7 @@ def frees_after_a_wait(rank):
 
 
 def drops_everything_at_once(rank):
-    """A work that is held keeps its tensors, one that is dropped has them recorded."""
+    """A live work keeps its tensors; a dropped one records them on its stream."""
     part, out = buffers(rank)
     work = gather(out, part)
     del part, out
@@ -116,7 +116,7 @@ def drops_everything_at_once(rank):
 
 
 def host_goes_on(rank):
-    """Whether a wait returns while the stream stands still."""
+    """Whether the wait returns while the stream is stalled."""
     part, out = buffers(rank)
     torch.simdev.synchronize()
     with torch.simdev.stalled():
@@ -126,7 +126,7 @@ def host_goes_on(rank):
 
 
 def collectives_in_order(rank):
-    """Names and times of three collectives beside a kernel, in virtual time."""
+    """Names and times of three collectives next to a kernel, in virtual time."""
     part, out = buffers(rank)
     torch.simdev.synchronize()
     torch.simdev.simulate(virtual=True, comm_us=100, kernel_us=300, log=True)
@@ -140,7 +140,7 @@ def collectives_in_order(rank):
 
 
 def refuses_the_hosts_tensors(rank):
-    """What is said of a tensor that lies on the host."""
+    """Return the error for a tensor on the host."""
     with pytest.raises(RuntimeError) as told:
         dist.distributed_c10d._get_default_group()._get_backend(torch.device("simdev")).allreduce(
             [torch.ones(2)]
@@ -164,7 +164,7 @@ SCENES = (
 
 
 def all_scenes(rank):
-    """What each scene returns, and the races seen in it."""
+    """Run all scenes; return results and races of each."""
     told = {}
     for scene in SCENES:
         torch.simdev.reset()
@@ -175,12 +175,12 @@ def all_scenes(rank):
 
 @pytest.fixture(scope="module")
 def scenes():
-    """What both ranks told."""
+    """Results of both ranks."""
     return on_ranks(all_scenes)
 
 
 def test_values_are_those_of_all_ranks(scenes):
-    """Gather, sum of parts, sum, broadcast, list of parts, exchange and mean."""
+    """All-gather, reduce-scatter, all-reduce, broadcast, gather lists, all-to-all and mean."""
     first, second = (told[values_of_all_ranks.__name__][0] for told in scenes)
     assert first == [1, 2, 2, 3, 6, 3, 4, 1, 2, 0.5]
     assert second == [1, 2, 4, 3, 6, 3, 4, 2, 4, 0.5]
@@ -191,7 +191,6 @@ def test_values_are_those_of_all_ranks(scenes):
     [values_of_all_ranks, reads_after_a_wait, frees_after_a_wait, drops_everything_at_once],
 )
 def test_right_programs_have_no_race(scenes, scene):
-    """On either rank."""
     assert [told[scene.__name__][1] for told in scenes] == [[], []]
 
 
@@ -213,12 +212,12 @@ def test_races_on_buffers_are_reported(scenes, scene, words):
 
 
 def test_a_wait_is_not_the_hosts(scenes):
-    """It returns while the device has not begun."""
+    """The wait returns before the device has begun."""
     assert [told[host_goes_on.__name__][0] for told in scenes] == [False, False]
 
 
 def test_collectives_run_in_order_beside_kernels(scenes):
-    """One after the other on the group's stream, while the current one computes."""
+    """One after the other on the group's stream, while the current stream computes."""
     for told in scenes:
         rows = told[collectives_in_order.__name__][0]
         group = [(name, start) for name, start, is_group in rows if is_group]
@@ -228,14 +227,14 @@ def test_collectives_run_in_order_beside_kernels(scenes):
 
 
 def test_tensors_of_the_host_are_refused(scenes):
-    """By name of the collective, with what to do."""
+    """The error names the collective and gives advice."""
     text = scenes[0][refuses_the_hosts_tensors.__name__][0]
     assert "all_reduce of a group of the simulated device needs tensors of one of its" in text
     assert "cpu:gloo,simdev:simccl" in text
 
 
 def leaves_one_rank_alone(rank):
-    """Whether the host is past its wait before the device, what it is told at last, and when."""
+    """Whether the host's wait returns before the device; the error and time at the timeout."""
     part, out = buffers(rank)
     if rank == 1:
         return None
@@ -248,7 +247,7 @@ def leaves_one_rank_alone(rank):
 
 
 def test_a_missing_rank_hangs_the_device_until_the_timeout():
-    """Not the host, which is told when it next waits."""
+    """The host continues, and gets the error at its next wait."""
     hangs, ended, text = on_ranks(leaves_one_rank_alone, timeout_s=4)[0]
     assert hangs
     assert ended > 1

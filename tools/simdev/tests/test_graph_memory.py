@@ -1,4 +1,4 @@
-"""What belongs to a graph, and what races with its replays."""
+"""Memory of a graph, and races with its replays."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class TestMemory:
     """The pool of a graph."""
 
     def test_is_used_again_within_a_capture(self, sim, device, captured):
-        """In the order of the program; and never by what is outside."""
+        """In the order of the program, and never by operations outside of the capture."""
         x = torch.ones(1000, device=device)
         places = set()
 
@@ -33,7 +33,7 @@ class TestMemory:
         assert all(each.sum().item() == 0 for each in held)
 
     def test_stays_until_the_graph_goes(self, sim, device, captured):
-        """Whatever became of the tensors; only then it can be given up."""
+        """Also after the tensors are freed; it is released with the graph."""
         sim.empty_cache()
         before = sim.memory()["reserved"]
         x = torch.ones(1000, device=device)
@@ -48,7 +48,7 @@ class TestMemory:
         assert sim.memory()["reserved"] == before
 
     def test_is_shared_by_graphs_of_one_pool(self, sim, device, captured):
-        """What the first no longer holds the second has; what it holds stays its own."""
+        """Memory that the first graph has freed is reused by the second; live memory is not."""
         pool = sim.graph_pool_handle()
         x = torch.ones(1000, device=device)
         freed = []
@@ -67,7 +67,7 @@ class TestMemory:
         assert z[0].item() == 9
 
     def test_of_a_recorded_block_is_not_used_again_in_its_capture(self, sim, device, side):
-        """Nobody may ask the device meanwhile, so it is free when the capture is over."""
+        """Events cannot be queried during a capture, so the block is free after it."""
         x = torch.ones(1000, device=device)
         places = []
 
@@ -97,7 +97,7 @@ class TestMemory:
     def test_outside_that_was_recorded_and_freed_meanwhile_is_free_afterwards(
         self, sim, device, side, end
     ):
-        """Whether the capture comes to its end or is given up."""
+        """Whether the capture ends normally or is abandoned."""
         x, other = torch.ones(1000, device=device), torch.ones(3, device=device)
         place, graph = x.data_ptr(), sim.Graph()
         x.record_stream(side)
@@ -131,7 +131,7 @@ class TestMemory:
         assert reserved(is_broken=True) == alone
 
     def test_pinned_that_a_graph_copies_to_is_not_given_to_others(self, sim, device, captured):
-        """A replay writes there, whoever let go of it."""
+        """A replay writes to it, even if the program has freed it."""
         x = torch.ones(1000, device=device)
         places = []
 
@@ -148,7 +148,7 @@ class TestMemory:
         assert all(each.sum() == 0 for each in others)
 
     def test_pinned_of_a_graph_is_not_given_to_another_of_its_pool(self, sim, device, captured):
-        """Both write there when they are replayed, and neither waits for the other."""
+        """Replays of both write to it without waiting for each other."""
         x, places = torch.ones(1000, device=device), []
 
         def out():
@@ -162,7 +162,7 @@ class TestMemory:
         assert places[0] != places[1]
 
     def test_that_is_held_back_is_not_asked_for_in_a_capture(self, sim, device, side):
-        """That would break it: nobody may ask for an event meanwhile."""
+        """Querying an event would break the capture."""
         x, y, graph = torch.ones(1000, device=device), torch.ones(1000, device=device), sim.Graph()
         side.wait_stream(sim.current_stream())
         with sim.stream(side):
@@ -178,9 +178,9 @@ class TestMemory:
         assert z[0].item() == 2
 
     def test_that_is_not_there_is_told_and_breaks_no_capture(self, sim, device):
-        """What is kept for later is not given up meanwhile, as elsewhere, for that waits."""
+        """Cached memory is not released during a capture, since that waits for the device."""
         x, graph = torch.ones(1000, device=device), sim.Graph()
-        torch.ones(1 << 18, device=device)  # kept from now on
+        torch.ones(1 << 18, device=device)  # cached from now on
         sim.synchronize()
         sim.limit(sim.memory()["reserved"] + (1 << 16))
         with sim.stream(sim.Stream(device)):
@@ -195,7 +195,7 @@ class TestMemory:
         assert y[0].item() == 2
 
     def test_that_was_freed_is_seen_when_it_is_replayed(self, sim, device, captured):
-        """Inputs are the program's to keep."""
+        """Inputs must be kept alive by the program."""
         x = torch.ones(1000, device=device)
         graph, _ = captured(partial(torch.mul, x, 2))
         del x
@@ -207,7 +207,7 @@ class TestMemory:
 
 
 class TestRaces:
-    """Replays are ordered by what streams wait for, as all else."""
+    """Replays are ordered by waits of streams, like other work."""
 
     def test_inputs_that_change_while_a_replay_reads_them(self, sim, device, side, captured):
         """On another stream than the replay's."""
@@ -229,7 +229,7 @@ class TestRaces:
         assert sim.races() == []
 
     def test_results_that_nobody_waited_for(self, sim, device, side, captured):
-        """Read on another stream; and read still when the next replay writes."""
+        """Read on another stream, also while the next replay writes."""
         x = torch.ones(3, device=device)
         graph, y = captured(lambda: x * 2)
         graph.replay()
@@ -243,7 +243,7 @@ class TestRaces:
         assert "still read by add" in sim.races()[0]
 
     def test_one_graph_waits_for_its_own_last_replay(self, sim, device, side, captured):
-        """On whatever stream that was; others that use the result do not."""
+        """On any stream; other users of the result do not wait."""
         count = torch.zeros(1, device=device)
         graph, _ = captured(lambda: count.add_(1))
         sim.synchronize()
@@ -260,7 +260,7 @@ class TestRaces:
         assert "without waiting for add" in sim.races()[0]
 
     def test_two_graphs_of_one_pool_at_the_same_time(self, sim, device, side, captured):
-        """They write to the same memory; one after the other they may."""
+        """They write to the same memory, so they must run one after the other."""
         pool = sim.graph_pool_handle()
         x = torch.ones(1000, device=device)
 
@@ -280,7 +280,7 @@ class TestRaces:
         assert sim.races() == []
 
     def test_a_branch_that_reads_what_its_owner_frees(self, sim, device, side):
-        """The allocator hands it out again within the capture, so each replay races."""
+        """The allocator reuses it within the capture, so each replay races."""
         x = torch.ones(1000, device=device)
 
         def work(recorded):

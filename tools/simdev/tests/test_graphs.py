@@ -1,4 +1,4 @@
-"""Graphs: what is captured, what may not be, what a replay does and what it races with."""
+"""Graphs: captures, operations that a capture forbids, replays and their races."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 @pytest.mark.parametrize("captured", ["simdev", "accelerator"], indirect=True)
 def test_what_is_captured_runs_when_it_is_replayed_and_not_before(sim, device, captured):
-    """Each time anew, on the values that are there then."""
+    """Each replay uses the current values."""
     x = torch.ones(3, device=device)
     count = torch.zeros(1, device=device)
     graph, y = captured(lambda: (count.add_(1), x * 2)[1])
@@ -25,7 +25,7 @@ def test_what_is_captured_runs_when_it_is_replayed_and_not_before(sim, device, c
 
 
 def test_only_the_capturing_stream_says_that_it_captures(sim, device, side):
-    """In any thread where it is current."""
+    """In every thread in which it is current."""
     inner = []
     assert not sim.is_current_stream_capturing()
     with sim.graph(sim.Graph()):
@@ -37,7 +37,7 @@ def test_only_the_capturing_stream_says_that_it_captures(sim, device, side):
     assert not sim.is_current_stream_capturing()
 
 
-# What may not be done in a capture, given a tensor of the device and an event of before.
+# Operations that a capture forbids, with a tensor of the device and an earlier event.
 FORBIDDEN = {
     "item": (lambda sim, x, _: x.sum().item(), "the host waits for stream"),
     "synchronize": (lambda sim, x, _: sim.synchronize(), "the host waits for the device"),
@@ -69,7 +69,7 @@ FORBIDDEN = {
 
 @pytest.mark.parametrize("name", FORBIDDEN)
 def test_what_may_not_be_captured_breaks_the_capture(sim, device, name):
-    """It says what it was, at once and at the end; the device is as before then."""
+    """The error names it, at once and at the end; the device is then as before."""
     act, told = FORBIDDEN[name]
     x = torch.ones(3, device=device)
     event = sim.current_stream().record_event()
@@ -90,7 +90,7 @@ def test_what_may_not_be_captured_breaks_the_capture(sim, device, name):
 
 
 def test_a_broken_capture_takes_nothing_more(sim, device):
-    """Though whoever broke it went on."""
+    """Although the program continues after the error."""
     x = torch.ones(3, device=device)
     with pytest.raises(RuntimeError, match="previous error"), sim.graph(sim.Graph()):
         with pytest.raises(RuntimeError, match="not permitted"):
@@ -104,7 +104,7 @@ def test_a_broken_capture_takes_nothing_more(sim, device):
     ("mode", "breaks"), [("global", True), ("thread_local", False), ("relaxed", False)]
 )
 def test_what_another_thread_asks_breaks_a_global_capture(sim, device, mode, breaks):
-    """As a thread does that watches events while the main one captures."""
+    """Such as a thread that polls events while the main thread captures."""
     event = sim.current_stream().record_event()
     seen = []
 
@@ -135,7 +135,7 @@ def test_what_another_thread_asks_breaks_a_global_capture(sim, device, mode, bre
 
 
 def test_memory_made_outside_of_the_pool_breaks_a_capture(sim, device, side):
-    """On a stream that is not of it; memory that is there already may be handed out."""
+    """On a stream outside of the capture; existing memory may be reused."""
     main = sim.Stream(device)
     with sim.stream(side):
         there = torch.empty(50_000, device=device)
@@ -153,13 +153,13 @@ def test_memory_made_outside_of_the_pool_breaks_a_capture(sim, device, side):
 
 
 def test_the_default_stream_cannot_be_captured(sim):
-    """As torch says of CUDA's."""
+    """With torch's message for CUDA."""
     with pytest.raises(RuntimeError, match="not a device's default one"):
         sim.Graph().capture_begin()
 
 
 def test_a_capture_begins_once_and_ends_where_it_began(sim, device, side, captured):
-    """On a stream, of a graph, and of a pool; what was asked for in vain breaks nothing."""
+    """On its stream, graph and pool; refused calls break nothing."""
     x, pool = torch.ones(3, device=device), sim.graph_pool_handle()
     graph, y = captured(lambda: x + 1, pool=pool)
     with pytest.raises(RuntimeError, match="captured already"), sim.stream(side):
@@ -181,7 +181,7 @@ def test_a_capture_begins_once_and_ends_where_it_began(sim, device, side, captur
 
 
 def test_a_capture_may_be_given_up(sim, device, side):
-    """Its stream runs what it is given again, and the graph may capture something else."""
+    """Its stream runs operations again, and the graph may capture something else."""
     x, graph = torch.ones(3, device=device), sim.Graph()
     sim.synchronize()
     with sim.stream(side):
@@ -215,7 +215,7 @@ def test_branches_of_graphs_that_are_gone_are_used_again(sim, device, side):
 
 
 def test_a_graph_is_not_replayed_in_a_capture(sim, device, captured):
-    """That is not simulated."""
+    """This is not simulated."""
     x = torch.ones(3, device=device)
     graph, _ = captured(lambda: x + 1)
     with pytest.raises(RuntimeError, match="replayed in a capture"), sim.graph(sim.Graph()):
@@ -223,7 +223,7 @@ def test_a_graph_is_not_replayed_in_a_capture(sim, device, captured):
 
 
 def test_a_device_without_a_capture_may_be_waited_for(sim, device):
-    """In a relaxed capture, of the other device."""
+    """In a relaxed capture, for the other device."""
     x = torch.ones(3, device=device)
     graph = sim.Graph()
     with sim.graph(graph, capture_error_mode="relaxed"):
@@ -234,7 +234,7 @@ def test_a_device_without_a_capture_may_be_waited_for(sim, device):
 
 
 def test_an_event_of_a_capture_is_of_no_use_after_it(sim, device, captured):
-    """Neither to the host nor to a stream."""
+    """Neither for the host nor for a stream."""
     x = torch.ones(3, device=device)
     events = []
     captured(lambda: (x.add_(1), events.append(sim.current_stream().record_event())))
@@ -244,7 +244,7 @@ def test_an_event_of_a_capture_is_of_no_use_after_it(sim, device, captured):
 
 
 def test_a_stream_that_joined_has_to_be_waited_for(sim, device, side):
-    """It says which; with the wait the branch is part of each replay."""
+    """The error names the stream; with the join its branch is part of each replay."""
     x = torch.ones(3, device=device)
 
     def branch(join):
@@ -267,7 +267,7 @@ def test_a_stream_that_joined_has_to_be_waited_for(sim, device, side):
 
 
 def test_streams_of_two_captures_do_not_meet(sim, device, side):
-    """In one thread each, as each breaks if another one waits."""
+    """Each in its own thread; a wait between them breaks both."""
     first, second = sim.Graph(), sim.Graph()
     with sim.stream(side):
         first.capture_begin(capture_error_mode="relaxed")
@@ -284,7 +284,7 @@ def test_streams_of_two_captures_do_not_meet(sim, device, side):
 
 
 def test_branches_run_beside_each_other(sim, device, side):
-    """Three kernels, two of them side by side, in virtual time."""
+    """Three kernels, two of them in parallel, in virtual time."""
     x = torch.ones(3, device=device)
     sim.simulate(kernel_us=10, virtual=True)
     graph = sim.Graph()
@@ -308,7 +308,7 @@ def test_branches_run_beside_each_other(sim, device, side):
 
 
 def test_a_kernel_can_fail_in_a_replay(sim, device, captured):
-    """Where it stands, each time it is counted."""
+    """At its position, in each counted replay."""
     x = torch.ones(3, device=device)
     graph, _ = captured(lambda: x.mul_(2).add_(1))
     sim.fail_later("add")
@@ -319,7 +319,7 @@ def test_a_kernel_can_fail_in_a_replay(sim, device, captured):
 
 
 def test_random_numbers_are_new_in_each_replay_and_the_seed_s(sim, device, captured):
-    """And the same again where their state is set back in the capture."""
+    """And the same again if their state is set back in the capture."""
     x = torch.ones(64, device=device)
 
     def twice():
@@ -343,7 +343,7 @@ def test_random_numbers_are_new_in_each_replay_and_the_seed_s(sim, device, captu
 
 
 def test_random_state_does_not_cross_the_border_of_a_capture(sim, device):
-    """A state of before says nothing of what a replay will draw."""
+    """A state from before does not determine the numbers of a replay."""
     state = sim.get_rng_state()
     inner = []
     with sim.graph(sim.Graph()):
@@ -358,7 +358,7 @@ def test_random_state_does_not_cross_the_border_of_a_capture(sim, device):
 
 
 def test_a_step_of_training_is_captured(sim, device):
-    """Forward, backward on its own thread and update, replayed on new inputs: the eager values."""
+    """Forward, backward in its own thread and update, replayed with new inputs, equal eager."""
 
     def model():
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Training on the device gives what the CPU gives."""
+"""Training on the device gives the CPU's results."""
 
 from __future__ import annotations
 
@@ -17,14 +17,12 @@ MODELS = {
 
 
 class Indices(nn.Module):
-    """Numbers as indices."""
-
     def forward(self, x):
         return (x.detach().abs() * 3).long().clamp(max=9)
 
 
 def train(model, x, device, **options):
-    """Gradients and parameters after two steps."""
+    """Return gradients and parameters after two steps."""
     model = copy.deepcopy(model).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, eps=1e-2, **options)
     for _ in range(2):
@@ -37,8 +35,9 @@ def train(model, x, device, **options):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": True}], ids=str)
 def test_training_gives_what_it_gives_on_the_cpu(sim, device, name, options):
-    """Forward, backward and each kind of optimizer step, but for rounding: torch takes other paths
-    for tensors of the CPU."""
+    """Forward, backward and each kind of optimizer step, up to rounding: torch has other
+    implementations for CPU tensors.
+    """
     model, x = MODELS[name](), torch.randn(4, 6, 16)
     expected = train(model, x, "cpu", **options)
     sim.simulate(kernel_us=20, jitter=True)
@@ -48,7 +47,7 @@ def test_training_gives_what_it_gives_on_the_cpu(sim, device, name, options):
 
 
 def test_random_numbers_are_replayed_from_a_state(sim, device):
-    """Each device has a generator of its own."""
+    """Each device has its own generator."""
     x = torch.ones(64, device=device)
     state = sim.get_rng_state(device)
     a, b = (torch.dropout(x, 0.5, True) for _ in range(2))
@@ -73,6 +72,6 @@ def test_autocast_and_devices_mixed_up(sim, device):
 
 
 def test_errors_of_the_kernels_come_at_once(sim, device):
-    """As they do where shapes are checked before anything is queued."""
+    """Shapes are checked before a kernel is queued."""
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         torch.ones(2, 3, device=device) @ torch.ones(2, 3, device=device)

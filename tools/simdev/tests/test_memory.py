@@ -1,4 +1,4 @@
-"""The allocator's rules, and memory that is out where a test says so."""
+"""The allocator's rules, and running out of memory at a chosen size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MIB = 2**20
 
 
 def test_freed_memory_is_handed_out_again_on_its_own_stream(sim, device, side):
-    """At once, though kernels that use it are still queued; on another stream it is not."""
+    """At once, although kernels that use it are still queued; not on another stream."""
     with sim.stalled():
         a = torch.ones(256, device=device)
         place = a.data_ptr()
@@ -24,7 +24,7 @@ def test_freed_memory_is_handed_out_again_on_its_own_stream(sim, device, side):
 
 
 def test_a_recorded_stream_holds_memory_back_until_the_host_sees_it_done(sim, device, side):
-    """What `record_stream` costs a host that is ahead: allocated no more, but not free either."""
+    """With `record_stream` and a host that is ahead: no longer allocated, but not free either."""
     a = torch.ones(MIB // 4, device=device)
     side.wait_stream(sim.current_stream())
     before = sim.memory()
@@ -34,7 +34,7 @@ def test_a_recorded_stream_holds_memory_back_until_the_host_sees_it_done(sim, de
         a.record_stream(side)
         del a
         held = sim.memory()
-        assert held["allocated"] <= before["allocated"] - MIB + 4096 + MIB  # mul's result
+        assert held["allocated"] <= before["allocated"] - MIB + 4096 + MIB  # the result of mul
         assert held["active"] >= before["active"]
     sim.synchronize()
     gc.collect()
@@ -42,7 +42,7 @@ def test_a_recorded_stream_holds_memory_back_until_the_host_sees_it_done(sim, de
 
 
 def test_recording_the_owner_costs_nothing(sim, device):
-    """As with CUDA's allocator: its own order protects it."""
+    """As with CUDA's allocator: the stream's order protects the memory."""
     with sim.stalled():
         a = torch.ones(MIB // 4, device=device)
         before = sim.memory()["active"]
@@ -52,7 +52,7 @@ def test_recording_the_owner_costs_nothing(sim, device):
 
 
 def test_what_is_freed_is_poisoned(sim, device):
-    """So that its next owner does not find by chance what it forgot to write."""
+    """So that its next owner cannot find valid values by chance."""
     a = torch.ones(256, device=device)
     del a
     b = torch.empty(256, device=device)
@@ -61,7 +61,7 @@ def test_what_is_freed_is_poisoned(sim, device):
 
 @pytest.mark.parametrize("free_first", [False, True])
 def test_memory_is_out_at_the_byte_that_was_chosen(sim, device, free_first):
-    """What is only kept for later requests is given up before."""
+    """Cached memory is released first."""
     sim.empty_cache()
     used = sim.memory()["reserved"]
     a = torch.empty(MIB, dtype=torch.uint8, device=device)
@@ -78,7 +78,7 @@ def test_memory_is_out_at_the_byte_that_was_chosen(sim, device, free_first):
 
 
 def test_out_of_memory_waits_for_what_is_held_back_first(sim, device, side):
-    """As the real one, which stands still rather than fail."""
+    """Like CUDA's allocator, which waits instead of failing."""
     sim.empty_cache()
     a = torch.empty(MIB, dtype=torch.uint8, device=device)
     sim.limit(sim.memory()["reserved"] + MIB // 2)
@@ -92,7 +92,7 @@ def test_out_of_memory_waits_for_what_is_held_back_first(sim, device, side):
 
 
 def test_pinned_memory_is_out_at_the_byte_that_was_chosen(sim):
-    """It comes in powers of two, as CUDA's does."""
+    """Sizes are powers of two, as on CUDA."""
     used = sim.pinned_memory()["reserved"]
     sim.limit_pinned(used + 2 * MIB)
     a = torch.empty(MIB + 1, dtype=torch.uint8, pin_memory=True)
@@ -103,7 +103,7 @@ def test_pinned_memory_is_out_at_the_byte_that_was_chosen(sim):
 
 
 def test_torch_reports_the_same_numbers(sim, device):
-    """Through its own functions for whatever accelerator there is."""
+    """By its functions for any accelerator."""
     a = torch.empty(MIB, dtype=torch.uint8, device=device)
     assert torch.accelerator.memory_allocated() == sim.memory()["allocated"]
     assert torch.accelerator.memory_reserved() == sim.memory()["reserved"]
@@ -114,7 +114,7 @@ def test_torch_reports_the_same_numbers(sim, device):
 
 
 def test_storages_can_be_emptied_and_filled_again(sim, device):
-    """As libraries that shard do."""
+    """As sharding libraries do."""
     a = torch.ones(4, device=device)
     a.untyped_storage().resize_(0)
     a.untyped_storage().resize_(16)

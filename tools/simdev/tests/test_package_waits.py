@@ -1,8 +1,8 @@
-"""Scenarios in which a package must wait: each of these fails if its wait is missing.
+"""Scenarios in which a package must wait; each fails if the wait is missing.
 
-Time is virtual and the host is as far ahead as it can be, so nothing has happened on the device
-before somebody waits for it. Only public functions are used. A test names the wait that it is for;
-what two ranks wait for is in test_sharded.py and test_sharded_calls.py.
+Time is virtual and the host is as far ahead as possible, so nothing has run on the device before
+something waits for it. Only public functions are used. The tests with two ranks are in
+test_sharded.py and test_sharded_calls.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x):
-        """(rows, width) to the same."""
         return self.down(nn.functional.gelu(self.up(x)))
 
 
@@ -45,7 +44,6 @@ class Region(nn.Module):
         self.block = block
 
     def forward(self, x):
-        """As the block."""
         policy = sac_policies.offload("aten.addmm", "aten.gelu")
         return sac_policies.checkpoint(self.block, x, policy=policy)
 
@@ -56,19 +54,19 @@ any_copies = pytest.mark.parametrize("costs", [AHEAD, SLOW], ids=["quick copies"
 
 
 def stack(count=4, where=ZERO, way=None):
-    """Some blocks on a device, the same weights each time."""
+    """Return some blocks on a device, with the same weights each time."""
     torch.manual_seed(0)
     blocks = [Block().to(where) for _ in range(count)]
     return nn.Sequential(*(way(block) if way else block for block in blocks))
 
 
 def batch(where=ZERO):
-    """An input that needs a gradient."""
+    """Return a batch that requires a gradient."""
     return torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH).to(where).requires_grad_()
 
 
 def gradients(sim, step, models, x, costs):
-    """Of the models and the input after a step, on the host; no race may be reported."""
+    """Return gradients of models and input after a step, on the host; races fail."""
     sim.synchronize_all()
     sim.simulate(**costs)
     step(*models, x)
@@ -77,7 +75,7 @@ def gradients(sim, step, models, x, costs):
 
 
 def assert_plain(sim, step, way, costs, *, where=(ZERO,), given=ZERO):
-    """A step with all blocks changed gives the plain gradients, bit for bit."""
+    """Assert that a step with all blocks changed has bit-identical gradients."""
     plain, changed = (
         gradients(sim, step, [stack(4, each, how) for each in where], batch(given), costs)
         for how in (None, way)
@@ -94,12 +92,12 @@ def one_stream(model, x):
 @both_packages
 @any_copies
 def test_copies_wait_for_the_stream_that_computes(sim, way, costs):
-    """A copy out for the value; a copy in for its memory; the reader for the copy in."""
+    """A copy out waits for the value, a copy in for its memory, the reader for the copy in."""
     assert_plain(sim, one_stream, way, costs)
 
 
 def two_streams(model, x):
-    """The second half of a model on another stream, so that backward reads on both."""
+    """The second half of a model is on another stream, so backward reads on both."""
     main, side = torch.accelerator.current_stream(ZERO), torch.Stream(ZERO)
     h = model[:2](x)
     side.wait_stream(main)
@@ -115,12 +113,12 @@ def two_streams(model, x):
 @both_packages
 @any_copies
 def test_a_value_is_ready_on_the_stream_that_reads_it(sim, way, costs):
-    """A value fetched early is for a stream other than the current one (D4)."""
+    """A prefetched value is for a stream other than the current one."""
     assert_plain(sim, two_streams, way, costs)
 
 
 def test_memory_of_another_stream_is_kept_until_it_is_copied(sim):
-    """The graph alone holds a tensor that was made on another stream: `record_stream` is needed."""
+    """Only the graph holds a tensor from another stream, so `record_stream` is needed."""
     main, side = torch.accelerator.current_stream(ZERO), torch.Stream(ZERO)
     model = stack(3, way=offload_)
     sim.simulate(**SLOW)
@@ -129,7 +127,7 @@ def test_memory_of_another_stream_is_kept_until_it_is_copied(sim):
     side.wait_stream(main)
     with side:
         h = model(h)
-    torch.zeros(ROWS, WIDTH, device=ZERO)  # takes the memory of x * 2 if it is free
+    torch.zeros(ROWS, WIDTH, device=ZERO)  # reuses the memory of x * 2 if it is free
     main.wait_stream(side)
     h.sum().backward()
     main.wait_stream(side)
@@ -137,7 +135,7 @@ def test_memory_of_another_stream_is_kept_until_it_is_copied(sim):
 
 
 def saved_values(loss):
-    """Sums of all that the nodes of a graph saved, read on the current stream."""
+    """Return sums of all values that a graph's nodes saved, read on the current stream."""
     sums, nodes = [], [loss.grad_fn]
     for node in nodes:
         nodes += [before for before, _ in node.next_functions if before is not None]
@@ -150,7 +148,7 @@ def saved_values(loss):
 @both_packages
 @any_copies
 def test_a_value_is_ready_whichever_device_is_current(sim, way, costs):
-    """Device 0 is current while values of device 1 are read (D1)."""
+    """Device 0 is current while values of device 1 are read."""
     found = []
     for how in (None, way):
         loss = stack(2, ONE, how)(batch(ONE)).square().sum()
@@ -165,7 +163,7 @@ def test_a_value_is_ready_whichever_device_is_current(sim, way, costs):
 @both_packages
 @any_copies
 def test_a_value_read_on_another_stream_is_not_freed_early(sim, way, costs):
-    """The memory belongs to the main stream, which computes on while the side stream reads."""
+    """The memory belongs to the main stream, which continues while the side stream reads."""
     main, side = torch.accelerator.current_stream(ZERO), torch.Stream(ZERO)
     found = []
     for how in (None, way):
@@ -176,7 +174,7 @@ def test_a_value_read_on_another_stream_is_not_freed_early(sim, way, costs):
         with side:
             read = saved_values(loss)
         for _ in range(4):
-            torch.zeros(ROWS, 4 * WIDTH, device=ZERO)  # takes what is free of the main stream
+            torch.zeros(ROWS, 4 * WIDTH, device=ZERO)  # reuses free memory of the main stream
         main.wait_stream(side)
         found.append(read.cpu())
         assert sim.races() == []
@@ -184,20 +182,20 @@ def test_a_value_read_on_another_stream_is_not_freed_early(sim, way, costs):
 
 
 def two_devices(first, second, x):
-    """A backward thread for each device, at the same time."""
+    """Two backward threads at the same time, one per device."""
     (first(x).square().sum() + second(x.to(ONE)).square().sum().to(ZERO)).backward()
 
 
 @both_packages
 @any_copies
 def test_backward_threads_of_two_devices_do_not_meet(sim, way, costs):
-    """Each device has copies, streams and pinned memory of its own in flight (D1, D2)."""
+    """Each device has separate copies, streams and pinned memory in flight."""
     assert_plain(sim, two_devices, way, costs, where=(ZERO, ONE))
 
 
 @pytest.mark.parametrize("costs", [AHEAD, SLOW], ids=["quick copies", "slow copies"])
 def test_pinned_memory_is_reused_after_its_last_copy(sim, costs):
-    """Device 1 still reads it while device 0 asks for pinned memory (D1)."""
+    """Device 1 still reads it while device 0 requests pinned memory."""
     found = []
     for how in (None, offload_):
         first, second = stack(3, ZERO, how), stack(3, ONE, how)
@@ -216,7 +214,7 @@ def test_pinned_memory_is_reused_after_its_last_copy(sim, costs):
 
 @both_packages
 def test_a_dropped_graph_frees_memory_after_its_copies(sim, way):
-    """No backward: the memory may be used again only when the copies out have ended."""
+    """Without backward, the memory may be reused only after the copies out."""
     model, x = stack(3, way=way), batch()
     sim.simulate(**SLOW)
     model(x)
@@ -229,10 +227,10 @@ def test_a_dropped_graph_frees_memory_after_its_copies(sim, way):
 
 @both_packages
 def test_copies_run_beside_the_computation(sim, way):
-    """A copy is on a stream of its own and to pinned memory, so nothing waits for it."""
+    """A copy has its own stream and pinned memory, so nothing waits for it."""
     layer = way(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()).to(ZERO))
     x = batch()
-    for _ in range(2):  # streams and buffers are made in the first step
+    for _ in range(2):  # the first step creates streams and buffers
         sim.synchronize_all()
         sim.simulate(virtual=True, kernel_us=100, copy_us=100_000)
         before = sim.host_us()
@@ -241,11 +239,11 @@ def test_copies_run_beside_the_computation(sim, way):
         took = sim.host_us() - before
         sim.simulate()
         loss.backward()
-    assert took < 200_000  # two copies, of which sac-policies waits for one
+    assert took < 200_000  # two copies; sac-policies waits for one
 
 
 def peak(sim, way, costs):
-    """The most bytes reserved in a second step, beyond the weights."""
+    """Return the peak of reserved bytes in a second step, without the weights."""
     model = stack(12, way=way)
     for _ in range(2):
         x = batch()
@@ -265,13 +263,13 @@ def peak(sim, way, costs):
 
 @both_packages
 def test_memory_is_freed_however_far_ahead_the_host_is(sim, way):
-    """The device waits for the oldest copy, so that its memory is reused (D5)."""
+    """The device waits for the oldest copy, so that its memory is reused."""
     assert peak(sim, way, AHEAD) < 0.75 * peak(sim, None, AHEAD)
 
 
 @both_packages
 def test_nothing_is_held_after_backward(sim, way):
-    """Also if copies were slow and nothing is called later (D7)."""
+    """Also if copies are slow and nothing is called afterwards."""
     model = stack(4, way=way)
     for costs in ({}, SLOW):
         x = batch()
@@ -290,7 +288,7 @@ def test_nothing_is_held_after_backward(sim, way):
 
 @any_copies
 def test_an_in_place_change_is_an_error_however_far_the_copy_is(sim, costs):
-    """Not only while the source happens to be on the device (D3)."""
+    """Also if the copy has finished."""
     model = stack(1, way=offload_)
     x = batch()
     sim.simulate(**costs)
@@ -300,12 +298,12 @@ def test_an_in_place_change_is_an_error_however_far_the_copy_is(sim, costs):
         h.add_(1)
     with pytest.raises(OffloadError, match="in place"):
         loss.backward()
-    sim.races()  # the change races with the copy, which is why it is an error
+    sim.races()  # the change races with the copy
 
 
 @pytest.mark.parametrize("costs", [{"copy_us": 3000}, SLOW], ids=["late", "virtual"])
 def test_pack_hooks_of_the_user_get_bytes_that_have_arrived(sim, costs):
-    """The hook reads on the host at once (D6)."""
+    """The hook reads on the host at once."""
 
     def hooked(model, x):
         with saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
@@ -316,7 +314,7 @@ def test_pack_hooks_of_the_user_get_bytes_that_have_arrived(sim, costs):
 
 
 def test_device_time_is_read_after_the_device_is_done(sim):
-    """The host waits for the device before it asks events for their times."""
+    """The host waits for the device before it reads the times of events."""
     model, x = stack(2), batch()
     sim.simulate(virtual=True, kernel_us=2000)
     with profile_time(model, clock="device") as report:
@@ -325,7 +323,7 @@ def test_device_time_is_read_after_the_device_is_done(sim):
 
 
 def test_device_time_is_that_of_the_modules_device(sim):
-    """Only device 0 is current (D9)."""
+    """Although device 0 is current."""
     model, y = nn.Bilinear(4, 4, 4).to(ONE), torch.ones(4, 4, device=ONE).requires_grad_()
     sim.simulate(virtual=True, kernel_us=2000)
     with profile_time(model, clock="device") as report:
@@ -345,7 +343,7 @@ def test_device_time_of_two_devices_is_refused(sim):
 
 
 def trained(offloaded, sim, device):
-    """Parameters after three steps of AdamW, with its state on the host or not."""
+    """Return parameters after three steps of AdamW, with its state on the host or not."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -362,6 +360,6 @@ def trained(offloaded, sim, device):
 
 
 def test_optimizer_state_moves_between_host_and_device_in_order(sim, device):
-    """Stored after the step has computed it, fetched before the next one reads it."""
+    """Written after the step has computed it, read before the next step uses it."""
     plain, offloaded = (trained(each, sim, device) for each in (False, True))
     assert all(map(torch.equal, plain, offloaded))

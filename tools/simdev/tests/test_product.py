@@ -1,4 +1,4 @@
-"""Every way of saving memory in the situations with streams, threads, graphs and faults."""
+"""Every way of saving memory in situations with streams, threads, graphs and faults."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HARD = (
     *sorted(ways.FAULTS),
 )
 CELLS = [cell for cell in product.cells_of(ways.WAYS) if cell.split("/")[1] in HARD]
-# Runs that found a defect once.
+# Runs that once found a defect.
 REGRESSIONS = [
     ("offload by policy/slow copies", 0),
     ("offload by policy/two streams", 1),
@@ -46,18 +46,16 @@ def test_no_race_and_plain_gradients(sim, cell, seed):
 
 @pytest.mark.parametrize(("cell", "seed"), REGRESSIONS)
 def test_no_race_where_one_was_found_before(sim, cell, seed):
-    """In one process."""
     assert product.run(*cell.split("/"), seed) == ([], "")
 
 
 @pytest.mark.parametrize(("cell", "seed"), SHARDED_REGRESSIONS)
 def test_no_race_where_two_ranks_had_one_before(sim, cell, seed):
-    """On two ranks."""
     assert product.run_on_ranks([cell], seed) == {cell: ([], "")}
 
 
 class Careless(nn.Module):
-    """A block whose saved tensors go to the host on another stream, without any wait."""
+    """A block that copies saved tensors to the host on another stream, without any wait."""
 
     def __init__(self, block):
         super().__init__()
@@ -69,20 +67,19 @@ class Careless(nn.Module):
             return host.copy_(tensor, non_blocking=True)
 
     def forward(self, x):
-        """(rows, width) to the same."""
         with torch.autograd.graph.saved_tensors_hooks(self.pack, lambda host: host.to(ways.ZERO)):
             return self.block(x)
 
 
 def test_race_of_a_missing_wait_is_reported(sim, monkeypatch):
-    """Or all runs above would say nothing."""
+    """Otherwise the runs above would prove nothing."""
     monkeypatch.setitem(product.ALL, "careless", Careless)
     races, wrong = product.run("careless", "host far ahead", 7)
     assert races or wrong
 
 
 def test_fault_without_an_error_is_reported(sim, monkeypatch):
-    """A program that goes on after a failed copy must have seen an error."""
+    """After a failed copy the program must get an error."""
     monkeypatch.setattr(ways, "_told", lambda step: step() or False)
     _, wrong = product.run("offload", "failing copy out", 7)
     assert "nobody was told of the fault" in wrong or "a fault was asked for" in wrong

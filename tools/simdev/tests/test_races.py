@@ -1,4 +1,4 @@
-"""What must be reported, and the same programs done right, of which nothing may be."""
+"""Programs with races, which must be reported, and right ones, for which nothing may be."""
 
 from __future__ import annotations
 
@@ -9,22 +9,19 @@ import torch
 
 
 def tensor(device):
-    """A thousand ones."""
     return torch.ones(1000, device=device)
 
 
 def pinned():
-    """Pinned memory for them."""
     return torch.empty(1000, pin_memory=True)
 
 
 def main_stream():
-    """The current one."""
     return torch.simdev.current_stream()
 
 
 def test_reading_what_another_stream_writes_is_reported(sim, device, side):
-    """The copy's stream did not wait for the kernel that makes the tensor."""
+    """The copy's stream did not wait for the kernel that writes the tensor."""
     a, host = tensor(device), pinned()
     sim.races()
     a.add_(1)
@@ -37,7 +34,7 @@ def test_reading_what_another_stream_writes_is_reported(sim, device, side):
 
 @pytest.mark.parametrize("how", ["stream", "event", "host"])
 def test_reading_after_a_wait_is_right(sim, device, side, how):
-    """For the stream, for an event on it, or on the host."""
+    """A wait of the stream, of an event on it, or of the host."""
     a, host = tensor(device), pinned()
     a.add_(1)
     if how == "stream":
@@ -53,7 +50,7 @@ def test_reading_after_a_wait_is_right(sim, device, side, how):
 
 
 def test_an_event_that_came_too_early_is_no_wait(sim, device, side):
-    """It says nothing about what was queued after it."""
+    """It does not cover operations queued after it."""
     a = tensor(device)
     event = main_stream().record_event()
     a.add_(1)
@@ -64,7 +61,7 @@ def test_an_event_that_came_too_early_is_no_wait(sim, device, side):
 
 
 def test_writing_what_another_stream_reads_is_reported(sim, device, side):
-    """Two reads at a time are right, a write beside a read is not."""
+    """Two concurrent reads are right; a concurrent write is not."""
     a = tensor(device)
     side.wait_stream(main_stream())
     with sim.stream(side):
@@ -80,7 +77,7 @@ def test_writing_what_another_stream_reads_is_reported(sim, device, side):
 
 
 def test_freeing_what_another_stream_reads_is_reported(sim, device, side):
-    """Its own stream may hand the memory out again at once."""
+    """The owner's stream may reuse the memory at once."""
     a, host = tensor(device), pinned()
     side.wait_stream(main_stream())
     with sim.stream(side):
@@ -92,7 +89,7 @@ def test_freeing_what_another_stream_reads_is_reported(sim, device, side):
 
 @pytest.mark.parametrize("how", ["record", "wait", "host"])
 def test_freeing_is_right_once_the_owner_waits_or_was_told(sim, device, side, how):
-    """By `record_stream`, a wait of the stream it belongs to, or one of the host."""
+    """By `record_stream`, a wait of the owner's stream, or a wait of the host."""
     a, host = tensor(device), pinned()
     side.wait_stream(main_stream())
     with sim.stream(side):
@@ -109,7 +106,7 @@ def test_freeing_is_right_once_the_owner_waits_or_was_told(sim, device, side, ho
 
 
 def test_memory_handed_to_another_stream_is_waited_for(sim, device, side):
-    """A fresh tensor may lie where the stream's last kernel still reads."""
+    """A new tensor may reuse memory that the stream's last kernel still reads."""
     a = tensor(device)
     with sim.stream(side):
         a.zero_()
@@ -117,7 +114,7 @@ def test_memory_handed_to_another_stream_is_waited_for(sim, device, side):
 
 
 def test_using_one_devices_tensor_from_another_devices_stream_is_ordered(sim, device):
-    """Copies between devices wait for both of them, as CUDA's do."""
+    """Copies between devices wait for both, as on CUDA."""
     a = tensor(device)
     b = a.to("simdev:1")
     assert torch.equal((b + 1).cpu(), (a + 1).cpu())
@@ -126,7 +123,7 @@ def test_using_one_devices_tensor_from_another_devices_stream_is_ordered(sim, de
 
 @pytest.mark.parametrize("how", ["torch", "list", "numpy"])
 def test_pinned_memory_that_the_host_reads_too_early_is_reported(sim, device, how):
-    """However it reads; it finds what was there before."""
+    """By any way of reading; it finds the old contents."""
     a, host = tensor(device), pinned().fill_(5)
     with sim.stalled():
         host.copy_(a, non_blocking=True)
@@ -139,7 +136,7 @@ def test_pinned_memory_that_the_host_reads_too_early_is_reported(sim, device, ho
 
 @pytest.mark.parametrize("how", ["device", "event", "query"])
 def test_pinned_memory_may_be_read_once_the_host_knows_the_copy_done(sim, device, how):
-    """By a wait or an answer; the events of others say nothing about it."""
+    """By a wait or a query; events of other streams do not count."""
     a, host = tensor(device), pinned()
     early = main_stream().record_event()
     host.copy_(a, non_blocking=True)
@@ -157,7 +154,7 @@ def test_pinned_memory_may_be_read_once_the_host_knows_the_copy_done(sim, device
 
 
 def test_pinned_memory_that_the_host_writes_too_early_is_reported(sim, device):
-    """Reading beside a copy from it is right."""
+    """Reading during a copy from it is right."""
     host = pinned().fill_(1)
     with sim.stalled():
         a = host.to(device, non_blocking=True)
@@ -171,7 +168,7 @@ def test_pinned_memory_that_the_host_writes_too_early_is_reported(sim, device):
 
 
 def test_pinned_memory_goes_back_when_its_copies_are_done(sim, device):
-    """And not to the next request before that."""
+    """It is not reused before."""
     a, host = tensor(device), pinned()
     place = host.data_ptr()
     with sim.stalled():
@@ -185,7 +182,7 @@ def test_pinned_memory_goes_back_when_its_copies_are_done(sim, device):
 
 
 def test_autograd_on_one_stream_has_no_race(sim, device):
-    """Backward threads wait as torch has them wait."""
+    """Backward threads wait as torch makes them."""
     sim.simulate(kernel_us=200, jitter=True)
     w = torch.randn(8, 8, device=device, requires_grad=True)
     loss = (torch.tanh(w @ w) @ w).sum()
@@ -196,7 +193,7 @@ def test_autograd_on_one_stream_has_no_race(sim, device):
 
 
 def test_nothing_is_reported_where_checks_are_off(sim, device, side):
-    """For programs that are to be timed."""
+    """For programs that measure time."""
     sim.simulate(check=False)
     a = tensor(device)
     with sim.stream(side):

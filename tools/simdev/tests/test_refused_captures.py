@@ -1,7 +1,7 @@
-"""flat-param's sharded modules after a capture that came to nothing, on two ranks.
+"""flat-param's sharded modules after an abandoned capture, on two ranks.
 
-What a capture has noted never ran. Ranks then have to be in the state before it, whatever each of
-them was at, or they wait for each other for ever.
+The captured operations never ran. Each rank must then be in the state before the capture, or ranks
+wait for each other forever.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ SCALES = (0.5, -1.0)
 
 
 def host_reads(*_):
-    """What a capture does not allow."""
+    """Read a value on the host, which a capture forbids."""
     torch.ones(1, device="simdev:0").item()
 
 
 def stops(*_):
-    """What has nothing to do with the device."""
+    """Raise an error unrelated to the device."""
     raise RuntimeError("the capture is given up")
 
 
@@ -38,11 +38,11 @@ def in_forward(block, act):
 
 
 def in_backward(block, act):
-    """When backward comes to a block."""
+    """When backward reaches a block."""
     return block.register_forward_hook(lambda _, args, output: output.register_hook(act) and None)
 
 
-# Where it ends, and on which ranks; None: at its end, by a parameter without a gradient.
+# Where the capture ends, and on which ranks; None: at its end, by a parameter without gradient.
 ENDS = {
     "no gradient": None,
     "host reads in forward": (in_forward, host_reads, (0, 1)),
@@ -56,7 +56,7 @@ CELLS = [(end, way) for end in ENDS for way in OPTIONS]
 
 
 def sharded(unused=False, **options):
-    """Equal blocks, a unit each and one around them; one more parameter that no output needs."""
+    """Equal blocks in one unit each and one unit around them; one unused parameter."""
     torch.manual_seed(1)
     built = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3))).to("simdev:0")
     if unused:
@@ -72,14 +72,14 @@ def batch(scale=1.0):
 
 
 def step(built, x):
-    """Gradients of this rank's parts, as numbers: tensors would go with the process."""
+    """Return gradients of this rank's parts as numbers: tensors would end with the process."""
     built.zero_grad()
     built(x).square().sum().backward()
     return [each.grad.tolist() for each in built.parameters() if each.grad is not None]
 
 
 def trained(rank, end, way, *, captures):
-    """Gradients of steps, after a capture that was given up or without one."""
+    """Return gradients of steps, after an abandoned capture or without one."""
     where = ENDS[end]
     built, x = sharded(unused=where is None, **OPTIONS[way]), batch()
     step(built, x)
@@ -90,7 +90,7 @@ def trained(rank, end, way, *, captures):
 
 
 def give_up(built, x, where):
-    """Capture a step that ends early; what was said of it."""
+    """Capture a step that ends early; return its error."""
     place, act, _ = where or (in_forward, lambda *_: None, ())
     with place(built[1], act):
         try:
@@ -103,7 +103,7 @@ def give_up(built, x, where):
 
 @contextlib.contextmanager
 def held():
-    """Keep what the engine calls back, as a thread of a device may for as long as it likes."""
+    """Keep references to the engine's callbacks, as a device's thread may do."""
     kept, real = [], _schedule.at_end_of_backward
 
     def keep(callback):
@@ -118,7 +118,7 @@ def held():
 
 
 def alone(rank, way):
-    """Gradients of steps after a forward alone was captured, and of a capture after one."""
+    """Return gradients of steps after a captured forward, and of a capture after a step."""
     built, x = sharded(**OPTIONS[way]), batch()
     step(built, x)
     with torch.simdev.graph(torch.simdev.Graph()):
@@ -131,14 +131,14 @@ def alone(rank, way):
         built(x).square().sum().backward()
     with torch.no_grad():
         for each in built.parameters():
-            each.mul_(0.5)  # what a replay has to gather anew
+            each.mul_(0.5)  # a replay has to gather the new values
     graph.replay()
     replayed = [each.grad.tolist() for each in built.parameters()]
     return eager, replayed, step(built, x)
 
 
 def both(rank):
-    """All that is asked of a group: races, and what was found."""
+    """Run everything on one rank; return races and results."""
     sim = torch.simdev
     sim.simulate(virtual=True, kernel_us=10, comm_us=20)
     told = {}
@@ -153,13 +153,13 @@ def both(rank):
 
 @pytest.fixture(scope="module")
 def two():
-    """What each of two ranks told."""
+    """Results of two ranks."""
     return on_ranks(both, limit_s=300)
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=", ".join)
 def test_eager_steps_go_on_as_without_the_capture(two, cell):
-    """Also where another rank's capture came to its end, and was not replayed."""
+    """Also if another rank's capture was completed, and not replayed."""
     for told, _ in two:
         races, found, wanted = told[cell]
         assert races == []
@@ -169,7 +169,7 @@ def test_eager_steps_go_on_as_without_the_capture(two, cell):
 
 @pytest.mark.parametrize("way", OPTIONS)
 def test_what_was_gathered_in_a_capture_is_there_in_its_replays_alone(two, way):
-    """And what was gathered before is not in the graph."""
+    """Parameters gathered before it are not in the graph."""
     for told, _ in two:
         eager, replayed, after = told[way]
         assert eager == told["stops in forward", way][2]
@@ -177,5 +177,5 @@ def test_what_was_gathered_in_a_capture_is_there_in_its_replays_alone(two, way):
 
 
 def test_none_of_it_races(two):
-    """Replays among it."""
+    """Including replays."""
     assert [races for _, races in two] == [[], []]

@@ -1,7 +1,7 @@
-"""flat-param's sharded modules on streams: races, values, memory, overlap, on real ranks.
+"""flat-param's sharded modules on streams: races, values, memory and overlap, on real ranks.
 
-The host is as far ahead as it can be: in virtual time nothing is done before it waits. All ways
-of one size run in one group of processes; a test reads what they told.
+The host is as far ahead as possible: in virtual time nothing is done before it waits. All cases
+of one world size run in one group of processes; tests read the results.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ WAYS = {
 
 
 class Model(torch.nn.Module):
-    """Equal blocks of one linear layer each, and one before and after them, as a transformer has.
+    """Equal blocks of one linear layer each, between two more layers, like a transformer.
 
-    The two are the outermost unit's: whole all the time, and the last with all their gradients.
+    The outer two belong to the outermost unit, which stays gathered and reduces its gradients last.
     """
 
     def __init__(self):
@@ -50,24 +50,23 @@ class Model(torch.nn.Module):
         self.blocks = torch.nn.Sequential(*blocks)
 
     def forward(self, x):
-        """(rows, width) to the same."""
         return self.last(self.blocks(self.first(x)))
 
 
 def model():
-    """One of fixed weights."""
+    """Return a model with fixed weights."""
     torch.manual_seed(1)
     return Model()
 
 
 def batches(rank, count):
-    """Of one rank, for all micro-batches."""
+    """Return one rank's batches, for all micro-batches."""
     given = torch.Generator().manual_seed(rank)
     return torch.randn(count, 8, WIDTH, generator=given)
 
 
 def train_plain(size, micro_batches=1):
-    """Parameters after training on the batches of all ranks."""
+    """Return parameters after training on the batches of all ranks."""
     plain = model()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     data = [batches(rank, STEPS * micro_batches) for rank in range(size)]
@@ -82,7 +81,7 @@ def train_plain(size, micro_batches=1):
 
 
 def sharded(size, shape=None, **options):
-    """The model on the first device, a unit for each block."""
+    """Return the model on the first device, with one unit per block."""
     shapes = {"replicated": (size, 1), "hybrid": (max(size // 2, 1), 2), "sharded": (size,)}
     if shape is not None:
         options["mesh"] = init_device_mesh("simdev", shapes[shape])
@@ -93,9 +92,9 @@ def sharded(size, shape=None, **options):
 
 
 def train(rank, size, micro_batches=1, no_sync=False, jitter=False, beside=False, **options):
-    """Races, the largest difference from plain training, and blocks held back.
+    """Return races, the largest difference from plain training, and blocks held back.
 
-    `beside`: forward and backward run on a stream that was not current when the model was sharded.
+    `beside`: forward and backward run on a stream that was not current during sharding.
     """
     sim = torch.simdev
     trained = sharded(size, **options)
@@ -127,7 +126,7 @@ def train(rank, size, micro_batches=1, no_sync=False, jitter=False, beside=False
 
 
 def step_in_virtual_time(rank, size, comm_us):
-    """Microseconds of a step and of the host in it, how many collectives, and what it reserved
+    """Return microseconds of a step and of the host, the number of collectives, and reserved bytes
     beyond the start.
 
     A unit computes for two kernels in forward and for more in backward.
@@ -151,7 +150,7 @@ def step_in_virtual_time(rank, size, comm_us):
         sim.synchronize_all()
     names = [row.name for row in sim.timeline()]
     count = sum(name in ("all_gather", "reduce_scatter", "all_reduce") for name in names)
-    # Of this rank, in whole blocks of the allocator's.
+    # This rank's bytes, rounded up to blocks of the allocator.
     shards = 2 * sum(-(-each // size // 512) * 512 for each in (*[UNIT_BYTES] * UNITS, OUTER_BYTES))
     peak = sim.memory()["reserved_peak"] - before - shards
     told = {"us": sim.host_us() - start, "host_us": host_us}
@@ -159,7 +158,7 @@ def step_in_virtual_time(rank, size, comm_us):
 
 
 def all_ways(rank, size, names):
-    """What each way tells."""
+    """Return the results of each case."""
     told = {}
     for name in names:
         torch.simdev.reset()
@@ -174,13 +173,13 @@ def all_ways(rank, size, names):
 
 @pytest.fixture(scope="module")
 def two():
-    """What two ranks told of all ways."""
+    """Results of two ranks for all cases."""
     return on_ranks(all_ways, 2, list(WAYS))
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_no_race_and_plain_gradients(two, way):
-    """However far the host is ahead; micro-batches are summed in another order, and round so."""
+    """However far the host is ahead; summing micro-batches rounds differently."""
     for told in two:
         assert told[way]["races"] == []
         assert told[way]["off"] < 1e-7
@@ -188,15 +187,15 @@ def test_no_race_and_plain_gradients(two, way):
 
 @pytest.mark.parametrize("way", sorted(WAYS.keys() - {"offloads", "another stream"}))
 def test_nothing_is_held_back_in_a_steady_step(two, way):
-    """No memory is recorded on a stream that it does not belong to.
+    """No memory is recorded on a foreign stream.
 
-    Autograd itself records gradients that go from another stream to that of the leaves.
+    Autograd itself records gradients that move from another stream to that of the leaves.
     """
     assert [told[way]["held"] for told in two] == [0, 0]
 
 
 def test_communication_is_hidden_where_computing_takes_twice_as_long(two):
-    """At least 90 % of it, the first gather and the last sum among the rest."""
+    """At least 90 % of it, including the first gather and the last reduction."""
     for told in two:
         alone, beside = told["alone"], told["beside"]
         communication = beside["comm_us"] * beside["collectives"]
@@ -205,15 +204,15 @@ def test_communication_is_hidden_where_computing_takes_twice_as_long(two):
 
 
 def test_host_waits_for_nothing_in_a_step(two):
-    """Neither to compare orders with other ranks nor to hand out gradients."""
+    """Neither to compare orders with other ranks nor to set gradients."""
     for told in two:
         assert told["beside"]["host_us"] <= 0.01 * told["beside"]["us"]
 
 
 def test_memory_is_that_of_two_units(two):
-    """Whole parameters and gradients of two each, of the outermost, and activations.
+    """Full parameters and gradients of two units and of the outermost one, and activations.
 
-    If the outermost's gradients were summed first, those of all others would wait for them.
+    If the outermost gradients were reduced first, those of all other units would wait.
     """
     activations = (UNITS + 2) * 2 * 4 * 8 * WIDTH
     for told in two:
@@ -222,7 +221,7 @@ def test_memory_is_that_of_two_units(two):
 
 
 def test_four_ranks_are_right():
-    """Parts of four, and two copies of parts of two."""
+    """Four shards, and two replicas of two shards."""
     for told in on_ranks(all_ways, 4, ["prefetch", "hybrid"], size=4):
         for way in ("prefetch", "hybrid"):
             assert told[way]["races"] == []

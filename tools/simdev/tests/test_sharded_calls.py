@@ -1,6 +1,6 @@
-"""What is asked of sharded modules outside of a step, on streams: it waits for what ranks tell.
+"""Calls of sharded modules outside of a step, on streams: they wait for other ranks' data.
 
-The host is as far ahead as it can be, as in `test_sharded.py`.
+The host is as far ahead as possible, as in `test_sharded.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def layer(seed=1, **options):
 
 
 def plain(seed=1):
-    """The values of the same."""
+    """Return the values without sharding."""
     torch.manual_seed(seed)
     return torch.cat(
         [param.detach().flatten() for param in torch.nn.Linear(WIDTH, WIDTH).parameters()]
@@ -37,7 +37,7 @@ def plain(seed=1):
 
 
 def norm(rank, order):
-    """Of all ranks' gradients, on average 1.5 everywhere."""
+    """The norm of all ranks' gradients, whose mean is 1.5."""
     trained = layer()
     out = trained(torch.ones(1, WIDTH, device=DEVICE))
     (out.sum() * (rank + 1)).backward()
@@ -52,7 +52,7 @@ def norm_of_own(rank):
 
 
 def overflow(rank):
-    """What the search for it says where one rank alone has found one."""
+    """The result of the search for an overflow that only one rank has."""
     trained = layer()
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
     found = torch.full((1,), float(rank), device=DEVICE)
@@ -62,19 +62,19 @@ def overflow(rank):
 
 
 def first_ranks_values(rank):
-    """What a module of other values on each rank begins with."""
+    """The initial values of a module with different values on each rank."""
     trained = layer(1 + rank, sync_module_states=True)
     return whole(trained)
 
 
 def whole(trained):
-    """Its values, put together from all ranks' parts."""
+    """Full values, from the shards of all ranks."""
     with trained.whole_params():
         return torch.cat([each.detach().flatten() for each in trained.parameters()]).cpu()
 
 
 def by_hand(rank, *, later):
-    """What is computed with a unit that is gathered by hand."""
+    """A result that uses a unit unsharded by hand."""
     trained = layer()
     handle = trained.unshard(async_op=later)
     if later:
@@ -85,7 +85,7 @@ def by_hand(rank, *, later):
 
 
 def drop_in(rank):
-    """Of a flat parameter of which each rank has a part."""
+    """A flat parameter with one shard per rank."""
     torch.manual_seed(1)
     module = torch.nn.Linear(WIDTH, WIDTH).to(DEVICE)
     handle = flat_param.handle.FlatParamHandle(
@@ -107,15 +107,14 @@ class Skips(torch.nn.Module):
         self.outer = torch.nn.Linear(WIDTH, WIDTH).to(DEVICE)
 
     def forward(self, x, skips):
-        """(rows, width) to the same."""
         return self.outer(x) if skips else self.inner(x)
 
 
 def beside(rank):
-    """A mean gradient that is summed where nothing is computed, from another stream.
+    """A mean gradient that is reduced on another stream than the compute stream.
 
-    It was kept by a backward before, is summed in a dtype and so in memory of its own, and is added
-    to what is there.
+    An earlier backward left it unreduced; it is reduced in another dtype, so in a separate buffer,
+    and added to an existing gradient.
     """
     options = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)}
     trained = flat_param.fully_shard(Skips(**options), **options)
@@ -132,7 +131,7 @@ def beside(rank):
 
 
 def left_out(rank):
-    """Blocks held back where a unit that is gathered ahead is not used, and goes again."""
+    """Blocks held back if a prefetched unit is not used, and is freed again."""
     trained, given = flat_param.fully_shard(Skips()), torch.ones(1, WIDTH, device=DEVICE)
     with torch.no_grad():
         for skips in (False, True):
@@ -157,7 +156,7 @@ CALLS = {
 
 
 def all_calls(rank):
-    """What each finds, and its races."""
+    """Return results and races of each call."""
     told = {}
     for name, (call, given, _) in CALLS.items():
         torch.simdev.reset()
@@ -170,13 +169,13 @@ def all_calls(rank):
 
 @pytest.fixture(scope="module")
 def two():
-    """What two ranks told."""
+    """Results of two ranks."""
     return on_ranks(all_calls, size=SIZE)
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_waits_for_what_ranks_tell(two, name):
-    """There is no race, and both know what one process would."""
+    """No race, and both ranks have the results of one process."""
     wanted = torch.as_tensor(CALLS[name][2])
     for told in two:
         found, races = told[name]

@@ -1,4 +1,4 @@
-"""flat-param's sharded modules captured for a graph, on two ranks."""
+"""flat-param's sharded modules captured in a graph, on two ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCALES = (0.5, -1.0)
 
 
 def model(unused=False, where="simdev:0"):
-    """Equal blocks; one more that no output needs, if asked for."""
+    """Equal blocks, and optionally an unused one."""
     torch.manual_seed(1)
     built = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3))).to(where)
     if unused:
@@ -25,7 +25,6 @@ def model(unused=False, where="simdev:0"):
 
 
 def sharded(unused=False, **options):
-    """A unit for each block."""
     built = model(unused, "cpu" if "offload_policy" in options else "simdev:0")
     options["mesh"] = init_device_mesh("simdev", (dist.get_world_size(),))
     for block in built:
@@ -39,7 +38,7 @@ def batch(scale=1.0):
 
 
 def captured(built, x):
-    """A graph of a step, after one on another stream."""
+    """Return a graph of a step, after a step on another stream."""
     sim = torch.simdev
     side, main = sim.Stream(), sim.current_stream()
     side.wait_stream(main)
@@ -54,12 +53,12 @@ def captured(built, x):
 
 
 def gradients(built):
-    """Of this rank's parts of parameters, as numbers: tensors would go with the process."""
+    """Return gradients of this rank's parts as numbers: tensors would end with the process."""
     return [each.grad.tolist() for each in built.parameters() if each.grad is not None]
 
 
 def step(rank, options):
-    """Races of replays and of an eager step after them, and the gradients of each."""
+    """Return races of replays and of a following eager step, and the gradients of each."""
     sim = torch.simdev
     built, x = sharded(**options), batch()
     sim.simulate(virtual=True, kernel_us=10, comm_us=20)
@@ -77,16 +76,16 @@ def step(rank, options):
 
 
 def refused(rank, options):
-    """What is said at capture."""
+    """Return the error of the capture."""
     built, x = sharded(**options), batch()
     with pytest.raises(RuntimeError) as told:
         captured(built, x)
-    # A backward that ended early has left streams that nobody waited for, which is told, too.
+    # A backward that ended early has left unjoined streams, which is an error, too.
     return f"{told.value.__context__} {told.value}"
 
 
 def both(rank):
-    """All that is asked of a group."""
+    """Run everything on one rank."""
     return (
         {way: step(rank, options) for way, options in WAYS.items()},
         refused(rank, {"offload_policy": CPUOffloadPolicy()}),
@@ -96,13 +95,13 @@ def both(rank):
 
 @pytest.fixture(scope="module")
 def two():
-    """What each of two ranks told."""
+    """Results of two ranks."""
     return on_ranks(both, limit_s=300)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_replays_give_the_gradients_of_eager_steps(two, way):
-    """Gathers and sums are in the graph, ordered as in the capture."""
+    """Gathers and reductions are in the graph, in the order of the capture."""
     for told, *_ in two:
         races, found = told[way]
         assert races == []
@@ -120,6 +119,6 @@ def test_what_goes_to_the_host_is_not_captured(two):
 
 
 def test_parameters_without_a_gradient_are_not_captured(two):
-    """Whether another rank has one is read on the host."""
+    """Whether another rank has a gradient is read on the host."""
     for _, _, told in two:
         assert "got no gradient while a graph is being captured" in told

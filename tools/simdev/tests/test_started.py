@@ -1,4 +1,4 @@
-"""`python -m simdev`: the device in other people's processes."""
+"""`python -m simdev`: the device in other programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if len(sys.argv) == 1:
 
 
 def test_a_process_and_its_children_have_the_device(tmp_path):
-    """Without a line in the program."""
+    """Without changes in the program."""
     file = tmp_path / "program.py"
     file.write_text(PROGRAM)
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}

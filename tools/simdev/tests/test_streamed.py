@@ -1,4 +1,4 @@
-"""Frozen weights in host memory on one rank: streamed one unit ahead, for less device memory."""
+"""Frozen weights in host memory on one rank, streamed one unit ahead."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNIT_BYTES = 4 * WIDTH * WIDTH
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer and its trained adapter, as LoRA has them."""
+    """A frozen linear layer and its trained adapter, as in LoRA."""
 
     def __init__(self):
         super().__init__()
@@ -26,18 +26,17 @@ class Adapted(nn.Module):
         self.down, self.up = nn.Linear(WIDTH, RANK, bias=False), nn.Linear(RANK, WIDTH, bias=False)
 
     def forward(self, x):
-        """(rows, width) to the same."""
         return torch.tanh(self.base(x) + self.up(self.down(x)))
 
 
 def model():
-    """One of fixed weights, on the CPU."""
+    """Return a model with fixed weights, on the CPU."""
     torch.manual_seed(1)
     return nn.Sequential(*(Adapted() for _ in range(UNITS)))
 
 
 def trained(rank, streamed, copy_us=0):
-    """Races, trained weights, the peak and the time of a step."""
+    """Return races, trained weights, the peak and the time of a step."""
     sim = torch.simdev
     sim.reset()
     gc.collect()
@@ -73,7 +72,7 @@ def trained(rank, streamed, copy_us=0):
 
 
 def both(rank):
-    """With all weights on the device, and with weights in host memory."""
+    """Run with all weights on the device, and with weights in host memory."""
     return {
         "resident": trained(rank, streamed=False),
         "streamed": trained(rank, streamed=True),
@@ -83,13 +82,13 @@ def both(rank):
 
 @pytest.fixture(scope="module")
 def found():
-    """What one rank told."""
+    """Results of one rank."""
     (told,) = on_ranks(both, size=1)
     return told
 
 
 def test_weights_have_the_bits_of_training_on_the_device(found):
-    """Streaming changes no bit, and no stream reads what has not arrived."""
+    """Streaming is bit-identical, and no stream reads before a copy has arrived."""
     for way in ("streamed", "slow link"):
         assert found[way]["races"] == []
         assert found[way]["weights"].keys() == found["resident"]["weights"].keys()
@@ -98,7 +97,7 @@ def test_weights_have_the_bits_of_training_on_the_device(found):
 
 
 def test_device_has_two_units_of_frozen_weights_at_most(found):
-    """The one that computes, and the next one; there are no gradients of frozen weights."""
+    """The current unit and the next one; frozen weights have no gradients."""
     assert found["resident"]["peak"] > UNITS * UNIT_BYTES
     activations = UNITS * 5 * 4 * ROWS * WIDTH
     adapters = UNITS * 2 * 4 * 2 * RANK * WIDTH
@@ -107,7 +106,7 @@ def test_device_has_two_units_of_frozen_weights_at_most(found):
 
 
 def test_copies_run_beside_computation(found):
-    """With copies as long as a kernel, weights arrive in time; adapters' gradients are awaited."""
+    """With copies as long as a kernel, weights arrive in time; the step waits for nothing else."""
     copies_in = 2 * 2 * UNITS * 100  # forward and backward; frozen and trained weights of each unit
     copies_out = 2 * UNITS * 100
     extra = found["slow link"]["us"] - found["streamed"]["us"]

@@ -1,4 +1,4 @@
-"""Order, time, faults and streams that stand still."""
+"""Streams: order, time, faults and stalls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def test_the_host_does_not_wait_for_kernels(sim, device):
-    """A kernel stands behind a closed gate, and the host has its result's shape already."""
+    """A kernel is stalled, and the host already has its result's shape."""
     with sim.stalled():
         a = torch.ones(3, device=device)
         b = a.mul(2).view(1, 3)
@@ -23,7 +23,7 @@ def test_the_host_does_not_wait_for_kernels(sim, device):
 
 
 def test_a_stalled_stream_does_not_hold_another(sim, device, side):
-    """Only what waits for it."""
+    """Only dependent streams wait."""
     with sim.stalled():
         with sim.stream(side):
             a = torch.ones(3, device=device).mul(2)
@@ -34,7 +34,7 @@ def test_a_stalled_stream_does_not_hold_another(sim, device, side):
 
 
 def test_a_fault_shows_when_the_host_waits_and_once(sim, device):
-    """Long after the operation that failed was queued; its result holds nothing."""
+    """Long after the failed operation was queued; its result has no values."""
     sim.fail_later("mul", after=2)
     a = torch.ones(3, device=device)
     a.mul(1)
@@ -46,7 +46,7 @@ def test_a_fault_shows_when_the_host_waits_and_once(sim, device):
 
 
 def test_a_copy_can_fail_late(sim, device):
-    """And leaves what was in its target."""
+    """Its target is unchanged."""
     a, host = torch.ones(3, device=device), torch.zeros(3, pin_memory=True)
     sim.fail_later("copy to host")
     host.copy_(a, non_blocking=True)
@@ -56,7 +56,7 @@ def test_a_copy_can_fail_late(sim, device):
 
 
 def test_in_virtual_time_a_fault_is_told_when_the_host_is_there(sim, device, side):
-    """Not when a thread comes to it: ranks that run alike are told at the same place."""
+    """Not when a thread reaches it, so equal ranks get it at the same place."""
     a, host = torch.ones(3, device=device), torch.zeros(3, pin_memory=True)
     sim.synchronize()
     sim.simulate(kernel_us=10, copy_us=500, virtual=True)
@@ -66,7 +66,7 @@ def test_in_virtual_time_a_fault_is_told_when_the_host_is_there(sim, device, sid
         host.copy_(a, non_blocking=True)
     a.mul(2)
     event = sim.current_stream().record_event()
-    time.sleep(0.05)  # long enough for the thread of the copy
+    time.sleep(0.05)  # long enough for the copy's thread
     event.synchronize()
     with pytest.raises(RuntimeError, match="copy to host: a fault"):
         side.synchronize()
@@ -74,7 +74,7 @@ def test_in_virtual_time_a_fault_is_told_when_the_host_is_there(sim, device, sid
 
 
 def test_virtual_time_is_made_of_the_costs_alone(sim, device, side):
-    """Two kernels of 10 us beside a copy of 15, then one that needs both: 30 us."""
+    """Two kernels of 10 us next to a copy of 15, then one that needs both: 30 us."""
     a, host = torch.ones(3, device=device), torch.ones(3, pin_memory=True)
     sim.synchronize()
     sim.simulate(kernel_us=10, copy_us=15, virtual=True, log=True)
@@ -99,7 +99,7 @@ def test_virtual_time_is_made_of_the_costs_alone(sim, device, side):
 
 
 def test_in_virtual_time_an_event_is_done_when_the_host_is_that_late(sim, device):
-    """Whatever the machine does meanwhile; with `host_us=0` the host is never late."""
+    """Independent of the machine; with `host_us=0` the host is never late."""
     a = torch.ones(3, device=device)
     sim.synchronize()
     sim.simulate(kernel_us=100, virtual=True)
@@ -114,7 +114,7 @@ def test_in_virtual_time_an_event_is_done_when_the_host_is_that_late(sim, device
 
 
 def test_jitter_is_the_same_for_the_same_program(sim, device):
-    """Times differ from one operation to the next, not in what they add up to on average."""
+    """Durations vary between operations; their mean does not change."""
     sim.simulate(kernel_us=100, virtual=True, jitter=True, log=True)
     a = torch.ones(3, device=device)
     for _ in range(50):
@@ -126,7 +126,7 @@ def test_jitter_is_the_same_for_the_same_program(sim, device):
 
 
 def test_a_full_queue_holds_the_host(sim, device):
-    """So a host cannot be ahead by any number of kernels."""
+    """So the host's lead is limited."""
     sim.simulate(queue_limit=4)
     a = torch.ones(3, device=device)
     reached = []
@@ -147,7 +147,7 @@ def test_a_full_queue_holds_the_host(sim, device):
 
 
 def test_streams_come_from_a_pool_and_belong_to_a_device(sim):
-    """An event of one device is none of the other."""
+    """An event belongs to one device."""
     ids = {sim.Stream("simdev:1").stream_id for _ in range(40)}
     assert len(ids) == 32
     event = sim.current_stream("simdev:0").record_event()
@@ -156,7 +156,7 @@ def test_streams_come_from_a_pool_and_belong_to_a_device(sim):
 
 
 def test_a_stream_is_current_in_its_thread_alone(sim, side):
-    """As everywhere in torch."""
+    """As for every device in torch."""
     seen = []
     with sim.stream(side):
         thread = threading.Thread(target=lambda: seen.append(sim.current_stream()))
@@ -169,7 +169,7 @@ def test_a_stream_is_current_in_its_thread_alone(sim, side):
 
 @pytest.mark.parametrize("host_us", [0, 5])
 def test_threads_may_ask_for_events_while_others_let_go_of_tensors(sim, device, side, host_us):
-    """Whoever asks waits for a stream's thread, and that one may need what the asking one holds."""
+    """A query waits for a stream's thread, which may need a lock of the querying thread."""
     sim.simulate(virtual=True, kernel_us=3, copy_us=10, host_us=host_us)
     ended = []
 

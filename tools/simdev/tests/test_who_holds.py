@@ -1,4 +1,4 @@
-"""Memory of the device runs out under mod-tracker's `watch_memory`: the page says who holds it."""
+"""The device runs out of memory under mod-tracker's `watch_memory`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mod_tracker import watch_memory
 
 
 def test_page_is_written_where_the_devices_memory_runs_out(sim, device):
-    """A batch eight times as large: inputs, kinds and modules are told, the error goes on."""
+    """A batch eight times as large: inputs, kinds and modules are on the page."""
     blocks = [nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)) for _ in range(6)]
     model = nn.Sequential(*blocks).to(device)
 
@@ -24,7 +24,7 @@ def test_page_is_written_where_the_devices_memory_runs_out(sim, device):
     with pytest.raises(torch.OutOfMemoryError) as error, watch_memory(model) as watch:
         for rows in (128, 128, 4096):
             step(rows)
-    assert error.value.__traceback__ is not None  # which holds what forward had made
+    assert error.value.__traceback__ is not None  # the traceback holds forward's tensors
     sim.limit(None)
     (page,) = watch.pages
     lines = str(page).splitlines()

@@ -21,7 +21,7 @@ from torchparts_conformance.adapters import inside_torch
 
 _module: Any = import_module("deepspeed.runtime.activation_checkpointing.checkpointing")
 _Impl = inside_torch.CheckpointImpl
-_NO_WRAPPER = "DeepSpeed checkpoints a call, and has no module around a module"
+_NO_WRAPPER = "DeepSpeed checkpoints calls and has no wrapper module"
 _OF_MODULES = (
     *("CW-001", "CW-002", "CW-008", "CW-009", "CW-010"),
     *("CW-019", "CW-020", "CW-021", "CW-022", "CW-053"),

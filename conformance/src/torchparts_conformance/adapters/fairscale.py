@@ -72,6 +72,6 @@ def implementation() -> Implementation:
             "flat-param": _Flat(),
         },
         lacks={
-            "ckpt-wrap": {"CW-022": "keys of its states carry no prefix"},
+            "ckpt-wrap": {"CW-022": "its state dict keys have no prefix"},
         },
     )

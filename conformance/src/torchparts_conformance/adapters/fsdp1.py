@@ -102,10 +102,10 @@ def implementation() -> Implementation:
         capabilities={"flat-param": frozenset({"distributed"})},
         lacks={
             "flat-param": {
-                "FP-004": "its flat parameters are judged as torch's module",
+                "FP-004": "its flat parameters are judged with torch",
                 "FP-111": "it cuts parameters between elements only",
-                "FP-188": "a method of the module does not gather for itself",
-                "FP-189": "it has no switch for sums, but a block without them",
+                "FP-188": "it has no forward methods",
+                "FP-189": "it has no_sync but no switch for gradient sync",
                 "FP-191": "it has no unshard and reshard of a unit",
             }
         },

@@ -21,7 +21,7 @@ from torchparts_conformance import Implementation, NotProvided
 from torchparts_conformance.adapters import inside_torch
 
 _strategies: Any = import_module("lightning.fabric.strategies.fsdp")
-_ONE_MODULE = "Lightning wraps what a rule selects in a model, and no module by itself"
+_ONE_MODULE = "Lightning applies checkpointing to a model and wraps no single module"
 
 
 def _apply(

@@ -18,13 +18,13 @@ from torch.utils.module_tracker import ModuleTracker
 from torchparts_conformance import Implementation, NotProvided
 from torchparts_conformance.adapters import inside_torch
 
-_NO_HOOKS = "ModuleTracker calls no hooks of a user"
+_NO_HOOKS = "ModuleTracker has no user hooks"
 _OF_HOOKS = (
     *("MT-006", "MT-007", "MT-008", "MT-009", "MT-010", "MT-011", "MT-103", "MT-108", "MT-109"),
     *("MT-111", "MT-116", "MT-117", "MT-118", "MT-119", "MT-120", "MT-121", "MT-124", "MT-131"),
     *("MT-132", "MT-137"),
 )
-_NO_PHASES = "FlopCounterMode has rows of modules without phases, and none of what is outside"
+_NO_PHASES = "FlopCounterMode has no phases and no row for the outside"
 
 
 class _Lacking:
@@ -86,7 +86,7 @@ def implementation() -> Implementation:
         lacks={
             "mod-tracker": {
                 **dict.fromkeys(_OF_HOOKS, _NO_HOOKS),
-                **dict.fromkeys(("MT-012", "MT-105"), "ModuleTracker gives no name of a module"),
+                **dict.fromkeys(("MT-012", "MT-105"), "ModuleTracker has no module names"),
                 **dict.fromkeys(("MT-301", "MT-302", "MT-408", "MT-412"), _NO_PHASES),
             }
         },

@@ -23,7 +23,7 @@ _module: Any = import_module("torchtitan.distributed.activation_checkpoint")
 
 
 _Impl = inside_torch.CheckpointImpl
-_OF_TORCH = "FullAC puts torch's own wrapper there, which is judged as torch's"
+_OF_TORCH = "FullAC uses torch's own wrapper, which is judged with torch"
 _OF_WRAPPERS = (
     *("CW-001", "CW-002", "CW-008", "CW-009", "CW-010"),
     *("CW-019", "CW-020", "CW-021", "CW-022", "CW-053"),
@@ -42,7 +42,7 @@ class _Impls:
 
 def _checkpoint_wrapper(module: nn.Module, checkpoint_impl: Any = _Impl.NO_REENTRANT) -> nn.Module:
     if checkpoint_impl is _Impl.REENTRANT:
-        raise NotProvided("torchtitan checkpoints without reentrance only")
+        raise NotProvided("torchtitan has no reentrant checkpointing")
     layers = nn.ModuleDict({"0": module})
     _module.FullAC(_module.FullAC.Config()).apply(nn.ModuleDict({"layers": layers}))
     return layers["0"]

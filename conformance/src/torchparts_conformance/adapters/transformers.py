@@ -21,8 +21,8 @@ from torchparts_conformance.adapters import inside_torch
 _models: Any = import_module("transformers.modeling_utils")
 _layers: Any = import_module("transformers.modeling_layers")
 _Impl = inside_torch.CheckpointImpl
-_NO_WRAPPER = "a layer checkpoints by its class, and no module stands around it"
-_PASSED_ON = "options are passed on to torch's checkpoint, which is judged as torch's"
+_NO_WRAPPER = "a layer checkpoints by its class; there is no wrapper module"
+_PASSED_ON = "options go to torch's checkpoint, which is judged with torch"
 _OF_WRAPPERS = (
     *("CW-001", "CW-002", "CW-008", "CW-009", "CW-010"),
     *("CW-019", "CW-020", "CW-021", "CW-022", "CW-053"),

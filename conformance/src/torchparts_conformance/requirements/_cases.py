@@ -148,7 +148,7 @@ def _literal(node: ast.expr) -> Any:
         return ast.literal_eval(node)
     except ValueError:
         raise ValueError(
-            f"requirement: {ast.unparse(node)!r:.60} is no literal. Write its value; the suite "
+            f"requirement: {ast.unparse(node)!r:.60} is not a literal. Write its value; the suite "
             "reads decorators without running the file."
         ) from None
 
@@ -190,7 +190,7 @@ def trace(root: Path | None = None) -> tuple[list[str], list[str]]:
         if not ids:
             problems.append(f"{name} of {area} has no requirement")
     problems += [
-        f"{', '.join(ids)} names {name}, which is no test of PyTorch for {area}"
+        f"{', '.join(ids)} names {name}, which is not a test of PyTorch for {area}"
         for (area, name), ids in by_source.items()
     ]
     return lines, problems

@@ -241,7 +241,7 @@ def check_offloaded_steps_count_once(rank: int, world: int) -> None:
     flat_param.fully_shard(model, boundary="tensor")
     torch.optim.AdamW(model.parameters())
     optimizer = Inheriting(model.parameters())
-    flat_param.offload_optimizer(optimizer, folder=FOLDER[0], bucket_numel=1)
+    flat_param.offload_optimizer(optimizer, folder=FOLDER, bucket_numel=1)
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
     flat_param.save_sharded(model, at("offloaded"), optimizer=optimizer)

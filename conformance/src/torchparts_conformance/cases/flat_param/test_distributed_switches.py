@@ -151,7 +151,7 @@ def _gathered_by_hand(part: Any, rank: int, world_size: int) -> list[Any]:
     devices=("cpu",),
 )
 def test_units_are_unsharded_by_hand(part, ranks):
-    """A step gathers as often as without, except for the unit that is already gathered."""
+    """A step does not gather again a unit that was unsharded by hand."""
     for usual, error, *others in ranks(2, _gathered_by_hand):
         shown, gathers, errors = others[::3], others[1::3], others[2::3]
         assert shown == [True] * 3

@@ -1,8 +1,7 @@
 """Where each parameter lies in a flat buffer.
 
-Rule 1: parameters lie in the order of their specs, each at an aligned offset.
-Rule 2: what lies between two parameters, or after the last, is a gap. A gap is always zero.
-Rule 3: same specs, same layout, on every rank and in every process.
+Parameters lie in the order of their specs, each at an aligned offset. Gaps between them and at the
+end are always zero. The same specs give the same layout on every rank.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class FlatLayout:
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """`(start, stop)` of every range that belongs to no parameter (Rule 2)."""
+        """`(start, stop)` of every range that belongs to no parameter."""
         stops = (0, *(stop for _, stop in self.ranges))
         starts = (*self.offsets, self.numel)
         return tuple((a, b) for a, b in zip(stops, starts, strict=True) if a < b)
@@ -180,7 +179,7 @@ def segment_name(dtype: torch.dtype, *, trainable: bool) -> str:
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple that is not below the value."""
+    """The smallest multiple at or above the value."""
     return -(-value // multiple) * multiple
 
 

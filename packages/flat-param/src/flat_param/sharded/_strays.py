@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -30,7 +31,8 @@ def watch_registrations() -> None:
 
 
 def _count(module: nn.Module, name: str, registered: Any) -> None:
-    _registrations[0] += 1
+    if not torch.compiler.is_compiling():  # a traced count would be compiled anew in each call
+        _registrations[0] += 1
 
 
 def check_strays(function: str, module: nn.Module, units: Iterable[Unit]) -> None:
