@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from flat_param import flatten
+from flat_param import flatten, fully_shard
 
 
 @pytest.mark.parametrize("change", [nn.Module.double, nn.Module.bfloat16, nn.Module.share_memory])
@@ -86,12 +86,15 @@ class Slicing(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("which", ["an unrelated module", "the flattened module"])
-def test_a_forward_that_slices_a_list_of_modules_compiles_whole(mlp, which):
+@pytest.mark.parametrize("which", ["beside a flat module", "beside a sharded one", "flat"])
+def test_a_forward_that_slices_a_list_of_modules_compiles_whole(mlp, which, group_of_one):
     """With `fullgraph=True`, twice, without another compilation."""
     torch._dynamo.reset()
     model = Slicing()
-    flatten(mlp if which == "an unrelated module" else model)
+    if which == "beside a sharded one":
+        fully_shard(mlp)
+    else:
+        flatten(mlp if which == "beside a flat module" else model)
     graphs = []
 
     def count(graph, example):

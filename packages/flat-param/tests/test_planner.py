@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import flat_param
 from flat_param import Blocks
-from flat_param.layout._boundary import Boundary
 from flat_param.plan import (
     CommCount,
     ParamSpec,
@@ -161,21 +159,6 @@ def test_number_of_ranks_is_one(name: str, count: Any) -> None:
         plan_training([ROOT], **given)
 
 
-def test_very_large_model_is_planned_in_seconds() -> None:
-    """405B parameters on 16,384 ranks; shapes of Llama 3.1."""
-    width, hidden, kv = 16384, 53248, 1024
-    sizes = {"q": (width, width), "k": (kv, width), "v": (kv, width), "o": (width, width)}
-    sizes |= {"gate": (hidden, width), "up": (hidden, width), "down": (width, hidden)}
-    specs = tuple(ParamSpec(name, size, torch.float32) for name, size in sizes.items())
-    layers = [UnitShape(str(index), specs) for index in range(126)]
-    ends = tuple(ParamSpec(name, (128256, width), torch.float32) for name in ("embed", "head"))
-    start = time.process_time()
-    plan = plan_training([*layers, UnitShape("", ends)], world_size=16384)
-    assert time.process_time() - start < 20
-    assert plan.numel == 126 * sum(spec.numel for spec in specs) + 2 * 128256 * width
-    assert plan.padding_frac < 0.01
-
-
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [256, 1024, 16384])
@@ -209,7 +192,7 @@ def test_microbatches_gather_again_and_are_summed_once() -> None:
 
 @pytest.mark.parametrize("boundary", ["element", "row", "tensor", Blocks(7)])
 @pytest.mark.parametrize("world", [1, 2, 3, 8, 40])
-def test_longest_shard_is_planned(boundary: Boundary, world: int) -> None:
+def test_longest_shard_is_planned(boundary: Any, world: int) -> None:
     """Bytes are those of the longest range of `plan_shard`."""
     specs = (ParamSpec("w", (9, 11), torch.float32), ParamSpec("b", (13,), torch.float32))
     cut = plan_shard(plan_segments(specs)[0].layout, world_size=world, boundary=boundary)

@@ -46,28 +46,6 @@ class Weights(nn.Module):
         return total
 
 
-class Momentum8bit(torch.optim.Optimizer):
-    """Momentum in numbers of 8 bits, with a scale for each `block` elements of a group."""
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        """Step every parameter that this rank has something of."""
-        pairs = (
-            (param, group["block"]) for group in self.param_groups for param in group["params"]
-        )
-        for param, size in pairs:
-            if not param.numel():
-                continue
-            state, numel = self.state[param], param.numel()
-            blocks = nn.functional.pad(param.grad.flatten(), (0, -numel % size)).view(-1, size)
-            if state:
-                assert state["codes"].dtype == torch.int8
-                blocks = blocks + 0.9 * state["codes"] * state["scales"][:, None]
-            state["scales"] = blocks.abs().amax(1).clamp(min=1e-12) / 127
-            state["codes"] = (blocks / state["scales"][:, None]).round().to(torch.int8)
-            param.sub_(0.01 * blocks.flatten()[:numel].view_as(param))
-
-
 class AdamW8bit(torch.optim.Optimizer):
     """AdamW with both moments in numbers of 8 bits, each with a scale for each block."""
 
@@ -106,19 +84,15 @@ class AdamW8bit(torch.optim.Optimizer):
         return moment
 
 
-OPTIMIZERS = {"momentum": Momentum8bit, "adamw": AdamW8bit}
-
-
 def made(kind: str, *, sharded: bool = True) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model and its optimizer; `kind` names where ranks are cut, and which optimizer."""
-    where, which = kind.split("-")
-    boundary, sizes = KINDS[where]
+    """A model and its optimizer; `kind` names where ranks are cut."""
+    boundary, sizes = KINDS[kind]
     model: nn.Module = Weights()
     if sharded:
         model = flat_param.fully_shard(model, boundary=boundary)
     named = model.named_parameters()
     groups = [{"params": [p], "block": sizes[name]} for name, p in named]
-    return model, OPTIMIZERS[which](groups, {})
+    return model, AdamW8bit(groups, {})
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
@@ -182,26 +156,27 @@ def resume(kind: str, folder: Path) -> None:
 
 def refuse(rank: int, world: int) -> None:
     """Rows that are no blocks', and rows that differ between ranks, on every rank."""
-    model, optimizer = made("blocks-momentum")
+    model, optimizer = made("blocks")
     train(model, optimizer, BEFORE)
-    odd = optimizer.state[model.matrix]
-    odd["scales"] = torch.ones(len(odd["scales"]), 1 + rank)
-    words = "'scales' of parameter 'matrix' has shape .* on one rank and .* on another"
-    with pytest.raises(flat_param.FlatParamError, match=words):
-        flat_param.full_state_dict(model, optimizer=optimizer)
-    odd["scales"] = optimizer.state[model.stack]["scales"] = torch.ones(len(odd["scales"]))
-    words = "'scales' of parameter 'matrix' is shared with parameter 'stack' and has as many rows"
-    with pytest.raises(flat_param.FlatParamError, match=words):
-        flat_param.full_state_dict(model, optimizer=optimizer)
-    odd["scales"] = torch.ones(len(odd["scales"]) + 1)
-    words = "'scales' of parameter 'matrix' has a tensor of shape .* with a row for each of its bl"
-    with pytest.raises(flat_param.FlatParamError, match=words):
-        flat_param.full_state_dict(model, optimizer=optimizer)
+    odd, key = optimizer.state[model.matrix], "first_scales"
+    rows = len(odd[key])
+
+    def refused(words: str) -> None:
+        text = f"'{key}' of parameter 'matrix' {words}"
+        with pytest.raises(flat_param.FlatParamError, match=text):
+            flat_param.full_state_dict(model, optimizer=optimizer)
+
+    odd[key] = torch.ones(rows, 1 + rank)
+    refused("has shape .* on one rank and .* on another")
+    odd[key] = optimizer.state[model.stack][key] = torch.ones(rows)
+    refused("is shared with parameter 'stack' and has as many rows")
+    odd[key] = torch.ones(rows + 1)
+    refused("has a tensor of shape .* with a row for each of its bl")
 
 
 def run(rank: int, world: int, folder: str, action: str) -> str:
     """One part of the story for all kinds."""
-    for kind in (f"{where}-{which}" for where in KINDS for which in OPTIMIZERS):
+    for kind in KINDS:
         if action == "save":
             save(kind, Path(folder), rank)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from _harness import (
+    WAYS,
     batches,
     distance,
     loss_of,
@@ -56,15 +57,16 @@ def check_reduce_dtype_and_inputs_are_as_asked(rank: int, world: int) -> None:
 
 
 def check_dtype_change_is_followed(rank: int, world: int) -> None:
-    """Dtype change is followed."""
+    """Between steps: values and gradients are those of the plain model in the new dtype."""
     model, reference = sharded(), plain()
-    model.to(torch.float64)
-    reference.to(torch.float64)
     (ids,) = batches(world, 1)
-    loss_of(model, share(ids, rank)).backward()
-    loss_of(reference, ids).backward()
-    assert model.head.weight.dtype == torch.float64
-    assert distance(whole_grads(model), plain_grads(reference)) < 1e-12
+    for dtype, error in ((torch.float32, 1e-6), (torch.float64, 1e-12), (torch.float32, 1e-6)):
+        for module, part in ((model, share(ids, rank)), (reference, ids)):
+            module.zero_grad()
+            module.to(dtype)
+            loss_of(module, part).backward()
+        assert model.head.weight.dtype == model.head.weight.grad.dtype == dtype
+        assert distance(whole_grads(model), plain_grads(reference)) < error
 
 
 def check_odd_parameters_survive(rank: int, world: int) -> None:
@@ -86,20 +88,21 @@ def check_odd_parameters_survive(rank: int, world: int) -> None:
             columns = (self.turned[:, :2] * self.column).sum()
             return x * self.scalar * (wave + columns + self.low.float().sum()) + self.empty.sum()
 
-    reference, model = Odd(), Odd()
-    expected = {k: v.clone() for k, v in whole_state(reference).items()}
-    fully_shard(model)
-    state = whole_state(model)
-    assert all(torch.equal(state[k], v) for k, v in expected.items())
-    x = torch.ones(2)
-    model(x).sum().backward()
-    reference(x).sum().backward()
-    state = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
-    for param in model.parameters():
-        if param.grad is not None and param.grad.dtype != torch.int64:
-            param.data.copy_(param.grad)
-    got = whole_state(model)
-    assert all(torch.allclose(got[k], v) for k, v in state.items())
+    for way in WAYS:
+        reference, model = Odd(), Odd()
+        expected = {k: v.clone() for k, v in whole_state(reference).items()}
+        fully_shard(model, **options_of(way))
+        state = whole_state(model)
+        assert all(torch.equal(state[k], v) for k, v in expected.items())
+        x = torch.ones(2)
+        model(x).sum().backward()
+        reference(x).sum().backward()
+        state = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+        for param in model.parameters():
+            if param.grad is not None and param.grad.dtype != torch.int64:
+                param.data.copy_(param.grad)
+        got = whole_state(model)
+        assert all(torch.allclose(got[k], v) for k, v in state.items())
 
 
 def check_sums_over_ranks_stay_in_the_range_of_float16(rank: int, world: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -53,20 +54,20 @@ class FlatLayout:
         """Bytes of the buffer, gaps included."""
         return self.numel * self.dtype.itemsize
 
-    @property
+    @cached_property
     def ranges(self) -> tuple[tuple[int, int], ...]:
         """`(start, stop)` of each parameter in the buffer, elements."""
         pairs = zip(self.specs, self.offsets, strict=True)
         return tuple((offset, offset + spec.numel) for spec, offset in pairs)
 
-    @property
+    @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """`(start, stop)` of every range that belongs to no parameter."""
         stops = (0, *(stop for _, stop in self.ranges))
         starts = (*self.offsets, self.numel)
         return tuple((a, b) for a, b in zip(stops, starts, strict=True) if a < b)
 
-    @property
+    @cached_property
     def pieces(self) -> tuple[tuple[int, int], ...]:
         """`(numel, index)` of every range in buffer order; a gap has index -1."""
         pieces: list[tuple[int, int]] = []

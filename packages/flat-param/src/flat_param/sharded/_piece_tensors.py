@@ -10,6 +10,7 @@ A piece has as many dimensions as the whole parameter, see layout/_param_shard.p
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -154,15 +155,17 @@ def _is_wrong(
     position = 2 if "norm" in name else 1
     dims = kwargs.get("dim", kwargs.get("axis", args[position] if len(args) > position else None))
     with without_torch_function():
-        count = tensor.dim()
-        is_piece = tuple(tensor.shape) == piece.shard.shape
+        shape = tuple(tensor.shape)
     cut = piece.plan.cuts[piece.index]
-    if dims is None or count < 2 or cut.inner is None:
+    if dims is None or len(shape) < 2 or cut.inner is None:
         return True  # of everything, or without rows or blocks
-    # Dimensions of one element that a piece has between its first one and its whole ones.
-    between = range(1, count - len(cut.inner)) if is_piece else ()
     dims = (dims,) if isinstance(dims, int) else tuple(dims)
-    return not dims or any(dim % count == 0 or dim % count in between for dim in dims)
+    first = min((dim % len(shape) for dim in dims), default=0)
+    # A piece's own shape has dimensions of one element before its whole ones.
+    if not first or (shape == piece.shard.shape and first < len(shape) - len(cut.inner)):
+        return True
+    together = prod(shape[first:])  # rows of a piece, or blocks that an optimizer has viewed it as
+    return cut.atom_numel % max(together, 1) != 0
 
 
 def _refused(name: str, piece: ParamPiece) -> ParameterError:

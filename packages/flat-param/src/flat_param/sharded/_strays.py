@@ -1,6 +1,6 @@
-"""Parameters that were put into a sharded module afterwards, and belong to no unit.
+"""Trainable parameters that were added after `fully_shard`, and belong to no unit.
 
-Whoever looks for them notes how many registrations there had been, and looks again after the next.
+A forward looks for them only if a module or a parameter was registered since the last one.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -24,13 +25,14 @@ _registrations = [0]
 
 @cache
 def watch_registrations() -> None:
-    """Count registrations of modules and parameters from now on; a second call does nothing."""
+    """Count registrations of modules and parameters from now on, once."""
     register_module_module_registration_hook(_count)
     register_module_parameter_registration_hook(_count)
 
 
 def _count(module: nn.Module, name: str, registered: Any) -> None:
-    _registrations[0] += 1
+    if not torch.compiler.is_compiling():  # a traced count would be compiled anew in each call
+        _registrations[0] += 1
 
 
 def check_strays(function: str, module: nn.Module, units: Iterable[Unit]) -> None:
