@@ -237,27 +237,68 @@ class Llama(nn.Module):
         return functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
-class SlicedLoss(nn.Module):
-    """A model whose logits exist for a slice of the tokens at a time."""
+Loss = Callable[[nn.Linear, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Mean cross-entropy of targets (N,), from the head and hidden states (N, width)."""
 
-    def __init__(self, model: nn.Module, slices: int) -> None:
+
+class HeadLoss(nn.Module):
+    """A model whose head and loss are computed together."""
+
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
         super().__init__()
-        self.model, self.slices = model, slices
+        self.model, self.loss = model, loss
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the mean cross-entropy of the next tokens."""
-        from sac_policies import in_slices
-
         if isinstance(self.model, Llama):
             hidden = self.model.hidden(input_ids)
         else:
             hidden = self.model.model(input_ids=input_ids, use_cache=False).last_hidden_state
         hidden, targets = hidden[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-        return in_slices(self._loss_of, self.slices)(hidden, targets) / targets.numel()
+        return self.loss(self.model.lm_head, hidden, targets)
 
-    def _loss_of(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        logits = self.model.lm_head(hidden).float()
-        return functional.cross_entropy(logits, targets, reduction="sum")
+
+def sliced_loss(head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Have logits for one of 16 slices of the tokens at a time."""
+    from sac_policies import in_slices
+
+    def loss_of(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(head(hidden).float(), targets, reduction="sum")
+
+    return in_slices(loss_of, 16)(hidden, targets) / targets.numel()
+
+
+def trl_loss() -> Loss:
+    """Return TRL's loss over chunks of the vocabulary.
+
+    Raises:
+        Unavailable: trl is not installed, or has no such function.
+    """
+    try:
+        from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+    except ImportError as error:
+        raise Unavailable(f"trl's chunked loss cannot be imported: {error}") from error
+
+    def loss(head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        chunk = min(8192, head.out_features)
+        given = (hidden, head.weight, head.bias, targets, 1.0, chunk, None, 1.0, ())
+        return -ChunkedLogProbFunction.apply(*given)[0].mean()
+
+    return loss
+
+
+def liger_loss() -> Loss:
+    """Return Liger's fused head and loss, a Triton kernel.
+
+    Raises:
+        Unavailable: liger_kernel or Triton is not installed.
+    """
+    try:
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+    except ImportError as error:
+        raise Unavailable(f"liger_kernel cannot be imported: {error}") from error
+    fused = LigerFusedLinearCrossEntropyLoss()
+    return lambda head, hidden, targets: fused(head.weight, hidden, targets)
 
 
 class NoisyRouter(nn.Module):
@@ -538,7 +579,19 @@ def _(case: Case) -> None:
 @way("checkpoint_ and in_slices", exact=False)
 def _(case: Case) -> None:
     checkpoint_layers(case)
-    case.model = SlicedLoss(case.model, slices=16)
+    case.model = HeadLoss(case.model, sliced_loss)
+
+
+@way("checkpoint_ and TRL loss", exact=False)
+def _(case: Case) -> None:
+    checkpoint_layers(case)
+    case.model = HeadLoss(case.model, trl_loss())
+
+
+@way("checkpoint_ and Liger loss", exact=False)
+def _(case: Case) -> None:
+    checkpoint_layers(case)
+    case.model = HeadLoss(case.model, liger_loss())
 
 
 @way("offload_")
@@ -639,7 +692,7 @@ for _share in (*SHARES, "smallest"):
 
 @way("fit_ 75% and in_slices", exact=False)
 def _(case: Case) -> None:
-    case.model = SlicedLoss(case.model, slices=16)
+    case.model = HeadLoss(case.model, sliced_loss)
     fit(case, "75%")
 
 
@@ -1053,7 +1106,8 @@ _OURS = (
     "sac_policies matmuls,"
 )
 _COMPILED = ",compiled plain,compiled torch budget *,compiled sac_policies matmuls"
-_ALL = f"{_THEIRS}{_OURS}sac_policies nothing kept,fit_ *"
+_LOSSES = "checkpoint_ and TRL loss,checkpoint_ and Liger loss,"
+_ALL = f"{_THEIRS}{_OURS}{_LOSSES}sac_policies nothing kept,fit_ *"
 # At 32k tokens a step of 8 layers takes more than a second.
 _FEW = f"{_THEIRS}{_OURS}fit_ 75%,fit_ 50%,fit_ smallest"
 _MIXTURE = (

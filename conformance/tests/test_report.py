@@ -86,7 +86,7 @@ def _edit(path, change):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda r: r.update(format="x"), "is no report of this suite"),
+        (lambda r: r.update(format="x"), "is not a report of this suite"),
         (lambda r: r.update(suite="9"), "is of suite '9'; installed is"),
         (lambda r: r.pop("claims"), "is incomplete or has the wrong form: KeyError 'claims'"),
         (lambda r: r["rows"][0].update(outcome="great"), "an unknown outcome"),

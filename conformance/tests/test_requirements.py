@@ -145,7 +145,7 @@ def test_changed_file_is_read_again(write):
         ('@requirement("CW-001", level="MUST")\n', "CW-001: text, since, profile is missing"),
         (text_of("CW-001")[:-1] + ', levle="")\n', "unexpected keyword argument 'levle'"),
         ('@requirement("CW-001", "CW-002")\n', "requirement takes one id; stack decorators"),
-        ("@requirement(ID)\n", "'ID' is no literal"),
+        ("@requirement(ID)\n", "'ID' is not a literal"),
         ("@requirement(\n", "ckpt_wrap/test_a.py:2 is not Python"),
     ],
 )

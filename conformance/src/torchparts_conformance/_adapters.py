@@ -69,13 +69,8 @@ def version_of(distribution: str) -> str:
         return "from source" if found is not None else ""
 
 
-def load_implementation(spec: str | None = None) -> Implementation:
-    """Find and import an adapter.
-
-    Args:
-        spec: a short name, or `module:attribute`; by default the environment variable
-            `TORCHPARTS_IMPL`.
-    """
+def adapter_path(spec: str | None) -> str:
+    """Return `module:attribute` of a short name; the default is the environment variable."""
     wanted = spec or os.environ.get(VARIABLE, "")
     if not wanted:
         raise AdapterError(f"no implementation was named. Add --impl NAME or set {VARIABLE}.")
@@ -85,8 +80,19 @@ def load_implementation(spec: str | None = None) -> Implementation:
             f"implementation {wanted!r} is unknown. Name one of "
             f"{', '.join(sorted(known_adapters()))}, or module:attribute."
         )
+    return path
+
+
+def load_implementation(spec: str | None = None) -> Implementation:
+    """Find and import an adapter.
+
+    Args:
+        spec: a short name, or `module:attribute`; by default the environment variable
+            `TORCHPARTS_IMPL`.
+    """
+    path = adapter_path(spec)
     _see_working_directory()
-    role = f"implementation {wanted!r}"
+    role = f"implementation {spec or os.environ[VARIABLE]!r}"
     adapter = import_object(path, role=role)
     if callable(adapter) and not isinstance(adapter, Implementation):
         adapter = _call(adapter, role)

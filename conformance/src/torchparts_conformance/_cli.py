@@ -75,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the cases on an implementation."""
+    _adapters.adapter_path(arguments.impl)  # a wrong name is an error before torch is imported
     if arguments.explain:
         return _explain(arguments)
     known = _known_failures.load(arguments.known_failures)

@@ -188,8 +188,9 @@ def _lines(value: Any) -> str:
 def read(path: Path) -> dict[str, Any]:
     """Read a report, which may have been edited, and check it."""
     name = f"report {path.name!r:.100}"
+    text = read_text(path, role="report", max_bytes=MAX_BYTES)
     try:
-        report = json.loads(read_text(path, role="report", max_bytes=MAX_BYTES))
+        report = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ReportError(f"{name} is not a complete JSON file: {error!s:.120}.") from error
     if not isinstance(report, dict) or report.get("format") != FORMAT:
@@ -247,6 +248,8 @@ def read_text(path: Path, *, role: str, max_bytes: int) -> str:
         if len(content) > max_bytes:
             raise ReportError(f"{name} is larger than {max_bytes} bytes.")
         return content.decode("utf-8")
+    except ReportError:
+        raise
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ReportError(f"{name} cannot be read: {reason:.120}.") from error

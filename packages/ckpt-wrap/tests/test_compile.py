@@ -68,20 +68,6 @@ def _graphs(graph, _):
     return graph.forward
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_fullgraph_with_the_plain_gradients(layer, gradients):
-    """One graph, gradients of the plain model."""
-    torch.manual_seed(0)
-    plain = Model(lambda m: m)
-    model = Model(LAYERS[layer])
-    model.load_state_dict(plain.state_dict())
-    x = torch.randn(3, 8, requires_grad=True)
-    expected = gradients(plain, lambda m: m(x), x)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    for one, other in zip(expected, gradients(model, lambda m: compiled(x), x), strict=True):
-        torch.testing.assert_close(one, other)
-
-
 def test_equal_layers_compile_once():
     """Four checkpointed blocks compiled one by one share one graph, as plain ones do."""
     counts = []

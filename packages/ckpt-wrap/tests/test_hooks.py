@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_wrap import checkpoint_, offload_
+from ckpt_wrap import checkpoint_, checkpoint_wrapper, offload_
 
-IN_PLACE = {"plain": lambda module: module, "offload": offload_, "checkpoint": checkpoint_}
+CHANGES = [lambda module: module, offload_, checkpoint_, checkpoint_wrapper]
 
 
 def _block():
@@ -87,7 +87,7 @@ def test_removed_hooks_are_gone(layer):
     assert seen == []
 
 
-@pytest.mark.parametrize("change", IN_PLACE.values(), ids=IN_PLACE)
+@pytest.mark.parametrize("change", CHANGES)
 def test_state_dict_hooks_of_a_changed_module_are_the_plain_ones(change):
     """Saving and loading, at the root and below it."""
     module = change(_block())

@@ -175,14 +175,6 @@ def test_unwrap_takes_every_layer_off(wrap):
     assert {module: set(vars(module)) for module in model.modules()} == keys
 
 
-def test_unwrap_can_leave_the_modules_below():
-    """`recurse=False` frees the module only."""
-    model = checkpoint_(nn.Sequential(checkpoint_(Scaled())))
-    unwrap(model, recurse=False)
-    assert type(model) is nn.Sequential
-    assert type(model[0]) is not Scaled
-
-
 def test_the_last_options_count():
     """Called again, `checkpoint_` replaces options and does not nest."""
     module = checkpoint_(checkpoint_(Scaled()), early_stop=False)

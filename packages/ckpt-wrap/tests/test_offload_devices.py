@@ -211,8 +211,8 @@ def test_two_backward_threads_read_each_storage_once(monkeypatch):
             assert sum(s.copies_in for s in stats) <= sum(s.copies_out for s in stats)
             assert sum(s.bytes_away for s in stats) == 0
     assert all(same(results[0], result) for result in results[1:])
-    orders = _offload_scheduler.scheduler_for(OffloadOptions()).orders.values()
-    assert not [entry for order in orders for entry in order._leaving if entry.ref() is not None]
+    order = _offload_scheduler.scheduler_for(OffloadOptions()).order
+    assert not [entry for entry in order._leaving if entry.ref() is not None]
 
 
 def test_two_threads_that_read_one_storage_fetch_it_once(monkeypatch):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 
 import pytest
 import torch
 
-from ckpt_wrap import offload_stats
+from ckpt_wrap import _offload_scheduler, offload_, offload_stats
 
 from ._devices import (
     FAR_AHEAD,
@@ -93,11 +94,16 @@ def held_bytes(model, **costs) -> int:
 
 
 @SIMULATED
-def test_memory_does_not_grow_with_how_far_the_host_is_ahead():
+@pytest.mark.parametrize("calls", ["one for each block", "one"])
+def test_memory_does_not_grow_with_how_far_the_host_is_ahead(calls, monkeypatch):
     """Twelve blocks: what is reserved is at most 0.45 of the plain model's."""
     others = reserved()  # of tests before
     plain = blocks(12, device())
-    moved = offloaded(plain)
+    if calls == "one":
+        monkeypatch.setattr(_offload_scheduler, "INFLIGHT_BYTES", 1 << 20)
+        moved = offload_(copy.deepcopy(plain))
+    else:
+        moved = offloaded(plain)
     ahead = held_bytes(moved, **FAR_AHEAD) - others
     del moved
     assert ahead <= 0.45 * (held_bytes(plain, **FAR_AHEAD) - others)

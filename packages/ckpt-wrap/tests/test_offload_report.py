@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
 from ckpt_wrap import (
     OffloadStats,
-    checkpoint_,
     checkpoint_wrapper,
     offload_,
     offload_stats,
@@ -57,12 +55,3 @@ def test_counts_of_all_below_are_added_up(tmp_path):
 def test_a_module_without_offload_has_moved_nothing():
     """All counts are zero, which is no error."""
     assert offload_stats(nn.Linear(2, 2)) == OffloadStats()
-
-
-@pytest.mark.parametrize("first", [checkpoint_, offload_], ids=["checkpoint", "offload"])
-def test_a_module_that_is_checkpointed_too_counts(tmp_path, first):
-    """Whichever came first, what it is given leaves."""
-    both = first(nn.Tanh())
-    both = offload_(checkpoint_(both), to=tmp_path, min_bytes=1)
-    both(torch.randn(16, 16, requires_grad=True)).sum().backward()
-    assert offload_stats(both).copies_out == 1

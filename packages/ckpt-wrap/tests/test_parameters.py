@@ -47,18 +47,10 @@ def test_a_parameter_changed_since_forward_is_refused(wrap, name):
     module = wrap(TwoLinears())
     loss = module(given()).sum()
     change(module, name)
-    assert_refused(loss, name)
-
-
-def test_the_error_says_what_to_do(wrap):
-    """Which parameter of which module, what happened, the rule and the next step."""
-    module = wrap(TwoLinears())
-    loss = module(given()).sum()
-    change(module)
     with pytest.raises(RecomputeError) as caught:
         loss.backward()
     assert str(caught.value) == (
-        "ckpt_wrap.checkpoint_: parameter 'up.weight' of module TwoLinears was changed "
+        f"ckpt_wrap.checkpoint_: parameter '{name}' of module TwoLinears was changed "
         "in place since its forward started, and recomputation with other values gives another "
         "gradient. Step the optimizer after backward, and do not checkpoint a module whose forward "
         "writes its parameters, such as nn.Embedding with max_norm."

@@ -10,9 +10,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from ckpt_wrap import (
-    ModuleError,
     checkpoint_,
-    checkpoint_layers_,
     checkpoint_wrapper,
     offload_,
     offload_wrapper,
@@ -91,37 +89,6 @@ def test_a_changed_class_is_called_like_its_base():
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
         assert getattr(changed, name) == getattr(Layer, name)
     assert inspect.signature(changed.forward) == inspect.signature(Layer.forward)
-
-
-def _final():
-    class Final(nn.Module):
-        def __init_subclass__(cls):
-            raise TypeError("no more of these")
-
-        def forward(self, x):
-            return x
-
-    return Final()
-
-
-REFUSED = {
-    "compiled": (lambda: torch.compile(nn.ReLU()), r"is compiled.*before torch\.compile, or on"),
-    "lazy": (lambda: nn.LazyLinear(2), "is lazy.*Run one forward first"),
-    "no subclasses": (_final, r"cannot be subclassed \(no more of these\).*Use checkpoint_wrapper"),
-}
-
-
-@pytest.mark.parametrize("why", REFUSED)
-def test_a_module_that_cannot_change_is_named(why):
-    """With the function, the name it has in its model, and the next step."""
-    make, message = REFUSED[why]
-    model = nn.ModuleDict({"a": nn.ModuleDict({"b": make()})})
-    before = type(model["a"]["b"])
-    with pytest.raises(
-        ModuleError, match=rf"^ckpt_wrap\.checkpoint_layers_: module 'a\.b' .* {message}"
-    ):
-        checkpoint_layers_(model, lambda name, _: name == "a.b")
-    assert type(model["a"]["b"]) is before
 
 
 def test_a_lazy_module_can_change_when_it_has_its_parameters():

@@ -83,27 +83,6 @@ def test_no_result_and_no_input(layer):
     assert all(p.grad is not None for p in module.parameters())
 
 
-def test_a_module_used_twice_in_a_forward(layer, equal):
-    """Its gradients add up as the plain module's do."""
-    gradients = []
-    for module in (_block(), layer(_block())):
-        x = _x()
-        module(module(x)).sum().backward()
-        gradients.append([x.grad, *(p.grad for p in module.parameters())])
-    assert equal(*gradients)
-
-
-def test_many_forwards_before_the_first_backward(layer, equal):
-    """Backward in the order of the forwards, which is not the usual one."""
-    gradients = []
-    for module in (_block(), layer(_block())):
-        inputs = [_x() for _ in range(3)]
-        for loss in [module(x).sum() for x in inputs]:
-            loss.backward()
-        gradients.append([x.grad for x in inputs] + [p.grad for p in module.parameters()])
-    assert equal(*gradients)
-
-
 def test_backward_twice_is_torchs_error(layer):
     """With `retain_graph` it works, without it the plain module's error comes."""
     module, x = layer(_block()), _x()
@@ -202,20 +181,6 @@ def test_threads_with_one_folder_keep_their_own_order(tmp_path):
     finally:
         sys.setswitchinterval(before)
     assert not failures
-
-
-def test_autocast_and_inference_mode(layer, equal):
-    """Under autocast the plain gradients; in inference mode no graph."""
-    gradients = []
-    for module in (_block(), layer(_block())):
-        x = _x()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = module(x).sum()
-        loss.backward()
-        gradients.append([x.grad, *(p.grad for p in module.parameters())])
-        with torch.inference_mode():
-            assert not module(torch.ones(2, 4)).requires_grad
-    assert equal(*gradients)
 
 
 def test_transforms_of_torch_func(layer):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
 
+from ckpt_wrap import _CHECKPOINT_WRAPPED_MODULE as WRAPPED
 from ckpt_wrap import checkpoint_, checkpoint_wrapper, clean_state_dict, offload_wrapper
 
 
@@ -125,3 +126,21 @@ def test_assign_reaches_the_wrapped_module():
     model.load_state_dict(state, assign=True)
     for name, parameter in model.named_parameters():
         assert parameter.data_ptr() == state[name].data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("name", "clean"),
+    [
+        ("weight", "weight"),
+        (f"{WRAPPED}.weight", "weight"),
+        (f"a.{WRAPPED}.{WRAPPED}.b.{WRAPPED}.weight", "a.b.weight"),
+        (f"a.{WRAPPED}", "a"),
+        (WRAPPED, ""),
+        ("", ""),
+        (f"a.my{WRAPPED}.weight", f"a.my{WRAPPED}.weight"),
+        (f"a.{WRAPPED}s.weight", f"a.{WRAPPED}s.weight"),
+    ],
+)
+def test_a_clean_name_has_no_wrappers_part(name, clean):
+    """At the start, in the middle, at the end and twice; not a part that only contains it."""
+    assert list(clean_state_dict({name: 1})) == [clean]

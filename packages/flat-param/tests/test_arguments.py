@@ -49,7 +49,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         StateError,
         "shard_placement_fn is given, but shards are ranges of a flat buffer",
     ),
-    "mesh": ({"mesh": 2}, StateError, "mesh is 2, but it says which ranks share parameters"),
+    "mesh": ({"mesh": 2}, StateError, "mesh is 2, but it must be a DeviceMesh"),
     "init": ({"init_fn": "zeros"}, StateError, "init_fn is 'zeros', but it is called with each"),
     "freeing": (
         {"reshard_after_forward": "no"},
@@ -85,9 +85,9 @@ LINEAR = nn.Linear(2, 2)
         ([], "the list of modules is empty"),
         ([LINEAR, LINEAR], "a Linear of the list is inside another module of the list"),
         ([LINEAR, nn.Sequential(LINEAR)], "a Linear of the list is inside another module"),
-        ([LINEAR, torch.ones(2)], "module is a Tensor, but it must be a module or a list"),
-        (torch.ones(2), "module is a Tensor, but it must be a module or a list of modules"),
-        (nn.Linear, "module is Linear, but it must be a module or a list of modules"),
+        ([LINEAR, torch.ones(2)], "module is of type Tensor, but it must be a module or a list"),
+        (torch.ones(2), "module is of type Tensor, but it must be a module or a list of modules"),
+        (nn.Linear, "module is the class Linear, but it must be a module or a list of modules"),
         (nn.ModuleList([nn.Linear(2, 2)]), "ModuleList has no forward"),
         (nn.ParameterDict({"a": torch.ones(2)}), "ParameterDict has no forward"),
     ],
@@ -165,7 +165,7 @@ def test_norm_that_nothing_is_scaled_to_is_refused(max_norm: Any, norm_type: Any
     module = fully_shard(nn.Linear(2, 2))
     module(torch.ones(1, 2)).sum().backward()
     before = [param.grad.clone() for param in module.parameters() if param.grad is not None]
-    text = f"max_norm is {max_norm!r} and norm_type {norm_type!r}, but gradients"
+    text = f"max_norm is {max_norm!r} and norm_type {norm_type!r}. Pass a max_norm"
     with pytest.raises(StateError, match=re.escape(text)):
         module.clip_grad_norm_(max_norm, norm_type)
     assert all(map(torch.equal, before, [param.grad for param in module.parameters()]))
@@ -187,5 +187,7 @@ def test_gradients_of_sharded_parameters_are_not_handed_out() -> None:
 
 def test_what_has_no_groups_is_no_optimizer() -> None:
     """Such as its name."""
-    with pytest.raises(ParameterError, match="optimizer is a str, but it must have the groups"):
+    with pytest.raises(
+        ParameterError, match="optimizer is of type str, but it must be an optimizer"
+    ):
         full_state_dict(fully_shard(nn.Linear(2, 2)), optimizer="adam")  # type: ignore[arg-type]

@@ -92,18 +92,23 @@ SAVES = """
 import sys
 flat_param.fully_shard(model)
 flat_param.async_save_sharded(model, sys.argv[1])
+if sys.argv[2] == "fails":
+    time.sleep(0.1)
+    flat_param.async_save_sharded(model, "/dev/null/none")
 if sys.argv[2] == "interrupted":
     raise KeyboardInterrupt
 """
 
 
-@pytest.mark.parametrize("how", ["ends", "interrupted"])
+@pytest.mark.parametrize("how", ["fails", "interrupted"])
 def test_interpreter_waits_for_asynchronous_saves(how: str, tmp_path: Path) -> None:
-    """Its end, by Ctrl-C too, comes after the save."""
+    """Its end, by Ctrl-C too, comes after the save, whose error is logged."""
     script = START.replace("atexit.register(at_exit)", "") + SAVES
     command = [sys.executable, "-c", script, str(tmp_path / "saved"), how]
     found = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (tmp_path / "saved/.metadata").exists(), found.stderr
+    told = "the save to '/dev/null/none' failed: flat_param.save_sharded: rank 0 cannot write"
+    assert (told in found.stderr) == (how == "fails"), found.stderr
     assert ("KeyboardInterrupt" in found.stderr) == (how == "interrupted")
 
 

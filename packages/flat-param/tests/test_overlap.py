@@ -122,7 +122,7 @@ def test_sharing_after_flattening_is_refused_by_name(later):
     """Neither a new parameter nor new data may lie in another one's place."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     flat = flatten(model)
-    with pytest.raises(ParameterError, match=r"'1\.weight' and parameter '0\.weight' share"):
+    with pytest.raises(ParameterError, match=r"'0\.weight' and parameter '1\.weight' share"):
         if later == "assigned":
             model[1].weight = nn.Parameter(model[0].weight.data)
         else:

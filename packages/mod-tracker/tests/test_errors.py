@@ -75,7 +75,7 @@ WRONG = {
     "Use torch.ops.LIBRARY.NAME.": lambda: enter(profile_flops(formulas={"mm": len})),
     "formula of aten.mm must be a function": lambda: enter(profile_flops(formulas=NOT_FLOPS)),
     "optimizer must be a torch optimizer": lambda: enter(profile_memory(optimizer=nn.ReLU())),
-    "optimizer must be a torch optimizer, whose state is read; got type": lambda: enter(
+    "optimizer must be a torch optimizer with a state; got type": lambda: enter(
         watch_memory(optimizer=torch.optim.Adam)
     ),
     "limit_bytes must be an int of at least 1, or None": lambda: enter(watch_memory(limit_bytes=0)),

@@ -15,7 +15,7 @@ from mod_tracker import OptionError, profile_time
 
 @pytest.mark.parametrize(
     ("there", "says"),
-    [(False, "'cpu'; there is no accelerator here"), (True, "'cpu', 'device' or 'meta'")],
+    [(False, "'cpu', since this machine has no accelerator"), (True, "'cpu', 'device' or 'meta'")],
 )
 def test_clock_of_a_missing_device_is_refused(monkeypatch, there, says):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: there)

@@ -1,11 +1,14 @@
-"""A batch for stacks of blocks, what training with it gives, and which forwards were replaced."""
+"""A batch for stacks of blocks, gradients of training with it, peaks, and replaced forwards."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+
+from sac_policies.budget._measure import Marks, highest
 
 ROWS = torch.linspace(-1, 1, 1024 * 8).view(1024, 8)
 
@@ -32,3 +35,8 @@ def own_forwards(model: nn.Module) -> list[str]:
 
 
 BATCH = {"x": ROWS, "target": TARGET}
+
+
+def peak_growth(step: Callable[[], object], *, device: torch.device) -> int:
+    """Bytes by which a step's allocations exceed those before it."""
+    return highest(Marks(device).intervals(step))

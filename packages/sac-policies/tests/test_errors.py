@@ -7,6 +7,7 @@ from collections import UserDict
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import sac_policies
 from sac_policies import SacError
@@ -51,6 +52,48 @@ def test_wrong_order_of_arguments_prints_no_tensor_values(call):
     with pytest.raises(SacError, match=r"of shape \(2, 3\)") as caught:
         call()
     assert "0.123" not in str(caught.value)
+
+
+X = torch.ones(2, 4, requires_grad=True)
+KEEP = sac_policies.save_ops("aten.addmm")
+
+
+@pytest.mark.parametrize(
+    ("call", "next_step"),
+    [
+        (lambda m: sac_policies.checkpoint(m, X, KEEP), r"Write policy=\.\.\."),
+        (lambda m: sac_policies.checkpoint(KEEP, m, X), "the policy as policy="),
+        (
+            lambda m: sac_policies.checkpoint(m(X), policy=KEEP),
+            r"do not call it: checkpoint\(module",
+        ),
+        (
+            lambda m: sac_policies.checkpoint(m, X, policy=sac_policies.save_all),
+            r"save_all\(\.\.\.",
+        ),
+        (
+            lambda m: sac_policies.checkpoint(m, X, policy="save_all"),
+            r"Call it: .*save_all\(\.\.\.",
+        ),
+        (lambda m: torch_checkpoint(m, X, use_reentrant=False, context_fn=KEEP), "context_fn=sac"),
+        (lambda m: sac_policies.save_ops(["aten.mm"]), r"save_ops\(\*entries\)"),
+        (lambda m: sac_policies.save_ops(torch.mm), r"Did you mean 'aten\.mm'"),
+        (lambda m: sac_policies.save_ops("mm"), r"Did you mean 'aten\.mm'"),
+        (lambda m: sac_policies.save_modules(m), "Write for example 'attn'"),
+        (lambda m: sac_policies.save_modules(["attn"]), r"save_modules\(\*names\)"),
+    ],
+)
+def test_natural_mistake_is_answered_with_the_right_call(call, next_step):
+    """What people write first, and what they should write."""
+    with pytest.raises(SacError, match=next_step):
+        call(nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("policy", [sac_policies.MATMULS, torch.ops.aten.addmm.default])
+def test_group_or_operator_is_a_policy_that_saves_it(policy):
+    """As in a list of one."""
+    rows = sac_policies.report(nn.Linear(4, 4), X, policy=policy).kept
+    assert [row.op for row in rows] == ["aten.addmm.default"]
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,10 @@ from torch import nn
 
 from sac_policies import BudgetError, checkpoint, fit_, plan_region
 from sac_policies.budget import Fit, Infeasible, StepTrace, Trace, _step_trace
-from sac_policies.budget._measure import peak_growth, storage_bytes
+from sac_policies.budget._measure import storage_bytes
 from sac_policies.budget._profile import trace_of
+
+from ._fitted import peak_growth
 
 CPU = torch.device("cpu")
 

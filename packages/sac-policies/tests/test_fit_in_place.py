@@ -14,18 +14,17 @@ from torch import nn
 
 from sac_policies import BudgetError, fit_
 from sac_policies.budget import Infeasible, InPlaceFit, _fit_in_place
-from sac_policies.budget._levels import AGAIN
-from sac_policies.budget._measure import peak_growth
+from sac_policies.budget._intervals import Measured, Steps
+from sac_policies.budget._levels import AGAIN, HOLDING
 from sac_policies.budget._step import Step
-from sac_policies.budget._times import Spent
 
 from ._blocks import Block, Stack, stack
-from ._fitted import BATCH, ROWS, TARGET, own_forwards, training
+from ._fitted import BATCH, ROWS, TARGET, own_forwards, peak_growth, training
 
 CPU = torch.device("cpu")
 LEVELS = AGAIN + 1
 """Those of the CPU."""
-MOST_STEPS, MOST_CONFIRMED, MOST_CLOCKED = 8, 2, 5
+MOST_STEPS, MOST_CONFIRMED = 8, 2
 
 
 @pytest.mark.parametrize("budget", ["85%", 0.6, "45%"])
@@ -130,17 +129,14 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_at_most_eight_steps_are_run(name: str) -> None:
-    """Whatever blocks there are and whether it fits; two of them confirm what was foretold.
-
-    Beside those, each level is clocked twice, and up to five times where steps are short.
-    """
+    """Whatever blocks there are and whether it fits; two of them confirm a prediction."""
     model, batch = MODELS[name]()
     forwards: list[object] = []
     model.register_forward_pre_hook(lambda *_: forwards.append(None))
     for budget in ("75%", 1):
         forwards.clear()
         found = fit_(model, batch, budget)
-        assert len(forwards) <= MOST_STEPS + MOST_CLOCKED * LEVELS
+        assert len(forwards) <= MOST_STEPS
         if isinstance(found, InPlaceFit):
             assert LEVELS <= len(found.rounds) <= LEVELS + MOST_CONFIRMED
             found.undo()
@@ -156,14 +152,15 @@ def test_everything_fits_and_nothing_is_checkpointed() -> None:
     assert "4 x keeps everything: blocks.0 to blocks.3 (Block)" in str(found)
 
 
-def alike(search: _fit_in_place._Search) -> list[list[Spent]]:
-    """Times that only depend on the level."""
-    return [[{(n, 0, True): 10_000 * level for n in range(4)}] for level in range(search._levels)]
+def alike(search: _fit_in_place._Search, intervals: Any, _: object) -> Steps:
+    """Steps whose times only depend on the level."""
+    spent = [{(n, 0, True): 10_000 * level for n in range(4)} for level in range(search._levels)]
+    return Steps([Block] * 4, list(map(Measured, intervals, spent)), HOLDING)
 
 
 def test_less_budget_keeps_less_in_the_first_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """One step a level is measured and one more; what is done is told."""
-    monkeypatch.setattr(_fit_in_place._Search, "_times", alike)
+    monkeypatch.setattr(_fit_in_place._Search, "_steps", alike)
     levels = list(_fit_in_place.LEVELS)
     sums = []
     for budget in ("90%", "60%", "45%"):

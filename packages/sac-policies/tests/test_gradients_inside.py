@@ -26,15 +26,12 @@ def test_backward_inside_the_region(gradients, equal):
         return (h @ q) * g
 
     plain = gradients(body, a, b)
-    kept = gradients(lambda p, q: checkpoint(body, p, q, policy=PRODUCTS, early_stop=False), a, b)
+    kept = gradients(lambda p, q: checkpoint(body, p, q, policy=PRODUCTS), a, b)
     assert equal(kept, plain)
 
 
 @pytest.mark.parametrize("inside", [recompute_all(), save_all(), save_ops("aten.sin", "aten.cat")])
-@pytest.mark.parametrize("early_stop", [True, False])
-def test_backward_inside_a_region_inside_recomputes_nothing_of_its_own(
-    early_stop, inside, gradients, equal
-):
+def test_backward_inside_a_region_inside_recomputes_nothing_of_its_own(inside, gradients, equal):
     """A gradient in the inner region recomputes the outer one; the inner one counts none of it."""
     a, b = ab()
 
@@ -48,13 +45,13 @@ def test_backward_inside_a_region_inside_recomputes_nothing_of_its_own(
         return run((h @ q).sin()).relu().cos()
 
     def region(h):
-        return checkpoint(inner, h, policy=inside, early_stop=early_stop)
+        return checkpoint(inner, h, policy=inside)
 
     plain = gradients(lambda p, q: outer(p, q, inner), a, b)
     for policy in (recompute_all(), PRODUCTS, save_ops("aten.cat")):
         kept = gradients(
             lambda p, q, policy=policy: checkpoint(
-                lambda p, q: outer(p, q, region), p, q, policy=policy, early_stop=early_stop
+                lambda p, q: outer(p, q, region), p, q, policy=policy
             ),
             a,
             b,
@@ -62,12 +59,9 @@ def test_backward_inside_a_region_inside_recomputes_nothing_of_its_own(
         assert equal(kept, plain)
 
 
-@pytest.mark.parametrize("early_stop", [True, False])
 @pytest.mark.parametrize("gradients_inside", [1, 2])
 @pytest.mark.parametrize("nested", [False, True])
-def test_gradient_inside_a_region_runs_nothing_the_forward_has_not(
-    early_stop, gradients_inside, nested, equal
-):
+def test_gradient_inside_a_region_runs_nothing_the_forward_has_not(gradients_inside, nested, equal):
     """What comes after it, a cache that grows and a normalisation, finds things as without."""
     a, b = ab()
 
@@ -87,7 +81,7 @@ def test_gradient_inside_a_region_runs_nothing_the_forward_has_not(
         return [*seen, *torch.autograd.grad(out.square().sum(), (a, b))]
 
     def region(function, *args):
-        return checkpoint(function, *args, policy=PRODUCTS, early_stop=early_stop)
+        return checkpoint(function, *args, policy=PRODUCTS)
 
     def twice(function, *args):
         return region(lambda *given: region(function, *given), *args)
@@ -95,8 +89,7 @@ def test_gradient_inside_a_region_runs_nothing_the_forward_has_not(
     assert equal(run(twice if nested else region), run(lambda function, *args: function(*args)))
 
 
-@pytest.mark.parametrize("early_stop", [True, False])
-def test_gradient_inside_a_region_leaves_what_is_kept_for_backward(early_stop, counting):
+def test_gradient_inside_a_region_leaves_what_is_kept_for_backward(counting):
     """The product and that of its gradient are the region's, and kept: backward repeats none."""
     a, b = ab()
 
@@ -105,7 +98,7 @@ def test_gradient_inside_a_region_leaves_what_is_kept_for_backward(early_stop, c
         (g,) = torch.autograd.grad(h.sum(), p)
         return h.detach() * g.cos() * p.exp()
 
-    out = checkpoint(body, a, b, policy=PRODUCTS, early_stop=early_stop)
+    out = checkpoint(body, a, b, policy=PRODUCTS)
     with counting() as counts:
         out.sum().backward()
     assert counts["aten.mm.default"] == 0

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sac_policies.budget._measure import peak_growth, storage_bytes
+from sac_policies.budget._measure import storage_bytes
+
+from ._fitted import peak_growth
 
 CPU = torch.device("cpu")
 MIB = 2**20

@@ -13,13 +13,14 @@ import torch
 from sac_policies.__main__ import main
 from sac_policies._errors import BudgetError
 from sac_policies.budget._checkpointed import Checkpointed
-from sac_policies.budget._measure import peak_growth, storage_bytes
+from sac_policies.budget._measure import storage_bytes
 from sac_policies.plan import _alike
 from sac_policies.plan._alike import Blocks
 from sac_policies.plan._devices import DEVICES, Device, device_named
 from sac_policies.plan._model import parse_tokens
 from sac_policies.plan._plan import _POLICIES, OFFLOADED, PLAIN, estimate
 
+from ._fitted import peak_growth
 from ._plan_subject import build
 
 SUBJECT = f"{Path(__file__).parent / '_plan_subject.py'}:build"

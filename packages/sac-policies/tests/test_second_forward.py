@@ -395,39 +395,3 @@ def test_it_asks_less_of_each_value_than_torch(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(kind, method, counted(name, getattr(kind, method)))
     of(lambda y, w: again(lambda y, w: (y @ w).sin().exp(), y, w))
     assert set(calls.values()) == {4}
-
-
-def test_early_stop_turned_off_runs_to_the_end() -> None:
-    """The setting of the forward decides; an error of the function at its end is raised."""
-    after: list[int] = []
-
-    def function(y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        z = (y @ w).sin()
-        after.append(1)
-        if len(after) > 2:
-            raise ValueError("at the end")
-        return z
-
-    x, w = leaves()
-    with torch.utils.checkpoint.set_checkpoint_early_stop(False):
-        out = again(function, x, w).sum()
-    expected = torch.autograd.grad((x @ w).sin().sum(), [x, w])
-    assert all(map(torch.equal, torch.autograd.grad(out, [x, w], retain_graph=True), expected))
-    assert len(after) == 2
-    with pytest.raises(ValueError, match="at the end"):
-        out.backward()
-
-
-def test_second_run_that_saves_more_is_refused() -> None:
-    """As one that saves less is."""
-    runs: list[int] = []
-
-    def function(y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        runs.append(1)
-        z = (y @ w).sin()
-        return z if len(runs) == 1 else z.cos()
-
-    with torch.utils.checkpoint.set_checkpoint_early_stop(False):
-        out = again(function, *leaves()).sum()
-    with pytest.raises(RecomputeError, match=r"saves 4 tensors in its second .* 3 in its first"):
-        out.backward()

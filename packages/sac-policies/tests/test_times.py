@@ -1,9 +1,8 @@
-"""What a level costs is what it costs in training, and repeats say how well that is known."""
+"""Times of steps, and what levels cost by them."""
 
 from __future__ import annotations
 
 import gc
-import itertools
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -12,15 +11,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from sac_policies import fit_
-from sac_policies.budget import InPlaceFit, _times
-from sac_policies.budget._times import Clock, are_long, clocked_in_rounds, costs, last_word
-
-from ._blocks import stack
-from ._fitted import BATCH
+from sac_policies.budget import _times
+from sac_policies.budget._times import Clock, costs
 
 CPU = torch.device("cpu")
-MS = 1_000_000
 SIM: Any = getattr(torch, "simdev", None)
 
 
@@ -74,82 +68,22 @@ def test_garbage_is_collected_again_after_an_error() -> None:
             gc.enable()
 
 
-@pytest.mark.parametrize(
-    ("took_ms", "rounds"), [(1, 5), (16, 5), (21, 4), (40, 3), (50, 2), (99, 2)]
-)
-def test_levels_are_clocked_in_turn(took_ms: int, rounds: int) -> None:
-    """Backwards in every other round; at least twice, and no more often once that took long."""
-    order: list[int] = []
-
-    def clocked(level: int) -> dict[Any, int]:
-        order.append(level)
-        return {None: 0, (0, 0, True): took_ms * MS}
-
-    found = clocked_in_rounds(3, clocked)
-    assert order == ([0, 1, 2, 2, 1, 0] * 3)[: 3 * rounds]
-    assert [len(own) for own in found] == [rounds] * 3
+def test_costs_are_over_the_plain_time() -> None:
+    """Of regions alike the middle one counts; no level is faster than keeping everything."""
+    plain, slow = [1000, 1000, 9000], [3000, 9000, 3100]
+    assert costs([plain, slow, [800, 800, 800]], [9, 5, 4]) == [0, 2101, 1]
+    assert costs([plain, slow, [5000, 5000, 5000]], [9, 5, 4]) == [0, 2101, 4001]
+    assert costs([[], [], []], [9, 5, 4]) == [0, 1, 1]
 
 
-def test_steps_are_long_where_a_round_of_them_is() -> None:
-    """A quarter of a second, the profiler's part included."""
-    assert not are_long([{None: 80 * MS, (0, 0, True): 5 * MS}, {None: 100 * MS}])
-    assert are_long([{None: 80 * MS, (0, 0, True): 90 * MS}, {None: 100 * MS}])
-
-
-def test_the_fastest_round_counts() -> None:
-    """And of regions alike the middle one; no level is faster than keeping everything."""
-    plain = [[10, 10, 10], [10, 90, 90]]
-    assert costs([plain, [[30, 90, 31], [99, 99, 99]], 2 * [[8, 8, 8]]], [9, 5, 4]) == [0, 21, 0]
-    assert costs([[], [], []], [9, 5, 4]) == [0, 0, 0]
-
-
-def test_levels_that_repeats_do_not_tell_apart_cost_the_same() -> None:
-    """So that the one is taken that keeps less, whichever is faster."""
-    plain, slower = [[10], [10]], [[40], [45]]
-    assert costs([plain, slower, [[43], [43]]], [9, 5, 4]) == [0, 30, 30]
-    assert costs([plain, [[43], [43]], slower], [9, 4, 5]) == [0, 30, 30]
-    assert costs([plain, slower, [[43], [43]]], [9, 4, 5]) == [0, 30, 33]
-    assert costs([plain, slower, [[45], [45]]], [9, 5, 4]) == [0, 30, 35]
-    assert costs([plain, slower, [[43], [48]]], [9, 5, 4]) == [0, 30, 33]  # in both rounds by 3
-    assert costs([[[10], [50]], [[11], [11]]], [9, 5]) == [0, 1]  # keeping everything is apart
-
-
-def test_a_round_that_was_disturbed_makes_levels_no_more_alike() -> None:
-    """One level slower by 3 in all rounds but one, in which others' work hit it, or the other."""
-    plain, slower = [[10]] * 4, [[40], [41], [40], [41]]
-    for disturbed in ([[43], [44], [90], [44]], [[43], [44], [13], [44]]):
-        assert costs([plain, slower, disturbed], [9, 5, 4])[1] == 30
-    assert costs([plain, slower, [[43], [44], [90], [44]]], [9, 5, 4]) == [0, 30, 33]
-    assert costs([plain[1:], slower[1:], [[44], [90], [44]]], [9, 5, 4]) == [0, 30, 30]
-
-
-def test_what_keeps_less_has_the_last_word() -> None:
-    """Where times are the same; and of regions alike the first keeps less."""
-    kept, count = [9, 5, 4, 7], 3
-    words = [last_word(kept, number, count) for number in range(count)]
-    for own in words:
-        assert own[0] == 0 < own[2] < own[1] < own[3]
-    for one, other in itertools.combinations(words, 2):
-        assert one[2] + other[1] < one[1] + other[2]
-
-
-def test_long_steps_are_clocked_while_their_memory_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that eleven steps are all: others would be waited for."""
-    counted = Counted(monkeypatch)
-    model, watched = stack(), []
-    forward = model.forward
-
-    def long(*args: Any, **kwargs: Any) -> Any:
-        watched.append(torch.autograd._profiler_enabled())
-        counted.ns += 300 * MS
-        return forward(*args, **kwargs)
-
-    model.forward = long
-    found = fit_(model, BATCH, "50%")
-    assert isinstance(found, InPlaceFit)
-    assert watched.count(False) == 4
-    assert len(watched) <= 11
-    found.undo()
+def test_levels_that_are_as_fast_cost_the_same() -> None:
+    """So the one that keeps less is chosen, whichever is faster by up to 2 % of the plain time."""
+    plain = [1000]
+    assert costs([plain, [1300], [1320]], [9, 5, 4]) == [0, 301, 301]
+    assert costs([plain, [1300], [1321]], [9, 5, 4]) == [0, 301, 322]
+    assert costs([plain, [1320], [1300]], [9, 5, 4]) == [0, 321, 301]
+    assert costs([plain, [1300], [1320]], [9, 4, 5]) == [0, 301, 321]
+    assert costs([plain, [1001]], [9, 5]) == [0, 2]  # keeping everything is apart
 
 
 @pytest.fixture

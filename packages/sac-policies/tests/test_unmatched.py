@@ -63,7 +63,7 @@ def x() -> torch.Tensor:
         ),
         (
             save_modules("layers.3.attn"),
-            r"module 'layers\.3\.attn' .*below the module that is checkpointed",
+            r"module 'layers\.3\.attn' .*below the checkpointed module",
         ),
         (
             save_named("hiden"),

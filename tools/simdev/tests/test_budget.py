@@ -111,7 +111,7 @@ def test_regions_that_offload_fit_as_predicted(sim, device, choice, copy_us):
     plain = search._intervals(0)
     search._learn()
     measured = [plain, *(search._intervals(level) for level in range(1, search._levels))]
-    steps = search._steps(measured, [[]] * search._levels)
+    steps = search._steps(measured, [{}] * search._levels)
     assert step.resident() + steps.growth(choice) == search._measured(choice)
     search.undo()
 
@@ -179,3 +179,72 @@ def test_what_is_measured_is_that_of_a_host_far_ahead(sim, device):
         search.undo()
     assert any(moved.out for *_, moved in found[0])
     assert found[0] == found[1]
+
+
+def blocks_on(device, depth=3):
+    """Return a stack of blocks behind a layer, and its batch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), *(Block() for _ in range(depth))).to(device)
+    return model, torch.randn(512, 32, device=device)
+
+
+@pytest.mark.parametrize("room", [0, 1 << 17])
+def test_host_without_memory_keeps_values_on_the_device(sim, device, room):
+    """Some or all of them; budgets that need no offload are met, gradients are the plain ones."""
+    model, x = blocks_on(device)
+    plain = gradients(model, x)
+    torch.simdev.limit_pinned(room)
+    for level in (INPUTS_AWAY, HIDDEN_AWAY):
+        search = _search(model, Step("here", model, x, None))
+        search._hide_copies()
+        search.put((level,) * 3)
+        before = offload_stats()
+        assert all(map(torch.equal, gradients(model, x), plain))
+        copies = offload_stats().copies_out - before.copies_out
+        assert (copies > 0) is (room > 0)
+        assert copies < 3
+        search.undo()
+    found = fit_(model, x, "75%")
+    assert found
+    assert found.peak_bytes <= found.budget_bytes
+    assert all(map(torch.equal, gradients(model, x), plain))
+    found.undo()
+
+
+@pytest.mark.parametrize("level", [INPUTS_AWAY, HIDDEN_AWAY])
+def test_slower_link_costs_time_alone(sim, device, virtual, level):
+    """A step takes longer than planned: not more memory, and nothing is read too early."""
+    model, x = blocks_on(device)
+    plain = gradients(model, x)
+    step = Step("here", model, x, None)
+    search = _search(model, step)
+    search._hide_copies()
+    search.put((level,) * 3)
+    gradients(model, x)
+    peak = search._measured((level,) * 3)
+    sim.simulate(**virtual, copy_gbps=0.01)
+    before = offload_stats().late
+    assert all(map(torch.equal, gradients(model, x), plain))
+    assert offload_stats().late == before
+    assert search._measured((level,) * 3) == peak
+    search.undo()
+
+
+@pytest.mark.parametrize("after", [1, 5, 20])
+@pytest.mark.parametrize("name", ["copy to host", "copy to device"])
+def test_failed_copy_leaves_the_model_as_it_was(sim, device, name, after):
+    """Whichever copy of which measured step it is; fitted again, it trains as before."""
+    model, x = blocks_on(device)
+    plain = gradients(model, x)
+    before = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+    sim.fail_later(name, after)
+    with pytest.raises(RuntimeError, match="copy"):
+        fit_(model, x, "45%")
+    sim.fail_later("", 0)
+    assert all("forward" not in vars(module) for module in model.modules())
+    now = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+    assert all(torch.equal(now[name], each) for name, each in before.items())
+    found = fit_(model, x, "75%")
+    assert found
+    assert all(map(torch.equal, gradients(model, x), plain))
+    found.undo()

@@ -18,7 +18,7 @@ from ckpt_wrap._torch_compat import may_have_function_mode
 
 
 class _Phase(threading.local):
-    forwards = 0  # checkpointed forwards that are running
+    runs = 0  # of checkpointed modules: forwards and recomputations
     recomputations = 0
 
 
@@ -44,27 +44,19 @@ def is_checkpointing() -> bool:
 
     Tensors that autograd saves there are not kept for backward.
     """
-    return _phase.forwards > 0 or _phase.recomputations > 0
+    return _phase.runs > 0
 
 
 @contextlib.contextmanager
-def first_run() -> Iterator[None]:
-    """Context of a checkpointed forward."""
-    _phase.forwards += 1
+def running(*, again: bool) -> Iterator[None]:
+    """Context of a checkpointed forward, or of its recomputation."""
+    _phase.runs += 1
+    _phase.recomputations += again
     try:
         yield
     finally:
-        _phase.forwards -= 1
-
-
-@contextlib.contextmanager
-def second_run() -> Iterator[None]:
-    """Context of a recomputation."""
-    _phase.recomputations += 1
-    try:
-        yield
-    finally:
-        _phase.recomputations -= 1
+        _phase.runs -= 1
+        _phase.recomputations -= again
 
 
 RngStates = tuple[tuple[torch.device | torch.Generator, torch.Tensor], ...]

@@ -51,8 +51,6 @@ class Arguments:
         can_change: whether there are objects that forward can put a tensor into.
     """
 
-    __slots__ = ("_args", "_kwargs", "can_change", "generators", "tensors")
-
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self.tensors: list[torch.Tensor] = []
         self.generators: list[torch.Generator] = []

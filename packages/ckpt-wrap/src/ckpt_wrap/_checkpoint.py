@@ -37,7 +37,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
-from ckpt_wrap._ambient import capture, first_run, replay, second_run
+from ckpt_wrap._ambient import capture, replay, running
 from ckpt_wrap._arguments import Arguments, warn_if_grown
 from ckpt_wrap._errors import RecomputeError, describe, owner
 from ckpt_wrap._module_state import ModuleState
@@ -66,8 +66,6 @@ class Checkpoint:
     It is called as what `checkpoint_fn=` takes is, `checkpoint_fn(function, *args, **kwargs)`.
     All further arguments are the function's own.
     """
-
-    __slots__ = ("name", "options")
 
     def __init__(self, options: CheckpointOptions, name: str = "") -> None:
         self.options = options
@@ -134,20 +132,6 @@ def _under_compile(
 class Call:
     """One call of a function, with everything needed to make the same call again."""
 
-    __slots__ = (
-        "_ambient",
-        "_live",
-        "_saved",
-        "_state",
-        "_versions",
-        "arguments",
-        "contexts",
-        "function",
-        "module",
-        "options",
-        "where",
-    )
-
     def __init__(
         self,
         function: Callable[..., Any],
@@ -180,7 +164,7 @@ class Call:
 
     def first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make the call as forward."""
-        with self.contexts[0], first_run():
+        with self.contexts[0], running(again=False):
             return self.function(*args, **kwargs)
         raise RecomputeError(
             "ckpt_wrap.checkpoint_: option 'context_fn' gave a forward context that "
@@ -217,7 +201,7 @@ class Call:
                 self._state.put_in(inputs),
                 replay(self._ambient),
                 self.contexts[1],
-                second_run(),
+                running(again=True),
             ):
                 return self.function(*args, **kwargs)
         finally:
@@ -276,17 +260,6 @@ class SavedSlot:
 
 class Region:
     """The saved tensors of one call, none of which is kept."""
-
-    __slots__ = (
-        "_call",
-        "_check",
-        "_metadata",
-        "_node",
-        "_slots",
-        "_unwritten",
-        "finished",
-        "stops_early",
-    )
 
     def __init__(self, call: Call) -> None:
         override = early_stop_override()
@@ -358,8 +331,6 @@ class Region:
 
 class _SecondRun:
     """Hands each tensor saved in a recomputation to its slot."""
-
-    __slots__ = ("_expected", "_region", "_seen", "failure", "stopped")
 
     def __init__(self, region: Region, expected: int) -> None:
         self._region = region

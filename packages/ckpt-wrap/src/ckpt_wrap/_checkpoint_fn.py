@@ -25,8 +25,6 @@ class BoundCheckpointFn:
     position.
     """
 
-    __slots__ = ("_taken", "func", "keywords")
-
     def __init__(self, func: CheckpointFn, keywords: Mapping[str, Any]) -> None:
         self.func = func
         self.keywords = dict(keywords)

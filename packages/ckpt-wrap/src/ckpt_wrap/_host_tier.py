@@ -17,9 +17,9 @@ backward on that stream, so the storage was made ready there and will be read th
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -54,16 +54,10 @@ class _HostStored(Stored):
         assert self._back is not None
         self._back.wait()
 
-    def release_fetched(self) -> None:
-        back, self._back = self._back, None
-        if back is not None:
-            back.release()
-
     def discard(self) -> None:
-        out, self._out = self._out, None
-        self.release_fetched()
-        if out is not None:
-            out.release()
+        for copy in (self._back, self._out):
+            if copy is not None:
+                copy.release()
 
 
 class StreamCopy:
@@ -76,8 +70,6 @@ class StreamCopy:
         ended: event after the copy, recorded on the stream that copies.
         by: that stream.
     """
-
-    __slots__ = ("_by", "_ended", "_has_waited", "host", "stream", "tensor")
 
     def __init__(
         self,
@@ -141,7 +133,7 @@ class HostTier:
         host = torch.empty(source.numel(), dtype=torch.uint8, pin_memory=True)
         source.record_stream(stream)
         out.wait_stream(stream)
-        with _On(out):
+        with _on(out):
             host.copy_(source, non_blocking=True)
         return StreamCopy(source, host, stream, out.record_event(), out)
 
@@ -149,10 +141,10 @@ class HostTier:
         """Start copying the host side of `out` to memory of the storage's stream."""
         device = out.stream.device
         _, into = self._of(device)
-        with _On(out.stream):
+        with _on(out.stream):
             flat = torch.empty(out.host.numel(), dtype=torch.uint8, device=device)
         into.wait_stream(out.stream)
-        with _On(into):
+        with _on(into):
             flat.copy_(out.host, non_blocking=True)
         return StreamCopy(flat, out.host, out.stream, into.record_event(), into)
 
@@ -176,7 +168,7 @@ def is_capturing(stream: torch.Stream) -> bool:
     ask = _asks_if_capturing(stream.device.type)
     if ask is None:
         return False
-    with _On(stream):  # torch answers for the current stream
+    with _on(stream):  # torch answers for the current stream
         return ask()
 
 
@@ -185,28 +177,18 @@ def _asks_if_capturing(kind: str) -> Callable[[], bool] | None:
     return getattr(torch.get_device_module(kind), "is_current_stream_capturing", None)
 
 
-class _On:
-    """Makes a stream current.
+@contextlib.contextmanager
+def _on(stream: torch.Stream) -> Iterator[None]:
+    """Make a stream current.
 
     `torch.Stream` as a context keeps the previous stream in itself, so two threads could not enter
     the same one.
     """
-
-    __slots__ = ("_before", "_device", "_stream")
-
-    def __init__(self, stream: torch.Stream) -> None:
-        self._stream = stream
-
-    def __enter__(self) -> None:
-        self._device = torch.accelerator.current_device_index()
-        self._before = torch.accelerator.current_stream(self._stream.device)
-        torch.accelerator.set_stream(self._stream)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        torch.accelerator.set_stream(self._before)
-        torch.accelerator.set_device_index(self._device)
+    index = torch.accelerator.current_device_index()
+    before = torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+        torch.accelerator.set_device_index(index)

@@ -182,12 +182,11 @@ def offload_stats(module: nn.Module) -> OffloadStats:
     return OffloadStats(*map(sum, zip(*map(astuple, [OffloadStats(), *found]), strict=True)))
 
 
-def unwrap(module: nn.Module, *, recurse: bool = True) -> nn.Module:
+def unwrap(module: nn.Module) -> nn.Module:
     """Undo `checkpoint_`, `offload_` and the wrappers, this package's and torch's own.
 
     Args:
-        module: the module to free, in place.
-        recurse: whether to free the modules below it as well.
+        module: the module to free, in place, with all modules below it.
 
     Returns:
         The module, or the wrapped module if it is a wrapper.
@@ -201,7 +200,7 @@ def unwrap(module: nn.Module, *, recurse: bool = True) -> nn.Module:
         True
     """
     require_module(module, "unwrap")
-    for name, wrapper in module.named_modules() if recurse else [("", module)]:
+    for name, wrapper in module.named_modules():
         if is_wrapper(wrapper) and is_sharded(wrapper):
             raise ModuleError(
                 f"ckpt_wrap.unwrap: module {describe(wrapper, name)} is sharded, but unwrapping "
@@ -210,12 +209,11 @@ def unwrap(module: nn.Module, *, recurse: bool = True) -> nn.Module:
             )
     module = innermost(module)
     _restore(module)
-    if recurse:
-        for parent in [m for m in module.modules() if not is_wrapper(m)]:
-            for name, child in list(edges(parent)):
-                if is_wrapper(child):
-                    setattr(parent, name, innermost(child))
-                _restore(innermost(child))
+    for parent in [m for m in module.modules() if not is_wrapper(m)]:
+        for name, child in list(edges(parent)):
+            if is_wrapper(child):
+                setattr(parent, name, innermost(child))
+            _restore(innermost(child))
     return module
 
 

@@ -76,11 +76,6 @@ def checkpoint_layers_(
             f"ckpt_wrap.checkpoint_layers_: option 'every' is {every!r}, but it must be an int of "
             "at least 1. Pass 1 for all blocks, 2 for every second."
         )
-    if not isinstance(offload, (bool, str, os.PathLike)):
-        raise OptionError(
-            f"ckpt_wrap.checkpoint_layers_: option 'offload' is {offload!r}, but it must be a bool "
-            "or a folder. Pass True for host memory."
-        )
     selected = _selected_by(rule, model) if rule is not None else _found(model, every)
     changes = []
     for name, module, own in selected:

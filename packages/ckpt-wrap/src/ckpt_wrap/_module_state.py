@@ -237,7 +237,8 @@ class ModuleState:
         now = versions_of([tensor for _, _, tensor in self._parameters])
         found = zip(self._parameters, self._versions, now, strict=True)
         for (module, name, tensor), then, count in found:
-            present = _lookup(module._parameters, name)
+            # Not by `get`, which the tables of TorchScript do not have.
+            present = module._parameters[name] if name in module._parameters else None  # noqa: SIM401
             # Sharding puts other types into the places of parameters.
             replaced = present is not tensor
             if replaced and type(present) is nn.Parameter and type(tensor) is nn.Parameter:
@@ -272,14 +273,6 @@ def below(module: nn.Module | None) -> list[nn.Module]:
                 found[child] = None
                 todo.append(child)
     return todo
-
-
-def _lookup(place: Any, name: str) -> Any:
-    """An entry, or None; TorchScript's tables have no `get`."""
-    try:
-        return place[name]
-    except KeyError:
-        return None
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -53,13 +53,14 @@ class OffloadCall:
         self, scheduler: OffloadScheduler, counters: Counters, module: nn.Module | None, where: str
     ) -> None:
         self._scheduler = scheduler
-        self._by_device: dict[torch.device, CallStorages] = {}
+        self._storages: CallStorages | None = None  # of this call, once it saved one
+        self._devices: set[torch.device] = set()
         self._counters = counters
         self._where = where
         self._module = module
         self._state_keys: set[Any] | None = None
         self._node = -1  # number of the node that saved last
-        self._pending: list[tuple[OffloadedStorage, CallStorages]] = []
+        self._pending: list[OffloadedStorage] = []
 
     @torch.no_grad()
     @never_compiled_inside  # compiled modules call it where they save
@@ -99,7 +100,8 @@ class OffloadCall:
     def _offloaded(
         self, storage: OffloadedStorage, kind: type[torch.Tensor], dtype: torch.dtype, view: Any
     ) -> torch.Tensor:
-        self._scheduler.read_from(self._by_device[storage.device], storage)
+        assert self._storages is not None
+        self._scheduler.read_from(self._storages, storage)
         tensor = torch.empty(0, dtype=dtype, device=storage.device)
         tensor.set_(storage.read().untyped_storage(), *view)
         return tensor if kind is torch.Tensor else tensor.as_subclass(kind)
@@ -123,15 +125,15 @@ class OffloadCall:
         return self._state_keys
 
     def _storage_of(self, tensor: torch.Tensor) -> OffloadedStorage:
-        call = self._by_device.get(tensor.device)
-        if call is None:
+        if tensor.device not in self._devices:
+            self._devices.add(tensor.device)
             if captures_calls_on(tensor.device):
                 raise OffloadError(
                     f"ckpt_wrap.offload_: a graph is being captured around module {self._where}, "
                     "but a replay would not run the schedule of copies. Take offload_ off with "
                     "unwrap before capturing."
                 )
-            call = self._by_device[tensor.device] = self._scheduler.begin(tensor.device)
+        call = self._storages = self._storages or CallStorages(self._scheduler.order)
         key = storage_key(tensor), id(counter_owner(tensor))
         storage = self._scheduler.storages.get(key)
         if storage is not None and storage.shares(tensor):
@@ -143,7 +145,7 @@ class OffloadCall:
         if tensor.requires_grad:
             self._scheduler.send(storage, call.order)
         else:
-            self._pending.append((storage, call))
+            self._pending.append(storage)
         return storage
 
     def _send_pending(self) -> None:
@@ -153,13 +155,15 @@ class OffloadCall:
         require grad when they are saved, and are written by then.
         """
         pending, self._pending = self._pending, []
-        for storage, call in pending:
-            self._scheduler.send(storage, call.order)
+        for storage in pending:
+            assert self._storages is not None
+            self._scheduler.send(storage, self._storages.order)
 
     def finish(self) -> None:
-        """The call has ended: start copying the rest."""
+        """The call has ended: copy the rest, and release sources that are copied or older."""
         self._send_pending()
-        self._scheduler.finish(self._by_device.values())
+        call = self._storages
+        self._scheduler.order.settle(before_call=0 if call is None else call.number)
 
 
 _COMPILED = (

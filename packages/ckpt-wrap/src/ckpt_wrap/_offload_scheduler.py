@@ -4,8 +4,7 @@
   copy, never the host: when the next call ends, or once more than `INFLIGHT_BYTES` are leaving. So
   the bytes held do not grow with how far the host is ahead of the device.
 - The first read of a call's storages starts fetching the storages of the call before it.
-- Each thread that runs forward has an order of its own for each device. Calls keep their order,
-  whichever threads run backward.
+- Each thread that runs forward has an order. Calls keep it, whichever threads run backward.
 - The lock of an order guards its lists. A storage's lock is taken inside it, never the other way
   about; finalizers take neither.
 - An order holds storages by weak references: they go when the graph releases them.
@@ -18,14 +17,12 @@ import functools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
-
-import torch
 
 from ckpt_wrap._disk_tier import DiskTier
 from ckpt_wrap._host_tier import HostTier
-from ckpt_wrap._offloaded_storage import OffloadedStorage, Tier
+from ckpt_wrap._offloaded_storage import OffloadedStorage
 from ckpt_wrap._options import OffloadOptions
 
 INFLIGHT_BYTES = 1 << 30
@@ -38,7 +35,7 @@ class _Leaving(NamedTuple):
 
 
 class CallOrder:
-    """The calls of one thread on one device, and the storages that are leaving.
+    """The calls of one thread, and the storages that are leaving.
 
     Attributes:
         latest: the call that began last.
@@ -76,7 +73,7 @@ class CallOrder:
 
 
 class CallStorages:
-    """The storages made in one call on one device, and those of the call before it."""
+    """The storages made in one call, and those of the call before it."""
 
     def __init__(self, order: CallOrder) -> None:
         with order.lock:
@@ -99,7 +96,7 @@ class CallStorages:
 class OffloadScheduler:
     """What all calls with the same options share: the tier, and the storages that left."""
 
-    def __init__(self, tier: Tier, options: OffloadOptions) -> None:
+    def __init__(self, tier: HostTier | DiskTier, options: OffloadOptions) -> None:
         self.tier = tier
         self.options = options
         self.storages: weakref.WeakValueDictionary[Any, OffloadedStorage] = (
@@ -107,17 +104,13 @@ class OffloadScheduler:
         )
         self.away: dict[int, int] = {}  # bytes by the number that a storage left under
         self._room = threading.RLock()  # taken before a storage's lock
-        self._orders = threading.local()
+        self._local = threading.local()
 
     @property
-    def orders(self) -> dict[torch.device, CallOrder]:
-        """The orders of this thread's calls, by device."""
-        orders: dict[torch.device, CallOrder] = self._orders.__dict__.setdefault("by_device", {})
-        return orders
-
-    def begin(self, device: torch.device) -> CallStorages:
-        """A place for what a call of this thread saves on a device."""
-        return CallStorages(self.orders.setdefault(device, CallOrder()))
+    def order(self) -> CallOrder:
+        """The order of this thread's calls."""
+        order: CallOrder = self._local.__dict__.setdefault("order", CallOrder())
+        return order
 
     def send(self, storage: OffloadedStorage, order: CallOrder) -> None:
         """Start moving a storage, if there is room for it."""
@@ -128,19 +121,12 @@ class OffloadScheduler:
     def _has_left(self, storage: OffloadedStorage) -> bool:
         most = self.options.max_bytes_away
         if most is None:
-            return storage.leave(self.tier)
+            return storage.leave(self.tier.place())
         with self._room:
             if sum(self.away.values()) + storage.nbytes <= most:
-                return storage.leave(self.tier)
+                return storage.leave(self.tier.place())
         storage.counters.counts.kept += 1
         return False
-
-    def finish(self, calls: Iterable[CallStorages]) -> None:
-        """Calls have ended: release sources that are copied, or of older calls."""
-        for order in self.orders.values():
-            order.settle()
-        for call in calls:
-            call.order.settle(before_call=call.number)
 
     def read_from(self, call: CallStorages, storage: OffloadedStorage) -> None:
         """Backward reads this storage of this call: fetch those of the call before it."""
@@ -148,15 +134,12 @@ class OffloadScheduler:
         order.settle()
         storage.start_fetch(late=True)
         with order.lock:
-            before = order.reading() if order.reading is not None else None
-            if before is call:
+            if order.reading is not None and order.reading() is call:
                 return
             order.reading = weakref.ref(call)
         previous = call.previous() if call.previous is not None else None
         for early in previous.alive() if previous is not None else ():
             early.start_fetch()
-        for late in before.alive() if before is not None else ():
-            late.drop_fetched()
 
 
 @functools.cache

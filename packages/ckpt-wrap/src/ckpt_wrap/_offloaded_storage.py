@@ -17,7 +17,6 @@ import itertools
 import threading
 import weakref
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
@@ -34,7 +33,7 @@ class OffloadStats:
     Args:
         copies_out: storages that left.
         bytes_out: their bytes.
-        copies_in: storages that were copied back; one that is read twice may count twice.
+        copies_in: storages that were copied back.
         bytes_in: their bytes.
         shared: saved tensors that needed no copy because their storage had left already.
         kept: saved tensors that stayed: parameters, buffers, small ones, those on the host, and
@@ -119,49 +118,13 @@ class Stored:
     def wait_fetched(self) -> None:
         """Make the device's later work wait for the fetched bytes."""
 
-    def release_fetched(self) -> None:
-        """Release the fetched bytes, if there are any; they may not have been waited for."""
-
     def discard(self) -> None:
-        """Forget the bytes, if it took any; may be called again."""
+        """Forget the bytes, and those that were fetched, if there are any."""
         raise NotImplementedError
-
-
-class Tier(Protocol):
-    """A place for tensors.
-
-    Attributes:
-        idle: whether there is no device whose tensors are to be moved.
-    """
-
-    idle: bool
-
-    def takes(self, device: torch.device) -> bool:
-        """Whether the tensors of this device are to be moved."""
-        ...
-
-    def place(self) -> Stored:
-        """A place for the bytes of a storage; nothing is there before it takes them."""
-        ...
 
 
 class OffloadedStorage:
     """The bytes of one storage; its states are in the table above."""
-
-    __slots__ = (
-        "__weakref__",
-        "_fetched",
-        "_guard",
-        "_lock",
-        "_owner",
-        "counters",
-        "device",
-        "nbytes",
-        "source",
-        "stored",
-        "version",
-        "where",
-    )
 
     def __init__(self, tensor: torch.Tensor, counters: Counters, where: str) -> None:
         self._lock = threading.RLock()
@@ -178,8 +141,8 @@ class OffloadedStorage:
         self.counters = counters
         self.where = where  # the module that saved it first, for messages
 
-    def leave(self, tier: Tier) -> bool:
-        """Start copying the source elsewhere; whether it began to leave now.
+    def leave(self, stored: Stored) -> bool:
+        """Start copying the source to a place; whether it began to leave now.
 
         Raises:
             OffloadError: it cannot be stored.
@@ -189,7 +152,6 @@ class OffloadedStorage:
                 return False
             number = next(_numbers)
             with about(f"a tensor saved by module {self.where}"):
-                stored = tier.place()
                 weakref.finalize(self, _forget, stored, self.counters, number).atexit = False
                 stored.take(self.source)
             self.stored = stored
@@ -224,13 +186,6 @@ class OffloadedStorage:
             if self._fetched is None and self.source is None and self.stored is not None:
                 self._fetched = self.stored.fetch()
                 self.counters.back(self.nbytes, late)
-
-    def drop_fetched(self) -> None:
-        """Release the fetched bytes; reading them again brings them back again."""
-        with self._lock:
-            if self._fetched is not None and self.stored is not None:
-                self._fetched = None
-                self.stored.release_fetched()
 
     def read(self) -> torch.Tensor:
         """The bytes, flat, ready to be used by the current stream.

@@ -40,8 +40,6 @@ _MISSING = object()
 class _Ledger:
     """The state of one module at the end of the last run, and when other code changed it."""
 
-    __slots__ = ("changed", "last", "ref")
-
     def __init__(self, module: nn.Module, forget: Callable[[Any], object]) -> None:
         self.ref = weakref.ref(module, forget)
         self.last: Look | None = None
@@ -63,8 +61,6 @@ class Surroundings:
         where: the module, for messages.
         own_hooks: whether the hooks of the module itself run in recomputation.
     """
-
-    __slots__ = ("__weakref__", "_end", "_looks", "_module", "_modules", "_own_hooks", "_where")
 
     def __init__(self, module: nn.Module | None, where: str, *, own_hooks: bool) -> None:
         self._module = module

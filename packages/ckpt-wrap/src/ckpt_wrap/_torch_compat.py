@@ -97,8 +97,6 @@ class _SaveOnly(torch.autograd.Function):
 class SavedByNode:
     """`Saved` from public names: the only saved tensor of a node that nothing runs."""
 
-    __slots__ = ("_output",)
-
     def __init__(self, tensor: torch.Tensor) -> None:
         anchor = torch.empty((), requires_grad=True)
         with torch.enable_grad():

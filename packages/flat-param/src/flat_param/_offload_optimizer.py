@@ -42,7 +42,7 @@ def offload_optimizer(
     folder: str | os.PathLike[str] | None = None,
     bucket_numel: int = 1 << 22,
 ) -> Opt:
-    """Keep an optimizer's state in CPU memory or in files, except for what is being stepped.
+    """Keep an optimizer's state in CPU memory or in files between steps.
 
     In place: call it on an optimizer over any parameters, before making a scheduler for it. Each
     step goes bucket by bucket, while a thread fetches the state of the next one and writes back
@@ -56,8 +56,8 @@ def offload_optimizer(
             default: CPU memory, pinned where there is an accelerator. State that is on the CPU
             stays as it is then.
         bucket_numel: elements of parameters that are stepped together; a larger parameter is a
-            bucket of its own. The state of at most two buckets is in memory. On an accelerator
-            give `chunks` a size as well, or a segment is one parameter.
+            separate bucket. The state of at most two buckets is in memory. On an accelerator pass
+            a size to `chunks` too, or a segment is one parameter.
 
     Returns:
         The optimizer, of a subclass of its class.
@@ -193,7 +193,7 @@ class _Buckets:
 
     Args:
         storage: has the state between steps.
-        numel: elements of a bucket; a larger parameter is a bucket of its own.
+        numel: elements of a bucket; a larger parameter is a separate bucket.
         own_step: of the optimizer's class, without hooks.
 
     Attributes:
@@ -270,11 +270,7 @@ class _Buckets:
             yield run
 
     def _step_one(self, optimizer: Optimizer, bucket: dict[str, Any]) -> None:
-        """Run the optimizer's step on one bucket; `_end` restores its groups.
-
-        Raises:
-            StateError: the step changes an option of the group, as a count of steps.
-        """
+        """Run the optimizer's step on one bucket; `_end` restores its groups."""
         before = dict(bucket)
         optimizer.param_groups = [bucket]
         self._own_step(optimizer)
@@ -301,7 +297,7 @@ class _Buckets:
     def _write_back(
         self, copies: _Copies, state: State, params: Sequence[Tensor], fetched: list[Tensor]
     ) -> None:
-        """Start storing the state of a bucket, and keep no reference to it here."""
+        """Start storing the state of a bucket, without keeping a reference to it."""
         moved = self._places(state, params)
         copies.write_back([(value, place) for _, value, place in moved], fetched=fetched)
         self._show(state, moved)
@@ -350,7 +346,7 @@ class _Buckets:
 def _receive(
     state: State, slots: Sequence[tuple[Tensor, str]], values: Future[list[Tensor]]
 ) -> list[Tensor]:
-    """Give the optimizer fetched state; only the returned list has it, too."""
+    """Give fetched state to the optimizer; the only other reference is the returned list."""
     fetched = values.result()
     for (param, key), value in zip(slots, fetched, strict=True):
         state[param][key] = value
@@ -368,8 +364,8 @@ class _Moved(NamedTuple):
 class _Copies:
     """Copies between storage and device for one step.
 
-    On an accelerator they run on a stream of their own. The thread waits for that stream, so no
-    memory is freed or read that a copy still uses.
+    On an accelerator they run on a separate stream. The thread waits for it, so no memory is freed
+    or read that a copy still uses.
     """
 
     def __init__(self, thread: ThreadPoolExecutor) -> None:
@@ -395,13 +391,7 @@ class _Copies:
         return self._thread.submit(copy)
 
     def write_back(self, pairs: list[tuple[Tensor, Tensor]], *, fetched: list[Tensor]) -> None:
-        """Start copying state to storage once the work queued so far is done.
-
-        Args:
-            pairs: of state and stored tensor; emptied by the copy, which frees the state.
-            fetched: state that was fetched for the step; emptied too, once that work no longer
-                reads it.
-        """
+        """Start copying state to storage once the work queued so far is done."""
         self.wait()
         devices = {value.device for value in (*fetched, *(near for near, _ in pairs))}
         queued = {device: _record_event(device) for device in devices if device.type != "cpu"}

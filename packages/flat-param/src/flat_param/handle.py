@@ -383,6 +383,7 @@ class FlatParamHandle:
         flat._shared_param_infos = shared_param_infos(module, specs)
         flat._params = list(found) if self._use_orig_params else None
         self._originals, self._whole = found, True
+        self._held: ParamViews | None = None  # while the module has parameters
 
     def flatten_tensors(self, tensors: Sequence[Tensor], aligned_numel: int) -> Tensor:
         """Copy tensors into one new flat tensor, laid out as the flat parameter is.
@@ -535,7 +536,7 @@ class FlatParamHandle:
         if as_params:
             self._use_sharded_views()
             return
-        flat, self._holds_params = self.flat_param, False
+        flat, self._held = self.flat_param, None
         with torch.enable_grad():
             views = unflatten(flat, flat._layout)
         for info, fqn in zip(flat._param_infos, flat._fqns, strict=True):
@@ -544,15 +545,18 @@ class FlatParamHandle:
 
     def _use_sharded_views(self) -> None:
         """Parameters: whole where this rank has the whole, otherwise the parts it has."""
-        self._holds_params = True
-        for index, (info, place) in enumerate(
-            zip(self.flat_param._param_infos, self._places(), strict=True)
-        ):
-            set_attribute(info.module, info.param_name, self._as_param(index, place))
+        flat, views = self.flat_param, self._views_of_params()
+        params = flat._params or [
+            nn.Parameter(view, requires_grad=flat.requires_grad) for view in views
+        ]
+        self._held = ParamViews(params, views)
+        for index, info in enumerate(flat._param_infos):
+            self._held.attach(index)
+            set_attribute(info.module, info.param_name, params[index])
         self._set_shared()
 
-    def _places(self) -> list[Tensor]:
-        """Where each parameter's elements lie now; outside autograd."""
+    def _views_of_params(self) -> list[Tensor]:
+        """The elements of each parameter that are here; outside autograd."""
         flat = self.flat_param
         source = flat.detach()
         if self._whole or self.world_size == 1:
@@ -562,39 +566,32 @@ class FlatParamHandle:
         numels = [part.numel_in_shard or 0 for part in flat._shard_param_infos]
         return [source[start : start + numel] for start, numel in zip(starts, numels, strict=True)]
 
-    def _as_param(self, index: int, view: Tensor) -> nn.Parameter:
-        if self.flat_param._params is None:
-            return nn.Parameter(view, requires_grad=self.flat_param.requires_grad)
-        param = self.flat_param._params[index]
-        param.data = view
-        return param
-
-    @torch.no_grad()
     def _writeback_orig_params(self) -> bool:
-        """Take in parameters that were replaced, or whose storage was; whether there were any.
+        """Copy parameters that were replaced, or whose storage was; whether there were any.
 
         Raises:
             ParameterError: one has another shape than it had; nothing has changed then.
         """
-        flat = self.flat_param
-        if flat._params is None or not self._holds_params:
+        flat, held = self.flat_param, self._held
+        if flat._params is None or held is None:
             return False
-        held = [info.module._parameters.get(info.param_name) for info in flat._param_infos]
+        current = [info.module._parameters.get(info.param_name) for info in flat._param_infos]
+        moved = set(held.moved())
         replaced = [
-            (index, param, place)
-            for index, (param, place) in enumerate(zip(held, self._places(), strict=True))
-            if param is not None
-            and (param is not flat._params[index] or param.data_ptr() != place.data_ptr())
+            (index, param)
+            for index, param in enumerate(current)
+            if param is not None and (param is not held.params[index] or index in moved)
         ]
-        for index, param, place in replaced:
-            if param.shape != place.shape:
+        for index, param in replaced:
+            if param.shape != held.views[index].shape:
                 raise ParameterError(
                     "Cannot writeback when the parameter shape changes\n"
-                    f"Expects {place.shape} but got {param.shape} for {flat._fqns[index]}"
+                    f"Expects {held.views[index].shape} but got {param.shape} for "
+                    f"{flat._fqns[index]}"
                 )
-        for index, param, place in replaced:
-            param.data = place.copy_(param)
-            flat._params[index] = param
+        for index, param in replaced:
+            flat._params[index] = held.params[index] = param
+            held.take(index, param)
         return bool(replaced)
 
     def _set_shared(self) -> None:

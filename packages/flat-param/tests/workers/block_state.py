@@ -169,7 +169,7 @@ def refuse(rank: int, world: int) -> None:
     odd[key] = torch.ones(rows, 1 + rank)
     refused("has shape .* on one rank and .* on another")
     odd[key] = optimizer.state[model.stack][key] = torch.ones(rows)
-    refused("is also that of .*'stack'.* rows of blocks are one para")
+    refused("is shared with parameter 'stack' and has as many rows")
     odd[key] = torch.ones(rows + 1)
     refused("has a tensor of shape .* with a row for each of its bl")
 

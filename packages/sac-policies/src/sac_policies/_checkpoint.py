@@ -69,6 +69,7 @@ def checkpoint(
     """
     check_function(function, where="checkpoint")
     if policy is None:
+        check_no_policy(args)
         kwargs.setdefault("use_reentrant", False)
         return torch_checkpoint(function, *args, **kwargs)
     if torch.compiler.is_compiling():
@@ -194,11 +195,29 @@ def check_function(function: object, *, where: str) -> None:
         EngineError: with what is needed.
     """
     # Compiled, not every callable is known as one: super().forward is not. There torch finds out.
-    if not (torch.compiler.is_compiling() or callable(function)):
-        raise EngineError(
-            f"sac_policies.{where}: function {shown(function)} is a {type(function).__name__}, "
-            "but a region is a module or another callable. Pass it first, then its arguments."
-        )
+    if torch.compiler.is_compiling() or (callable(function) and not isinstance(function, Policy)):
+        return
+    hint = "Pass it first, then its arguments, and the policy as policy=..."
+    if isinstance(function, torch.Tensor):
+        hint = f"Pass the module before its input and do not call it: {where}(module, x, ...)."
+    raise EngineError(
+        f"sac_policies.{where}: function {shown(function)} is a {type(function).__name__}, "
+        f"but a region is a module or another callable. {hint}"
+    )
+
+
+def check_no_policy(args: tuple[Any, ...]) -> None:
+    """Refuse a policy that is passed by position.
+
+    Raises:
+        PolicyError: with the keyword.
+    """
+    for each in args:
+        if isinstance(each, Policy):
+            raise PolicyError(
+                f"sac_policies.checkpoint: policy {shown(each)} is passed as an argument of the "
+                "function, but a policy is a keyword argument. Write policy=..."
+            )
 
 
 def check_call(function: object, kwargs: Mapping[str, Any], *, where: str) -> None:

@@ -39,7 +39,7 @@ def _aliased(model, flat):
     profile="flatten",
 )
 def test_parameters_are_views_of_one_vector(part, device):
-    """Same objects and values in one storage; writing to the vector writes to them."""
+    """Same objects and values in one memory; writing to the vector writes to them."""
     model, _ = blocks(device, torch.float32)
     before = [(param, param.detach().clone()) for param in model.parameters()]
     flat = part.flatten(model)

@@ -1,10 +1,10 @@
-"""Parameters that are DTensors, as tensor parallel leaves them: cut over another axis of the mesh.
+"""Parameters that are DTensors, which tensor parallelism has sharded over another mesh axis.
 
-Rule 1: what is laid out, divided, summed and stepped is the local tensor, a plain one.
-Rule 2: a module computes with DTensors over it, placed as the parameter was, and its state dict has
-        them, too.
-Rule 3: a gradient is placed as its parameter is before it is taken; ranks of the other axis
-        communicate then, in the order in which autograd comes to the parameters.
+- The local tensor, a plain one, is what is laid out, sharded, reduced and stepped.
+- The module computes with DTensors over it, placed as the parameter was, and its state dict has
+  them, too.
+- A gradient is redistributed to the parameter's placements first. Ranks of the other axis
+  communicate then, in the order in which autograd comes to the parameters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DTensorPlace:
-    """How a DTensor lies on its mesh.
+    """The mesh and placements of a DTensor.
 
     Attributes:
         mesh: of the axes over which tensor parallel cuts.
@@ -46,7 +46,7 @@ class DTensorPlace:
         return f"{tuple(self.shape)} as {self.placements}"
 
     def over(self, local: Tensor) -> Tensor:
-        """A DTensor over this rank's part, outside autograd (Rule 2)."""
+        """A DTensor over this rank's part, outside autograd."""
         from torch.distributed.tensor import DTensor
 
         return DTensor.from_local(
@@ -59,16 +59,16 @@ class DTensorPlace:
         )
 
     def local_of_grad(self, grad: Any) -> Tensor:
-        """This rank's part of a gradient. Collective where it lies otherwise (Rule 3)."""
+        """This rank's part of a gradient. Collective if its placements differ."""
         with torch.no_grad():
             placed = grad.redistribute(placements=self.placements)
             local: Tensor = placed.to_local()
         return local
 
     def local_of_value(self, value: Tensor) -> Tensor:
-        """This rank's part of a DTensor that lies alike, or of a plain whole tensor.
+        """This rank's part of a DTensor of the same placements, or of a plain whole tensor.
 
-        Not a collective. Anything else comes back as it is.
+        Not a collective. Any other value is returned unchanged.
         """
         if is_dtensor(value):
             return local_of(value) if self == place_of_dtensor(value) else value
@@ -118,13 +118,13 @@ class DTensorPlace:
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Whether a tensor is a DTensor; imports nothing, as none exists before the import."""
+    """Whether a tensor is a DTensor. Does not import torch.distributed.tensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def place_of_dtensor(tensor: Any) -> DTensorPlace | None:
-    """How a tensor lies on its mesh; None for a plain one."""
+    """The mesh and placements of a DTensor; None for a plain tensor."""
     if not is_dtensor(tensor):
         return None
     return DTensorPlace(
@@ -133,7 +133,7 @@ def place_of_dtensor(tensor: Any) -> DTensorPlace | None:
 
 
 def as_dtensor(value: Any, like: Tensor) -> Any:
-    """A plain whole tensor as a DTensor that lies as another does; anything else as it is."""
+    """A plain whole tensor as a DTensor with the placements of `like`; other values unchanged."""
     place = place_of_dtensor(like)
     whole = isinstance(value, Tensor) and not is_dtensor(value) and value.shape == like.shape
     return place.over(place.local_of_value(value)) if place is not None and whole else value
@@ -150,11 +150,7 @@ def local_of(tensor: Any) -> Tensor:
 
 
 def as_plain(param: nn.Parameter, values: Tensor) -> nn.Parameter:
-    """A parameter over `values`: the same one, or in the place of a DTensor a plain one.
-
-    A DTensor cannot become a plain tensor; the new parameter has the attributes that were set on
-    it.
-    """
+    """The parameter over `values`; for a DTensor a new plain parameter with its attributes."""
     if not is_dtensor(param):
         param.data = values
         return param

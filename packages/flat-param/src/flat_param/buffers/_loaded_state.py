@@ -1,15 +1,15 @@
-"""Keeps torch's optimizers from stepping with state that was made over other parameters.
+"""Refuse optimizer steps with state that was made for other parameters.
 
-torch loads state by position and compares no shapes. Where the number of parameters happens to
-agree, as it does for a module before and after sharding, fused kernels read as many elements as
-the parameter now has: another stretch than its own, or what lies behind the end.
+torch loads state by position and compares no shapes. If the number of parameters happens to agree,
+as for a module before and after sharding, fused kernels read as many elements as the parameter now
+has: of another parameter, or past the end.
 
-Rule 1: each optimizer is looked at before its first step, and before the first one after each load.
-Rule 2: torch's own that work element by element keep nothing but counts that has not their
-        parameter's shape: anything else is foreign.
-Rule 3: any other may keep what it likes. But it never sees the whole parameter that it has a piece
-        of: state of one name that has the whole parameter's shape wherever it is, for parameters
-        of two shapes or of one with two dimensions, was not made over pieces.
+- Each optimizer is checked before its first step, and before the first step after each load.
+- torch's elementwise optimizers have only counts and state of the parameter's shape. Any other
+  shape is an error.
+- Other optimizers may have any state, but they never see the whole parameter of a piece. State
+  under one key is an error if it has the whole parameter's shape everywhere, for parameters of two
+  shapes or of one with two dimensions.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _Found = tuple[Any, str, tuple[int, ...]]
 
 
 class LoadedStates:
-    """The optimizers whose state is known to fit parameters of one kind.
+    """The optimizers whose state is known to fit parameters of one kind, such as chunks.
 
     Args:
         mark: an attribute that such parameters have, and no others.
         refusal: gives the error for a parameter, the name of the state, and its shape.
-        whole: an attribute with the shape of what the parameter is a piece of, for Rule 3.
+        whole: an attribute with the whole parameter's shape.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class LoadedStates:
         self._tell_of_loads: WeakSet[Optimizer] = WeakSet()
 
     def install(self) -> None:
-        """Look at every optimizer from now on, by a hook that torch calls before each step."""
+        """Check every optimizer from now on, before each step."""
         register_optimizer_step_pre_hook(self.check)
 
     def forget(self) -> None:
-        """Look at all optimizers again: parameters that they have became other ones."""
+        """Check all optimizers again, after parameters have changed."""
         self._fit.clear()
 
     def check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -86,7 +86,7 @@ class LoadedStates:
                             yield param, key, tuple(value.shape)
 
     def _of_wholes(self, misfits: Iterator[_Found]) -> Iterator[_Found]:
-        """What has the whole parameters' shapes (Rule 3)."""
+        """State with the whole parameters' shapes."""
         by_key: dict[str, list[_Found]] = {}
         for found in misfits:
             by_key.setdefault(found[1], []).append(found)

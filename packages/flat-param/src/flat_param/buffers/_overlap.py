@@ -1,6 +1,6 @@
 """Tensors that share memory without being the same object.
 
-Moving one of them into a buffer would part it from the other without a word.
+Moving one of them into a buffer would separate it from the other silently.
 """
 
 from __future__ import annotations
@@ -30,29 +30,36 @@ def check_apart(caller: str, module: nn.Module, params: Sequence[nn.Parameter]) 
         (f"parameter '{name}'", local_of(param)) for name, param in module.named_parameters()
     ]
     tensors += [(f"buffer '{name}'", local_of(each)) for name, each in module.named_buffers()]
-    for first, second in _overlapping(tensors):
-        if id(first[1]) in moving or id(second[1]) in moving:
-            raise shared_error(caller, first[0], second[0])
+    for (first, one), (second, other) in _overlapping(tensors):
+        if id(one) in moving or id(other) in moving:
+            raise ParameterError(
+                f"flat_param.{caller}: {first} and {second} share memory, but a flat buffer has "
+                "one place for each parameter. Register one Parameter object under both names, or "
+                "clone one."
+            )
 
 
-def shared_error(caller: str, first: str, second: str) -> ParameterError:
-    """What to say about two tensors that share memory."""
-    return ParameterError(
-        f"flat_param.{caller}: {first} and {second} share memory, but a flat buffer has one place "
-        "for each parameter. Register one Parameter object under both names, or clone one."
-    )
+def _overlapping(
+    named: Sequence[tuple[str, Tensor]],
+) -> Iterator[tuple[tuple[str, Tensor], tuple[str, Tensor]]]:
+    """Pairs that overlap, found by one walk through memory."""
+    with_memory = [pair for pair in named if _has_memory(pair[1])]
+    open_: list[tuple[str, Tensor]] = []
+    for pair in sorted(with_memory, key=lambda pair: pair[1].data_ptr()):
+        start, _ = _span(pair[1])
+        open_ = [other for other in open_ if _span(other[1])[1] > start]
+        yield from ((other, pair) for other in open_ if _overlap(other[1], pair[1]))
+        open_.append(pair)
 
 
-def overlap(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors have an element of memory in common; two columns of a matrix have not."""
+def _overlap(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors whose spans overlap share an element; two columns of a matrix do not."""
     (start, stop), (other_start, other_stop) = _span(first), _span(second)
-    if start >= other_stop or other_start >= stop:
-        return False
     origin, size = min(start, other_start), first.itemsize
     apart = (start - other_start) % size or size != second.itemsize
     if apart or (_dense(first) and _dense(second)):
         return True
-    # One leaves holes: mark the elements of the first, and look at those of the second.
+    # One has holes: mark the elements of the first, and look at those of the second.
     marks = torch.zeros((max(stop, other_stop) - origin) // size, dtype=torch.bool)
     for tensor in (first, second):
         places = marks.as_strided(
@@ -62,19 +69,6 @@ def overlap(first: Tensor, second: Tensor) -> bool:
             return True
         places.fill_(True)
     return False
-
-
-def _overlapping(
-    named: Sequence[tuple[str, Tensor]],
-) -> Iterator[tuple[tuple[str, Tensor], tuple[str, Tensor]]]:
-    """Pairs that overlap, found by one walk through memory."""
-    lying = [pair for pair in named if _has_memory(pair[1])]
-    open_: list[tuple[str, Tensor]] = []
-    for pair in sorted(lying, key=lambda pair: pair[1].data_ptr()):
-        start, _ = _span(pair[1])
-        open_ = [other for other in open_ if _span(other[1])[1] > start]
-        yield from ((other, pair) for other in open_ if overlap(other[1], pair[1]))
-        open_.append(pair)
 
 
 def _has_memory(tensor: Tensor) -> bool:

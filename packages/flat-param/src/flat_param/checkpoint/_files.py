@@ -3,9 +3,9 @@
 Note [Layout on disk]
     checkpoint/.metadata             names every file below; replaced by a rename
     checkpoint/save-<word>/__0_0.distcp   one rank's tensors, as torch writes them
-Each save has a folder of its own, so until `.metadata` is replaced the last checkpoint is intact.
-Any torch reads the result: a checksum is an attribute of the entry in `.metadata`, and the checksum
-of `.metadata` follows its pickle, where torch does not look.
+Each save has a separate folder, so the last checkpoint is intact until `.metadata` is replaced. Any
+torch reads the result: a checksum is an attribute of the entry in `.metadata`, and the checksum of
+`.metadata` follows its pickle, where torch does not read.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ import shutil
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from mmap import ACCESS_COPY, mmap
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlan
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -42,7 +40,7 @@ _COLUMNS = 2053
 
 
 def checksum(data: memoryview, before: int = 0) -> int:
-    """A checksum that finds damage, no forgery. O(bytes), several times faster than CRC-32 alone.
+    """A checksum that detects damage but not forgery, several times faster than CRC-32 alone.
 
     Columns of 2053 64-bit words are added up modulo 2**64, and the CRC goes over the sums and the
     remaining bytes: a change of one word changes its column. 2053 is prime, so that pages that
@@ -130,11 +128,11 @@ class CheckedWriter(FileSystemWriter):
         _sync_folder(folder)
 
     def remove_others(self) -> None:
-        """Delete what other saves have left, once this one is the checkpoint."""
+        """Delete folders of other saves after this one has become the checkpoint."""
         remove_saves(Path(self.path), keep=self._folder.name)
 
     def remove(self) -> None:
-        """Delete what this save has written."""
+        """Delete the folder of this save."""
         shutil.rmtree(self._folder, ignore_errors=True)
         with suppress(OSError):
             (Path(self.path) / f"{METADATA}-{self._folder.name}").unlink(missing_ok=True)
@@ -158,14 +156,13 @@ def _sync_folder(folder: Path) -> None:
 
 
 class CheckedReader(FileSystemReader):
-    """Reads what `CheckedWriter` or torch has written; compares checksums, runs no code."""
+    """Reads files of `CheckedWriter` or torch; compares checksums and runs no code of theirs."""
+
+    _entry: Any = None
+    _data: io.BytesIO | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The metadata, from which only torch's own classes are made.
-
-        Raises:
-            CheckpointError: it is missing, damaged, hostile, or of flat_param before 0.2.
-        """
+        """The metadata, unpickled with classes of torch's metadata only."""
         path = Path(self.path)
         try:
             data = (path / METADATA).read_bytes()
@@ -184,7 +181,13 @@ class CheckedReader(FileSystemReader):
         metadata = _metadata_in(body if found else data, path)
         entries = metadata.storage_data or {}
         for entry in entries.values():
-            if _OLD_PART.match(entry.relative_path):
+            name = entry.relative_path
+            if os.path.isabs(name) or ".." in Path(name).parts:
+                raise CheckpointError(
+                    f"flat_param.load_sharded: '{path}' names the file '{name}', which is not "
+                    "inside. Do not trust this checkpoint."
+                )
+            if _OLD_PART.match(name):
                 raise CheckpointError(
                     f"flat_param.load_sharded: '{path}' was saved by flat_param 0.1, whose format "
                     "is not read any more. Load it with that version and save it with "
@@ -195,80 +198,46 @@ class CheckedReader(FileSystemReader):
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
-        """Read each entry once, and compare its checksum before anything of it is used.
-
-        Raises:
-            CheckpointError: a file is missing, cut short or damaged.
-        """
-        files: dict[str, dict[Any, list[ReadItem]]] = {}
-        for item in plan.items:
-            entry = self.storage_data[item.storage_index]
-            entries = files.setdefault(entry.relative_path, {})
-            entries.setdefault(item.storage_index, []).append(item)
-        for name, entries in files.items():
-            path = self._inside(name)
-            try:
-                with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_COPY) as memory:
-                    for index, items in entries.items():
-                        data = self._checked(memory, path, self.storage_data[index])
-                        _hand_out(data, items, planner)
-            except (OSError, ValueError, EOFError, pickle.UnpicklingError, RuntimeError) as error:
+        """Read as torch does; every entry comes from `_slice_file`."""
+        try:
+            done = super().read_data(plan, planner)
+            if plan.items and self._data is None:
                 raise CheckpointError(
-                    f"flat_param.load_sharded: '{path}' cannot be read ({_first_line(error)}), but "
-                    "the checkpoint names it. It is cut short or damaged: load another one."
-                ) from error
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _inside(self, name: str) -> Path:
-        folder = Path(self.path)
-        path = folder / name
-        if os.path.isabs(name) or ".." in Path(name).parts:
+                    f"flat_param.load_sharded: torch {torch.__version__} reads checkpoints in "
+                    "another way, so checksums were not compared. Use torch 2.9 to 2.15."
+                )
+            return done
+        except CheckpointError:
+            raise
+        except (OSError, ValueError, EOFError, pickle.UnpicklingError, RuntimeError) as error:
             raise CheckpointError(
-                f"flat_param.load_sharded: '{folder}' names the file '{name}', which is not "
-                "inside. Do not trust this checkpoint."
-            )
-        return path
+                f"flat_param.load_sharded: '{self.path}' cannot be read ({_first_line(error)}). A "
+                "file that it names is missing, cut short or damaged: load another checkpoint."
+            ) from error
+        finally:
+            self._entry = self._data = None
 
-    @staticmethod
-    def _checked(memory: mmap, path: Path, entry: Any) -> io.BytesIO:
-        if getattr(entry, "transform_descriptors", None):
-            raise CheckpointError(
-                f"flat_param.load_sharded: '{path}' was written with extensions "
-                f"{entry.transform_descriptors}, which only the writer has. Load it with "
-                "torch.distributed.checkpoint.load."
-            )
-        data = io.BytesIO(memory[entry.offset : entry.offset + entry.length])
-        if data.getbuffer().nbytes != entry.length:
-            raise EOFError("the file ends early")
-        expected = getattr(entry, "checksum", None)
-        if expected is not None and checksum(data.getbuffer()) != expected:
-            raise CheckpointError(
-                f"flat_param.load_sharded: '{path}' is damaged: {entry.length} bytes at "
-                f"{entry.offset} have another checksum than when they were saved. Load another "
-                "checkpoint."
-            )
-        return data
-
-
-def _hand_out(data: io.BytesIO, items: list[ReadItem], planner: Any) -> None:
-    if items[0].type == LoadItemType.BYTE_IO:
-        for item in items:
-            planner.load_bytes(item, data)
-        return
-    tensor: Tensor = torch.load(data, map_location="cpu", weights_only=True)
-    for item in items:
-        target = planner.resolve_tensor(item).detach()
-        part = tensor
-        for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-            part = part.narrow(dim, start, length)
-        target.copy_(part)
-        planner.commit_tensor(item, target)
+    def _slice_file(self, file: Any, sinfo: Any) -> io.BytesIO:
+        """The bytes of an entry, of which several parts may be read."""
+        if self._data is None or self._entry is not sinfo:
+            file.seek(sinfo.offset)
+            data = io.BytesIO(file.read(sinfo.length))
+            if data.getbuffer().nbytes != sinfo.length:
+                raise EOFError(f"'{file.name}' ends early")
+            expected = getattr(sinfo, "checksum", None)
+            if expected is not None and checksum(data.getbuffer()) != expected:
+                raise CheckpointError(
+                    f"flat_param.load_sharded: '{file.name}' is damaged: {sinfo.length} bytes at "
+                    f"{sinfo.offset} have another checksum than when they were saved. Load another "
+                    "checkpoint."
+                )
+            self._entry, self._data = sinfo, data
+        self._data.seek(0)
+        return self._data
 
 
 class SafeLoadPlanner(DefaultLoadPlanner):
-    """Loads values that are no tensors without running their code.
+    """Loads plain values without running code of the checkpoint.
 
     Attributes:
         values: what was loaded, by key.
@@ -279,11 +248,7 @@ class SafeLoadPlanner(DefaultLoadPlanner):
         self.values: dict[str, Any] = {}
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Take a value, if it is made of numbers, texts, tensors and containers.
-
-        Raises:
-            CheckpointError: it needs other classes.
-        """
+        """Load a value that consists of numbers, texts, tensors and containers."""
         key = read_item.dest_index.fqn
         try:
             self.values[key] = torch.load(value, map_location="cpu", weights_only=True)
@@ -296,11 +261,7 @@ class SafeLoadPlanner(DefaultLoadPlanner):
 
 
 def read_into(reader: CheckedReader, metadata: Metadata, target: dict[str, Any]) -> dict[str, Any]:
-    """Fill the tensors of `target` by key; what else is asked for. Not a collective.
-
-    Returns:
-        The values that are no tensors.
-    """
+    """Fill the tensors of `target` by key; return other values. Not a collective."""
     planner = SafeLoadPlanner()
     planner.set_up_planner(target, metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
@@ -358,10 +319,10 @@ _VALUES: Mapping[tuple[str, str], Callable[..., Any]] = {
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Makes objects of the classes of torch's checkpoint metadata, and of no other.
+    """Unpickles classes of torch's checkpoint metadata only.
 
-    The pickle sees a class of its own in the place of each, made for this file: it cannot change
-    torch's classes.
+    The pickle gets a substitute for each class, made for this file: it cannot change torch's
+    classes.
     """
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -408,5 +369,5 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _door(name: str, make: Callable[..., Any]) -> type:
-    """A class whose calls give what `make` returns."""
+    """A class whose calls return the result of `make`."""
     return type(name, (), {"__new__": lambda cls, *args: make(*args)})

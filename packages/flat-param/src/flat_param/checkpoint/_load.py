@@ -1,4 +1,4 @@
-"""Loads checkpoints of any number of ranks into a sharded module; each rank reads its part."""
+"""Loads checkpoints of any number of ranks into a sharded module."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def load_sharded(
 
 
 def _mark(source: Path) -> str:
-    """What changes with every save to a path; the ranks must all have read the same save."""
+    """A digest that differs between saves: all ranks must read the same save."""
     try:
         return hashlib.sha256((source / ".metadata").read_bytes()).hexdigest()
     except OSError:
@@ -156,18 +156,12 @@ def _load_model(module: nn.Module, reader: Any, metadata: Any) -> None:
 
 
 def _memory(entry: Any) -> Tensor | None:
-    """What a tensor of the checkpoint is read into; None for other values."""
+    """Memory for a tensor of the checkpoint; None for other values."""
     return torch.empty(entry.size, dtype=entry.properties.dtype) if hasattr(entry, "size") else None
 
 
 def _joined(key: str, values: Mapping[str, Any], paths: Mapping[str, Any]) -> Any:
-    """The value under a key; torch saves dicts and lists under a key for each item.
-
-    Args:
-        key: such as `optim.param_groups`.
-        values: by the keys of items, such as `optim.param_groups.0.lr`.
-        paths: words of each key.
-    """
+    """The value under a key, such as `optim.param_groups`, of which torch saves each item."""
     if key in values:
         return values[key]
     root: dict[Any, Any] = {}
@@ -233,7 +227,7 @@ def _load_optimizer(module: nn.Module, optimizer: Optimizer, reader: Any, metada
 
 
 def _memory_for(word: str, entry: Any, named: NamedParam) -> Any:
-    """What one state value is read into; None for values that are no tensors."""
+    """Memory for one state value; None if it is no tensor."""
     if not hasattr(entry, "size"):
         return None
     size, dtype, piece = tuple(entry.size), entry.properties.dtype, named.piece
@@ -286,13 +280,7 @@ def _options(
     optimizer: Optimizer,
     path: object,
 ) -> list[dict[str, Any]]:
-    """The options of each parameter group, by the names of its parameters where these were saved.
-
-    Raises:
-        CheckpointError: the checkpoint has no optimizer state, or no names and another number of
-            groups.
-        StateError: see `options_by_name`.
-    """
+    """The options of each parameter group, matched by parameter names if they were saved."""
     if not saved:
         raise CheckpointError(
             f"flat_param.load_sharded: '{path}' has no optimizer state. Load it without optimizer=."
@@ -363,12 +351,7 @@ def _pretrained_files(folder: Path) -> list[Path]:
 
 
 def _state_in(files: list[Path], module: nn.Module) -> dict[str, Any]:
-    """A state dict of files; sharded parameters are cut as soon as they are read.
-
-    Args:
-        files: of safetensors, or of `torch.save`.
-        module: whose parameters they are.
-    """
+    """A state dict of files; sharded parameters are cut as soon as they are read."""
     sites = dict(named_sites(module))
     state: dict[str, Any] = {}
     for file in files:

@@ -24,7 +24,7 @@ class NamedParam:
     Args:
         name: qualified name in the module.
         param: as the optimizer has it.
-        piece: what it is a piece of; None for a parameter that is not sharded.
+        piece: None for a parameter that is not sharded.
     """
 
     name: str
@@ -33,7 +33,7 @@ class NamedParam:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole parameter."""
+        """Shape of the whole parameter."""
         return tuple(self.param.shape) if self.piece is None else self.piece.shape
 
     @property
@@ -54,11 +54,7 @@ def named_params(module: nn.Module) -> dict[nn.Parameter, NamedParam]:
 
 
 def optimizer_params(module: nn.Module, optimizer: Optimizer) -> list[list[NamedParam]]:
-    """The optimizer's parameters by group.
-
-    Raises:
-        ParameterError: one of them is not the module's, or there are none.
-    """
+    """The optimizer's parameters by group."""
     check_is_optimizer("state_dict", optimizer)
     named = named_params(module)
     groups = []
@@ -75,10 +71,9 @@ def optimizer_params(module: nn.Module, optimizer: Optimizer) -> list[list[Named
 
 
 def shared_rows(params: Iterable[NamedParam], optimizer: Optimizer) -> str:
-    """Why state with a row for each block is not the parameter's own; empty if it is.
+    """The error if parameters share state that has a row for each block; else empty.
 
-    A table that parameters share may have as many rows as a rank has blocks. It is one tensor;
-    rows of blocks are each parameter's own.
+    A table that all parameters share may by chance have as many rows as a rank has blocks.
     """
     first: dict[tuple[object, ...], str] = {}
     rows: dict[tuple[object, ...], str] = {}
@@ -94,9 +89,9 @@ def shared_rows(params: Iterable[NamedParam], optimizer: Optimizer) -> str:
             if other != named.name and place in rows:
                 return (
                     f"flat_param.state_dict: optimizer state '{rows[place]}' of parameter "
-                    f"'{other}' is also that of parameter '{named.name}', and has a row for each "
-                    "block of one of them, but rows of blocks are one parameter's. Keep what "
-                    "parameters share with the optimizer, not in the state of each."
+                    f"'{other}' is shared with parameter '{named.name}' and has as many rows as "
+                    "one of them has blocks, so it cannot be told from state of the blocks. Keep "
+                    "shared tensors on the optimizer, not in the state of each parameter."
                 )
     return ""
 
@@ -110,12 +105,9 @@ def group_options(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def named_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """State by name with shards, as `get_optimizer_state_dict` gives it. Not a collective.
+    """State by name with shards, as `get_optimizer_state_dict` returns it. Not a collective.
 
-    A rank has nothing of a parameter that its optimizer skips.
-
-    Raises:
-        StateError: a tensor cannot be cut.
+    Parameters that the optimizer skips on this rank are left out.
     """
     groups = optimizer_params(module, optimizer)
     flat = [named for group in groups for named in group]
@@ -141,13 +133,7 @@ def _named_groups(optimizer: Optimizer, groups: list[list[NamedParam]]) -> list[
 
 
 def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load state by name, or a plain optimizer's by position. Not a collective for whole tensors.
-
-    Args:
-        module: whose parameters the optimizer trains.
-        optimizer: with groups of the same parameters, in any order.
-        state: as `full_state_dict` or `torch.optim.Optimizer.state_dict` gives it.
-    """
+    """Load state by name, or by position. Not a collective for whole tensors."""
     groups = optimizer_params(module, optimizer)
     names = _names_by_key(state["param_groups"], groups)
     by_name = _by_name(state["state"], names, groups)
@@ -160,8 +146,8 @@ def _names_by_key(
 ) -> dict[Any, str]:
     """The name of each parameter that the groups of a state dict list, by its key there.
 
-    A name is its own key. Positions are looked up in `param_names`, which torch's optimizers save
-    if they were built from `named_parameters()`; without it, the order is the optimizer's.
+    Positions are looked up in `param_names`, which optimizers save if they were built from
+    `named_parameters()`; otherwise the order is this optimizer's.
     """
     flat = [named.name for group in groups for named in group]
     keys = [key for group in saved for key in group["params"]]
@@ -195,16 +181,7 @@ def _by_name(
 def options_by_name(
     saved: Sequence[Mapping[str, Any]], groups: list[list[NamedParam]], optimizer: Optimizer
 ) -> list[dict[str, Any]]:
-    """The saved options of each of the optimizer's groups, which may be in another order.
-
-    Args:
-        saved: options of each saved group, and the names of its parameters as `params`.
-        groups: of the optimizer.
-        optimizer: a group of it without parameters keeps its own options.
-
-    Raises:
-        StateError: no parameter of a group was saved, or they were saved with several options.
-    """
+    """The saved options of each of the optimizer's groups, which may be in another order."""
     by_name: dict[str, dict[str, Any]] = {}
     for each in saved:
         kept = {key: value for key, value in each.items() if key not in _OF_PARAMS}
@@ -227,7 +204,7 @@ def options_by_name(
 
 
 _OF_PARAMS = ("params", "param_names")
-"""What a group has for each of its parameters; all else are options."""
+"""Keys of a group that list its parameters; the others are options."""
 
 
 def _other_options(
@@ -249,14 +226,7 @@ def load_named_state(
     *,
     options: list[dict[str, Any]],
 ) -> None:
-    """Give the optimizer its state, through its own `load_state_dict`.
-
-    Args:
-        optimizer: of the parameters.
-        groups: its parameters.
-        by_name: state of each parameter, in any form that a state dict may have.
-        options: of each of its groups; `param_names` is left as the optimizer has it.
-    """
+    """Give the optimizer its state, through its own `load_state_dict`."""
     flat = [named for group in groups for named in group]
     position = {named.name: index for index, named in enumerate(flat)}
     found = state_of(optimizer)
@@ -280,9 +250,9 @@ def load_named_state(
 
 
 def state_of(optimizer: Optimizer) -> Any:
-    """An optimizer's state, from where it lies: an offloaded one refuses it after a stopped step.
+    """An optimizer's state, without the check of offloaded optimizers for interrupted steps.
 
-    Wrapped optimizers, such as accelerate's, have theirs elsewhere.
+    Wrapped optimizers, such as accelerate's, have it in another object.
     """
     if "state" in vars(optimizer):
         return vars(optimizer)["state"]
@@ -292,17 +262,14 @@ def state_of(optimizer: Optimizer) -> Any:
 def _given(
     values: Mapping[str, Any], named: NamedParam, now: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Integers as they were given, see `_keep_codes`; all checks come before anything is loaded."""
+    """State in the optimizer's form, with integers unchanged. Raises before anything is loaded."""
     if named.piece is None:
         return {k: v if k == "step" else as_dtensor(v, named.param) for k, v in values.items()}
     return take_all(values, named.param, named.piece, now)
 
 
 def _keep_codes(found: dict[str, Any], given: Mapping[str, Any]) -> None:
-    """Have integers as they were given: torch casts all state of a parameter to its dtype.
-
-    Codes of 8 bits would take the memory of floating-point moments.
-    """
+    """Restore integers, such as 8-bit codes, which torch casts to the parameter's dtype."""
     for key, value in found.items():
         code = given.get(key)
         if not isinstance(value, Tensor) or not isinstance(code, Tensor) or key == "step":

@@ -1,4 +1,4 @@
-"""A module and its optimizer as they were, if what is tried with them fails."""
+"""Restore a module and its optimizer after a failed load."""
 
 from __future__ import annotations
 
@@ -22,14 +22,10 @@ EXTRA = "_extra_state"  # the last word of torch's keys for `get_extra_state()`
 
 @contextmanager
 def put_back_on_error(module: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
-    """Put parameters, buffers and optimizer state back if the block raises. Not a collective.
+    """Restore parameters, buffers and optimizer state if the block raises. Not a collective.
 
     Takes a copy of this rank's parameters and buffers in CPU memory meanwhile. Optimizer state is
     not copied: `load_state_dict` gives an optimizer new state in the old one's place.
-
-    Args:
-        module: sharded, or plain.
-        optimizer: of the module.
     """
     units = units_at_rest(module)
     tensors = [part.shard.detach() for unit in units for part in unit.parts]
@@ -61,7 +57,7 @@ def put_back_on_error(module: nn.Module, optimizer: Optimizer | None) -> Iterato
 
 
 def _copied(value: Any) -> Any:
-    """What a module handed out may be what it goes on changing; some values have no copy."""
+    """A deep copy, if there is one: the module may go on changing the value."""
     try:
         return copy.deepcopy(value)
     except Exception:

@@ -116,7 +116,7 @@ def _prepare(
     *,
     snapshot: bool,
 ) -> Callable[[], None]:
-    """Agree on what is saved. Collective; gives the function that writes it, collective too."""
+    """Agree on the state to save, and return the function that writes it. Both are collective."""
     check_is_module("save_sharded", module)
     path = path_of("save_sharded", path)
     state: dict[str, Any] = {}
@@ -167,7 +167,7 @@ def _steps_of(module: nn.Module) -> list[int]:
 
 
 def _write(state: dict[str, Any], path: Path, word: str, world: World) -> None:
-    """Write and commit a state, by the steps of torch's `save`. Collective.
+    """Write and commit a state, with the steps of torch's `save`. Collective.
 
     torch's own function sends plans by `gather_object`, which needs numpy.
     """
@@ -211,11 +211,7 @@ def _write(state: dict[str, Any], path: Path, word: str, world: World) -> None:
 
 
 def _on_all(world: World, path: Path, step: Callable[[], Any]) -> list[Any]:
-    """Do a step on all ranks, and give the results of all. Collective.
-
-    Raises:
-        CheckpointError: on all ranks, if one cannot do it.
-    """
+    """Run a step on all ranks, and return the results of all. Collective."""
     result, failed = None, None
     try:
         result = step()
@@ -233,7 +229,7 @@ def _on_all(world: World, path: Path, step: Callable[[], Any]) -> list[Any]:
 
 
 def _on_first(world: World, path: Path, step: Callable[[], Any]) -> Any:
-    """Do a step on the first rank, and give its result to all. Collective; raises as `_on_all`."""
+    """Run a step on the first rank, and return its result on all. Collective."""
     return _on_all(world, path, step if world.is_first else lambda: None)[0]
 
 

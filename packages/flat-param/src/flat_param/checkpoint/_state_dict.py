@@ -75,7 +75,7 @@ def _is_sharded(module: nn.Module) -> bool:
 def _complete(
     state: dict[str, dict[str, Any]], module: nn.Module, optimizer: Optimizer, world: World
 ) -> None:
-    """Add to a rank's state what other ranks have, so that all gather the same. Collective."""
+    """Add empty shards and values of other ranks, so that all gather the same. Collective."""
     named = {each.name: each for group in optimizer_params(module, optimizer) for each in group}
     note = {
         name: {key: _described(value, named[name].speaks) for key, value in values.items()}
@@ -87,7 +87,7 @@ def _complete(
             for key, value in values.items():
                 known = found.setdefault(name, {})
                 first = known.setdefault(key, value)  # which keeps the order of keys
-                if isinstance(first, _Silent):
+                if first is None:
                     first = known[key] = value
                 if isinstance(value, _Shard) and first != value:
                     raise StateError(
@@ -111,13 +111,9 @@ def _complete(
                 state[name][key] = value
 
 
-class _Silent:
-    """In the place of a value of which another rank's copy counts."""
-
-
 @dataclass(frozen=True)
 class _Shard:
-    """Describes a shard to ranks that have nothing of it."""
+    """Dtype and whole size of a shard, for ranks without elements of it."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
@@ -132,13 +128,14 @@ class _Shard:
 
 
 def _described(value: Any, speaks: bool) -> Any:
+    """A shard, or the value of the rank whose copy counts; None on other ranks."""
     if is_dtensor(value):
         return _Shard(value.dtype, tuple(value.shape))
-    return value if speaks else _Silent()
+    return value if speaks else None
 
 
 class _Gather:
-    """Makes tensors whole.
+    """Gathers the tensors of a state dict.
 
     Args:
         keeps: whether this rank keeps them.
@@ -218,11 +215,7 @@ def load_whole(module: nn.Module, state: Mapping[str, Any], optimizer: Optimizer
 
 
 def load_model(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load a module's state dict, which may have one of several names of a tied parameter.
-
-    Raises:
-        StateError: keys or shapes differ.
-    """
+    """Load a module's state dict, which may have one of several names of a tied parameter."""
     known = dict(state)
     for names in tied_names(module):
         given = next((name for name in names if name in known), None)
@@ -240,7 +233,7 @@ def load_model(module: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def tied_names(module: nn.Module) -> list[list[str]]:
-    """All names of each parameter that has several."""
+    """The names of each tied parameter."""
     names: dict[object, list[str]] = {}
     for name, site in named_sites(module):
         names.setdefault((id(site.part), site.index), []).append(name)
@@ -254,7 +247,7 @@ def tied_names(module: nn.Module) -> list[list[str]]:
 def _from_first(
     state: Mapping[str, Any], module: nn.Module, optimizer: Optimizer | None, world: World
 ) -> Mapping[str, Any]:
-    """The state itself, or this rank's part of it where only the first rank has it. Collective."""
+    """The state; this rank's part of it if only the first rank has it. Collective."""
     empty = not any(len(part) for part in state.values())
     told = world.comm.share(empty)
     if not any(told[1:]) or told[0]:
@@ -313,7 +306,7 @@ def _tensors(state: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 def _outline(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What a state has, without its large tensors."""
+    """The keys and values of a state, with descriptions of its tensors."""
     outline: dict[str, Any] = {"tensors": [(path, _info(value)) for path, value in _tensors(state)]}
     if "optim" in state:
         outline["optim"] = {"param_groups": state["optim"]["param_groups"]}
@@ -327,7 +320,7 @@ def _info(value: Any) -> Any:
 
 
 def _sent(state: Mapping[str, Any], path: tuple[str, ...], info: Any, world: World) -> Any:
-    """One value of the first rank. Collective where it is a tensor."""
+    """A value of the first rank. Collective if it is a tensor."""
     if not isinstance(info, _Shard):
         return info
     if world.is_first:

@@ -1,11 +1,9 @@
-"""The ranks that share a sharded module, and where they agree on saves and loads."""
+"""The ranks that save and load a sharded module together."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import cast
-from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch.distributed as dist
 from torch import nn
@@ -13,11 +11,8 @@ from torch import nn
 from .._errors import CheckpointError, StateError
 from ..buffers._dtensors import place_of_dtensor
 from ..comm._comm import CommLog, Communicator
+from ..comm._groups import derived_group
 from ..sharded._by_hand import units_below
-
-_Group = dist.ProcessGroup
-_groups: WeakKeyDictionary[_Group, dict[tuple[object, ...], ReferenceType[_Group]]]
-_groups = WeakKeyDictionary()
 
 
 class World:
@@ -25,10 +20,7 @@ class World:
 
     Args:
         module: sharded, or with sharded modules inside.
-        function: that was called, for messages.
-
-    Raises:
-        StateError: nothing in the module is sharded.
+        function: the public function, for messages.
     """
 
     def __init__(self, module: nn.Module, function: str) -> None:
@@ -42,7 +34,7 @@ class World:
         self.comm = Communicator(_checkpoint_group(self.ranks, "caller"), log=CommLog())
 
     def for_thread(self) -> World:
-        """The same ranks in another group, for a thread beside the caller's. Collective."""
+        """The same ranks with a separate group, for another thread. Collective."""
         other = copy.copy(self)
         other.comm = Communicator(_checkpoint_group(self.ranks, "thread"), log=CommLog())
         return other
@@ -53,11 +45,7 @@ class World:
         return self.comm.rank == 0
 
     def agree(self, error: Exception | None) -> None:
-        """Raise on all ranks if there is an error on one. Collective.
-
-        Raises:
-            CheckpointError: there is one on another rank.
-        """
+        """Raise on all ranks if there is an error on one. Collective."""
         told = self.comm.share(None if error is None else str(error))
         if error is not None:
             raise error
@@ -81,7 +69,7 @@ def _ranks_of(module: nn.Module) -> tuple[int, ...]:
     return tuple(sorted(known))
 
 
-def _groups_of(module: nn.Module) -> Iterator[_Group]:
+def _groups_of(module: nn.Module) -> Iterator[dist.ProcessGroup]:
     places = [place_of_dtensor(each) for each in (*module.parameters(), *module.buffers())]
     for unit in units_below(module):
         for comm in (unit.comms.gather, unit.comms.replicate):
@@ -93,18 +81,11 @@ def _groups_of(module: nn.Module) -> Iterator[_Group]:
             yield mesh.get_group(axis)
 
 
-def _checkpoint_group(ranks: tuple[int, ...], user: str) -> _Group:
-    """A gloo group of these ranks, made once for each user. Collective.
+def _checkpoint_group(ranks: tuple[int, ...], user: str) -> dist.ProcessGroup:
+    """A gloo group, so that training, saves and an asynchronous save do not interleave.
 
-    Collectives of training, of saves and loads that are called, and of an asynchronous save go on
-    beside each other, each in a group of its own.
+    Collective at the first call.
     """
     world = dist.group.WORLD
     assert world is not None, "a sharded module has process groups"
-    known, key = _groups.setdefault(world, {}), (user, ranks)
-    group = known[key]() if key in known else None
-    if group is None:
-        made = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
-        group = cast(_Group, made)
-        known[key] = ref(group)
-    return group
+    return derived_group(world, (user, ranks), ranks, backend="gloo")

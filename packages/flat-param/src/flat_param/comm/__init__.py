@@ -1,5 +1,4 @@
-"""All that talks to other ranks: process groups, collectives, and what goes wrong between ranks.
+"""Process groups, collectives, norms over ranks, and diagnosis of failures between ranks.
 
-Agreement before anything is sharded, messages between peers, the order of collectives, norms over
-ranks, ranks that are gone. Nothing else calls torch.distributed. Uses `layout` and `buffers`.
+Uses `layout` and `buffers`.
 """

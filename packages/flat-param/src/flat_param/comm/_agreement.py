@@ -1,8 +1,7 @@
-"""Ranks agree on what they shard before the module is changed or its parameters travel.
+"""Ranks compare what they are about to shard, before any module is changed.
 
-Rule 1: every rank takes part, also one that has found a mistake of its own. So an error on one rank
-        is an error on all, and none of them waits for a collective that never comes.
-Rule 2: ranks compare digests. Only where these differ do whole descriptions travel.
+Every rank takes part, also one that has an error, so an error on one rank is an error on all. Ranks
+compare digests, and send whole descriptions only if digests differ.
 """
 
 from __future__ import annotations
@@ -19,17 +18,11 @@ from ..layout._spec import ParamSpec
 from ._comm import Communicator
 
 Description = tuple[tuple[str, str], ...]
-"""What a unit is made of, in order: pairs of a thing and what it is."""
+"""Names and values that must be the same on every rank, in order."""
 
 
 def describe(specs: Sequence[ParamSpec], settings: Mapping[str, object]) -> Description:
-    """Everything that ranks must have in common, parameters first.
-
-    Example:
-        >>> import torch
-        >>> describe([ParamSpec("w", (3, 2), torch.float32)], {"boundary": "row"})
-        (("parameter 'w'", '(3, 2) of torch.float32'), ('boundary', 'row'))
-    """
+    """Everything that must be the same on every rank, parameters first."""
     params = ((f"parameter '{spec.name}'", _describe_param(spec)) for spec in specs)
     return (*params, *((name, str(value)) for name, value in settings.items()))
 
@@ -55,7 +48,7 @@ def _row_major(spec: ParamSpec) -> ParamSpec:
 
 @dataclass(frozen=True)
 class Note:
-    """What one rank tells the others: what it plans, or why it cannot."""
+    """The digest of one rank's plan, or its error."""
 
     rank: int
     digest: str = ""
@@ -67,23 +60,14 @@ class Described(Protocol):
 
     @property
     def description(self) -> Description:
-        """What every rank's plan must say."""
+        """The same on every rank."""
 
 
 P = TypeVar("P", bound=Described)
 
 
 def agree(comms: Sequence[Communicator], plan: Callable[[], P]) -> P:
-    """Plan on every rank, and return this rank's plan if all say the same. Collective.
-
-    Args:
-        comms: lead from every rank to every other, one after the other.
-        plan: changes nothing; raises what is wrong on this rank.
-
-    Raises:
-        CommError: plans differ, or another rank has none.
-        Exception: what `plan` raised on this rank.
-    """
+    """Plan on every rank, and return this rank's plan if all say the same. Collective."""
     try:
         planned = plan()
     except Exception as error:
@@ -129,12 +113,7 @@ def _refuse_first_difference(found: Sequence[tuple[int, Description]]) -> None:
 
 
 def difference(first: Description, other: Description, *, ranks: tuple[int, int]) -> str:
-    """The first thing in which two ranks differ, or nothing.
-
-    Example:
-        >>> difference((("boundary", "row"),), (("boundary", "tensor"),), ranks=(0, 1))
-        'boundary is row on rank 0 and tensor on rank 1'
-    """
+    """The first value that differs between two ranks; empty if none does."""
     here, there = dict(first), dict(other)
     for name in [*here, *there]:
         values = [side.get(name, "missing") for side in (here, there)]

@@ -1,4 +1,4 @@
-"""Graphs of an accelerator that are being captured, in which the host may wait for nothing."""
+"""Graph captures of an accelerator, during which the host must not wait for the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .._errors import StateError
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether what the current stream is given is captured; of the current device of that type."""
+    """Whether the current stream of the device's type is being captured."""
     ask = _asks(device.type)
     return ask is not None and ask()
 
@@ -24,14 +24,10 @@ def _asks(kind: str) -> Callable[[], bool] | None:
 
 
 def refuse_capture(name: str, device: torch.device) -> None:
-    """Raise where a graph is captured of a unit whose gradients go to the host.
-
-    Raises:
-        StateError: what the device's current stream is given is captured.
-    """
+    """Raise where a graph is captured of a unit whose gradients go to the host."""
     if is_capturing(device):
         raise StateError(
             f"flat_param.fully_shard: unit '{name}' has an offload_policy and a graph is being "
-            "captured, but the host, where its gradients go, may not wait for the device then. "
-            "Capture without it, or run this module outside of the capture."
+            "captured, but gradients cannot be moved to the host during a capture. Capture "
+            "without offload_policy, or run this module outside of the capture."
         )

@@ -16,7 +16,7 @@ from ..buffers._dtensors import DTensorPlace, local_of
 from ._comm import CommLog, Communicator
 
 Spread = tuple[Communicator, ...]
-"""Communicators over all of which a gradient is cut: of the unit, and of tensor parallel."""
+"""Communicators over which a gradient is cut: of the unit, and of tensor parallelism."""
 
 
 @torch.no_grad()
@@ -28,11 +28,7 @@ def clip_(grads: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
 
 
 def checked_norms(max_norm: float, norm_type: float) -> tuple[float, float]:
-    """The same as numbers, among them words such as "inf".
-
-    Raises:
-        StateError: no gradients can be scaled to that.
-    """
+    """Both as numbers; words such as "inf" are accepted."""
     try:
         most, order = float(max_norm), float(norm_type)
     except (TypeError, ValueError):
@@ -53,14 +49,7 @@ def norm_over(
     *,
     apart: Iterable[tuple[Spread, Spread, list[Tensor]]] = (),
 ) -> Tensor:
-    """The norm of pieces of gradients, each list spread over its communicators. Collective.
-
-    Args:
-        spread: the same communicators in the same order on every rank.
-        norm_type: order of the norm, above 0; may be infinite.
-        apart: gradients that each rank of the second communicators has its own of, cut over the
-            first: the largest norm of a list counts.
-    """
+    """The norm of pieces of gradients, each list spread over its communicators. Collective."""
     op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
     sums = [_sum_over(comms, grads, norm_type, op) for comms, grads in spread]
     for cut, own, grads in apart:
@@ -71,7 +60,7 @@ def norm_over(
 
 
 def spread_of(place: DTensorPlace | None, log: CommLog) -> Spread:
-    """Communicators over which tensor parallel cuts what lies there."""
+    """Communicators over which tensor parallelism cuts a tensor of this place."""
     groups = () if place is None else place.groups
     return tuple(Communicator(each, log=log) for each in groups)
 

@@ -1,13 +1,11 @@
 """The only file that calls torch.distributed collectives; counts calls and bytes.
 
-Rule 1: a collective starts only here, so `CommLog` sees every one of them.
-Rule 2: a collective that fails raises `CommError` on every rank, naming the ranks that are gone.
-Rule 3: within one communicator, every rank starts the same collectives in the same order. Work
-        whose order may differ between ranks travels in another one (see Note [Two communicators]
-        in _groups.py).
-Rule 4: what is captured for a graph runs in its replays alone. It is no part of the trail, since a
-        rank may give a capture up by itself. Nor can it be waited for outside of its capture, or
-        in a capture for what began before it: whoever captures has had the device finish that.
+- A collective that fails raises `CommError` on every rank and names the ranks that are gone.
+- Within one communicator, every rank starts the same collectives in the same order. Work whose
+  order may differ between ranks has another communicator, see Note [Two communicators] in
+  _groups.py.
+- Captured collectives run in replays only. They are not part of the trail, since one rank may
+  abandon a capture, and they cannot be waited for outside of their capture.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ _POLLS_OF_A_DEADLOCK = 4
 def _gather_notes(
     note: Any, group: dist.ProcessGroup | None, world_size: int, device: torch.device | None
 ) -> list[Any]:
-    """Every rank's note; torch's own way, `all_gather_object`, needs numpy."""
+    """Every rank's note; torch's `all_gather_object` needs numpy."""
     data = torch.frombuffer(bytearray(pickle.dumps(note)), dtype=torch.uint8).to(device)
     size = torch.tensor([data.numel()], device=device)
     sizes = [torch.empty_like(size) for _ in range(world_size)]
@@ -75,7 +73,7 @@ class CommCount:
 
 @dataclass
 class CommLog:
-    """What this rank has communicated, by kind of collective."""
+    """Calls and bytes of this rank, by kind of collective."""
 
     counts: dict[str, CommCount] = field(default_factory=dict)
 
@@ -94,9 +92,9 @@ class Pending:
     """A collective under way; `wait` returns when its result may be read.
 
     Attributes:
-        by_gloo: whether the host waits for it, and not a stream.
-        home: the stream that waits; None for the one that is current then.
-        device: that is at it; None where the host waits.
+        by_gloo: whether the host waits for it instead of a stream.
+        home: the stream that waits; None for the current one.
+        device: that runs it; None if the host waits.
         captured: whether it is part of a graph.
     """
 
@@ -112,17 +110,13 @@ class Pending:
     captured: bool = False
 
     def then(self, step: Callable[[], object]) -> Pending:
-        """Run `step` at the end of `wait`, after what is already to be run; returns self."""
+        """Run `step` at the end of `wait`, after earlier steps; returns self."""
         first = self.finish
         self.finish = step if first is None else lambda: (first(), step())
         return self
 
     def wait(self) -> None:
-        """Wait for the result. Not a collective; a second call does nothing.
-
-        Raises:
-            CommError: a rank died, or the group's timeout passed.
-        """
+        """Wait for the result. Not a collective; a second call does nothing."""
         with at_home(self.home):
             if self.work is not None:
                 self.comm.finish(self)
@@ -132,13 +126,9 @@ class Pending:
                 last()
 
     def leave(self) -> None:
-        """Have its memory free for others, as nobody will read the result. Not a collective.
-
-        Raises:
-            CommError: as `wait`.
-        """
+        """Wait without reading the result, so that its memory can be reused. Not a collective."""
         if self.device is not None and self.captured != is_capturing(self.device):
-            self.work = self.finish = None  # Rule 4
+            self.work = self.finish = None  # of another capture
         try:
             self.wait()
         except RuntimeError:
@@ -153,11 +143,11 @@ class Communicator:
     Args:
         group: the process group, or None for a communicator of one rank, which never communicates.
         log: where calls are counted.
-        number: of the unit that uses the communicator, see Rule 2 in _trail.py.
+        number: of the unit that uses the communicator, see _trail.py.
 
     Attributes:
         unit: the name of that unit, for messages.
-        trail: what this rank has started in the group.
+        trail: the collectives that this rank has started in the group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, *, log: CommLog, number: int = 0) -> None:
@@ -184,7 +174,7 @@ class Communicator:
         )
 
     def rename(self, unit: str) -> None:
-        """Say in messages whose communicator it is."""
+        """Set the name of the unit in messages."""
         self.unit = unit
         self._marks.clear()
 
@@ -249,7 +239,7 @@ class Communicator:
             raise self._fault("share", str(error)) from error
 
     def finish(self, pending: Pending) -> None:
-        """Wait for a collective; raise `CommError` naming dead ranks when it fails."""
+        """Wait for a collective; raise `CommError` that names dead ranks if it fails."""
         work, what = pending.work, pending.what
         if work is None:
             return
@@ -282,16 +272,12 @@ class Communicator:
             )
 
     def refuse(self, reason: str) -> None:
-        """Tell the other ranks why this one does not start its next collective."""
+        """Send other ranks the reason why this one does not start its next collective."""
         if self.board is not None:
             self.board.refuse(reason)
 
     def share_change(self, change: str) -> None:
-        """Wait until every rank has made a change, such as `.to()`. Collective through the store.
-
-        Raises:
-            CommError: another rank made another change, or none.
-        """
+        """Wait until every rank has made a change. Collective through the store."""
         reason = "" if self.board is None else self.board.share_change(change)
         if self.board is not None and reason:
             self.board.diagnosis(reason)
@@ -328,7 +314,7 @@ class Communicator:
         return pending
 
     def _mark(self, what: str, of_unit: bool) -> tuple[str, bytes]:
-        """A collective in words, and as it counts in the trail."""
+        """A collective in words, and its bytes in the trail's checksum."""
         known = self._marks.get((what, of_unit))
         if known is None:
             label = f"{what} of {self.unit}" if of_unit and self.unit else what
@@ -347,7 +333,7 @@ class Communicator:
 
 
 def _carriers_of(group: dist.ProcessGroup) -> dict[str, str]:
-    """By type of device, the backend that moves its tensors: one group may have several."""
+    """The backend of each device type: one group may have several."""
     pairs = (each.partition(":") for each in str(dist.get_backend_config(group)).split(","))
     return {device: backend for device, _, backend in pairs}
 

@@ -1,13 +1,9 @@
-"""What gloo moves with the fewest copies: exchanges, in the place of its gathers and sums.
+"""gloo's gathers and sums as all_to_all, which copies and sends less.
 
-Its all_gather receives into memory of its own and copies everything from there. Its reduce_scatter
-and all_reduce move more bytes than handing every rank its part of everyone's tensor. Its all_to_all
-receives in place, and copies only what a rank sends to itself.
-
-Rule 1: of two ranks each has its own half and needs the other's: they exchange those, and gloo
-        copies nothing.
-Rule 2: a sum runs in the order of ranks, so that it is the same every time. Of two ranks either
-        order gives the same.
+gloo's all_gather receives into separate memory and copies from there, and its reduce_scatter sends
+more bytes than needed. Its all_to_all receives in place and copies only what a rank sends to
+itself: nothing if two ranks exchange halves. Sums are added in the order of ranks, so they are
+deterministic.
 """
 
 from __future__ import annotations
@@ -20,11 +16,11 @@ from torch import Tensor
 from ._buffer_pool import acquire, release
 
 Arguments = tuple[Tensor, Tensor, list[int] | None, list[int] | None]
-"""What `all_to_all_single` takes: where to, what, and elements from and to each rank."""
+"""Arguments of `all_to_all_single`: output, input, elements from and to each rank."""
 
 
 def to_gather_halves(full: Tensor, shard: Tensor, *, rank: int) -> Arguments:
-    """Copy a rank's `shard` (shard,) to `full` (2 * shard,); exchange what gathers the other's."""
+    """Copy `shard` (shard,) into `full` (2 * shard,), and exchange the other half."""
     mine, others = _halves(full, rank)
     mine.copy_(shard)
     return _between_two(others, shard, rank)
@@ -33,14 +29,7 @@ def to_gather_halves(full: Tensor, shard: Tensor, *, rank: int) -> Arguments:
 def to_sum(
     out: Tensor, full: Tensor, *, rank: int, world_size: int
 ) -> tuple[Arguments, Callable[[], None]]:
-    """What to exchange so that `out` (shard,) becomes a sum over ranks, and what then adds it up.
-
-    Args:
-        out: this rank's part of the sum.
-        full: what this rank adds, `(world * shard,)`.
-        rank: this one.
-        world_size: how many there are.
-    """
+    """The exchange for a sum of `full` (world * shard,) into `out` (shard,), and the addition."""
     mine, given = _halves(full, rank) if world_size == 2 else (None, full)
     buffer = acquire(given.numel(), dtype=full.dtype, device=full.device)
     received = buffer[: given.numel()]
@@ -59,7 +48,7 @@ def to_sum(
 
 
 def _halves(full: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """What one of two ranks has of `full`, and what the other one has."""
+    """This rank's half of `full`, and the other rank's."""
     size = full.numel() // 2
     first, second = full[:size], full[size:]
     return (second, first) if rank else (first, second)

@@ -1,15 +1,14 @@
-"""Lets go of destroyed process groups before the interpreter ends.
+"""Drop references to destroyed process groups before the interpreter ends.
 
 Note [Threads of gloo]
-    A thread of gloo lets go of a collective's tensors a moment after the collective is over, and
-    needs the interpreter's lock for it. Where the interpreter ends in that moment, the process
-    ends in SIGABRT ("terminate called without an active exception") with all its work done. The
-    threads end with their group, which `destroy_process_group` lets go; yet a group lives on in
-    what was sharded over it, and the default one in torch.distributed.nn.functional, which every
-    optimizer imports, as the default of arguments.
+    A gloo thread releases a collective's tensors shortly after the collective, and needs the GIL
+    for it. If the interpreter ends at that moment, the process ends in SIGABRT ("terminate called
+    without an active exception"). The threads end with their group, which `destroy_process_group`
+    drops; but sharded modules still reference it, and torch.distributed.nn.functional has the
+    default group as the default of arguments.
 
-Nothing is let go of where the default group was not destroyed: torch says so itself, and others'
-collectives may still run.
+Nothing is dropped if the default group was not destroyed: torch warns of that, and collectives may
+still run.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _holders: WeakKeyDictionary[object, str] = WeakKeyDictionary()
 
 
 def dropped_at_exit(holder: object, attribute: str) -> None:
-    """Note that `holder.attribute` is a process group. Not a collective."""
+    """Register that `holder.attribute` is a process group. Not a collective."""
     _watch_exit()
     _holders[holder] = attribute
 

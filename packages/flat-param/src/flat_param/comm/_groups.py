@@ -1,15 +1,14 @@
-"""Turns a device mesh or torch's default process group into communicators.
+"""The communicators of a device mesh, or of torch's default process group.
 
 Note [Two communicators]
-    Whole parameters are gathered in the order of the forward and backward passes, gradients are
-    summed as they become ready. Where a batch leaves a layer unused on one rank only, the two
-    orders interleave differently on that rank. Each therefore has a process group of its own, and
-    within each the order is fixed (Rule 3 in _comm.py).
+    Parameters are gathered in the order of forward and backward, and gradients are summed when they
+    are ready. If a batch leaves a layer unused on one rank, the two orders interleave differently
+    there. Gathers and sums therefore have separate process groups, each with a fixed order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
@@ -46,10 +45,7 @@ class CommGroups:
 
     @contextmanager
     def telling_others(self) -> Iterator[None]:
-        """Tell all ranks that share the unit of an error, since this one does not go on.
-
-        Not a collective.
-        """
+        """Send an error of the block to all ranks that share the unit. Not a collective."""
         try:
             yield
         except Exception as error:
@@ -58,30 +54,42 @@ class CommGroups:
             raise
 
     def name(self, unit: str) -> None:
-        """Say in messages whose collectives these are."""
+        """Set the name of the unit in messages."""
         for comm in (self.gather, self.reduce, self.replicate):
             comm.rename(unit)
 
     def share_change(self, change: str) -> None:
-        """Wait until all of them have made a change of dtype or device.
-
-        Raises:
-            CommError: another rank made another change, or none.
-        """
+        """Wait until all ranks have made a change of dtype or device."""
         self.gather.share_change(change)
         self.replicate.share_change(change)
 
 
+_Group = dist.ProcessGroup
 # Weakly: torch keeps a group until it is destroyed, see Note [Threads of gloo] in _exit.py.
-_twins: WeakKeyDictionary[dist.ProcessGroup, ReferenceType[dist.ProcessGroup]] = WeakKeyDictionary()
+_derived: WeakKeyDictionary[_Group, dict[object, ReferenceType[_Group]]] = WeakKeyDictionary()
+
+
+def derived_group(
+    group: _Group, key: object, ranks: Sequence[int], *, backend: str | None = None
+) -> _Group:
+    """A process group of `ranks`, made once for `group` and `key`. Collective for `ranks`."""
+    known = _derived.setdefault(group, {})
+    found = known[key]() if key in known else None
+    if found is None:
+        found = cast(
+            _Group,
+            dist.new_group(
+                list(ranks),
+                backend=backend or dist.get_backend_config(group),
+                use_local_synchronization=True,
+            ),
+        )
+        known[key] = ref(found)
+    return found
 
 
 def make_comm_groups(mesh: DeviceMesh | None, *, log: CommLog) -> CommGroups:
-    """Choose the process groups of a unit. Collective: every rank of the world calls it.
-
-    Raises:
-        StateError: there is no process group, or the mesh has more than two axes.
-    """
+    """The process groups of a unit. Collective: every rank of the world calls it."""
     shard, replicate = _groups(mesh)
     groups = (shard, shard and _twin(shard), replicate and _twin(replicate))
     to_gather, to_reduce, to_replicate = (
@@ -91,17 +99,11 @@ def make_comm_groups(mesh: DeviceMesh | None, *, log: CommLog) -> CommGroups:
 
 
 def meeting_comms(mesh: DeviceMesh | None) -> tuple[Communicator, ...]:
-    """Communicators that lead to all ranks that shard together.
-
-    Not a collective; what travels there is not counted.
-
-    Raises:
-        StateError: there is no process group.
-    """
+    """Communicators to all ranks that shard together, which are not counted. Not a collective."""
     return tuple(Communicator(group, log=CommLog()) for group in _meeting_groups(mesh))
 
 
-def _meeting_groups(mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
+def _meeting_groups(mesh: DeviceMesh | None) -> list[_Group]:
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise StateError(
             f"flat_param.fully_shard: mesh is {mesh!r}, but it must be a DeviceMesh of the ranks "
@@ -115,22 +117,14 @@ def _meeting_groups(mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
 
 
 def group_sizes(mesh: DeviceMesh | None) -> tuple[int, int]:
-    """Copies of the parameters, and ranks that divide each. Not a collective.
-
-    Raises:
-        StateError: as `make_comm_groups`.
-    """
+    """Number of copies, and of ranks that divide each. Not a collective."""
     shard, replicate = _groups(mesh)
     replicas = 1 if replicate is None else dist.get_world_size(replicate)
     return replicas, 1 if shard is None else dist.get_world_size(shard)
 
 
 def ranks_together(mesh: DeviceMesh | None) -> tuple[int, ...]:
-    """Ranks of the world that hold a part or a copy of what this one holds. Not a collective.
-
-    Raises:
-        StateError: as `make_comm_groups`.
-    """
+    """Ranks that have a part or a copy of this rank's parameters. Not a collective."""
     groups = _groups(mesh)
     found = {rank for each in groups if each for rank in dist.get_process_group_ranks(each)}
     return tuple(sorted(found))
@@ -138,8 +132,8 @@ def ranks_together(mesh: DeviceMesh | None) -> tuple[int, ...]:
 
 def _groups(
     mesh: DeviceMesh | None,
-) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Ranks that divide parameters, and those that hold the same part."""
+) -> tuple[_Group | None, _Group | None]:
+    """The ranks that divide parameters, and the ranks that have the same part."""
     if mesh is None or mesh.ndim == 1:
         return _one_group(mesh), None
     if mesh.ndim != 2:
@@ -151,7 +145,7 @@ def _groups(
     return None if mesh.size(1) == 1 else mesh.get_group(1), mesh.get_group(0)
 
 
-def _one_group(mesh: DeviceMesh | None) -> dist.ProcessGroup:
+def _one_group(mesh: DeviceMesh | None) -> _Group:
     if mesh is not None:
         return mesh.get_group()
     if not dist.is_available() or not dist.is_initialized():
@@ -159,42 +153,21 @@ def _one_group(mesh: DeviceMesh | None) -> dist.ProcessGroup:
             "flat_param.fully_shard: there is no process group, but parameters are sharded over "
             "one. Call torch.distributed.init_process_group, or use flat_param.flatten."
         )
-    return cast(dist.ProcessGroup, dist.group.WORLD)
-
-
-_parts: WeakKeyDictionary[dist.ProcessGroup, dict[int, ReferenceType[dist.ProcessGroup]]]
-_parts = WeakKeyDictionary()
+    return cast(_Group, dist.group.WORLD)
 
 
 def comm_of_part(comms: CommGroups, size: int) -> Communicator:
-    """This rank and its neighbours, `size` of those that divide a unit.
+    """This rank and its neighbours, `size` of the ranks that divide a unit.
 
-    Collective for them, where it is asked for the first time.
+    Collective for them at the first call.
     """
-    group = cast(dist.ProcessGroup, comms.gather.group)
-    known = _parts.setdefault(group, {})
-    part = known[size]() if size in known else None
-    if part is None:
-        ranks = dist.get_process_group_ranks(group)
-        first = comms.gather.rank // size * size
-        part = dist.new_group(
-            ranks[first : first + size],
-            backend=dist.get_backend_config(group),
-            use_local_synchronization=True,
-        )
-        known[size] = ref(part)
+    group = cast(_Group, comms.gather.group)
+    first = comms.gather.rank // size * size
+    ranks = dist.get_process_group_ranks(group)[first : first + size]
+    part = derived_group(group, size, ranks)
     return Communicator(part, log=comms.log, number=next_number(part))
 
 
-def _twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A second group of the same ranks, made once."""
-    known = _twins.get(group)
-    twin = None if known is None else known()
-    if twin is None:
-        twin = dist.new_group(
-            dist.get_process_group_ranks(group),
-            backend=dist.get_backend_config(group),
-            use_local_synchronization=True,
-        )
-        _twins[group] = ref(twin)
-    return twin
+def _twin(group: _Group) -> _Group:
+    """A second group of the same ranks."""
+    return derived_group(group, "twin", dist.get_process_group_ranks(group))

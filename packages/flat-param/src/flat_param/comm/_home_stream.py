@@ -1,33 +1,38 @@
-"""The stream that a tensor's memory belongs to: the one that was current when it was made.
+"""The stream that a tensor's memory belongs to: the current one when it was allocated.
 
-Freed memory is handed out again on that stream at once. So whoever used it elsewhere must have had
-that stream wait; it is simplest to do the work there, which costs nothing where it is current.
+The allocator reuses freed memory on that stream at once. Work of another stream has to be waited
+for there, so the simplest way is to run the work on the home stream.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
+_HERE = nullcontext()
+
 
 def home_stream(device: torch.device) -> torch.Stream | None:
-    """The stream that tensors made now belong to; None on CPU, which has none."""
+    """The stream that tensors allocated now belong to; None on CPU, which has none."""
     return None if device.type == "cpu" else torch.accelerator.current_stream(device)
 
 
-@contextmanager
-def at_home(stream: torch.Stream | None) -> Iterator[None]:
-    """Do what follows on a stream, after what is queued on the current one and before the rest.
+def at_home(stream: torch.Stream | None) -> AbstractContextManager[None]:
+    """Run a block on a stream, after the work queued on the current one and before later work.
 
     Args:
         stream: of `home_stream`; None changes nothing.
     """
     around = None if stream is None else torch.accelerator.current_stream(stream.device)
     if stream is None or around is None or around == stream:
-        yield
-        return
+        return _HERE
+    return _switched(stream, around)
+
+
+@contextmanager
+def _switched(stream: torch.Stream, around: torch.Stream) -> Iterator[None]:
     device = torch.accelerator.current_device_index()
     stream.wait_stream(around)
     torch.accelerator.set_stream(stream)

@@ -1,16 +1,14 @@
 """Which collectives this rank has started, in order, and which one it waits for.
 
-Ranks whose units run in another order give each other the wrong unit's parameters, and finish
-without an error where shapes are equal. Each rank therefore keeps a checksum of what it has started
-in each group; ranks compare theirs in the collective that ends a backward, see `_order`.
+Ranks that run units in different orders receive the wrong unit's parameters, without an error if
+shapes are equal. Each rank keeps a checksum of the collectives it has started in each group, and
+ranks compare them in the collective that ends a backward, see `_order`. A unit is identified by
+the number of its `fully_shard` call in the group, which is the same on every rank.
 
-Ranks that have left a unit out wait for each other for ever. A rank that has waited for two seconds
-leaves a note in the group's store: what it waits for, and how much it has started in each group.
-
-Rule 1: a rank waits in vain if some rank of the group has not started what it waits for, and waits
-        in vain itself. Slow ranks and slow networks never look like that.
-Rule 2: a unit counts by its number, the same on every rank: that of its `fully_shard` in the group.
-Nothing is written or read while all is well.
+Ranks that left a unit out wait for each other for ever. A rank that has waited for two seconds
+writes to the store what it waits for, and how many collectives it has started in each group. Its
+wait never ends if some rank of the group has not started that collective and is itself in a wait
+that never ends. Slow ranks and slow networks never look like that.
 """
 
 from __future__ import annotations
@@ -26,8 +24,6 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from ._peer_messages import MessageStore
-
 ORDER_BYTES = 8  # a checksum and its complement, see Note [Order word] in _order.py
 _KEPT = 4096  # labels; enough to name the first difference in any step
 
@@ -37,15 +33,15 @@ _trails: WeakKeyDictionary[dist.ProcessGroup, Trail] = WeakKeyDictionary()
 
 @dataclass(eq=False)
 class Trail:
-    """What this rank has started in one group.
+    """The collectives that this rank has started in one group.
 
     Attributes:
         ranks: global ranks of the group.
-        key: the group's name, the same on all of its ranks.
-        units: how many units use it.
-        started: collectives, since the group was made.
-        checksum: of those since ranks last compared, and their order.
-        recent: labels of the same, for messages.
+        key: name of the group, the same on all of its ranks.
+        units: number of units that use it.
+        started: number of collectives.
+        checksum: of the collectives since ranks last compared, and of their order.
+        recent: their labels, for messages.
     """
 
     ranks: tuple[int, ...]
@@ -67,20 +63,20 @@ class Trail:
         return trail
 
     def add(self, label: str, mark: bytes) -> int:
-        """Note a collective that is started now, and return its number."""
+        """Add a collective that is started now, and return its number."""
         self.started += 1
         self.checksum = zlib.crc32(mark, self.checksum)
         self.recent.append(label)
         return self.started
 
     def compared(self) -> None:
-        """Begin anew: all ranks have said the same, or know that they have not."""
+        """Start a new checksum after ranks have compared theirs."""
         self.checksum = 0
         self.recent.clear()
 
 
 def next_number(group: dist.ProcessGroup | None) -> int:
-    """The number of one more unit in a group (Rule 2)."""
+    """A number for a new unit of a group."""
     if group is None:
         return 0
     trail = Trail.of(group)
@@ -89,12 +85,7 @@ def next_number(group: dist.ProcessGroup | None) -> int:
 
 
 def first_difference(labels: Iterable[tuple[int, list[str]]]) -> str:
-    """Where two ranks part, or nothing.
-
-    Example:
-        >>> first_difference([(0, ["gather a", "gather b"]), (1, ["gather b", "gather a"])])
-        'rank 0 did gather a where rank 1 did gather b'
-    """
+    """The first collective in which two ranks differ; empty if there is none."""
     (rank, mine), *others = labels
     for other, theirs in others:
         for here, there in zip_longest(mine, theirs, fillvalue="nothing more"):
@@ -108,12 +99,12 @@ class Wait:
     """A collective that one rank waits for.
 
     Attributes:
-        rank: which, as a global rank.
+        rank: global rank.
         label: the collective, in words.
         key: of the group's trail.
         ranks: of the group.
         number: of the collective in that group.
-        started: by trail, how many collectives the rank has started.
+        started: by trail, the number of collectives that the rank has started.
     """
 
     rank: int
@@ -123,30 +114,30 @@ class Wait:
     number: int
     started: Mapping[str, int]
 
-    def post(self, store: MessageStore) -> None:
-        """Tell other ranks. Not a collective."""
+    def post(self, store: Any) -> None:
+        """Write it to the store. Not a collective."""
         store.set(_key(self.rank), json.dumps(vars(self)))
 
     @staticmethod
-    def over(store: MessageStore, rank: int) -> None:
-        """Take the note back."""
+    def over(store: Any, rank: int) -> None:
+        """Remove it from the store."""
         store.set(_key(rank), "")
 
     @staticmethod
-    def of(store: MessageStore, rank: int) -> Wait | None:
-        """What a rank waits for, if it has said so."""
+    def of(store: Any, rank: int) -> Wait | None:
+        """What a rank has written."""
         text = store.get(_key(rank)).decode() if store.check([_key(rank)]) else ""
         return Wait(**json.loads(text)) if text else None
 
 
 def wait_here(trail: Trail, label: str, number: int) -> Wait:
-    """What this rank waits for, with all that it has started."""
+    """The wait of this rank."""
     started = {other.key: other.started for other in _trails.values()}
     return Wait(dist.get_rank(), label, trail.key, trail.ranks, number, started)
 
 
 def in_vain(waits: Mapping[int, Wait]) -> dict[int, Wait]:
-    """The waits that never end (Rule 1)."""
+    """The waits that never end."""
     found = dict(waits)
     while True:
         ending = [rank for rank, wait in found.items() if not _lacks(wait, found)]
@@ -161,8 +152,8 @@ def _lacks(wait: Wait, others: Mapping[int, Wait]) -> bool:
     return any(other.started.get(wait.key, 0) < wait.number for other in there)
 
 
-def deadlock(store: MessageStore, mine: Wait) -> str:
-    """Who waits for what in vain, if this rank does; empty otherwise. Not a collective."""
+def deadlock(store: Any, mine: Wait) -> str:
+    """Which ranks wait for what, if this rank's wait never ends; else empty. Not a collective."""
     waits: dict[int, Wait] = {mine.rank: mine}
     todo: list[Any] = list(mine.ranks)
     while todo:

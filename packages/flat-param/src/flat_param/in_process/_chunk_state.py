@@ -1,9 +1,9 @@
-"""The state of an optimizer over chunks, as one over separate parameters has it, and back.
+"""Convert optimizer state between chunks and separate parameters.
 
-Rule 1: a state of the chunk's own shape, such as `exp_avg`, lies in the flat buffer's order; any
-other, such as `step`, is one value for all of a segment.
-Rule 2: a parameter without state counts as one whose gradients were zero, as it does in a chunk.
-Rule 3: options that say how a step is computed, such as `fused`, stay the optimizer's own.
+- State of the chunk's shape, such as `exp_avg`, is in the flat buffer's order. Any other state,
+  such as `step`, is one value for a whole segment.
+- A parameter without state counts as one whose gradients were zero, as it does in a chunk.
+- Options that say how a step is computed, such as `fused`, stay the optimizer's.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def chunks_of(optimizer: Optimizer, segments: Sequence[FlatSegment]) -> list[lis
 
 
 def one_setting(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The options that all groups share, without those of Rule 3.
+    """The options that all groups share, without those of `_HOW`.
 
     Raises:
         StateError: groups have other options than the first.
@@ -172,11 +172,11 @@ def _copied(value: Any) -> Any:
 
 
 def _only(key: str, values: Sequence[Any], segment: FlatSegment) -> Any:
-    """The one value that all have; Rule 1. None where none has one, as momentum of SGD without."""
+    """The value that all have; None if none has one, as the momentum buffer of plain SGD."""
     present = [value for value in values if value is not None]
     if not present:
         return None
-    if key == "step":  # never stepped: Rule 2
+    if key == "step":  # a parameter that was never stepped
         present = [value for value in present if value != 0] or present
     if any(not _same(value, present[0]) for value in present):
         raise StateError(

@@ -1,4 +1,4 @@
-"""Leaves over stretches of a segment, for optimizers that know nothing of flat parameters.
+"""Leaves over parts of a segment, for optimizers that do not know flat parameters.
 
 An optimizer has a fixed cost per leaf. On a CPU it is fastest if a leaf and its state fit in the
 cache. A GPU has no such cache, so there a segment is one leaf: for 1.1B parameters in bfloat16 on
@@ -24,7 +24,7 @@ CPU_NUMEL = 1 << 18  # a float32 leaf of AdamW and its state then take 4 MiB
 
 
 class _Gone:
-    """Stands for the segment of a module that is flat no longer."""
+    """Placeholder for the segment of an unflattened module."""
 
     @property
     def grad(self) -> FlatGrad:
@@ -36,16 +36,16 @@ class _Gone:
 
 
 class Chunk(nn.Parameter):
-    """A leaf over a stretch of a segment; `grad` is the same stretch of the flat gradient.
+    """A leaf over a part of a segment; `grad` is the same part of the flat gradient.
 
-    Setting `grad` to None zeroes the stretch, and it reads as None until a backward reaches the
-    segment again: what `optimizer.zero_grad()` means for a parameter.
+    Setting `grad` to None zeroes the part, and it reads as None until a backward reaches the
+    segment again, as after `optimizer.zero_grad()` of a parameter.
     """
 
     _flat_segment: FlatSegment | _Gone
     _start: int
     _cleared_at: int
-    _seen: tuple[Tensor, Tensor] | None  # the flat gradient, and this stretch of it
+    _seen: tuple[Tensor, Tensor] | None  # the flat gradient, and this part of it
 
     @property
     def grad(self) -> Tensor | None:
@@ -65,7 +65,7 @@ class Chunk(nn.Parameter):
 
     @property
     def segment(self) -> FlatSegment:
-        """The segment that it is a stretch of."""
+        """The segment that it is a part of."""
         assert isinstance(self._flat_segment, FlatSegment)
         return self._flat_segment
 
@@ -96,10 +96,7 @@ def default_numel(device: torch.device, total: int) -> int:
 
 
 class Chunks:
-    """The leaves that were made of one module, which follow its segments from plan to plan.
-
-    They can where the trainable segments keep their sizes; another plan is refused.
-    """
+    """The leaves of one module, which follow new plans that keep the trainable segments' sizes."""
 
     def __init__(self) -> None:
         self._all: list[Chunk] = []
@@ -133,13 +130,13 @@ class Chunks:
             )
 
     def follow(self, before: Iterable[FlatSegment], now: Iterable[FlatSegment]) -> None:
-        """Point every leaf at the segment that has come in its segment's place."""
+        """Point every leaf at the segment that replaces its segment."""
         after = dict(zip(before, now, strict=False))
         for chunk in self._all:
             _attach(chunk, after[chunk.segment], chunk._start)
 
     def detach(self) -> None:
-        """Have the leaves refuse to be stepped: they belong to no segment any more."""
+        """Make the leaves raise an error when they are stepped."""
         for chunk in self._all:
             chunk._flat_segment, chunk._seen = _Gone(), None
         self._all = []
@@ -147,7 +144,7 @@ class Chunks:
 
 @cache
 def _check_loaded_states() -> None:
-    """Have steps with state of separate parameters refused, from the first chunk on."""
+    """Check the shapes of optimizer state before steps, from the first chunk on."""
     LoadedStates("_flat_segment", _not_of_chunk).install()
 
 

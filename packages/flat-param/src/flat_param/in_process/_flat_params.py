@@ -1,8 +1,7 @@
 """The parameters of one module as flat vectors, in one process.
 
-Rule 1: a parameter stays the object it was, so optimizers built before still train it.
-Rule 2: a call that names no segment means the only trainable one.
-Rule 3: gaps between parameters are zero before and after every call.
+A call that names no segment means the only trainable one. Gaps between parameters are zero before
+and after every call.
 """
 
 from __future__ import annotations
@@ -69,13 +68,13 @@ class FlatParams:
 
     @property
     def numel(self) -> int:
-        """Elements of the default vector, gaps included (Rule 2)."""
+        """Elements of the default vector, gaps included."""
         return self._flat_segments.find(None).plan.layout.numel
 
     def as_vector(self, segment: str | None = None) -> Tensor:
         """The parameters of a segment as one vector, without a copy.
 
-        Writing to it writes to the parameters; leave gaps zero, or use `load_vector`.
+        Writing to it writes to the parameters. Leave gaps zero, or use `load_vector`.
 
         Returns:
             `(numel,)`, outside autograd.
@@ -99,7 +98,7 @@ class FlatParams:
 
     @torch.no_grad()
     def load_vector(self, vector: Tensor, segment: str | None = None) -> None:
-        """Copy a vector into the parameters; its values in gaps are dropped (Rule 3).
+        """Copy a vector into the parameters; its values in gaps are dropped.
 
         Args:
             vector: `(numel,)`; any dtype and device that `copy_` takes.
@@ -217,10 +216,10 @@ class FlatParams:
         """Leaves over the trainable segments, to hand to torch's optimizers.
 
         They share memory and gradients with the parameters, so stepping them steps the module,
-        and they follow it through `.to()`. Use one learning rate for all: a chunk holds
-        whatever parameters fall into it. Optimizers must work element by element. State that one
-        over separate parameters saved is loaded by `load_optimizer_state`; by the optimizer's own
-        `load_state_dict` it raises `ValueError` there, or `StateError` before the next step.
+        and they follow it through `.to()`. Optimizers must work element by element, with one
+        learning rate for all: a chunk crosses the boundaries of parameters. The state of an
+        optimizer over separate parameters is loaded by `load_optimizer_state`. The optimizer's own
+        `load_state_dict` raises `ValueError` for it, or the next step raises `StateError`.
 
         Args:
             numel: elements per leaf. Default: 262144 on a CPU, where a leaf and its state should
@@ -291,10 +290,10 @@ class FlatParams:
         optimizer.load_state_dict({"state": new, "param_groups": groups})
 
     def sync(self) -> None:
-        """Take in parameters whose storage was replaced; costs one pointer comparison each.
+        """Copy parameters whose storage was replaced; costs one pointer comparison each.
 
-        Every eager forward and whole-vector call does it; needed by hand only after
-        `param.data = x` and before `norm`, `lerp_` or a compiled forward.
+        Every eager forward and whole-vector call does it. Call it yourself after `param.data = x`
+        and before `norm`, `lerp_` or a compiled forward.
 
         Raises:
             ParameterError: parameters share memory or have gradients of other shapes; names them.

@@ -1,4 +1,4 @@
-"""What `fully_shard` is given, looked at before anything else is asked of it."""
+"""Checks of arguments, before anything is changed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ from ._spec import ParamSpec
 
 
 def check_is_module(function: str, module: object) -> None:
-    """Refuse arguments in another order, a class, or a state dict in a module's place.
-
-    Raises:
-        StateError: it is no module.
-    """
+    """Refuse arguments in another order, a class, or a state dict in a module's place."""
     if not isinstance(module, nn.Module):
         raise StateError(
             f"flat_param.{function}: module is {_kind_of(module)}, but it must be an instance of "
@@ -28,11 +24,7 @@ def check_is_module(function: str, module: object) -> None:
 
 
 def path_of(function: str, path: object) -> Path:
-    """The path of a checkpoint.
-
-    Raises:
-        StateError: it is neither text nor a path.
-    """
+    """The path of a checkpoint."""
     if not isinstance(path, (str, os.PathLike)):
         raise StateError(
             f"flat_param.{function}: path is {_kind_of(path)}, but it must be the path of a "
@@ -42,11 +34,7 @@ def path_of(function: str, path: object) -> Path:
 
 
 def check_is_optimizer(function: str, optimizer: object) -> None:
-    """Refuse a class, a state dict or a module in an optimizer's place.
-
-    Raises:
-        ParameterError: it has no parameter groups.
-    """
+    """Refuse a class, a state dict or a module in an optimizer's place."""
     if not hasattr(optimizer, "param_groups") or isinstance(optimizer, type):
         raise ParameterError(
             f"flat_param.{function}: optimizer is {_kind_of(optimizer)}, but it must be an "
@@ -64,12 +52,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def modules_of(modules: object) -> tuple[nn.Module, ...]:
-    """The modules that become one unit; refuses those that are never called.
-
-    Raises:
-        StateError: neither a module nor a list of modules, a container without a `forward`, an
-            empty list, or modules of a list that are inside one another.
-    """
+    """The modules that become one unit; refuses modules that are never called."""
     found = tuple(modules) if isinstance(modules, (list, tuple)) else (modules,)
     for module in found:
         _check_module(module)
@@ -102,11 +85,7 @@ def _check_module(module: object) -> None:
 
 
 def check_offload(policy: object) -> tuple[bool, bool]:
-    """Whether shards are kept in CPU memory, and whether that is page-locked.
-
-    Raises:
-        StateError: it is none of FSDP2's policies.
-    """
+    """Whether shards are kept in CPU memory, and whether that is page-locked."""
     if policy is None:
         return False, False
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
@@ -120,11 +99,7 @@ def check_offload(policy: object) -> tuple[bool, bool]:
 
 
 def check_placement(shard_placement_fn: object) -> None:
-    """Refuse to cut along a dimension.
-
-    Raises:
-        StateError: it is not None.
-    """
+    """Refuse to cut along a dimension."""
     if shard_placement_fn is not None:
         raise StateError(
             "flat_param.fully_shard: shard_placement_fn is given, but shards are ranges of a flat "
@@ -134,11 +109,7 @@ def check_placement(shard_placement_fn: object) -> None:
 
 
 def check_no_grads(named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Refuse gradients of whole parameters, of which a piece would be left.
-
-    Raises:
-        ParameterError: names the first parameter that has one.
-    """
+    """Refuse gradients of whole parameters, of which a piece would be left."""
     for name, param in named:
         if param.grad is not None:
             raise ParameterError(
@@ -150,11 +121,7 @@ def check_no_grads(named: Iterable[tuple[str, nn.Parameter]]) -> None:
 def one_device(
     specs: tuple[ParamSpec, ...], params: tuple[nn.Parameter, ...], mesh: DeviceMesh | None
 ) -> torch.device:
-    """Where a unit computes: where its parameters are, or on the mesh's device if they are not yet.
-
-    Raises:
-        ParameterError: its parameters are on two devices.
-    """
+    """The device of a unit's parameters; of the mesh for CPU and meta parameters."""
     homes = [torch.device("cpu") if param.is_meta else param.device for param in params]
     for spec, home in zip(specs, homes, strict=True):
         if home != homes[0]:

@@ -1,10 +1,10 @@
 """Where ranks may cut a parameter: between elements, rows, blocks, or nowhere.
 
-Rule 1: a parameter may be cut at multiples of its atom, counted from its first element in memory,
-        and at its ends. The last atom may be shorter.
-Rule 2: blocks in a piece are those of the whole parameter: where the rows or matrices of a
-        parameter end in a short block, whole rows or matrices are the atoms.
-Rule 3: a parameter that does not lie row by row in memory has no blocks there, and stays whole.
+- A parameter may be cut at multiples of its atom, counted from its first element in memory. The
+  last atom may be shorter.
+- Blocks of a piece are blocks of the whole parameter: if its rows or matrices end in a short block,
+  whole rows or matrices are the atoms.
+- A parameter that is not row-major has no blocks in memory and stays whole.
 """
 
 from __future__ import annotations
@@ -80,11 +80,7 @@ def boundaries_of(boundary: Boundary, names: Sequence[str]) -> tuple[Word | Bloc
 
 
 def check_boundary(boundary: object, *, where: str = "plan_shard") -> None:
-    """Refuse what is no boundary.
-
-    Raises:
-        LayoutError: names it, and what there is.
-    """
+    """Refuse an unknown boundary."""
     if not isinstance(boundary, (Blocks, PerParameter)) and boundary not in get_args(Word):
         raise LayoutError(
             f"flat_param.{where}: boundary is {boundary!r}, but it must be one of "
@@ -97,32 +93,20 @@ class Cut:
     """How one parameter may be cut.
 
     Args:
-        atom_numel: elements that stay together (Rule 1), at least 1.
-        inner: sizes of the last dimensions, which stay whole; none where elements are cut.
+        atom_numel: elements that stay together, at least 1.
+        inner: sizes of the last dimensions, which stay whole; None if nothing does.
         whole: whether the parameter is never cut, and a rank has all of it or nothing.
     """
 
     atom_numel: int
-    inner: tuple[int, ...]
+    inner: tuple[int, ...] | None
     whole: bool
 
 
 def cut_of(shape: tuple[int, ...], stride: tuple[int, ...], boundary: Word | Blocks) -> Cut:
-    """How a parameter of dense `shape` and `stride` (elements) is cut at a boundary.
-
-    Args:
-        shape: sizes.
-        stride: in elements.
-        boundary: where it may be cut.
-
-    Example:
-        >>> cut_of((6, 4), (4, 1), "row")
-        Cut(atom_numel=4, inner=(4,), whole=False)
-        >>> cut_of((6, 4), (4, 1), Blocks((2, 2))).atom_numel, cut_of((6, 4), (4, 1), Blocks(3))
-        (8, Cut(atom_numel=3, inner=(), whole=False))
-    """
+    """How a parameter of dense `shape` and `stride` (elements) is cut at a boundary."""
     if boundary == "element":
-        return Cut(1, (), whole=False)
+        return Cut(1, None, whole=False)
     numel = math.prod(shape)
     atom, inner = _atom(shape, stride, boundary)
     atom = max(1, atom)
@@ -135,10 +119,6 @@ def numel_of_block(shape: tuple[int, ...], stride: tuple[int, ...], boundary: Wo
     """Elements of each row or block that a boundary keeps whole; 0 where it has none.
 
     Of tiles it is a row of them.
-
-    Example:
-        >>> numel_of_block((6, 4), (4, 1), "row"), numel_of_block((6, 4), (4, 1), Blocks(5))
-        (4, 5)
     """
     return 0 if boundary in ("element", "tensor") else _atom(shape, stride, boundary)[0]
 
@@ -152,7 +132,7 @@ def _atom(
     if boundary == "row":
         row = numel // shape[0]
         return (row if shape[0] == 1 or stride[0] == row else numel), shape[1:]
-    if not is_row_major(shape, stride):  # Rule 3
+    if not is_row_major(shape, stride):
         return numel, shape[1:]
     assert isinstance(boundary, Blocks)
     if isinstance(boundary.shape, int):
@@ -161,7 +141,7 @@ def _atom(
 
 
 def _tile_atom(shape: tuple[int, ...], tile: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-    """All rows of a tile are whole, so the atom is as many rows as the tile has (Rule 2)."""
+    """The atom is as many whole rows as a tile has."""
     tile = tile[-len(shape) :]
     first = len(shape) - len(tile)
     dim = next((first + i for i, size in enumerate(tile) if size > 1), len(shape) - 1)
@@ -172,7 +152,7 @@ def _tile_atom(shape: tuple[int, ...], tile: tuple[int, ...]) -> tuple[int, tupl
 
 
 def is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether a dense tensor lies row by row in memory."""
+    """Whether a dense tensor is row-major."""
     step = 1
     for size, found in zip(reversed(shape), reversed(stride), strict=True):
         if size > 1 and found != step:

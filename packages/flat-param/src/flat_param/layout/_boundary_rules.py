@@ -70,11 +70,7 @@ def by_name(
 def resolve(
     boundary: Boundary | BoundaryRules, specs: Sequence[ParamSpec], *, where: str = "fully_shard"
 ) -> Boundary:
-    """The boundary of each parameter of a unit.
-
-    Raises:
-        LayoutError: a rule matches no parameter, or `boundary` is none.
-    """
+    """The boundary of each parameter of a unit."""
     if isinstance(boundary, Mapping):
         raise LayoutError(
             f"flat_param.{where}: boundary is {boundary!r}, but names alone are no rules. Pass "

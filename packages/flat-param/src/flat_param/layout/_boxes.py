@@ -1,4 +1,4 @@
-"""A stretch of a tensor's elements as rectangles, which is what checkpoints can name."""
+"""A range of a tensor's elements as rectangles, which checkpoints can name."""
 
 from __future__ import annotations
 
@@ -27,18 +27,7 @@ class Box:
 
 
 def boxes_between(sizes: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]:
-    """Cover elements `[start, stop)` of a row-major tensor with at most `2 * ndim - 1` boxes.
-
-    Returns:
-        Boxes in element order, each contiguous; none for an empty stretch.
-
-    Example:
-        >>> for box in boxes_between((4, 3), 2, 10):
-        ...     print(box.offsets, box.lengths)
-        (0, 2) (1, 1)
-        (1, 0) (2, 3)
-        (3, 0) (1, 1)
-    """
+    """Cover elements `[start, stop)` of a row-major tensor with at most `2 * ndim - 1` boxes."""
     if start >= stop:
         return ()
     if not sizes:

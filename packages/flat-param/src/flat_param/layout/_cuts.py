@@ -1,12 +1,10 @@
-"""The cuts of a buffer whose longest range is as short as it can be.
+"""Cuts of a buffer into contiguous ranges, of which the longest is as short as possible.
 
-Rule 1: a range begins at an atom of a parameter (see Rule 1 of `_boundary`) or where one ends. A
-        greedy pass that makes each range as long as a limit allows needs the fewest ranges, so
-        the smallest limit that it can keep is the best there is, in the order of the buffer.
-Rule 2: inside one parameter all ranges but the last are alike, so they are counted, not walked:
-        what it costs depends on parameters, not on ranks.
-Rule 3: the longest range is longer than the mean by less than the largest atom and the gap
-        before it; and no shorter than either.
+A range begins at an atom of a parameter (see `_boundary`) or where a parameter ends. A greedy pass
+that makes each range as long as a limit allows needs the fewest ranges, so a binary search finds
+the smallest limit. Ranges inside one parameter have one length, and are counted instead of walked:
+the cost depends on parameters, not on ranks. The longest range exceeds the mean by less than the
+largest atom and the gap before it.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ class CutPlaces:
     atoms: Sequence[int]
 
     def last_before(self, position: int) -> int:
-        """The last place at or before `position` where a range may begin (Rule 1)."""
+        """The last place at or before `position` where a range may begin."""
         layout = self.layout
         if position >= layout.numel:
             return layout.numel
@@ -41,11 +39,9 @@ class CutPlaces:
         return offset + (numel if within >= numel else within - within % self.atoms[index])
 
     def runs(self, limit: int) -> Iterator[tuple[int, int, int]]:
-        """Ranges of at most `limit` elements, the longest first come.
+        """`(start, length, count)` of consecutive ranges of at most `limit` elements.
 
-        Yields:
-            `(start, length, count)` of ranges that follow each other (Rule 2). They end before the
-            buffer does where an atom is longer than the limit.
+        They end before the buffer does if an atom is longer than the limit.
         """
         start, total = 0, self.layout.numel
         while start < total:
@@ -57,7 +53,7 @@ class CutPlaces:
             start += length * count
 
     def _alike(self, start: int, length: int, limit: int) -> int:
-        """How many ranges after this one are as long, inside of one parameter."""
+        """How many following ranges in the same parameter have the same length."""
         index = bisect_right(self.layout.offsets, start) - 1
         stop = start + length
         end = self.layout.offsets[index] + self.layout.specs[index].numel
@@ -65,14 +61,14 @@ class CutPlaces:
         return 0 if room <= 0 else (room - 1) // length + 1
 
     def needed(self, limit: int) -> int | None:
-        """How many ranges of at most `limit` elements cover the buffer; None: none do."""
+        """How many ranges of at most `limit` elements cover the buffer; None if impossible."""
         ranges, end = 0, 0
         for start, length, count in self.runs(limit):
             ranges, end = ranges + count, start + length * count
         return ranges if end >= self.layout.numel else None
 
     def shortest_longest(self, world_size: int) -> int:
-        """The length of the longest of `world_size` ranges, where it is as short as can be."""
+        """The smallest possible length of the longest of `world_size` ranges."""
         low, high = -(-self.layout.numel // world_size), self.layout.numel
         while low < high:
             guess = (low + high) // 2

@@ -1,14 +1,14 @@
 """Where each parameter lies in a flat buffer.
 
-Rule 1: parameters lie in the order of their specs, each at an aligned offset.
-Rule 2: what lies between two parameters, or after the last, is a gap. A gap is always zero.
-Rule 3: same specs, same layout, on every rank and in every process.
+Parameters lie in the order of their specs, each at an aligned offset. Gaps between them and at the
+end are always zero. The same specs give the same layout on every rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -54,20 +54,20 @@ class FlatLayout:
         """Bytes of the buffer, gaps included."""
         return self.numel * self.dtype.itemsize
 
-    @property
+    @cached_property
     def ranges(self) -> tuple[tuple[int, int], ...]:
         """`(start, stop)` of each parameter in the buffer, elements."""
         pairs = zip(self.specs, self.offsets, strict=True)
         return tuple((offset, offset + spec.numel) for spec, offset in pairs)
 
-    @property
+    @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """`(start, stop)` of every range that belongs to no parameter (Rule 2)."""
+        """`(start, stop)` of every range that belongs to no parameter."""
         stops = (0, *(stop for _, stop in self.ranges))
         starts = (*self.offsets, self.numel)
         return tuple((a, b) for a, b in zip(stops, starts, strict=True) if a < b)
 
-    @property
+    @cached_property
     def pieces(self) -> tuple[tuple[int, int], ...]:
         """`(numel, index)` of every range in buffer order; a gap has index -1."""
         pieces: list[tuple[int, int]] = []
@@ -179,7 +179,7 @@ def segment_name(dtype: torch.dtype, *, trainable: bool) -> str:
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple that is not below the value."""
+    """The smallest multiple at or above the value."""
     return -(-value // multiple) * multiple
 
 

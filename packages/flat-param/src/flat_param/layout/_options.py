@@ -45,12 +45,7 @@ class Precision:
 
 
 def precision_of(policy: MixedPrecisionPolicy | None, *, where: str = "fully_shard") -> Precision:
-    """The dtypes of torch's policy.
-
-    Raises:
-        StateError: it is no such policy.
-        LayoutError: torch cannot compute in one of its dtypes.
-    """
+    """The dtypes of torch's policy."""
     if policy is None:
         return Precision()
     from torch.distributed.fsdp import MixedPrecisionPolicy

@@ -74,7 +74,7 @@ def keeps_dims(plan: ShardPlan) -> bool:
 
 
 def stays_whole(plan: ShardPlan, index: int) -> bool:
-    """Whether some rank has all of a parameter, in its own shape, however many ranks there are."""
+    """Whether a parameter is never cut, so some rank has all of it."""
     return _is_one_rank(plan) or plan.cuts[index].whole
 
 
@@ -89,6 +89,7 @@ def _shape_of(
         return spec.shape, spec.stride
     if not spec.shape:
         return (0,), (1,)
-    between = (1,) * (len(spec.shape) - 1 - len(cut.inner))
-    shape = (numel // max(1, math.prod(cut.inner)), *between, *cut.inner)
+    inner = cut.inner or ()
+    between = (1,) * (len(spec.shape) - 1 - len(inner))
+    shape = (numel // max(1, math.prod(inner)), *between, *inner)
     return shape, contiguous_stride(shape) if between else spec.stride

@@ -1,10 +1,9 @@
-"""Which rank keeps which part of a flat buffer.
+"""Which rank has which part of a flat buffer.
 
-Rule 1: ranges are in rank order and cover the padded buffer exactly, each element once.
-Rule 2: boundary "element" gives every rank the same numel, and every range starts aligned, so one
-collective moves them; what the last ranks hold beyond the layout is padding and zero.
-Rule 3: other boundaries never cut through a row of dim 0, a block or a tensor. Ranges then differ
-in length, and the longest is as short as a contiguous cut allows.
+Ranges are in rank order and cover the padded buffer, each element once. With boundary "element" all
+have the same length and start aligned, so one collective moves them; elements beyond the layout are
+padding and zero. Other boundaries never cut through a row of dim 0, a block or a tensor; the
+longest range is then as short as a contiguous cut allows.
 """
 
 from __future__ import annotations
@@ -94,15 +93,7 @@ class ShardPlan:
 
 
 def parts_between(layout: FlatLayout, start: int, stop: int) -> tuple[ShardPart, ...]:
-    """The pieces of parameters in `[start, stop)` of a buffer, empty ones left out.
-
-    Example:
-        >>> import torch
-        >>> from flat_param.plan import ParamSpec, plan_layout
-        >>> layout = plan_layout([ParamSpec("w", (6,), torch.float32)], align_bytes=1)
-        >>> parts_between(layout, 4, 9)
-        (ShardPart(index=0, offset=0, start=4, stop=6),)
-    """
+    """The pieces of parameters in `[start, stop)` of a buffer, empty ones left out."""
     parts: list[ShardPart] = []
     begin = max(0, bisect_right(layout.offsets, start) - 1)
     for index in range(begin, bisect_left(layout.offsets, stop)):
@@ -124,7 +115,7 @@ def plan_shard(layout: FlatLayout, *, world_size: int, boundary: Boundary = "ele
         layout: the buffer.
         world_size: number of ranks, at least 1.
         boundary: "element" anywhere aligned; "row" between rows of dim 0; "tensor" between
-            parameters; `Blocks` between blocks; `PerParameter` as it says (Rules 2 and 3).
+            parameters; `Blocks` between blocks; `PerParameter` as it says.
 
     Raises:
         LayoutError: `world_size` below 1, or an unknown boundary.
@@ -153,7 +144,7 @@ def plan_shard(layout: FlatLayout, *, world_size: int, boundary: Boundary = "ele
 
 
 def even_numel(layout: FlatLayout, world_size: int) -> int:
-    """Elements of each rank's range at boundary "element" (Rule 2)."""
+    """Elements of each rank's range at boundary "element"."""
     return round_up(-(-layout.numel // world_size), layout.align_numel)
 
 
@@ -169,18 +160,14 @@ def _cuts(layout: FlatLayout, boundary: Boundary) -> tuple[Cut, ...]:
 
 
 def boundary_in(layout: FlatLayout, boundary: Boundary) -> Boundary:
-    """The boundary of this buffer alone; one word where all its parameters have the same."""
+    """The boundary of this buffer; one word if all its parameters have the same."""
     names = [spec.name for spec in layout.specs]
     each = boundaries_of(boundary, names)
     return each[0] if len(set(each)) == 1 else PerParameter(tuple(zip(names, each, strict=True)))
 
 
 def check_ranks(world_size: int) -> None:
-    """Refuse a plan for nobody.
-
-    Raises:
-        LayoutError: `world_size` is below 1.
-    """
+    """Refuse a world size below 1."""
     if world_size < 1:
         raise LayoutError(
             f"flat_param.plan_shard: world_size is {world_size}, but at least one rank is needed. "

@@ -1,11 +1,9 @@
-"""What is known of a parameter before it is placed: name, shape, stride, dtype.
+"""A parameter without its values: name, shape, stride, dtype.
 
-Rule 1: a spec's stride is dense. A parameter that leaves holes in memory (a column slice) or
-maps several indices to one element (an expanded tensor) is packed, as `torch.clone` packs it.
-Rule 2: a tied parameter has one spec. Its name is the first one met in the module walk; the
-others are its aliases.
-Rule 3: elements are numbered in memory order. "Element 5 of w" is the sixth element of w's
-dense memory, whatever its stride.
+- A spec's stride is dense. A parameter with holes in memory (a column slice) or with several
+  indices for one element (an expanded tensor) is packed, as `torch.clone` packs it.
+- A tied parameter has one spec, with its first name in the module walk; others are aliases.
+- Elements are numbered in memory order, whatever the stride.
 """
 
 from __future__ import annotations
@@ -25,10 +23,10 @@ class ParamSpec:
     """One parameter, without its values.
 
     Args:
-        name: first qualified name in the module walk (Rule 2).
+        name: first qualified name in the module walk.
         shape: sizes; `()` for a scalar.
         dtype: any torch dtype.
-        stride: elements; left out, or not dense (Rule 1), it is made dense.
+        stride: elements; made dense if it is not.
         requires_grad: trainable or frozen.
         aliases: the other names of a tied parameter.
 
@@ -70,12 +68,7 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def dense_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
-    """Keep a stride that fills memory without holes; otherwise pack it in the same order.
-
-    Example:
-        >>> dense_stride((4, 3), (1, 4)), dense_stride((4, 3), (6, 1))
-        ((1, 4), (3, 1))
-    """
+    """Keep a stride that fills memory without holes; otherwise pack it in the same order."""
     expanded = any(step == 0 and size > 1 for step, size in zip(stride, shape, strict=False))
     if len(stride) != len(shape) or expanded:
         return contiguous_stride(shape)
@@ -107,7 +100,7 @@ def collect_params(
         ignored: parameters to leave out, such as those of a nested unit.
 
     Returns:
-        Specs and parameters, of the same length; a tied parameter is there once (Rule 2).
+        Specs and parameters, of the same length; a tied parameter is there once.
 
     Example:
         >>> specs, params = collect_params(nn.Linear(2, 3))
@@ -126,22 +119,13 @@ def collect_params(
 
 
 def place_of(module: nn.Module, name: str) -> tuple[str, nn.Module, str]:
-    """Where a qualified name below a module leads: the path of its owner, the owner, the attribute.
-
-    Example:
-        >>> place_of(nn.Sequential(nn.Linear(2, 3)), "0.bias")
-        ('0', Linear(in_features=2, out_features=3, bias=True), 'bias')
-    """
+    """Path of the owner, owner and attribute of a qualified name below a module."""
     path, _, attribute = name.rpartition(".")
     return path, module.get_submodule(path), attribute
 
 
 def check_one_device(specs: tuple[ParamSpec, ...], params: tuple[nn.Parameter, ...]) -> None:
-    """Refuse parameters on different devices: a segment is one storage.
-
-    Raises:
-        ParameterError: names the first parameter of each of two devices.
-    """
+    """Refuse parameters on different devices: a segment is one storage."""
     for spec, param in zip(specs, params, strict=True):
         if param.device != params[0].device:
             raise ParameterError(
@@ -152,11 +136,7 @@ def check_one_device(specs: tuple[ParamSpec, ...], params: tuple[nn.Parameter, .
 
 
 def check_grads(specs: tuple[ParamSpec, ...], params: tuple[nn.Parameter, ...]) -> None:
-    """Refuse a gradient of another shape than its parameter's, as adding to it would fail.
-
-    Raises:
-        ParameterError: names the parameter and both shapes.
-    """
+    """Refuse a gradient of another shape than its parameter's, as adding to it would fail."""
     for spec, param in zip(specs, params, strict=True):
         grad = param.grad
         if grad is not None and tuple(grad.shape) != spec.shape:

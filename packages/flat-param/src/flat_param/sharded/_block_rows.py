@@ -51,7 +51,7 @@ def _has_rows(key: str, state: Any, count: int) -> bool:
 
 
 def block_rows(plan: ShardPlan, index: int, start: int, stop: int) -> BlockRows | None:
-    """The blocks in `[start, stop)` of a parameter; None where it has none, or none but these."""
+    """The blocks in `[start, stop)` of a parameter; None if it has no blocks, or all are here."""
     spec = plan.layout.specs[index]
     names = [each.name for each in plan.layout.specs]
     size = numel_of_block(spec.shape, spec.stride, boundaries_of(plan.boundary, names)[index])

@@ -1,10 +1,8 @@
-"""Units that are gathered and freed when their user says so.
+"""`unshard()` and `reshard()` of units, called by the user.
 
-Rule 1: what is gathered by hand is shown, outside of forward and backward too, until it is freed or
-        the unit's next forward or backward has used it up.
-Rule 2: whatever reads shards or shows pieces begins with `units_at_rest`, which frees such units
-        and takes in what was put in place of parameters.
-Rule 3: a gather that is stopped leaves the unit freed.
+The unsharded parameters are shown until `reshard()`, or until the unit's next forward or backward
+is over. Code that reads shards first calls `units_at_rest`, which reshards such units and takes
+over parameters that were replaced. An interrupted gather leaves the unit resharded.
 """
 
 from __future__ import annotations
@@ -20,21 +18,21 @@ from ._unit import Unit
 
 
 class UnshardHandle:
-    """A gather that `ShardedModule.unshard` has begun."""
+    """A gather that `ShardedModule.unshard` has started."""
 
     def __init__(self, wait: Callable[[], None]) -> None:
         self._wait = wait
 
     def wait(self) -> None:
-        """Wait for the full parameters and show them. A second call does nothing.
+        """Wait for the unsharded parameters and show them.
 
-        The same goes for a call after the forward, backward or `reshard()` that has freed them.
+        Does nothing in a second call, or after a forward, backward or `reshard()` freed them.
         """
         self._wait()
 
 
 def _show(unit: Unit) -> None:
-    """Show a unit whose gather was begun by hand and is not used up."""
+    """Show a unit that `unshard` has gathered and nothing has freed."""
     unit.schedule.settle()
     if unit.is_by_hand and not unit.sites.shows:
         try:
@@ -45,7 +43,7 @@ def _show(unit: Unit) -> None:
 
 
 def begin_unshard(unit: Unit) -> UnshardHandle:
-    """Begin to gather a unit for its user; one that computes is whole. Collective."""
+    """Start to gather a unit, unless it computes now. Collective."""
     schedule = unit.schedule
     schedule.settle()
     if not schedule.computes(unit):
@@ -63,11 +61,7 @@ def begin_unshard(unit: Unit) -> UnshardHandle:
 
 
 def reshard(unit: Unit) -> None:
-    """Free a unit for its user; a backward that comes to it will gather it. Not a collective.
-
-    Raises:
-        StateError: the pass that runs needs it whole.
-    """
+    """Free a unit; a later backward gathers it again. Not a collective."""
     schedule = unit.schedule
     schedule.settle()
     backward = schedule.backward
@@ -84,11 +78,7 @@ def reshard(unit: Unit) -> None:
 
 
 def units_below(module: nn.Module) -> Iterator[Unit]:
-    """The units of a module and of those inside it.
-
-    Raises:
-        StateError: one of them was left half sharded.
-    """
+    """The units of a module and of those inside it."""
     found: set[Unit] = set()
     for child in module.modules():
         if isinstance(child, HalfShardedModule):
@@ -100,12 +90,7 @@ def units_below(module: nn.Module) -> Iterator[Unit]:
 
 
 def units_at_rest(module: nn.Module) -> list[Unit]:
-    """The same, each as `put_to_rest` leaves it (Rule 2). Not a collective.
-
-    Raises:
-        StateError: one was left half sharded, or is needed by the backward that runs.
-        ParameterError: something of another shape was put in place of a parameter.
-    """
+    """The units of a module and below, resharded. Not a collective."""
     units = list(units_below(module))
     for unit in units:
         put_to_rest(unit)
@@ -113,7 +98,7 @@ def units_at_rest(module: nn.Module) -> list[Unit]:
 
 
 def put_to_rest(unit: Unit) -> None:
-    """Free a unit that was gathered by hand, and take in what was put there. Not a collective."""
+    """Reshard a unit that `unshard` gathered, and take over replaced parameters."""
     if unit.is_by_hand:
         reshard(unit)
     unit.take_changes()

@@ -1,21 +1,17 @@
-"""Keeps torch's own functions from being wrong on sharded parameters without a word.
+"""Wraps torch's functions that would be silently wrong on sharded parameters.
 
-Rule 1: `torch.nn.utils.clip_grad_norm_` gives the norm over all ranks. It is a collective then:
-        every rank that was given a gradient joins. Where parameters are cut between elements each
-        has a (perhaps empty) piece of all; where tensors or rows stay whole a rank may have none of
-        them, and only the module's own `clip_grad_norm_` knows that it has to join.
-Rule 2: an optimizer that needs whole tensors fails where it calls a function that reads them, see
-        _piece_tensors.py.
-Rule 3: steps of optimizers on sharded parameters are counted. Fused ones change values without a
-        word to torch's version counters, and a rank that has no piece of a parameter sees no change
-        of it; but all ranks make the same steps.
-Rule 4: an optimizer that was made before sharding and has DTensors refuses to step: plain
-        parameters took their place.
-Rule 5: an overflow that `torch.amp.GradScaler` finds on one rank is one on all that share the unit,
-        which skip the step together.
-Rule 6: an optimizer whose state is of whole parameters refuses to step on pieces of them.
-Rule 7: `optimizer.state_dict()` says which elements its state is of, see _optim_state.py.
-All are installed once, at the first `fully_shard`, and change nothing for other tensors.
+- `torch.nn.utils.clip_grad_norm_` computes the norm over all ranks, as a collective of the ranks
+  that pass gradients. If rows or tensors stay whole, a rank may have none; only the module's own
+  `clip_grad_norm_` makes it join.
+- An optimizer that needs whole tensors raises where it reads them, see _piece_tensors.py.
+- Optimizer steps are counted: fused ones do not change version counters, and a rank without a piece
+  sees no change of a parameter, but all ranks make the same steps.
+- An optimizer that was made before sharding and still has DTensors refuses to step.
+- If `torch.amp.GradScaler` finds an overflow on one rank, all ranks of the unit skip the step.
+- An optimizer whose state is of whole parameters refuses to step on pieces.
+- `optimizer.state_dict()` names the elements of its state, see _optim_state.py.
+
+All are installed at the first `fully_shard`, and change nothing for other tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import utils
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -43,8 +38,6 @@ from ._optim_state import install_state_hooks, piece_of
 from ._param_piece import ParamPiece
 from ._piece_tensors import be_piece
 
-UNMARKED = ("", 1)  # name, number of ranks
-
 _steps = [0]
 _any_replaced = [False]
 _ALONE = Communicator(None, log=CommLog())
@@ -57,11 +50,8 @@ def install_guards() -> None:
     _loaded_states.install()
     register_optimizer_step_post_hook(_count_step)
     install_state_hooks()
-    if not replace_unscale(_found_by_all):
-        scaler: Any = torch.amp.GradScaler
-        scaler.step = _refuse_to_scale(scaler.step)
-    if not replace_total_norm(_over_ranks):
-        utils.clip_grad_norm_ = _refuse_cut_grads(utils.clip_grad_norm_)
+    replace_unscale(_found_by_all)
+    replace_total_norm(_over_ranks)
 
 
 def mark_param(
@@ -73,16 +63,7 @@ def mark_param(
     whole: tuple[int, ...] | None = None,
     piece: ParamPiece | None = None,
 ) -> None:
-    """Tell the guards what a parameter is a piece of, and which ranks step it together.
-
-    Args:
-        param: this rank's piece.
-        name: in its unit.
-        world_size: number of ranks that it is spread over.
-        comms: to the ranks that step it together.
-        whole: shape of the whole parameter.
-        piece: what the parameter is a piece of, see `ParamPiece`.
-    """
+    """Mark a parameter with its piece and the ranks that step it together."""
     param._flat_param_mark = (name, world_size)  # type: ignore[attr-defined]  # ours
     param._flat_param_ranks = comms  # type: ignore[attr-defined]  # our own mark
     param._flat_param_whole = whole  # type: ignore[attr-defined]  # our own mark
@@ -92,19 +73,19 @@ def mark_param(
 
 
 def mark_replaced(param: Tensor, *, name: str) -> None:
-    """Tell the guards of a parameter that is the module's no more."""
+    """Mark a parameter that was replaced in its module."""
     param._flat_param_replaced = name  # type: ignore[attr-defined]  # our own mark
     _any_replaced[0] = True
 
 
 def mark_grad(grad: Tensor, comms: Spread) -> None:
-    """Tell the guards over which ranks a gradient is spread, if over several."""
+    """Mark a gradient with the ranks over which it is spread, if there are several."""
     if any(comm.world_size > 1 for comm in comms):
         grad._flat_param_comms = comms  # type: ignore[attr-defined]  # our own mark
 
 
 def optimizer_steps() -> int:
-    """How many steps optimizers of this process have made on sharded parameters (Rule 3)."""
+    """How many steps optimizers of this process have made on sharded parameters."""
     return _steps[0]
 
 
@@ -120,7 +101,7 @@ def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _over_ranks(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Rule 1, around torch's own norm."""
+    """Torch's norm, over ranks for marked gradients."""
 
     def total_norm(
         tensors: Tensor | Iterable[Tensor],
@@ -155,29 +136,12 @@ def by_comm(grads: list[Tensor]) -> dict[Spread, list[Tensor]]:
 
 
 def groups_of(comms: Spread) -> tuple[object, ...]:
-    """What two spreads have alike where they are over the same ranks."""
+    """A key that is equal for spreads over the same ranks."""
     return tuple(comm.group for comm in comms)
 
 
-def _refuse_cut_grads(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Rule 1 where torch's norm cannot be wrapped: say so instead of being wrong."""
-
-    def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if spread := _first_spread(params):
-            name, world_size = spread
-            raise ParameterError(
-                f"flat_param.clip_grad_norm_: parameter '{name}' is spread over {world_size} "
-                "ranks, but torch would take the norm of this rank's piece. "
-                "Use module.clip_grad_norm_."
-            )
-        return original(params, *args, **kwargs)
-
-    return clip_grad_norm_
-
-
 def _found_by_all(original: Callable[..., dict[Any, Tensor]]) -> Callable[..., dict[Any, Tensor]]:
-    """Rule 5, around the search for overflow. Collective then."""
+    """The search for overflow, shared with the ranks of the unit. Collective."""
 
     def unscale_grads_(
         scaler: Any, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, *rest: Any
@@ -202,24 +166,8 @@ def _found_by_all(original: Callable[..., dict[Any, Tensor]]) -> Callable[..., d
     return unscale_grads_
 
 
-def _refuse_to_scale(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Rule 5 where torch's search cannot be wrapped: say so instead of stepping on some ranks."""
-
-    def step(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if spread := _first_spread(_params_of(optimizer)):
-            name, world_size = spread
-            raise ParameterError(
-                f"flat_param.fully_shard: parameter '{name}' is spread over {world_size} "
-                "ranks, but this torch's GradScaler would look for an overflow in this "
-                "rank's piece. Train in bfloat16, which needs no scaling."
-            )
-        return original(scaler, optimizer, *args, **kwargs)
-
-    return step
-
-
 def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Refuse an optimizer that has replaced parameters (Rule 4)."""
+    """Refuse an optimizer that has replaced parameters."""
     for param in _params_of(optimizer) if _any_replaced[0] else ():
         if hasattr(param, "_flat_param_replaced"):
             raise ParameterError(
@@ -233,14 +181,8 @@ def _params_of(optimizer: Optimizer) -> Iterator[Any]:
     return (param for group in optimizer.param_groups for param in group["params"])
 
 
-def _first_spread(params: Iterable[Tensor]) -> tuple[str, int] | None:
-    """Name and number of ranks of the first parameter that more than one rank has a piece of."""
-    marks = (getattr(param, "_flat_param_mark", UNMARKED) for param in params)
-    return next(((name, size) for name, size in marks if size > 1), None)
-
-
 def _not_of_piece(param: Any, key: str, shape: tuple[int, ...]) -> StateError:
-    """What Rule 6 says."""
+    """The error for state of whole parameters."""
     name, *_ = param._flat_param_mark
     return StateError(
         f"flat_param.fully_shard: optimizer state '{key}' of parameter '{name}' has shape {shape}, "

@@ -1,8 +1,7 @@
-"""What a module is from the first parameter that `fully_shard` cuts until all is there.
+"""The class of a module while `fully_shard` works on it.
 
-What is cut cannot be put together again on one rank. So a module whose sharding was stopped, by
-Ctrl-C or where memory is full, keeps this class and refuses to be used: pieces in the place of
-weights would fail somewhere else, or compute something else.
+One rank cannot put pieces back together. A module whose sharding was stopped, by Ctrl-C or out of
+memory, keeps this class and raises an error on every use.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _PREFIX = "HalfSharded"
 
 
 class HalfShardedModule(nn.Module):
-    """A module some of whose parameters may be cut. Not to be made by hand."""
+    """A module of which some parameters may be pieces."""
 
     def refuse(self) -> NoReturn:
         """Say what happened and what to do.
@@ -33,11 +32,11 @@ class HalfShardedModule(nn.Module):
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse to compute with what is there."""
+        """Raise an error."""
         self.refuse()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse to give what is there."""
+        """Raise an error."""
         self.refuse()
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:

@@ -1,7 +1,7 @@
-"""Copies from page-locked host memory that run beside computation, on a stream of their own.
+"""Copies from page-locked host memory on a side stream, which overlap with computation.
 
-The stream waits for what was queued before the copy began: only then is the memory it fills free.
-Work that is queued later runs at the same time as the copy, until it waits for it.
+The side stream waits for the work queued before the copy begins: only then is the target's memory
+free. Later work overlaps with the copy until it waits for it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ class HostCopy:
 
     Args:
         target: allocated on the current stream.
-        source: in page-locked memory, of the same dtype; nobody may write to it until the copy
-            has ended.
+        source: in page-locked memory, of the same dtype; must not change until the copy ends.
     """
 
     def __init__(self, target: Tensor, source: Tensor) -> None:

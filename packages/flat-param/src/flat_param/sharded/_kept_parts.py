@@ -1,9 +1,8 @@
-"""A unit between forward and backward, in groups smaller than all that share it.
+"""Parameters of a unit between forward and backward, in a group smaller than its own.
 
-Rule 1: of the whole parameters each rank keeps one part among its group, so backward gathers them
-        within the group, as inside of one machine.
-Rule 2: parts that were kept are used while no parameter has changed since they were gathered, on
-        all ranks alike. After that backward gathers from the shards, as without groups.
+Each rank of the group keeps one part of the unsharded parameters, so backward gathers them within
+the group, for instance inside one machine. If a parameter has changed since, on any rank, backward
+gathers from the shards.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from ._sharded_params import ShardedParams, alloc_storage, as_bytes
 
 
 class KeptParts:
-    """What one rank has kept of a unit's whole parameters.
+    """One rank's part of a unit's unsharded parameters.
 
     Args:
         parts: the unit's segments, whole now.
@@ -37,7 +36,7 @@ class KeptParts:
 
     @property
     def nbytes(self) -> int:
-        """What is held until backward."""
+        """Bytes held until backward."""
         return sum(tensor.nbytes for tensor in self._kept.values())
 
     def start_gather(self, part: ShardedParams) -> Pending | None:

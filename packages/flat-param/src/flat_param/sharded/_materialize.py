@@ -1,4 +1,4 @@
-"""Gives meta parameters memory and values, ranks the same values, and buffers their device."""
+"""Initialise parameters on meta, broadcast values, and move buffers, before a module is sharded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from .._errors import ParameterError, StateError
 from ..buffers._dtensors import local_of
 from ..comm._comm import Communicator
 from ..layout._spec import place_of
-from ._ignored import set_aside
 
 
 def materialize(
@@ -23,12 +22,11 @@ def materialize(
     init_fn: Callable[[nn.Module], None] | None,
     ignored: Iterable[nn.Parameter] = (),
 ) -> None:
-    """Allocate and initialise, module by module, whatever is on meta. Not a collective.
+    """Allocate and initialise all tensors on meta, module by module. Not a collective.
 
-    Every rank draws the same whole tensors from its generator, as one process would.
-    `check_init` has said that every module can be initialised. Where it is stopped, all of it is
-    on meta again: what has memory and no values yet would look initialised to the next call.
-    Those `ignored` stay what they are.
+    Every rank draws the same whole tensors from its generator, as one process would. If it is
+    stopped, all of them are on meta again: memory without values would look initialised to the next
+    call. Ignored parameters stay as they are; `init_fn` sees meta tensors in their place.
     """
     beside = {id(param) for param in ignored}
     named = module.named_parameters(remove_duplicate=False)
@@ -39,14 +37,21 @@ def materialize(
     tables: list[dict[str, Any]] = [
         table for child in fresh for table in (child._parameters, child._buffers)
     ]
-    on_meta = [dict(table) for table in tables]
+    before = [dict(table) for table in tables]
+    is_done = False
     try:
-        with set_aside(fresh, ignored):
-            _fill(module, names, fresh, device=device, init_fn=init_fn)
-    except BaseException:
-        for table, entries in zip(tables, on_meta, strict=True):
-            table.update(entries)
-        raise
+        for table in tables:
+            for key, tensor in table.items():
+                if id(tensor) in beside:
+                    stand_in = torch.empty_like(tensor, device="meta")
+                    table[key] = nn.Parameter(stand_in, requires_grad=tensor.requires_grad)
+        _fill(module, names, fresh, device=device, init_fn=init_fn)
+        is_done = True
+    finally:
+        for table, entries in zip(tables, before, strict=True):
+            for key, tensor in entries.items():
+                if not is_done or id(tensor) in beside:
+                    table[key] = tensor
 
 
 def _fill(
@@ -57,12 +62,14 @@ def _fill(
     device: torch.device,
     init_fn: Callable[[nn.Module], None] | None,
 ) -> None:
-    ties = _ties(module, names)
+    first: dict[int, str] = {}
+    ties = {name: first.setdefault(id(module.get_parameter(name)), name) for name in names}
     for child in fresh:
         child.to_empty(device=device, recurse=False)
-    for name, first in ties.items():
-        _, owner, key = place_of(module, name)
-        owner._parameters[key] = module.get_parameter(first)
+    for name, tied in ties.items():
+        if name != tied:
+            _, owner, key = place_of(module, name)
+            owner._parameters[key] = module.get_parameter(tied)
     for child in fresh:
         _init_of(child, init_fn)()
 
@@ -96,13 +103,6 @@ def _has_meta(module: nn.Module, ignored: Container[int]) -> bool:
     return any(tensor.is_meta and id(tensor) not in ignored for tensor in own)
 
 
-def _ties(module: nn.Module, names: Sequence[str]) -> dict[str, str]:
-    """Every further name of a tied parameter, with its first name."""
-    first: dict[int, str] = {}
-    named = {name: first.setdefault(id(module.get_parameter(name)), name) for name in names}
-    return {name: one for name, one in named.items() if name != one}
-
-
 def _init_of(
     module: nn.Module, init_fn: Callable[[nn.Module], None] | None
 ) -> Callable[[], object]:
@@ -119,7 +119,7 @@ def _init_of(
 
 @torch.no_grad()
 def move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Move buffers to where the module computes."""
+    """Move CPU buffers to the device where the module computes."""
     moved: dict[int, Tensor] = {}
     for owner in module.modules() if device.type != "cpu" else ():
         for key, buffer in owner._buffers.items():

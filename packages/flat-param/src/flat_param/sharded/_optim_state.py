@@ -29,19 +29,13 @@ from ._tensors import tensors_in
 
 
 def piece_of(param: Any) -> ParamPiece | None:
-    """What a parameter of an optimizer is a piece of."""
+    """The piece of a parameter of an optimizer; None if it is not sharded."""
     piece: ParamPiece | None = getattr(param, PIECE, None)
     return piece
 
 
 def is_cut(key: str, shape: tuple[int, ...], param_shape: tuple[int, ...]) -> bool:
-    """Whether state is cut like its parameter.
-
-    Args:
-        key: name of the state, such as `exp_avg`.
-        shape: of the state; whole or of a piece.
-        param_shape: of the parameter; likewise.
-    """
+    """Whether state is cut like its parameter."""
     return key != "step" and tuple(shape) == tuple(param_shape)
 
 
@@ -76,9 +70,9 @@ def _presenting(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[s
 def _state_of_skipped(
     optimizer: Optimizer, params: list[Any]
 ) -> Callable[[Any], dict[str, Any] | None]:
-    """Gives state of no elements for a parameter that the optimizer skips on this rank.
+    """A function that returns empty state for a parameter that the optimizer skips on this rank.
 
-    torch's `set_optimizer_state_dict` raises where a parameter has no state. The keys are those of
+    torch's `set_optimizer_state_dict` raises if a parameter has no state. The keys are those of
     another parameter.
     """
     state: Mapping[Any, dict[str, Any]] = optimizer.state
@@ -112,18 +106,7 @@ def present_all(
     skips: bool = True,
     name: str = "",
 ) -> dict[str, Any]:
-    """All state of one parameter as a state dict has it.
-
-    Args:
-        values: by key.
-        param: as the optimizer has it.
-        piece: what it is a piece of.
-        skips: whether ranks without elements have values, too, which do not count.
-        name: of the parameter, for messages.
-
-    Raises:
-        StateError: a tensor that cannot be cut.
-    """
+    """All state of one parameter, as shards."""
     for key, value in values.items():
         if reason := no_place(key, value, tuple(param.shape), piece, name):
             raise StateError(reason)
@@ -159,15 +142,7 @@ def _number_dtype(value: float) -> torch.dtype:
 def no_place(
     key: str, value: Any, shape: tuple[int, ...], piece: ParamPiece, name: str = ""
 ) -> str:
-    """Why a state value is no part of a whole tensor; empty if it is.
-
-    Args:
-        key: name of the state.
-        value: its value.
-        shape: of what is cut like the parameter, whole or a piece.
-        piece: what the parameter is a piece of.
-        name: of the parameter.
-    """
+    """The error if a state value cannot be a part of a whole tensor; else empty."""
     if isinstance(value, Tensor) and is_cut(key, tuple(value.shape), shape):
         return ""
     shapes = [tuple(tensor.shape) for tensor in tensors_in(value) if tensor.dim()]
@@ -216,16 +191,9 @@ def _take_all(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
 def take_all(
     values: Mapping[str, Any], param: Tensor, piece: ParamPiece, now: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """One parameter's state as the optimizer has it, from any form that a state dict may have.
+    """One parameter's state as the optimizer has it, from any form of a state dict.
 
-    Args:
-        values: by key; whole tensors, shards, or what was saved on a rank with these elements.
-        param: as the optimizer has it.
-        piece: what it is a piece of.
-        now: state that the optimizer has, which tells numbers from tensors.
-
-    Raises:
-        StateError: the values are of other elements or of another parameter.
+    `now` is the present state, which tells numbers from tensors.
     """
     return {key: _take(key, value, param, piece, now.get(key)) for key, value in values.items()}
 

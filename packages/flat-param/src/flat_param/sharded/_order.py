@@ -1,17 +1,15 @@
-"""What ranks say to each other at the end of a backward, in one small collective.
+"""One small collective at the end of a backward.
 
-Which parameters each has used, and whether all have run the units in the same order.
+Ranks agree on which parameters any of them has used, and compare the order of their units. The
+order is a checksum and its complement, four bytes each: the maximum over ranks of each byte is
+again a checksum and its complement only if all ranks sent the same.
 
-Note [Order word]
-    A checksum and its complement are four bytes each. The largest of each byte over ranks is then a
-    checksum and its complement again only if all ranks have the same.
-
-Rule 1: gathers and sums are compared by the ranks that divide the parameters, and what copies
-        say to each other by the ranks that hold copies.
-Rule 2: reading would make the host wait for the device, and so would a copy of memory that is not
-        pinned. On a device what is read is the word of the step before, which has long been there.
-Rule 3: while a graph is captured nothing is read, so nothing is said. A replay runs no Python: its
-        units are in one order, and the parameters it uses are those of the capture.
+- All-gathers and reduce-scatters are compared by the ranks that shard the parameters, collectives
+  of replicas by the ranks that hold replicas.
+- Reading the result would make the host wait for the device. On a device the word of the step
+  before is read, which has long been there.
+- Nothing is read, so nothing is sent, while a graph is captured. A replay runs no Python: the order
+  of its units and the parameters it uses are those of the capture.
 """
 
 from __future__ import annotations
@@ -70,7 +68,7 @@ def _all_used(used: list[bool]) -> list[bool]:
 
 
 def publish(reduced: list[Unit]) -> None:
-    """Hand out summed gradients of all parameters that some rank has used. Collective."""
+    """Set `.grad` of all parameters that some rank has used. Collective."""
     groups: dict[tuple[object, object], list[Unit]] = {}
     for unit in reduced:
         key = (unit.comms.reduce.group, unit.comms.replicate.group)
@@ -80,7 +78,7 @@ def publish(reduced: list[Unit]) -> None:
 
 
 def _publish_together(units: list[Unit]) -> None:
-    """Agree on which parameters were used anywhere, then hand out gradients. Collective."""
+    """The same for units of the same process groups."""
     all_grads = [grads for unit in units for grads in unit.grads]
     with units[0].comms.telling_others():
         for grads in all_grads:
@@ -96,19 +94,19 @@ def _trails(*comms: Communicator) -> list[Trail]:
 
 
 def _word(trails: list[Trail]) -> bytes:
-    """The word that ranks compare, see Note [Order word]."""
+    """The checksum of the order, and its complement."""
     sums = [trail.checksum for trail in trails]
     word = zlib.crc32(repr(sums).encode()).to_bytes(4, "big")
-    return word + bytes(255 - byte for byte in word)
+    return word + word.translate(_COMPLEMENT)
 
 
 def _agreed(word: bytes) -> bool:
-    return all(byte == 255 - other for byte, other in zip(word[:4], word[4:], strict=True))
+    return word[4:] == word[:4].translate(_COMPLEMENT)
 
 
 @dataclass(frozen=True)
 class _Said:
-    """What ranks have said to each other, until it is read (Rule 2)."""
+    """A result of the collective, until it is read."""
 
     spread: Tensor
     copied: Tensor
@@ -127,11 +125,12 @@ class _Said:
         return cls(words[:ORDER_BYTES], words[ORDER_BYTES:], there, labels)
 
 
+_COMPLEMENT = bytes(range(255, -1, -1))
 _unread: WeakKeyDictionary[Trail, _Said] = WeakKeyDictionary()
 
 
 def _check(said: Tensor, comms: CommGroups) -> None:
-    """Raise if the words say that ranks differ, or keep them to be read at the next step."""
+    """Raise if ranks differ; on a device, by the word of the step before."""
     spread, copied = _trails(comms.gather, comms.reduce), _trails(comms.replicate)
     labels = ([label for t in spread for label in t.recent], [x for t in copied for x in t.recent])
     for trail in (*spread, *copied):
@@ -152,7 +151,7 @@ def _check(said: Tensor, comms: CommGroups) -> None:
 
 
 def _refuse(comms: CommGroups, comm: Communicator, labels: list[str]) -> None:
-    """Find out in what ranks differ, and say so. Collective."""
+    """Raise an error that names the first difference. Collective."""
     found = comm.share((dist.get_rank(), labels))
     with comms.telling_others():
         raise CommError(

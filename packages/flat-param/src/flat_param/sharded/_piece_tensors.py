@@ -155,15 +155,17 @@ def _is_wrong(
     position = 2 if "norm" in name else 1
     dims = kwargs.get("dim", kwargs.get("axis", args[position] if len(args) > position else None))
     with without_torch_function():
-        shape = tensor.shape
-    if dims is None or len(shape) < 2:
-        return True
+        shape = tuple(tensor.shape)
+    cut = piece.plan.cuts[piece.index]
+    if dims is None or len(shape) < 2 or cut.inner is None:
+        return True  # of everything, or without rows or blocks
     dims = (dims,) if isinstance(dims, int) else tuple(dims)
     first = min((dim % len(shape) for dim in dims), default=0)
-    if not first:
+    # A piece's own shape has dimensions of one element before its whole ones.
+    if not first or (shape == piece.shard.shape and first < len(shape) - len(cut.inner)):
         return True
     together = prod(shape[first:])  # rows of a piece, or blocks that an optimizer has viewed it as
-    return piece.plan.cuts[piece.index].atom_numel % max(together, 1) != 0
+    return cut.atom_numel % max(together, 1) != 0
 
 
 def _refused(name: str, piece: ParamPiece) -> ParameterError:

@@ -1,23 +1,21 @@
 """Which units are gathered ahead of their turn, while another one computes.
 
-Rule 1: in forward these are the units that the user has listed, or the one that came next the last
-        time. Units that have begun in this pass are left out: they have been gathered, and may be
-        over.
-Rule 2: in backward the order of gathers is fixed as the pass begins, by what ran in forward and by
-        the lists. It is so also on a rank that comes to no gradient of some unit. A list moves a
-        gather forward and never adds one.
+In forward these are the units that the user has listed, or the one that came next the last time.
+Units that have begun in this pass are left out. In backward the order of gathers is fixed as the
+pass begins, by the forward and by the lists, also on a rank that has no gradient of some unit. A
+list makes a gather earlier and never adds one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING
 
-U = TypeVar("U")
-"""A unit; nothing of one is asked here."""
+if TYPE_CHECKING:
+    from ._unit import Unit
 
 
-class PrefetchLists(Generic[U]):
+class PrefetchLists:
     """The lists of the units of one tree.
 
     Attributes:
@@ -26,16 +24,18 @@ class PrefetchLists(Generic[U]):
     """
 
     def __init__(self) -> None:
-        self.forward: dict[U, tuple[U, ...]] = {}
-        self.backward: dict[U, tuple[U, ...]] = {}
+        self.forward: dict[Unit, tuple[Unit, ...]] = {}
+        self.backward: dict[Unit, tuple[Unit, ...]] = {}
 
-    def merge(self, other: PrefetchLists[U]) -> None:
+    def merge(self, other: PrefetchLists) -> None:
         """Take over the lists of a nested tree."""
         self.forward |= other.forward
         self.backward |= other.backward
 
-    def in_forward(self, unit: U, *, begun: Sequence[U], last_order: Sequence[U]) -> list[U]:
-        """What to gather while `unit` computes in forward (Rule 1).
+    def in_forward(
+        self, unit: Unit, *, begun: Sequence[Unit], last_order: Sequence[Unit]
+    ) -> list[Unit]:
+        """What to gather while `unit` computes in forward.
 
         Args:
             unit: the last of those that have begun.
@@ -49,18 +49,18 @@ class PrefetchLists(Generic[U]):
         is_as_before = here + 1 < len(last_order) and last_order[here] is unit
         return [last_order[here + 1]] if is_as_before else []
 
-    def backward_order(self, order: Iterable[U]) -> list[U]:
-        """Units in the order in which they are gathered for backward (Rule 2).
+    def backward_order(self, order: Iterable[Unit]) -> list[Unit]:
+        """Units in the order in which they are gathered for backward.
 
         Args:
             order: the one in which they come to their gradients.
         """
-        found: dict[U, None] = {}
+        found: dict[Unit, None] = {}
         for unit in order:
             found |= dict.fromkeys((unit, *self.backward.get(unit, ())))
         return list(found)
 
-    def in_backward(self, unit: U, queue: Sequence[U]) -> int:
+    def in_backward(self, unit: Unit, queue: Sequence[Unit]) -> int:
         """How many units of the queue to gather while `unit` computes in backward."""
         listed = self.backward.get(unit)
         if not listed:

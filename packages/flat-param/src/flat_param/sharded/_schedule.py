@@ -1,20 +1,17 @@
-"""The order in which the units of one tree gather, free, and sum gradients.
+"""The order in which the units of one tree unshard, reshard and reduce gradients.
 
-What belongs to one pass is in an object of its own, see Note [Passes] in _passes.py.
-
-Rule 1: units are gathered for backward in the reverse of the order in which the forward pass left
-        them, and gradients summed in the reverse of that in which it met them, on every rank: an
-        outer unit is needed before those inside it, and has its last gradient after theirs. A unit
-        that a rank's batch leaves out is gathered and summed there all the same: the other ranks
-        may need it.
-Rule 2: one sum is under way at a time; the one before it is finished first, and its memory freed.
-Rule 3: `.grad` appears at the end of backward, and only for parameters that some rank used.
-Rule 4: while gradients are accumulated (`sync` is False) nothing is summed. Where copies are not
-        summed yet (Rule 5 in _sharded_grads.py) nothing is handed out.
-Rule 5: a backward that was stopped leaves nothing of its gradients, nor of those accumulated before
-        it, which are in the same memory. A forward that was stopped leaves them alone.
-Rule 6: a backward that makes a graph (`create_graph=True`) keeps whole parameters: the backward
-        through that graph reads them, from its first step on and with nothing to tell of it.
+- Units are unsharded for backward in the reverse of the order in which the forward pass left them,
+  and gradients reduced in the reverse of that in which it met them, on every rank: an outer unit is
+  needed before those inside it, and has its last gradient after theirs. A unit that a rank's batch
+  leaves out is gathered and reduced there all the same, as other ranks may need it.
+- One reduction is in flight at a time. The one before it is finished first, and its memory freed.
+- `.grad` is set at the end of backward, and only for parameters that some rank used.
+- While gradients are accumulated (`sync` is False) nothing is reduced. Where replicas are not
+  reduced yet, no `.grad` is set.
+- A backward that was stopped leaves no gradients: its own are dropped, and those accumulated before
+  it, which are in the same memory. A forward that was stopped leaves them alone.
+- A backward with `create_graph=True` keeps units unsharded: the backward through its graph reads
+  them from its first step on, and no hook announces it.
 """
 
 from __future__ import annotations
@@ -31,17 +28,17 @@ from ._order import publish
 from ._passes import BackwardPass, ForwardPass, UnitBackward, has_old_grad, inner_first
 from ._prefetch import PrefetchLists
 from ._unit import Unit
-from ._unit_schedule import UnitSchedule
 
 _Callback = weakref.ref[Callable[[], None]]
 
 
 class Schedule:
-    """What the units of one tree share; see Note [Passes] in _passes.py.
+    """The units of one tree, and the pass that runs; see _passes.py.
 
     Attributes:
         units: in the order in which they were sharded.
-        sync: whether the next backward sums gradients over ranks (Rule 4).
+        log: counts of their collectives.
+        sync: whether the next backward reduces gradients over ranks.
         lists: what is gathered ahead of its turn.
         forward: the forward pass that runs.
         backward: the backward pass that runs, or was stopped.
@@ -51,16 +48,16 @@ class Schedule:
         self.units: list[Unit] = []
         self.log = CommLog()
         self.sync = True
-        self.lists: PrefetchLists[Unit] = PrefetchLists()
-        self.forward: ForwardPass[Unit] | None = None
-        self.backward: BackwardPass[Unit] | None = None
+        self.lists: PrefetchLists = PrefetchLists()
+        self.forward: ForwardPass | None = None
+        self.backward: BackwardPass | None = None
         self._last_order: list[Unit] = []
         self._chain: dict[Unit, bool] = {}  # of the forwards since the last backward
         self._chain_is_spent = False
         self._accumulated: dict[Unit, None] = {}
         self._was_stopped = False
 
-    def merge(self, other: UnitSchedule[Unit]) -> None:
+    def merge(self, other: Schedule) -> None:
         """Take over the units of a nested tree."""
         if other is not self:
             for unit in other.units:
@@ -82,7 +79,7 @@ class Schedule:
         return self.forward is not None and unit in self.forward.running
 
     def was_freed(self, unit: Unit) -> None:
-        """A unit is whole no more: a backward that comes to it gathers it in its turn (Rule 1)."""
+        """A unit was resharded: a backward that comes to it gathers it in its turn."""
         for chain in (self._chain, self._chain if self.forward is None else self.forward.chain):
             if unit in chain:
                 chain[unit] = True
@@ -140,8 +137,8 @@ class Schedule:
         Args:
             unit: which one.
             returns: whether backward may come back to it.
-            keeps: whether its parameters stay whole until then.
-            module: that was called; a unit of several stays whole until all of them were.
+            keeps: whether it stays unsharded until then.
+            module: that was called; a unit of several stays unsharded until all of them were.
         """
         forward = self.forward
         if self.backward is not None or forward is None:
@@ -151,7 +148,7 @@ class Schedule:
             forward.chain.pop(unit, None)
             forward.chain[unit] = not keeps
         if unit in forward.running:
-            return  # a method of its module runs around this call, and needs them whole
+            return  # a method of its module runs around this call, and needs the unit
         waits = unit.module_count > 1 and forward.waits(unit, module, unit.module_count)
         if keeps or waits:
             unit.sites.swap_out()
@@ -190,7 +187,7 @@ class Schedule:
         self._chain = dict.fromkeys(self._chain, True)
         self.forward = None
 
-    def _end_forward(self, forward: ForwardPass[Unit]) -> None:
+    def _end_forward(self, forward: ForwardPass) -> None:
         for unit in {*self._last_order, *forward.ahead} - set(forward.order):
             if not unit.is_by_hand:
                 unit.reshard()  # gathered ahead, and not used this time
@@ -204,7 +201,7 @@ class Schedule:
         self._chain = self._both_chains(forward)
         self.forward = None
 
-    def _both_chains(self, forward: ForwardPass[Unit] | None) -> dict[Unit, bool]:
+    def _both_chains(self, forward: ForwardPass | None) -> dict[Unit, bool]:
         if forward is None or not self._chain:
             return self._chain if forward is None else forward.chain
         before = {unit: freed for unit, freed in self._chain.items() if unit not in forward.chain}
@@ -212,8 +209,8 @@ class Schedule:
 
     # Backward.
 
-    def begin_backward(self) -> BackwardPass[Unit]:
-        """The pass that runs; at the first gradient, a new one (Rule 1)."""
+    def begin_backward(self) -> BackwardPass:
+        """The pass that runs; at the first gradient, a new one."""
         current = self.backward
         if current is not None:
             if not current.was_dropped:
@@ -259,8 +256,10 @@ class Schedule:
                         raise has_old_grad(unit.name, piece.name)
 
     def standing(self, unit: Unit) -> UnitBackward:
-        """Where a unit stands in the pass that runs."""
-        current = self.begin_backward()
+        """The state of a unit in the pass that runs."""
+        current = self.backward
+        if current is None or current.was_dropped:
+            current = self.begin_backward()
         state = current.units.get(unit)
         if state is None:  # its forward showed nothing that leads back into it
             state = current.units[unit] = UnitBackward(unit.count_expected())
@@ -270,9 +269,14 @@ class Schedule:
                 self._accumulated[unit] = None
         return state
 
+    @property
+    def _current(self) -> BackwardPass:
+        assert self.backward is not None
+        return self.backward
+
     def gather_for_backward(self, unit: Unit) -> None:
         """Begin to gather all units up to this one, and those after it. Collective."""
-        queue = self.begin_backward().to_gather
+        queue = self._current.to_gather
         if unit in queue:
             for _ in range(queue.index(unit) + 1):
                 queue.pop(0).start_gather()
@@ -281,32 +285,32 @@ class Schedule:
             queue.pop(0).start_gather()
 
     def on_grads(self, unit: Unit) -> None:
-        """A unit has all its gradients; sum whatever is next in order. Collective."""
-        current = self.begin_backward()
+        """A unit has all its gradients; reduce units that are next in order. Collective."""
+        current = self._current
         current.ready.add(unit)
         while current.to_reduce and current.to_reduce[0] in current.ready:
             self._reduce(current, current.to_reduce.pop(0))
 
-    def _reduce(self, current: BackwardPass[Unit], unit: Unit) -> None:
-        self._finish_reducing(current)  # Rule 2
+    def _reduce(self, current: BackwardPass, unit: Unit) -> None:
+        self._finish_reducing(current)
         if unit in current.units:
             current.units[unit].summed = True
         for grads in unit.grads:
             current.reducing.append(grads.start_reduce(unit.reduction))
         current.reduced.append(unit)
 
-    def _finish_reducing(self, current: BackwardPass[Unit]) -> None:
+    def _finish_reducing(self, current: BackwardPass) -> None:
         for pending in current.reducing:
             pending.wait()
         current.reducing = []
 
     def release(self, unit: Unit) -> None:
-        """Nothing of a unit's backward is left; free its whole parameters."""
+        """Post-backward: reshard a unit whose parameters nothing reads any more."""
         frees = unit.frees_after_backward
         if frees is None:
-            current = self.begin_backward()
+            current = self._current
             frees = current.sync or unit.frees_after_forward
-            frees = frees and not current.is_differentiated  # Rule 6
+            frees = frees and not current.is_differentiated
         if frees:
             unit.reshard()
         else:
@@ -323,7 +327,7 @@ class Schedule:
             if current.sync:
                 self._publish(current.reduced)
         except BaseException:
-            current.failed = True  # Rule 5, at whatever is called next
+            current.failed = True  # the next call drops all gradients
             raise
         self.backward = None
 
@@ -332,7 +336,7 @@ class Schedule:
         publish([unit for unit in reduced if unit not in kept])
         self._accumulated = dict.fromkeys(kept)
 
-    def _finish_queues(self, current: BackwardPass[Unit]) -> None:
+    def _finish_queues(self, current: BackwardPass) -> None:
         while current.to_gather:
             skipped = current.to_gather.pop(0)
             skipped.unshard()
@@ -353,9 +357,9 @@ class Schedule:
             self._accumulated = {}
 
     def abandon(self) -> None:
-        """Forget a backward that was stopped (Rule 5). Not a collective.
+        """Forget a backward that was stopped. Not a collective.
 
-        May itself be stopped anywhere, and then begins again: the pass is dropped last.
+        It may itself be stopped, and then begins again: the pass is dropped last.
         """
         for unit in self.units:
             unit.forget()
@@ -366,9 +370,9 @@ class Schedule:
 
 
 def _on_end(schedule_ref: weakref.ref[Schedule], callback: _Callback) -> None:
-    """A backward is over; if its pass is not, show everybody the optimizer's parameters at once.
+    """A backward is over; if its pass is not, put the optimizer's parameters back at once.
 
-    The rest waits for `settle`, which may raise. By now, it may be another's pass that runs.
+    The rest waits for `settle`, which may raise. The pass that runs may be another's.
     """
     schedule = schedule_ref()
     current = None if schedule is None else schedule.backward

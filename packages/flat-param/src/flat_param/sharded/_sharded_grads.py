@@ -260,6 +260,15 @@ class ShardedGrads:
         for tell in told:
             tell(param)
 
+    def clear(self, set_to_none: bool) -> None:
+        """Clear `.grad` of the optimizer's parameters."""
+        with without_torch_function():
+            for param in self.owner.held.params:
+                if set_to_none:
+                    param.grad = None
+                elif param.grad is not None:
+                    param.grad.zero_()
+
     def check_hooks(self) -> None:
         """Refuse a hook of `register_hook` that would get a piece.
 
@@ -269,7 +278,9 @@ class ShardedGrads:
         plan = self.owner.plan
         pairs = zip(self.owner.held.params, self.owner.pieces, strict=True)
         for index, (param, piece) in enumerate(pairs):
-            if grad_hooks(param) and not stays_whole(plan, index):
+            with without_torch_function():
+                is_hooked = bool(grad_hooks(param))
+            if is_hooked and not stays_whole(plan, index):
                 raise ParameterError(
                     f"flat_param.fully_shard: parameter '{piece.spec.name}' has a hook of "
                     f"register_hook and is spread over {plan.world_size} ranks, but the hook would "

@@ -104,7 +104,10 @@ class ShardedModule(nn.Module):
         Raises:
             StateError: `recurse` is False, or the module is not the outermost unit.
         """
-        _switches.sum_gradients(self._flat_param, requires_gradient_sync, recurse=recurse)
+        name = "set_requires_gradient_sync"
+        sums = _switches.checked_choice(requires_gradient_sync, name)
+        _switches.check_tree(self._flat_param, recurse=recurse)
+        self._flat_param.schedule.sync = sums
 
     def set_reshard_after_forward(
         self, reshard_after_forward: bool | int, recurse: bool = True
@@ -139,7 +142,11 @@ class ShardedModule(nn.Module):
             reshard_after_backward: whether they are freed; None restores the default.
             recurse: also for the units inside.
         """
-        _switches.free_after_backward(self._units(recurse), reshard_after_backward)
+        frees = reshard_after_backward
+        if frees is not None:
+            frees = _switches.checked_choice(frees, "set_reshard_after_backward")
+        for unit in self._units(recurse):
+            unit.frees_after_backward = frees
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether backward passes sum gradients over the first axis of a mesh with two.
@@ -152,7 +159,9 @@ class ShardedModule(nn.Module):
             requires_all_reduce: whether to sum over replicas.
             recurse: also for the units inside.
         """
-        _switches.sum_copies(self._units(recurse), requires_all_reduce)
+        sums = _switches.checked_choice(requires_all_reduce, "set_requires_all_reduce")
+        for unit in self._units(recurse):
+            unit.reduction = replace(unit.reduction, sums_copies=sums)
 
     def set_gradient_divide_factor(self, factor: float | None) -> None:
         """Set what this unit's own gradient sums are divided by. Not a collective.
@@ -166,7 +175,8 @@ class ShardedModule(nn.Module):
         Raises:
             StateError: it is not such a number.
         """
-        _switches.divide_by(self._flat_param, factor)
+        unit, known = self._flat_param, _switches.checked_factor(factor)
+        unit.reduction = replace(unit.reduction, factor=known)
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], object] | None) -> None:
         """Let a function change this unit's own sums in place before they are divided.
@@ -259,13 +269,9 @@ class ShardedModule(nn.Module):
         for unit in units_below(self):
             unit.schedule.drop_accumulated()
         super().zero_grad(set_to_none)
-        for unit in self._units():
-            for part in unit.parts:
-                for param in part.held.params if unit.sites.shows else ():
-                    if set_to_none or param.grad is None:
-                        param.grad = None
-                    else:
-                        param.grad.zero_()
+        for unit in (each for each in self._units() if each.sites.shows):
+            for grads in unit.grads:
+                grads.clear(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`. Collective.

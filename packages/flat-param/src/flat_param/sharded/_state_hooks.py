@@ -1,7 +1,7 @@
-"""`state_dict()` of sharded modules gives shards; `load_state_dict()` takes whole tensors, too.
+"""`state_dict()` of sharded modules returns shards; `load_state_dict()` also takes whole tensors.
 
-torch and other libraries call both on any module inside a sharded one, so the hooks are on every
-module that has sharded parameters.
+torch and other libraries call both on any inner module, so the hooks are on every module that has
+sharded parameters.
 """
 
 from __future__ import annotations

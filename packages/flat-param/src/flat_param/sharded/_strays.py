@@ -1,6 +1,6 @@
-"""Parameters that were put into a sharded module afterwards, and belong to no unit.
+"""Trainable parameters that were added after `fully_shard`, and belong to no unit.
 
-Whoever looks for them notes how many registrations there had been, and looks again after the next.
+A forward looks for them only if a module or a parameter was registered since the last one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _registrations = [0]
 
 @cache
 def watch_registrations() -> None:
-    """Count registrations of modules and parameters from now on; a second call does nothing."""
+    """Count registrations of modules and parameters from now on, once."""
     register_module_module_registration_hook(_count)
     register_module_parameter_registration_hook(_count)
 

@@ -1,10 +1,9 @@
-"""What users may say of units after `fully_shard`, on every rank alike."""
+"""Checks of the settings that `ShardedModule` has methods for."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 from torch import Tensor
@@ -16,26 +15,66 @@ from ._unit import Unit
 _Hook = TypeVar("_Hook", bound=Callable[..., object])
 
 
-def sum_gradients(unit: Unit, requires_gradient_sync: bool, *, recurse: bool) -> None:
-    """Say of a tree what `ShardedModule.set_requires_gradient_sync` is told.
+def checked_choice(value: object, function: str) -> bool:
+    """The value, if it is True or False.
 
     Raises:
-        StateError: see there.
+        StateError: it is neither, nor 1 or 0.
     """
-    sums = checked_choice(requires_gradient_sync, "set_requires_gradient_sync")
+    is_one = isinstance(value, Hashable) and not isinstance(value, Tensor)
+    if not is_one or value not in (True, False):
+        raise StateError(
+            f"flat_param.{function}: it is told {value!r}, but every rank must be told alike "
+            "whether or not. Pass True or False."
+        )
+    return bool(value)
+
+
+def checked_factor(factor: float | None) -> float | None:
+    """The factor, if it is a finite number above 0, or None.
+
+    Raises:
+        StateError: it is not.
+    """
+    is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
+    if factor is not None and not (is_number and 0 < factor < math.inf):
+        raise StateError(
+            f"flat_param.set_gradient_divide_factor: factor is {factor!r}, but sums of gradients "
+            "are divided by it. Pass a finite number above 0, or None for the number of ranks."
+        )
+    return factor
+
+
+def checked_hook(hook: _Hook | None, function: str) -> _Hook | None:
+    """The hook, if it is a function or None.
+
+    Raises:
+        StateError: it cannot be called.
+    """
+    if hook is not None and not callable(hook):
+        raise StateError(
+            f"flat_param.{function}: hook is {hook!r}, but it is called with gradients. "
+            "Pass a function, or None for none."
+        )
+    return hook
+
+
+def check_tree(unit: Unit, *, recurse: bool) -> None:
+    """Refuse a setting of a tree for one unit of it.
+
+    Raises:
+        StateError: the unit is not the outermost, or `recurse` is False.
+    """
     if unit.name or not recurse:
         where = f"unit '{unit.name}' alone" if unit.name else "the outermost unit alone"
         raise StateError(
             f"flat_param.set_requires_gradient_sync: called for {where}, but the units of a "
             "tree sum their gradients together. Call it on the outermost module, with recurse."
         )
-    unit.schedule.sync = sums
 
 
 def free_after_forward(units: Sequence[Unit], how: bool | int) -> None:
-    """Say of units what `ShardedModule.set_reshard_after_forward` is told.
-
-    Collective where `how` is a number, in its group, for the first time.
+    """Set `reshard_after_forward` of units. Collective where `how` is a number, the first time.
 
     Raises:
         StateError: the number does not divide the ranks that share a unit; nothing is changed.
@@ -52,45 +91,8 @@ def free_after_forward(units: Sequence[Unit], how: bool | int) -> None:
             unit.regroup.rename(unit.comms.gather.unit)
 
 
-def free_after_backward(units: Sequence[Unit], how: bool | None) -> None:
-    """Say of units what `ShardedModule.set_reshard_after_backward` is told.
-
-    Raises:
-        StateError: it is anything but True, False or None.
-    """
-    frees = None if how is None else checked_choice(how, "set_reshard_after_backward")
-    for unit in units:
-        unit.frees_after_backward = frees
-
-
-def sum_copies(units: Sequence[Unit], how: bool) -> None:
-    """Say of units what `ShardedModule.set_requires_all_reduce` is told.
-
-    Raises:
-        StateError: it is neither True nor False.
-    """
-    sums = checked_choice(how, "set_requires_all_reduce")
-    for unit in units:
-        unit.reduction = replace(unit.reduction, sums_copies=sums)
-
-
-def checked_choice(value: object, function: str) -> bool:
-    """The same, as True or False.
-
-    Raises:
-        StateError: it is neither, nor 1 or 0.
-    """
-    is_one = isinstance(value, Hashable) and not isinstance(value, Tensor)
-    if not is_one or value not in (True, False):
-        raise StateError(
-            f"flat_param.{function}: it is told {value!r}, but every rank must be told alike "
-            "whether or not. Pass True or False."
-        )
-    return bool(value)
-
-
 def check_group_size(how: bool | int, world_size: int, *, name: str = "a unit") -> None:
-    """Refuse a number of ranks that leaves some of `world_size` over.
+    """Refuse a number of ranks that does not divide `world_size`.
 
     Raises:
         StateError: see `ShardedModule.set_reshard_after_forward`.
@@ -108,7 +110,7 @@ def check_group_size(how: bool | int, world_size: int, *, name: str = "a unit") 
 
 
 def listed_units(unit: Unit, modules: object, function: str) -> tuple[Unit, ...]:
-    """The units of modules that are to be gathered while `unit` computes.
+    """The units of modules that are gathered while `unit` computes.
 
     Raises:
         StateError: see `ShardedModule.set_modules_to_forward_prefetch`.
@@ -131,7 +133,6 @@ def listed_units(unit: Unit, modules: object, function: str) -> tuple[Unit, ...]
 
 
 def _wrong_to_list(unit: Unit, module: object) -> str:
-    """Why a module cannot be gathered while `unit` computes, or nothing."""
     other = getattr(module, "_flat_param", None)
     if not isinstance(other, Unit):
         return "is not sharded, but only units are gathered. Call fully_shard on it first"
@@ -140,32 +141,3 @@ def _wrong_to_list(unit: Unit, module: object) -> str:
     if other.schedule is not unit.schedule:
         return "is of another tree, but a list has units of this one. Shard what is around both"
     return ""
-
-
-def divide_by(unit: Unit, factor: float | None) -> None:
-    """Say of a unit what `ShardedModule.set_gradient_divide_factor` is told.
-
-    Raises:
-        StateError: it is no number above 0, or infinite.
-    """
-    is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
-    if factor is not None and not (is_number and 0 < factor < math.inf):
-        raise StateError(
-            f"flat_param.set_gradient_divide_factor: factor is {factor!r}, but sums of gradients "
-            "are divided by it. Pass a finite number above 0, or None for the number of ranks."
-        )
-    unit.reduction = replace(unit.reduction, factor=factor)
-
-
-def checked_hook(hook: _Hook | None, function: str) -> _Hook | None:
-    """The same hook.
-
-    Raises:
-        StateError: it cannot be called.
-    """
-    if hook is not None and not callable(hook):
-        raise StateError(
-            f"flat_param.{function}: hook is {hook!r}, but it is called with gradients. "
-            "Pass a function, or None for none."
-        )
-    return hook

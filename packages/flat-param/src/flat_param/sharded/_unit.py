@@ -1,15 +1,17 @@
-"""One unit on this rank: whole parameters go into the module, gradients come out.
+"""One unit on this rank: it unshards parameters for the module, and reduces gradients.
 
-Rule 1: whole parameters are freed in backward when nothing can read them any more. Whatever reads
-        them leads to a gradient of the unit's own leaves, of a leaf of a unit that ran inside its
-        forward, of its inputs, or of what it ignores: when all are there, nothing is left.
-Rule 2: where no input has a gradient and not every leaf gets one, something else may lead through
-        the unit, such as a tensor that its module holds. It then stays whole until the end of
-        backward, as does a unit whose outputs show no tensor to hook.
-Rule 3: a leaf that this backward does not reach may be one of a backward inside it (reentrant
-        checkpoints). Gradients are then summed when all inputs have theirs, or at the end.
-Rule 4: a piece has no gradient: whoever computes with one has read it outside of the unit, and has
-        broadcast it, or taken the sum over it for one over the parameter. Backward refuses that.
+When a unit may be resharded in backward: everything that reads its parameters leads to a gradient
+of one of its leaves, of a leaf of a unit that ran inside its forward, of its inputs, or of an
+ignored parameter. Once all of these have arrived, nothing reads them. If no input has a gradient
+and not every leaf gets one, something else may lead through the unit, such as a tensor that its
+module has. The unit then stays unsharded until the end of backward, as does one whose outputs have
+no tensor to hook.
+
+A leaf that this backward does not reach may be one of a backward inside it (reentrant checkpoints).
+Gradients are then reduced when all inputs have theirs, or at the end.
+
+Pieces get no gradient. A backward that comes to one was computed outside of the unit, where the
+piece was broadcast or reduced like a whole parameter, so it raises an error.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,36 +33,35 @@ from ..comm._comm import Communicator, Pending
 from ..comm._groups import CommGroups
 from ..layout._options import UnitOptions
 from ._guards import optimizer_steps
-from ._input_hooks import InputHooks, hook_nodes
 from ._kept_parts import KeptParts
 from ._param_piece import ParamPiece
 from ._param_sites import ParamSite, ParamSites
 from ._passes import UnitBackward, outdated, too_late
 from ._sharded_grads import Reduction, ShardedGrads
 from ._sharded_params import ShardedParams, placement_of
-from ._tensors import cast_floats, tensors_in
-from ._unit_schedule import UnitSchedule
+from ._tensors import InputHooks, cast_floats, hook_nodes, tensors_in
+
+if TYPE_CHECKING:
+    from ._schedule import Schedule
 
 
 class Unit:
-    """The parameters of one module that are gathered and freed together.
+    """The parameters of one module, or of a list of modules, that are unsharded together.
 
     Attributes:
         name: qualified name of the module below the outermost unit, which itself has none.
-        owners: say of its parameters that they are this unit's, and of those it ignores.
+        owners: register the unit's parameters, and those it ignores.
         parts: its segments.
         ignored: parameters of its module, and of units inside, that are left alone; _ignored.py.
         ignored_places: where they are registered, by `id` of a module's parameters, and key.
         grads: gradients of the trainable segments.
         is_unsharded: whether every leaf may be read.
         around: units in whose forward this one has run since the last backward.
-        frees_after_forward: whether whole parameters are dropped between forward and backward.
-        frees_after_backward: whether they are after it; None: as `Schedule.release` says.
-        reduction: how its gradients are summed.
+        frees_after_forward: whether it is resharded between forward and backward.
+        frees_after_backward: whether it is after backward; None: as `Schedule.release` says.
+        reduction: how its gradients are reduced.
         regroup: the smaller group that has the unit whole from forward to backward, if any.
-        modules: gives its modules, as long as they are there; it holds none.
-        looked_at: how many registrations there were when strays were last looked for, which
-            `look_around` does before a forward; _strays.py.
+        looked_at: how many registrations there were when strays were last looked for.
         is_by_hand: whether its user has had it gathered, and no forward or backward has begun yet.
     """
 
@@ -71,7 +72,7 @@ class Unit:
         *,
         comms: CommGroups,
         options: UnitOptions,
-        schedule: UnitSchedule[Unit],
+        schedule: Schedule,
         look_around: Callable[[Unit], None],
         ignored: Sequence[nn.Parameter] = (),
         modules: Sequence[nn.Module] = (),
@@ -108,8 +109,8 @@ class Unit:
         self._use_leaves()
 
     @property
-    def schedule(self) -> UnitSchedule[Unit]:
-        """Of its tree. It has all units, so it is kept by their modules and not by them.
+    def schedule(self) -> Schedule:
+        """Of its tree. It has all units, so the units' modules keep it alive, not the units.
 
         Raises:
             StateError: they are deleted.
@@ -122,8 +123,8 @@ class Unit:
             )
         return schedule
 
-    def join(self, schedule: UnitSchedule[Unit]) -> None:
-        """Be in the tree of a schedule, which the unit's modules keep."""
+    def join(self, schedule: Schedule) -> None:
+        """Use the schedule of a tree."""
         self._schedule = weakref.ref(schedule)
         for module in self.modules():
             object.__setattr__(module, "_flat_param_schedule", schedule)
@@ -137,8 +138,15 @@ class Unit:
         """How many modules are this unit; more than one where a list was sharded."""
         return len(self._modules)
 
+    def rename(self, name: str, label: str) -> None:
+        """Take the name that the unit has below its outermost one."""
+        self.name = name
+        self.comms.name(label)
+        if self.regroup is not None:
+            self.regroup.rename(label)
+
     def _use_leaves(self) -> None:
-        """Take up the leaves of all parts, as they are now."""
+        """Hook the leaves of all parts, as they are now."""
         known = {grads.leaves: grads for grads in self.grads}
         trained = [part for part in self.parts if part.segment.trainable]
         self.grads = tuple(known.get(part.leaves) or ShardedGrads(part) for part in trained)
@@ -147,46 +155,42 @@ class Unit:
         for grads in self.grads:
             self._nodes += [get_gradient_edge(leaf).node for leaf in grads.leaves]
             for index, leaf in enumerate(() if grads.leaves in known else grads.leaves):
-                # Weak: what C++ holds of a leaf is hidden from the garbage collector, so a strong
-                # hook would keep the unit, its module and its process groups alive for ever.
+                # Weak: the garbage collector does not see the reference that C++ holds to hooks. A
+                # strong hook would keep the unit, its module and its process groups alive.
                 on_grad = partial(_on_grad, weakref.ref(self), weakref.ref(grads), index)
                 leaf.register_post_accumulate_grad_hook(on_grad)
         self._refuse_grads_of_pieces()
         self.sites.refresh()
 
     def _refuse_grads_of_pieces(self) -> None:
-        """See Rule 4."""
         before = set(map(id, self._piece_nodes))
         found = []
         for part in self.parts:
-            for param, piece in zip(part.params, part.param_pieces, strict=True):
+            for param, piece in zip(part.held.params, part.param_pieces, strict=True):
                 if piece.is_cut and param.requires_grad:
                     with without_torch_function():
                         node = get_gradient_edge(param).node
-                    found.append(node)  # kept: it and its hook last as long as somebody has it
+                    found.append(node)  # kept: a node and its hook last as long as a reference
                     if id(node) not in before:
                         node.register_prehook(partial(_refuse_grad, weakref.ref(self), piece))
         self._piece_nodes = found
 
-    def rename(self, name: str, label: str) -> None:
-        """Take the name that the unit has below its outermost one."""
-        self.name = name
-        self.comms.name(label)
-        if self.regroup is not None:
-            self.regroup.rename(label)
-
-    # Whole parameters.
+    # Unshard and reshard.
 
     def start_gather(self) -> None:
-        """Begin to make the parameters whole. Collective."""
-        if not self.is_unsharded and self._gathering is None:
-            self._follow_changes()
-            self._version = self._current_version()
-            kept, self._kept = self._kept, None
-            source = kept if kept is not None and kept.version == self._version else None
-            self._gathering = gathering = []
-            for part in self.parts:
-                gathering.append(source.start_gather(part) if source else part.start_gather())
+        """Begin to unshard the parameters. Collective."""
+        if self.is_unsharded or self._gathering is not None:
+            return
+        self.take_changes()
+        if self._change:
+            change, self._change = self._change, ""
+            self.comms.share_change(change)
+        self._version = self._current_version()
+        kept, self._kept = self._kept, None
+        source = kept if kept is not None and kept.version == self._version else None
+        self._gathering = gathering = []
+        for part in self.parts:
+            gathering.append(source.start_gather(part) if source else part.start_gather())
 
     def take_changes(self) -> None:
         """Copy what a user put in place of parameters. Errors are raised on every rank."""
@@ -195,50 +199,49 @@ class Unit:
                 if self.sites.take_changes():
                     self._version = self._kept = None
 
-    def _follow_changes(self) -> None:
-        self.take_changes()
-        if self._change:
-            change, self._change = self._change, ""
-            self.comms.share_change(change)
-
     def unshard(self) -> None:
         """Make the parameters whole. Collective, unless they are."""
-        self.start_gather()
-        for pending in filter(None, self._gathering or ()):
-            pending.wait()
-        self._gathering, self.is_unsharded = None, True
+        if not self.is_unsharded:
+            self.start_gather()
+            for pending in self._gathering or ():
+                if pending is not None:
+                    pending.wait()
+            self._gathering, self.is_unsharded = None, True
 
     @property
     def is_gathered(self) -> bool:
-        """Whether the parameters are whole, or on their way."""
+        """Whether the parameters are unsharded, or an all-gather is in flight."""
         return self.is_unsharded or self._gathering is not None
 
     def show(self) -> None:
-        """Show whole parameters to everybody, once they are gathered. Not a collective."""
+        """Show unsharded parameters between steps. Not a collective after `start_gather`."""
         self.unshard()
         self.sites.show()
 
     def end_show(self) -> None:
-        """Take in parameters that were re-assigned while they were shown. Not a collective."""
+        """Copy parameters that were re-assigned while shown. Not a collective."""
+        self.is_by_hand = False
         if self.sites.shows:
             with self.comms.telling_others():
                 if self.sites.write(self.sites.checked(self.sites.end_show())):
                     self._version = None
-        self.is_by_hand = False
 
     def _compute_with_leaves(self) -> None:
         self.end_show()
         self.sites.swap_in()
 
     def reshard(self) -> None:
-        """Put the optimizer's parameters back and free the whole ones. Not a collective."""
+        """Put the optimizer's parameters back and free the unsharded ones. Not a collective."""
         self.end_show()
         self.sites.swap_out()
         if self._gathering is not None:
             for pending in filter(None, self._gathering):
                 pending.leave()
+            # A gather that was stopped as it began may still write to its memory.
             if len(self._gathering) < len(self.parts):
-                self._leave_memory(self.parts[len(self._gathering) :])
+                for part in self.parts[len(self._gathering) :]:
+                    part.remake()
+                self._use_leaves()
         self._gathering = None
         self.is_unsharded = False
         self._kept = None
@@ -246,44 +249,38 @@ class Unit:
             part.free()
 
     def reshard_until_backward(self) -> None:
-        """Free whole parameters, but for what a smaller group keeps of them. Not a collective."""
+        """Reshard, but for what a smaller group keeps. Not a collective."""
         kept = None if self.regroup is None else KeptParts(self.parts, self.regroup, self._version)
         self.reshard()
         self._kept = kept
 
-    def _leave_memory(self, parts: Sequence[ShardedParams]) -> None:
-        """Take other memory where a gather was stopped as it began, and may still be writing."""
-        for part in parts:
-            part.remake()
-        self._use_leaves()
-
     def reshard_if_stale(self) -> None:
-        """Free whole parameters that are older than the last change of any."""
+        """Reshard if any parameter has changed since the gather."""
         self.end_show()
         if self.is_gathered:
             self.take_changes()
-        if self.is_stale:
-            self.reshard()
+            if self.is_stale:
+                self.reshard()
 
     @property
     def is_stale(self) -> bool:
-        """Whether what was gathered is older than the last step, or than a value put there."""
+        """Whether the gather is older than the last step, or than a value that a user put there."""
         return self.is_gathered and self._version != self._current_version()
 
     def _current_version(self) -> tuple[int, int, bool]:
-        """Steps count for all ranks alike, of which one may have nothing to change here.
+        """Steps count on all ranks alike, also on one that has no piece to change.
 
-        What a capture has gathered is there in replays alone (Rule 4 in _comm.py).
+        A gather in a captured graph runs in replays only, so a capture counts too.
         """
         captured = bool(self.parts) and is_capturing(self.parts[0].device)
-        return optimizer_steps(), sum(part.version for part in self.parts), captured
+        return optimizer_steps(), sum([part.version for part in self.parts]), captured
 
     def rebind(self) -> None:
         """Follow a change of dtype or device that `module.to()` has made to the parameters."""
         self.reshard()
         before = placement_of(self.parts)
         for part in self.parts:
-            part.rebind([param.detach() for param in part.params])
+            part.rebind([param.detach() for param in part.held.params])
         if placement_of(self.parts) != before:
             self._change = placement_of(self.parts)
         self._use_leaves()
@@ -293,34 +290,31 @@ class Unit:
     def _begin_forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Make the unit ready to compute. Collective."""
+        """Pre-forward: unshard, and hook the inputs. Collective."""
         if self.options.cpu_offload and self.parts:
             refuse_capture(self.name, self.parts[0].device)
         self._look_around(self)
-        self.schedule.enter(self)
+        schedule = self.schedule
+        schedule.enter(self)
         self.unshard()
         self._compute_with_leaves()
-        self.schedule.prefetch_forward(self)
-        if torch.is_grad_enabled() and self.schedule.backward is None:
+        schedule.prefetch_forward(self)
+        if torch.is_grad_enabled() and schedule.backward is None:
             self._inputs.add((args, kwargs, self.ignored))
         dtype = self.options.precision.input_dtype
         return cast_floats(args, dtype), cast_floats(kwargs, dtype)
 
     def _end_forward(self, module: nn.Module, output: Any) -> Any:
-        """Hook the outputs, free the whole parameters if nothing keeps them, and cast outputs."""
-        returns = torch.is_grad_enabled() and self._may_be_needed(output)
-        keeps = returns and self._keeps(output)
-        self.schedule.leave(self, returns=returns, keeps=keeps, module=module)
+        """Post-forward: hook the outputs, reshard unless backward begins here, cast outputs."""
+        schedule = self.schedule
+        returns = keeps = False
+        if torch.is_grad_enabled():
+            tensors = list(tensors_in(output))
+            told = partial(self._on_output_grad, schedule)
+            returns = hook_nodes(tensors, told) or not tensors
+            keeps = returns and (schedule.depth == 1 or not tensors or not self.frees_after_forward)
+        schedule.leave(self, returns=returns, keeps=keeps, module=module)
         return cast_floats(output, self.options.precision.output_dtype)
-
-    def _may_be_needed(self, output: Any) -> bool:
-        """Hook the outputs; False where none of them leads back into the unit (Rule 2)."""
-        told = partial(self._on_output_grad, self.schedule)
-        return hook_nodes(output, told) or next(tensors_in(output), None) is None
-
-    def _keeps(self, output: Any) -> bool:
-        is_root, hidden = self.schedule.depth == 1, next(tensors_in(output), None) is None
-        return is_root or hidden or not self.frees_after_forward
 
     # Backward.
 
@@ -328,37 +322,40 @@ class Unit:
         """Leaves that will get a gradient in the backward that runs now."""
         return sum(map(will_run, self._nodes))
 
-    def _on_output_grad(self, kept: object, _: object) -> None:
-        """An output has its gradient. The graph has `kept` the schedule, if nobody else has."""
-        state = self.schedule.standing(self)
+    def _on_output_grad(self, schedule: Schedule, _: object) -> None:
+        """Pre-backward. The graph keeps the schedule alive here, if nothing else does."""
+        state = schedule.standing(self)
         if state.begun or state.freed:
             return
         state.begun = True
-        self.schedule.gather_for_backward(self)
+        schedule.gather_for_backward(self)
         self.unshard()
         self._compute_with_leaves()
-        self._advance(state)
+        self._advance(schedule, state)
 
     def on_input_grad(self) -> None:
-        """One of its inputs, or of what it leaves alone, has its gradient.
+        """An input, or an ignored parameter, has its gradient.
 
-        That may be of a loss of its own, so it begins no pass (Rule 4 in _ignored.py).
+        It may be of another loss, so it begins no pass.
         """
-        backward = self.schedule.backward
+        schedule = self.schedule
+        backward = schedule.backward
         if backward is not None and not backward.was_stopped and self in backward.units:
             state = backward.units[self]
             state.inputs_arrived += 1
-            self._advance(state)
+            self._advance(schedule, state)
 
     def on_inner_grads(self) -> None:
         """A unit that ran inside this one's forward has all its gradients."""
-        state = self.schedule.standing(self)
+        schedule = self.schedule
+        state = schedule.standing(self)
         state.inner -= 1
-        self._advance(state)
+        self._advance(schedule, state)
 
     def on_grad(self, grads: ShardedGrads, index: int) -> None:
         """A leaf of the unit has its gradient."""
-        state = self.schedule.standing(self)
+        schedule = self.schedule
+        state = schedule.standing(self)
         if state.summed:
             raise too_late(self.name)
         grads.take(index)
@@ -366,18 +363,19 @@ class Unit:
         if state.arrived == state.expected:
             for outer in self.around:
                 outer.on_inner_grads()
-        self._advance(state)
+        self._advance(schedule, state)
 
-    def _advance(self, state: UnitBackward) -> None:
-        if not state.has_grads or state.freed:
+    def _advance(self, schedule: Schedule, state: UnitBackward) -> None:
+        """Reduce and reshard as soon as that is right; see the module's docstring."""
+        if not state.begun or state.arrived < state.expected or state.freed:
             return
         inputs, missing = self._inputs.count, self._inputs.count - state.inputs_arrived
-        if state.expected == len(self._nodes) or (inputs and missing <= 0):  # Rule 3
-            self.schedule.on_grads(self)
+        if state.expected == len(self._nodes) or (inputs and missing <= 0):
+            schedule.on_grads(self)
         if state.inner or missing > 0 or not (inputs or state.expected == self._leaf_count):
-            return  # Rules 1 and 2
+            return
         state.freed = True
-        self.schedule.release(self)
+        schedule.release(self)
 
     def forget(self) -> None:
         """Drop everything that belongs to a backward that was stopped. Not a collective."""
@@ -387,21 +385,21 @@ class Unit:
             grads.forget()
 
     def drop_leaf_grads(self) -> None:
-        """Drop gradients that were left where the engine put them."""
+        """Drop gradients that the engine has left."""
         for leaf in (leaf for grads in self.grads for leaf in grads.owner.leaves):
             leaf.grad = None
 
     def forget_inputs(self) -> None:
-        """No backward pass will come back to what went in so far."""
+        """No backward comes back to the forwards so far."""
         self._inputs.clear()
         self.around.clear()
 
 
 @cache
 def _uncompiled_ends() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Both ends of a forward, which take the unit first.
+    """Pre- and post-forward, which take the unit first.
 
-    Compiled code calls them, and does not trace them: what they do to hooks, storages and the
+    Compiled code calls them and does not trace them: what they do to hooks, storages and the
     registry must happen at every call.
     """
     return torch.compiler.disable(Unit._begin_forward), torch.compiler.disable(Unit._end_forward)
@@ -432,10 +430,11 @@ def _refuse_grad(unit_ref: weakref.ref[Unit], piece: ParamPiece, _: object) -> N
 def _on_grad(
     unit_ref: weakref.ref[Unit], grads_ref: weakref.ref[ShardedGrads], index: int, leaf: Tensor
 ) -> None:
-    """Tell a unit, if it is still there, that a leaf has its gradient."""
+    """A leaf has its gradient; its unit, or its buffers, may be gone."""
     unit, grads = unit_ref(), grads_ref()
-    if unit is not None and grads is None:
+    if unit is None:
+        return
+    if grads is None:
         leaf.grad = None
         raise outdated()
-    if unit is not None and grads is not None:
-        unit.on_grad(grads, index)
+    unit.on_grad(grads, index)

@@ -399,6 +399,6 @@ def check_optimizer(optimizer: Any, function: str) -> None:
     """Raise an `OptionError` unless an optimizer has state."""
     if optimizer is not None and not isinstance(getattr(optimizer, "state", None), Mapping):
         raise OptionError(
-            f"mod_tracker.{function}: optimizer must be a torch optimizer, whose state is read; "
-            f"got {type(optimizer).__name__}."
+            f"mod_tracker.{function}: optimizer must be a torch optimizer with a state; "
+            f"got {type(optimizer).__name__}. Pass the optimizer that trains the model."
         )

@@ -231,8 +231,8 @@ def _not_whole(types: Any, args: tuple) -> bool:
 def _check(key: Any, formula: Any) -> None:
     operators = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
     if not isinstance(key, operators) and not is_higher_order(key):
-        name = getattr(key, "__name__", "")
-        known = isinstance(name, str) and hasattr(torch.ops.aten, name)
+        name = str(getattr(key, "__name__", key)).removeprefix("aten.")
+        known = hasattr(torch.ops.aten, name)
         raise OptionError(
             f"mod_tracker.profile_flops: a key of formulas must be an operator; got {key!r}. Use "
             f"torch.ops.{f'aten.{name}' if known else 'LIBRARY.NAME'}."

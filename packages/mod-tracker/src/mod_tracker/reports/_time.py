@@ -132,7 +132,7 @@ def _device_of(clock: str, roots: tuple[nn.Module, ...]) -> torch.device:
     found = accelerator.current_accelerator() if accelerator.is_available() else None
     if found is None or clock not in ("device", found.type):
         what = "'cpu'" if found is None else f"'cpu', 'device' or {found.type!r}"
-        here = "; there is no accelerator here" if found is None else ""
+        here = ", since this machine has no accelerator" if found is None else ""
         raise OptionError(f"mod_tracker.profile_time: clock must be {what}{here}; got {clock!r}.")
     devices = {
         tensor.device

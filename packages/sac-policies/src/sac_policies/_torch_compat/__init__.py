@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.fx.traceback
-import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ._storages import is_freed as is_freed
@@ -78,11 +77,6 @@ def saved_tensor_hooks() -> Hooks | None:
     """Return the pack and unpack functions that autograd would use now, None without any."""
     found: Hooks | None = _top_hooks(False)
     return found
-
-
-def stops_early() -> bool:
-    """Whether torch's `set_checkpoint_early_stop` lets a recomputation end early."""
-    return torch.utils.checkpoint._enable_checkpoint_early_stop is not False
 
 
 def _view_guard() -> Any:

@@ -45,6 +45,26 @@ def is_compiled(module: nn.Module) -> bool:
     return original(module) is not module or called_at(module) != "forward"
 
 
+def compiled_in(root: nn.Module) -> list[nn.Module]:
+    """List the compiled modules of a tree, none inside another.
+
+    Example:
+        >>> compiled_in(nn.Sequential(nn.Linear(2, 2)))
+        []
+    """
+    kind = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", None)
+    if kind is None:
+        return []
+    found, waiting = [], [root]
+    while waiting:
+        module = waiting.pop()
+        if isinstance(module, kind) or vars(module).get(_COMPILED_CALL) is not None:
+            found.append(module)
+        else:
+            waiting += [child for child in module._modules.values() if child is not None]
+    return found
+
+
 _HOOKS = tuple(
     name
     for name, value in vars(nn.Module()).items()

@@ -1,7 +1,6 @@
-"""Calls torch.distributed, so that all ranks follow one plan.
+"""Collectives over the default process group, so that all ranks follow one plan.
 
-Every function is collective over the default group where there is one, and does nothing
-otherwise. A rank that does not call makes the others wait.
+Without a process group, they return the caller's values.
 """
 
 from __future__ import annotations
@@ -15,11 +14,6 @@ import torch.distributed as dist
 from .._errors import BudgetError
 
 T = TypeVar("T")
-
-
-def world_size() -> int:
-    """Ranks that must agree; 1 without a process group."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def from_first_rank(value: T) -> T:
@@ -70,8 +64,8 @@ def check_equal(digest: str, *, what: str, where: str = "plan_region") -> None:
 
 
 def _from_all(value: T) -> list[T]:
-    """Every rank's value; torch's own way, `all_gather_object`, needs numpy."""
-    world = world_size()
+    """Return every rank's value; torch's `all_gather_object` needs numpy."""
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if world == 1:
         return [value]
     device = None

@@ -1,13 +1,11 @@
 """A module's `forward` as a checkpointed region, put in its place and taken away again.
 
-Rule 1. All that is changed is an attribute of the module, `forward`, or what has compiled that. Who
-        took it and put something around it calls a region that steps aside once it is undone.
-Rule 2. A second forward finds the buffers that the first one wrote to as the first one found them,
-        and leaves them as it found them: running statistics count a batch once, and what was
-        computed from a buffer is computed from the same numbers again.
-Rule 3. A second forward runs with the hooks, modes and switches (plain attributes that are a bool
-        or a str) that the modules had at the end of the first one, whatever has been removed or
-        switched since.
+- The only change is an attribute of the module: `forward`, or the compiled call. A wrapper that
+  was put around it meanwhile calls a region that does nothing more once it is undone.
+- A second forward finds buffers that the first one wrote to with their values from before it, and
+  leaves them unchanged: running statistics count a batch once.
+- A second forward runs with the hooks, modes and switches (attributes that are a bool or a str)
+  that the modules had at the end of the first one.
 """
 
 from __future__ import annotations
@@ -36,14 +34,14 @@ class Checkpointed:
     """A module's `forward` as a region.
 
     Attributes:
-        module: whose it is.
-        place: the attribute of the module that it belongs in.
-        forward: what is called of the module without it.
-        is_undone: whether it only calls that forward.
+        module: the module.
+        place: the attribute that calls of the module end at.
+        forward: its value without the region.
+        is_undone: whether the region only calls that.
         compares: whether a second forward compares the bits that it saves with those of the first.
 
     Args:
-        module: whose it is; what somebody else had put in the place of its class's is put back.
+        module: the module; `undo` restores a `forward` that is not its class's.
         policy: what it keeps; None for a second forward that keeps nothing. If it reads names, the
             inputs are named `INPUT`.
         wrote: names of the buffers that its forward writes to.
@@ -84,11 +82,11 @@ class Checkpointed:
             return checkpoint(named, *args, policy=self.policy, **kwargs)
 
     def put(self) -> None:
-        """Put it in its place."""
+        """Replace the module's forward."""
         setattr(self.module, self.place, self)
 
     def undo(self) -> None:
-        """Take it away, or have it step aside where something else was put around it (Rule 1)."""
+        """Restore the module's forward; inside a wrapper, only call it from now on."""
         self.is_undone = True
         _in_use.discard(self)
         if vars(self.module).get(self.place) is self:
@@ -98,7 +96,7 @@ class Checkpointed:
                 delattr(self.module, self.place)
 
     def _around(self) -> Contexts:
-        """What the first forward and the second are in (Rules 2, 3); made before the first."""
+        """Return contexts for the first forward and the second; called before the first."""
         first, second = ExitStack(), _AsInForward(self.module, self.wrote)
         first.callback(second.note)
         return first, second
@@ -122,11 +120,11 @@ def inputs_among(given: Any) -> list[torch.Tensor]:
 
 
 class _AsInForward(AbstractContextManager[None]):
-    """In here, a module has the state of an earlier forward, and what is written to it is lost.
+    """Gives a module the state of an earlier forward, and drops writes to its buffers.
 
     Args:
-        module: whose state it is.
-        wrote: names of buffers that have their present values in here.
+        module: the module.
+        wrote: names of buffers that get their present values.
     """
 
     def __init__(self, module: nn.Module, wrote: tuple[str, ...]) -> None:
@@ -167,16 +165,16 @@ def region_of(module: nn.Module) -> Checkpointed | None:
 
 
 def is_checkpointed(module: nn.Module) -> bool:
-    """Whether a region is in the place of its forward, or in what was put around that."""
+    """Whether a region replaces its forward, wrapped or not."""
     return region_of(module) is not None or any(region.module is module for region in _in_use)
 
 
 def release(module: nn.Module) -> None:
-    """Take the region away, if there is one (Rule 1)."""
+    """Undo the region of a module, if there is one."""
     region = region_of(module)
     if region is not None:
         region.undo()
 
 
 _in_use: weakref.WeakSet[Checkpointed] = weakref.WeakSet()
-"""Regions of this process, but those of copies."""
+"""Regions of this process, without those of copied modules."""

@@ -1,9 +1,7 @@
 """Finds the plan for one region whose measured peak fits a budget.
 
-Plans are solved for, their peaks are predicted from one recorded step, and the best that is
-predicted to fit is measured. The model is left as it was: gradients, buffers and random state are
-put back. All ranks decide from the same numbers, rank 0's plans and the largest peak, so they run
-the same steps and return the same plan.
+The peaks of solved plans are predicted from one recorded step, and the best plan that is predicted
+to fit is measured. All ranks use rank 0's plans and the largest peak of any rank.
 """
 
 from __future__ import annotations
@@ -64,7 +62,7 @@ def plan_region(
     more. Collective where a process group is initialised.
 
     Args:
-        model: on the device it trains on, in the mode it trains in; left as it was.
+        model: on the device it trains on, in the mode it trains in; it does not change.
         batch: a tuple of its arguments, a dict of its keyword arguments, or its one argument.
         budget: most memory that a step may take: bytes (int), "6 GiB", a fraction ("60%", 0.6) of
             what it takes without checkpointing, or "device": what is free now on the model's
@@ -119,7 +117,7 @@ _STRIDE = 4
 
 
 class _Search:
-    """Plans by the work they repeat, what they are predicted to take, and what some took."""
+    """Plans, with the peaks that were predicted or measured for them."""
 
     def __init__(self, traced: StepTrace, step: Step) -> None:
         self._traced, self._step = traced, step

@@ -1,16 +1,11 @@
 """Checkpoints a model's blocks in place so that a measured step fits a budget.
 
-Rule 1. Regions are the modules that repeat, or else that are called again, in the order in which
-        they run; if the budget cannot be met with them, the blocks of lists inside of them. What
-        they keep is said by operator, so another loss, batch or branch than the measured one is no
-        error.
-Rule 2. There are a few levels, from nothing recomputed to everything. A step is measured with all
-        regions on each, and others are clocked (`_times.py`); from those the peak and the time of
-        any mixture are known, and the one that costs least time is taken (`_intervals.py`).
-Rule 3. What is taken is accepted only after a step with it was measured within the budget.
-Rule 4. All that is changed is an attribute of each region, `forward` or what has compiled it;
-        `undo` takes it away.
-Rule 5. All ranks decide from the same numbers, the largest peak of each step.
+Regions are the modules that repeat, or that one step calls several times. If they do not fit the
+budget, the blocks of lists inside them are tried. A step is measured with all regions on each
+level. From those steps, the peak and the time of every mixture are known (`_intervals`), and the
+mixture that costs least time is measured before it is accepted. Policies name operators, so another
+loss, batch or branch than the measured one is no error. All ranks use the largest numbers of any
+rank.
 """
 
 from __future__ import annotations
@@ -48,7 +43,7 @@ from ._measure import Interval, Marks, highest
 from ._repeating import Seen, called_again, check_compiled, inside, kind_of, repeating
 from ._sizes import Budget, format_size
 from ._step import Loss, Step, check_step
-from ._times import Clock, Spent, are_long, clocked_in_rounds
+from ._times import Spent
 
 _TRIES = 2
 """Mixtures that are measured until one fits."""
@@ -63,9 +58,9 @@ class InPlaceFit:
         plain_bytes: `peak_bytes` without checkpointing.
         predicted_bytes: prediction for `peak_bytes`, from steps at single levels.
         budget_bytes: the budget less the reserve.
-        regions: what each does, in the order in which they run.
-        idle: blocks that the measured step did not run, and what they do. A step that runs them in
-            place of others of their class fits; one that runs more blocks may take more.
+        regions: level of each region, in the order in which they run.
+        idle: blocks that the measured step did not run, and their levels. A step that runs them
+            instead of others of their class fits; one that runs more blocks may take more.
         rounds: (regions that are checkpointed, peak) of each step that was measured, in order.
     """
 
@@ -79,9 +74,9 @@ class InPlaceFit:
     _checkpointed: tuple[Checkpointed, ...]
 
     def undo(self) -> None:
-        """Undo the checkpointing; nothing is left, and a second call does nothing.
+        """Undo the checkpointing; a second call does nothing.
 
-        What others have put around a block's forward since stays, and calls the block's own.
+        Wrappers that were put around a block's forward since then stay, and call the block's own.
         """
         for region in self._checkpointed:
             region.undo()
@@ -104,7 +99,7 @@ class InPlaceFit:
 
 
 def _groups(regions: Sequence[RegionFit]) -> list[str]:
-    """Say of each level that some are on which they are."""
+    """Write a line for each level, with its regions."""
     found = []
     for level in (*LEVELS, OPERATORS):
         those = [region for region in regions if region.level == level]
@@ -131,15 +126,13 @@ def fit_(
     without checkpointing and one with all of them on each of two levels (four on accelerators,
     where inputs can be offloaded, and as many values as their copies hide behind the forward), and
     lets each do what costs least time in all. A last step confirms that it fits, or a second one.
-    At most eight steps are run for that, thirteen on accelerators. If they are short, two to five
-    on each level are clocked: a profiler takes much of them. If no choice fits and the blocks are
-    stages with lists of blocks, those blocks are tried in turn.
-    Blocks do not run again if that gives other bits, as with random numbers from a generator that
-    is not torch's own. Collective.
+    At most eight steps are run for that, thirteen on accelerators. If no choice fits and the blocks
+    are stages with lists of blocks, those blocks are tried in turn. Blocks do not run again if that
+    gives other bits, as with random numbers from a generator that is not torch's own. Collective.
 
     Args:
         model: on the device it trains on, in the mode it trains in. Parameters, buffers,
-            gradients and random state are left as they were; names and state dict stay.
+            gradients, random state, names and state dict do not change.
         batch: a tuple of its arguments, a dict of its keyword arguments, or its one argument.
         budget: most memory that a step may take: bytes (int), "6 GiB", a fraction ("60%",
             0.6) of what it takes without checkpointing, or "device": what is free now on the
@@ -154,9 +147,8 @@ def fit_(
             text, or a fraction of the budget.
 
     Returns:
-        What was done; `undo()` takes it back. Or an `Infeasible`, which is false, with the
-        smallest number that was measured and what the blocks did then; the model is then as it
-        was.
+        The levels, with `undo()`. Or an `Infeasible`, which is false, with the smallest peak that
+        was measured and the levels of that step; the model is then unchanged.
 
     Raises:
         BudgetError: `model` is not a module, was fitted before or is compiled as a whole, the
@@ -192,7 +184,7 @@ def fit_(
                 if isinstance(found, InPlaceFit):
                     return found
                 tried.append(found)
-    except BaseException:  # whoever is interrupted has nothing to call undo() of
+    except BaseException:  # the caller gets no result to undo
         if search is not None:
             search.undo()
         raise
@@ -210,7 +202,7 @@ def _divisions(model: nn.Module, step: Step) -> Iterator[tuple[tuple[str, nn.Mod
 
 
 class _Search:
-    """Finds what each region is to do."""
+    """Finds the level of each region."""
 
     def __init__(
         self, model: nn.Module, step: Step, regions: Sequence[tuple[str, nn.Module]]
@@ -243,7 +235,7 @@ class _Search:
         self._spent: list[Spent] = []
 
     def run(self, limit: Limit) -> InPlaceFit | Infeasible:
-        """Measure each level, choose, and measure what was chosen (Rules 2 and 3)."""
+        """Measure each level, choose a mixture, and measure it."""
         count = len(self._regions)
         intervals = [self._intervals(0)]
         peaks = [self._peak(intervals[0])]
@@ -256,7 +248,7 @@ class _Search:
         for level in range(1, self._levels):
             intervals.append(self._intervals(level))
             peaks.append(self._peak(intervals[level]))
-        steps, before = self._steps(intervals, self._times()), self._step.resident()
+        steps, before = self._steps(intervals, self._spent), self._step.resident()
         room = allowed - before
         fitting = [level for level, peak in enumerate(peaks) if peak <= allowed]
         for _ in range(_TRIES):
@@ -280,21 +272,9 @@ class _Search:
         best = min(fitting, key=lambda level: sum(cost[level] for cost in steps.costs))
         return self._found((best,) * count, peaks[best], peaks[best], peaks[0], allowed)
 
-    def _steps(self, intervals: list[list[Interval]], times: Sequence[Sequence[Spent]]) -> Steps:
+    def _steps(self, intervals: list[list[Interval]], spent: Sequence[Spent]) -> Steps:
         kinds = [kind_of(region.module) for region in self._regions]
-        return Steps(kinds, list(map(Measured, intervals, times)), HOLDING)
-
-    def _times(self) -> list[list[Spent]]:
-        """By level, what the intervals of each step take that is clocked."""
-        if are_long(self._spent):
-            return [[spent] for spent in self._spent]
-        return clocked_in_rounds(self._levels, self._clocked)
-
-    def _clocked(self, level: int) -> Spent:
-        self.put((level,) * len(self._regions))
-        clock = Clock(self._step.device)
-        with marked([region.module for region in self._regions], clock):
-            return self._step.times(self._model, clock)
+        return Steps(kinds, list(map(Measured, intervals, spent)), HOLDING)
 
     def _peak(self, intervals: list[Interval]) -> int:
         return self._step.resident() + highest(intervals)
@@ -334,9 +314,9 @@ class _Search:
             self._regions[at] = replace(each, hidden=plan, hidden_bytes=size)
 
     def _learn(self) -> None:
-        """Have the first forward and backward of each level over: they compare bits.
+        """Run the first step of each level, which compares bits. Collective.
 
-        Where a second forward has other bits on any rank, no region runs again. Collective.
+        If a second forward has other bits on any rank, no region runs again.
         """
         for level in range(1, self._levels):
             self.put((level,) * len(self._regions))
@@ -347,7 +327,7 @@ class _Search:
                 self._idle = [replace(each, wrote=None) for each in self._idle]
 
     def _varies(self) -> bool:
-        """Whether a second forward of regions differs from the first: a router may draw noise."""
+        """Whether a second forward differs from the first, as with noise that a router draws."""
         for region in filter(None, (region_of(each.module) for each in self._regions)):
             region.compares = True
         try:
@@ -377,11 +357,11 @@ class _Search:
         self._tried.setdefault(peak, _groups(done))
 
     def undo(self) -> None:
-        """Have all regions keep everything."""
+        """Put all regions on the level that keeps everything."""
         self.put((0,) * len(self._regions))
 
     def put(self, choice: Sequence[int]) -> tuple[RegionFit, ...]:
-        """Have each region do what it does on its level."""
+        """Put each region on its level."""
         for region, level in zip(self._idle, self._idle_levels(choice), strict=True):
             _put(region, level)
         return tuple(
@@ -389,7 +369,7 @@ class _Search:
         )
 
     def _idle_levels(self, choice: Sequence[int]) -> list[int]:
-        """Levels of blocks that did not run: the one that keeps least of those of their class."""
+        """Return for each idle block the level of its class that keeps least."""
         found = []
         for region in self._idle:
             pairs = list(zip(self._regions, choice, strict=True))
@@ -413,7 +393,7 @@ def _put(region: Region, level: int) -> RegionFit:
 
 
 def _like(path: str, module: nn.Module, regions: Sequence[Region]) -> Region:
-    """Return a region that did not run: as the first of its class that did."""
+    """Return a region for a block that did not run, with what one of its class did."""
     for region in regions:
         if kind_of(region.module) is kind_of(module):
             return replace(region, path=path, module=module, is_compiled=is_compiled(module))

@@ -11,11 +11,11 @@ from ._step import Step
 
 SLICES = 16
 _WORTH = 0.01
-"""Share of the smallest peak that a saving must have to be told."""
+"""Smallest saving that is worth a line, as a share of the smallest peak."""
 
 
 def what_helps(step: Step, plain: Sequence[Interval], smallest: int, allowed: int) -> str:
-    """Say how to save the bytes that are lacking, one way after the other.
+    """List ways to save the lacking bytes.
 
     Args:
         step: the step that does not fit.

@@ -1,15 +1,15 @@
-"""What a step takes while each region of it runs, and what it would take with other choices.
+"""Predicts a step in which regions are on different levels, from steps on single levels.
 
-Rule 1. A step is divided where a region begins: in forward where it is called, in backward where
-        the gradient of its output is known. What happens until the next begins is the region's,
-        but for what comes after the last call: the model's head and the loss, the tail.
-Rule 2. What a region does until then does not depend on what other regions do. So a step in which
-        each does what it did in some measured step is put together from those steps.
-Rule 3. Only what is freed in the tail does: others than autograd hold it until then, as a cache
-        does keys and values, and it is freed where no region keeps it. What a region made goes by
-        that region's level, and by those on which regions hold their arguments: the cache is
-        one. What was there before all regions goes by all levels. Where the allocator tells
-        sums alone, they are divided evenly.
+A step is divided where a region begins: in forward where it is called, in backward where the
+gradient of its output is known. What happens until the next region begins belongs to the region.
+The part after the last call, with the model's head and the loss, is the tail. A region's part does
+not depend on the levels of other regions, so a mixture is put together from measured steps.
+
+The tail is an exception. Others than autograd may hold tensors until then, as a cache holds keys
+and values, and the tail frees those that no region keeps. The bytes of a region's tensors go by
+that region's level, and by those levels on which regions hold their arguments, the cache among
+them. Bytes from before all regions go by all levels. If the allocator gives sums alone, they are
+divided evenly.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from operator import add
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,14 +28,14 @@ from .._tensors import tensors_in
 from .._torch_compat._module_calls import around_calls
 from ._measure import Interval, Marks
 from ._offloaded import Offloaded
-from ._times import Clock, Spent, costs, last_word
+from ._times import Spent, costs
 
 Key = tuple[int, int, bool | None]
-"""Number of a region, number of its call, whether backward has come to it; None behind it."""
+"""Number of a region, number of its call, whether it is in backward; None after its forward."""
 
 
 @contextmanager
-def marked(regions: Sequence[nn.Module], marks: Marks | Clock) -> Iterator[None]:
+def marked(regions: Sequence[nn.Module], marks: Marks) -> Iterator[None]:
     """Mark where each region begins, in forward and backward, with its `Key`."""
     calls = [0] * len(regions)
 
@@ -68,11 +68,11 @@ class Measured(NamedTuple):
 
     Attributes:
         intervals: in order; the key of what comes before the first region is None.
-        rounds: what intervals took, in each step that was clocked.
+        spent: their times, by key.
     """
 
     intervals: list[Interval]
-    rounds: Sequence[Spent] = ()
+    spent: Spent = MappingProxyType({})
 
 
 class Steps:
@@ -152,7 +152,7 @@ class Steps:
     def _left_in_tail(self, one: Measured) -> int:
         """Return the bytes of the last region's inputs that the tail frees as no region holds them.
 
-        The allocator of a device tells sums: other regions free as much before the next begins.
+        A device tells sums alone. The region before frees as much before the last one begins.
         """
         tail = {each.key: each for each in one.intervals}.get(self._tail)
         if self._tail is None or tail is None or tail.freed is not None:
@@ -160,10 +160,10 @@ class Steps:
         plain = {each.key: each for each in self._plain}
         between = [each for each in one.intervals if _region_of(each.key) and each.key[2] is None]
         more = [plain[each.key].grown - each.grown for each in between if each.key != self._tail]
-        return max(0, min(more, default=0))
+        return max(0, more[-1]) if more else 0
 
     def _freed_in_tail(self, one: Measured, left: int) -> dict[int | None, int]:
-        """Bytes that the tail frees of each region's; under None, of what was before (Rule 3)."""
+        """Return by region the bytes that the tail frees; under None, those from before."""
         found: dict[int | None, int] = dict.fromkeys((None, *range(self._count)), 0)
         tail = {each.key: each for each in one.intervals}.get(self._tail)
         if self._tail is None or tail is None:
@@ -178,7 +178,7 @@ class Steps:
         return found
 
     def _held_longer(self, choice: Sequence[int]) -> int:
-        """Bytes that the tail frees less than where everything is kept (Rule 3)."""
+        """Return how much less the tail frees than where everything is kept."""
         all_hold = {level for level in choice if level in self._holding}
         freed = min(self._freed[level][None] for level in choice)
         for number, own in enumerate(choice):
@@ -190,11 +190,8 @@ class Steps:
         return self._freed[level][number] - self._freed[0][number]
 
     def _costs(self, kinds: Sequence[object], measured: Sequence[Measured]) -> list[list[int]]:
-        """Time a region takes on each level more than where it keeps everything.
-
-        Nanoseconds that no measurement sees are added for where they cost the same.
-        """
-        spent = [[self._by_region(spent) for spent in one.rounds] for one in measured]
+        """Return by region and level the time over that of keeping everything."""
+        spent = [self._by_region(one.spent) for one in measured]
         offloads = any(each.moved.out for one in measured for each in one.intervals)
         alike: dict[Any, list[int]] = {}
         for number, kind in enumerate(kinds):
@@ -204,10 +201,9 @@ class Steps:
             alike.setdefault((kind, keeps, is_first), []).append(number)
         found: list[list[int]] = [[]] * len(kinds)
         for (_, keeps, _), numbers in alike.items():
-            more = costs([[[each[n] for n in numbers] for each in own] for own in spent], keeps)
+            more = costs([[own[n] for n in numbers] for own in spent], keeps)
             for number in numbers:
-                last = last_word(keeps, number, self._count)
-                found[number] = list(map(add, more, last))
+                found[number] = more
         return found
 
     def _by_region(self, spent: Spent) -> list[int]:
@@ -298,9 +294,12 @@ _MOST_STATES = 2_000
 
 
 def _front(found: list[Any], target: int) -> list[Any]:
-    """Leave what has less of bytes or cost than any other; of very many, those that differ."""
+    """Drop states that another one beats in bytes and cost; of very many, those that differ little.
+
+    Of equal states the first one stays, in which earlier regions keep less.
+    """
     front: list[Any] = []
-    for state in sorted(found):
+    for state in sorted(found, key=lambda state: state[:2]):
         if not front or state[1] < front[-1][1]:
             front.append(state)
     if len(front) <= _MOST_STATES:

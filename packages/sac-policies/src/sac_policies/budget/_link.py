@@ -132,7 +132,7 @@ def beside_on(device: torch.device, work: Callable[[], object]) -> Run:
         work: queues kernels on the current stream, such as a forward.
 
     Raises:
-        BudgetError: the device is not an accelerator.
+        BudgetError: the device is not an accelerator. Later: host memory has no room for a copy.
     """
     if not is_accelerator(device):
         raise BudgetError(
@@ -146,7 +146,13 @@ def beside_on(device: torch.device, work: Callable[[], object]) -> Run:
 
     def run(copied_bytes: int, direction: Direction) -> Timing:
         main = torch.accelerator.current_stream(device)
-        host = torch.empty(copied_bytes, dtype=torch.uint8, pin_memory=copied_bytes > 0)
+        try:
+            host = torch.empty(copied_bytes, dtype=torch.uint8, pin_memory=copied_bytes > 0)
+        except RuntimeError as error:
+            raise BudgetError(
+                f"sac_policies: {copied_bytes} bytes of pinned host memory cannot be allocated, so "
+                "no copy is measured. Free host memory, or train without offload."
+            ) from error
         there = torch.empty(copied_bytes, dtype=torch.uint8, device=device)
         source, target = (there, host) if direction == "out" else (host, there)
         begin, end, copy_begin, copy_end = (event() for _ in range(4))
@@ -160,6 +166,7 @@ def beside_on(device: torch.device, work: Callable[[], object]) -> Run:
                 copy_end.record(side)
         work()
         end.record(main)
+        main.wait_stream(side)  # also if waiting fails, the copy ends before its memory is freed
         torch.accelerator.synchronize(device)
         copied = copy_begin.elapsed_time(copy_end) / 1e3 if copied_bytes else 0.0
         return Timing(begin.elapsed_time(end) / 1e3, copied)

@@ -1,4 +1,4 @@
-"""Runs a step and reads from the allocator how much memory it took, and between which marks."""
+"""Reads from the allocator how much memory a step takes between marks."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Moved(NamedTuple):
     """Bytes that went to host memory and came back.
 
     Attributes:
-        out: that left.
-        back: that were asked for again.
-        unread: that were let go of, asked for and not read.
+        out: copied to the host.
+        back: copied back.
+        unread: copied back and freed without being read.
     """
 
     out: int = 0
@@ -46,14 +46,14 @@ _NOTHING = Moved()
 
 @dataclass(frozen=True)
 class Interval:
-    """What allocations did between one mark and the next.
+    """Memory between one mark and the next.
 
     Attributes:
-        key: what the mark was given; None before the first.
+        key: of the mark; None before the first.
         grown: bytes in use at its end over those at its start.
         most: the same at its highest; at least 0.
         freed: on CPU, how many bytes it freed of earlier intervals, by their number.
-        moved: what it offloaded.
+        moved: bytes that were offloaded.
     """
 
     key: Any
@@ -64,13 +64,13 @@ class Interval:
 
 
 class Marks:
-    """Divides a step that is measured: whatever runs in it says where something begins.
+    """Divides the memory of a step at marks.
 
     Args:
         device: where the step allocates; CPU, or an accelerator with CUDA's memory statistics.
 
     Attributes:
-        spent: by key, what each interval took, once the step has run; the profiler's part as well.
+        spent: by key, the time of each interval once the step has run, the profiler's included.
     """
 
     spent: Spent
@@ -93,8 +93,8 @@ class Marks:
     def intervals(self, step: Callable[[], object]) -> list[Interval]:
         """Run a step; return what it allocated, divided at its marks.
 
-        The allocator is asked, so temporaries inside operators count. On CPU, what is released of
-        the memory from before is left out: the step could not count on it.
+        Temporaries inside operators count. On CPU, memory from before that the step frees is left
+        out.
         """
 
         def begun() -> None:
@@ -129,20 +129,6 @@ def _between(
 ) -> tuple[int, int, None, Moved]:
     moved = Moved(*map(sub, end[2], start[2]))
     return end[0] - start[0], max(0, end[1] - start[0]), None, moved
-
-
-def peak_growth(step: Callable[[], object], *, device: torch.device) -> int:
-    """Return by how many bytes a step's allocations exceed what was allocated before it.
-
-    Args:
-        step: what is run, once.
-        device: as for `Marks`.
-
-    Example:
-        >>> peak_growth(lambda: torch.ones(100).add(1), device=torch.device("cpu")) >= 800
-        True
-    """
-    return highest(Marks(device).intervals(step))
 
 
 def highest(intervals: Iterable[Interval]) -> int:
@@ -191,7 +177,7 @@ def storage_bytes(tensors: Iterable[torch.Tensor | None], *, device: torch.devic
 def _changes(step: Callable[[], object]) -> list[tuple[int, int] | None]:
     """Address and bytes of each allocation (positive) and release (negative) on the CPU.
 
-    None stands for each mark.
+    Marks are None.
     """
     # Not by `torch.profiler`: torch 2.11 warns there unless it makes an object of each event.
     with _quiet(), profile(profile_memory=True, use_kineto=True) as profiler:
@@ -217,7 +203,7 @@ def _read(profiler: profile) -> list[tuple[int, int] | None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Have the profiler not tell of each start and stop, unless somebody wants it to.
+    """Silence the profiler's messages, unless the environment asks for them.
 
     It reads the variable when it is first used in a process.
     """
@@ -234,10 +220,9 @@ def _quiet() -> Iterator[None]:
 def _divided(
     changes: Iterable[tuple[int, int] | None],
 ) -> list[tuple[int, int, Counter[int]]]:
-    """Follow allocations; return for each interval what it grew by, at its end and at most.
+    """Return for each interval its growth, at its end and at most, and what it freed.
 
-    And how much it freed of which intervals before it. A release of what none of them gave is of
-    older memory.
+    Freed bytes are counted by the interval that allocated them; older memory is left out.
 
     Example:
         >>> _divided([(1, 8), (9, -64), (1, -8), (2, 8), None, (1, 16), (2, -8)])

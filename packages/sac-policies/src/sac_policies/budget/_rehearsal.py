@@ -367,7 +367,7 @@ def _held_behind(call: Call, saved: set[Value]) -> list[torch.Tensor]:
 
 
 def _made(layout: Layout) -> torch.Tensor:
-    """Return a tensor of a layout, in a storage of its own."""
+    """Return a tensor of a layout, in a new storage."""
     if layout.storage < 0:
         return torch.empty(0, dtype=layout.dtype, device="meta")
     if not layout.offset:

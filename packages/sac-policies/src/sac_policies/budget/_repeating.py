@@ -1,4 +1,4 @@
-"""Finds the modules that repeat, the blocks a model is a stack of, and watches what they do."""
+"""Finds the blocks that a model is a stack of, and watches what they do in a step."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def repeating(model: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
-    """Return the outermost modules of which a container has several of one class, by path.
+    """Return the outermost modules of classes of which a container has several, by path.
 
-    Others of these classes are found with them, wherever they are. Modules without children do not
-    count, nor do containers of blocks: their blocks do. Where no container has any, a parent with
-    several of one class will do; else the model is one region.
+    Modules of these classes count wherever they are. Modules without children do not count, nor
+    containers of blocks, whose blocks do. If no container has several of one class, any parent may;
+    else the model is one region.
 
     Example:
         >>> block = lambda: nn.TransformerEncoderLayer(8, 2)
@@ -43,9 +43,9 @@ def repeating(model: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
 
 
 def inside(regions: Sequence[tuple[str, nn.Module]]) -> tuple[tuple[str, nn.Module], ...]:
-    """Return the blocks of lists inside of regions, as of stages; () where no region has a list.
+    """Return the blocks of lists inside regions, such as stages; () if no region has a list.
 
-    A region without such blocks stays, and one that is compiled: Python calls nothing in it.
+    A region without such blocks stays, and a compiled one, in which Python calls nothing.
 
     Example:
         >>> stage = nn.Module()
@@ -74,10 +74,7 @@ def kind_of(module: nn.Module) -> type[nn.Module]:
 
 
 def called_again(model: nn.Module, run: Callable[[], object]) -> tuple[tuple[str, nn.Module], ...]:
-    """Return the outermost modules that one step calls more than once, by path.
-
-    A model that shares its layers has one for all of them. Modules without children do not count.
-    """
+    """Return the outermost modules with children that one step calls more than once, by path."""
     calls: Counter[nn.Module] = Counter()
 
     def count(module: nn.Module, *_: Any) -> None:
@@ -91,11 +88,7 @@ def called_again(model: nn.Module, run: Callable[[], object]) -> tuple[tuple[str
 
 
 def check_compiled(model: nn.Module, regions: Sequence[tuple[str, nn.Module]]) -> None:
-    """Refuse regions within what is compiled as a whole: Python does not call them there.
-
-    Raises:
-        BudgetError: with what is compiled, and what to do.
-    """
+    """Raise a `BudgetError` for regions inside compiled code, where Python does not call them."""
     for path, _ in regions:
         names = path.split(".") if path else []
         for count in range(len(names)):
@@ -147,13 +140,12 @@ def _is_block(module: nn.Module) -> bool:
 
 
 class Seen(WatchingMode):
-    """Notes what runs in each region, and in which order regions begin.
+    """Notes which operators run in each region, and in which order regions begin.
 
     Attributes:
         operators: by path, the costly operators that ran there.
-        wrote: by path, names of the buffers that the region wrote to; None where it put another
-            tensor in the place of one.
-        rewrites: paths of regions that wrote to tensors that they were given.
+        wrote: by path, names of buffers that the region wrote to; None if it replaced one.
+        rewrites: paths of regions that wrote to their arguments.
     """
 
     def __init__(self, regions: Sequence[tuple[str, nn.Module]]) -> None:
@@ -198,7 +190,7 @@ class Seen(WatchingMode):
 
 
 Buffers = dict[str, tuple[torch.Tensor, int, torch.Tensor]]
-"""By name: the buffer, its version, a copy of it; batch norm writes and counts no version."""
+"""By name: the buffer, its version, and a copy, because batch norm's writes count no version."""
 
 
 def _buffers(module: nn.Module) -> Buffers:
@@ -215,5 +207,5 @@ def _changed(before: Buffers, now: Buffers) -> tuple[str, ...] | None:
 def _is_other(
     one: tuple[torch.Tensor, int, torch.Tensor], other: tuple[torch.Tensor, int, torch.Tensor]
 ) -> bool:
-    # Of sparse buffers torch compares nothing; versions tell of what writes to them.
+    # torch cannot compare sparse buffers, but their versions count writes.
     return one[1] != other[1] or (lies_in_storage(one[2]) and not torch.equal(one[2], other[2]))

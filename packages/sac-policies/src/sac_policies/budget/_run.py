@@ -109,7 +109,7 @@ class Save:
 
     Attributes:
         number: of the tensor.
-        read_as: number of the tensor that backward reads in its place.
+        read_as: number of the tensor that backward reads.
         needs_grad: whether it was part of the graph.
     """
 

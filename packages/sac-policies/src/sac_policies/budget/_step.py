@@ -1,4 +1,4 @@
-"""One training step that is run to see how much memory it takes, and leaves nothing behind."""
+"""One training step that is run to measure it, and leaves the model unchanged."""
 
 from __future__ import annotations
 
@@ -18,24 +18,20 @@ from ._agree import check_equal, largest, largest_each
 from ._measure import Interval, Marks, Moved, free_bytes, highest, storage_bytes
 from ._optimizer import check_optimizer, existing_bytes, state_bytes
 from ._run import BACKWARD
-from ._times import Clock, Spent
+from ._times import Spent
 
 Loss = Callable[[Any], torch.Tensor]
 
 
 class Marked(Protocol):
-    """Notes where something begins in a step."""
+    """Divides a step at marks."""
 
     def mark(self, key: Any) -> None:
-        """Note it."""
+        """Begin an interval."""
 
 
 def check_step(where: str, model: object, loss: object) -> None:
-    """Refuse what is no module, and a loss that cannot be called.
-
-    Raises:
-        BudgetError: with what is needed.
-    """
+    """Raise a `BudgetError` for a model that is no module, or a loss that cannot be called."""
     if not isinstance(model, nn.Module):
         raise BudgetError(
             f"sac_policies.{where}: model {shown(model)} is a {type(model).__name__}, but the "
@@ -61,10 +57,10 @@ class Step:
     Attributes:
         where: the public function, for messages.
         model: the model.
-        device: where its parameters are.
+        device: of its parameters.
 
     Raises:
-        BudgetError: `optimizer` is none, or its state is not known.
+        BudgetError: `optimizer` is not an optimizer, or its state is not known.
     """
 
     def __init__(
@@ -111,10 +107,10 @@ class Step:
         return self.model(*self._args, **self._kwargs)
 
     def settle_buckets(self) -> None:
-        """Have DDP make the buckets it keeps before a step is measured. Collective.
+        """Run a step in which DDP makes the buckets that it keeps. Collective.
 
-        It makes them again in the forward that follows its first backward, in whose order they
-        are. They are as many bytes as the gradients, and are there before each later step.
+        It makes them again in the forward after its first backward. They have as many bytes as the
+        gradients, and exist before each later step.
         """
         if any(isinstance(each, DistributedDataParallel) for each in self.model.modules()):
             self.run(self.model)
@@ -123,8 +119,8 @@ class Step:
     def intervals(self, call: Callable[..., Any], marks: Marks) -> list[Interval]:
         """Run a step; return what it allocated, the most of all ranks. Collective.
 
-        An interval `BACKWARD` begins where forward has ended. Of what was freed only that is
-        told which the interval before it freed.
+        An interval `BACKWARD` begins where forward has ended; `freed` is only there in the one
+        before it.
         """
         self._settle()
         own = marks.intervals(lambda: self.run(call, marks))
@@ -143,12 +139,8 @@ class Step:
             found[at] = replace(found[at], freed=dict(enumerate(sizes)))
         return found
 
-    def times(self, call: Callable[..., Any], clock: Clock) -> Spent:
-        """Run a step; return what each interval takes, the most of all ranks. Collective."""
-        return self.most(clock.spent(lambda: self.run(call, clock)))
-
     def most(self, spent: Spent) -> Spent:
-        """The most of what each interval takes on any rank. Collective."""
+        """Return the longest time of each interval on any rank. Collective."""
         return dict(zip(spent, largest_each(list(spent.values())), strict=True))
 
     def resident(self) -> int:
@@ -158,7 +150,7 @@ class Step:
     def available(self) -> int:
         """Bytes that a step may take on its accelerator, the least of all ranks. Collective.
 
-        What is free, and what a step has in memory already: its tensors, gradients, and state.
+        Free bytes, and those of the step's tensors, gradients, and optimizer state.
         """
         tensors = [*self._tensors(), *(p.grad for p in self.model.parameters())]
         state = existing_bytes(self._optimizer, self.device) if self._optimizer else 0
@@ -171,11 +163,7 @@ class Step:
         return any(is_fake(each) for each in self._tensors())
 
     def check_data(self) -> None:
-        """Refuse tensors without data, where steps are measured.
-
-        Raises:
-            BudgetError: with what measures none.
-        """
+        """Raise a `BudgetError` for tensors without data: steps are measured."""
         if self.is_dry:
             raise BudgetError(
                 f"sac_policies.{self.where}: the model or its batch has no data (fake, or on the "
@@ -195,11 +183,10 @@ class Step:
         return storage_bytes(self._tensors(), device=self.device) + self.optimizer_bytes()
 
     def _settle(self) -> None:
-        """Leave nothing of the step before in memory."""
+        """Free what the step before has left."""
         self._clear()
         if is_accelerator(self.device):
-            # A device's thread lets go of a backward when it takes up the next one, and of that
-            # next one maybe while the step runs: it is of no bytes.
+            # A device's thread frees a backward when it takes up the next one; this one is empty.
             none = torch.zeros(0, device=self.device, requires_grad=True)
             torch.autograd.grad(none * 1.0, none, grad_outputs=none.detach())
 
@@ -209,7 +196,7 @@ class Step:
 
     @contextmanager
     def leaving_the_model(self) -> Iterator[None]:
-        """Put gradients, buffers and random state back at the end, an interrupted one included."""
+        """Restore gradients, buffers and random state at the end, also after an interrupt."""
         grads = [(p, p.grad) for p in self.model.parameters()]
         buffers = [(b, b.clone()) for b in self.model.buffers()]
         forked: dict[str, Any] = {"devices": []}

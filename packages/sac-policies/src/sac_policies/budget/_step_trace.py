@@ -76,7 +76,7 @@ def profile_step(
     Runs up to three forwards and one backward. Collective where a process group is initialised.
 
     Args:
-        model: on the device it trains on, in the mode it trains in; left as it was. Where its
+        model: on the device it trains on, in the mode it trains in; it does not change. Where its
             parameters and the batch are fake (`FakeTensorMode`), nothing is allocated.
         batch: a tuple of its arguments, a dict of its keyword arguments, or its one argument.
         loss: from the model's output to a scalar; by default its own loss, else the sum of its

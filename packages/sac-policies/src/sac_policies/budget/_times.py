@@ -1,16 +1,8 @@
-"""What levels cost in training: the time of steps, divided as their memory is.
+"""Times what levels cost, where memory is measured.
 
-Rule 1. A step that is clocked is as those of training are: nobody watches its memory, what engines
-        learn from forwards is learned, and no garbage is collected in it.
-Rule 2. On the CPU it is the thread's own time, which others' work does not count in; backward runs
-        in the thread that calls it.
-Rule 3. Levels are clocked in rounds, and the fastest counts: what disturbs a step makes it slower.
-        Two levels are held against each other in each round. Where they differ by less than the
-        rounds do in that, the one that keeps less costs no more than the other. Of four rounds and
-        more the two that say the most and the least of that do not count: others' work comes and
-        goes, and a short one hits one level and not the next.
-Rule 4. Steps that are long would be waited for, and the profiler weighs little in them: those are
-        clocked whose memory is seen, and no others.
+On the CPU the clock is per-thread CPU time, so other processes do not count; backward runs in the
+calling thread. No garbage is collected meanwhile. Regions that are alike are timed together: a
+short disturbance hits one of them.
 """
 
 from __future__ import annotations
@@ -26,14 +18,13 @@ import torch
 
 Spent = Mapping[Any, int]
 """By key, nanoseconds until the next mark."""
-_LEAST_ROUNDS, _MOST_ROUNDS, _LONG_NS = 2, 5, 250_000_000
-"""Steps that are clocked on a level, more than the least until they take so long; and what a
-profiled round of all levels takes at most for that."""
+_NEAR = 50
+"""Levels are as fast as another within one part in so many of the plain time."""
 
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Have garbage be collected later."""
+    """Delay garbage collection."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -44,10 +35,10 @@ def no_collection() -> Iterator[None]:
 
 
 class Clock:
-    """Divides a step that is clocked: whatever runs in it says where something begins.
+    """Divides the time of a step at marks.
 
     Args:
-        device: what is waited for at each mark; CPU, or an accelerator.
+        device: CPU, or an accelerator that is synchronized at each mark.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -74,79 +65,31 @@ class Clock:
         return time.perf_counter_ns()
 
 
-def are_long(profiled: Sequence[Spent]) -> bool:
-    """Whether steps under the profiler, one on each level, tell what levels cost (Rule 4)."""
-    return sum(sum(spent.values()) for spent in profiled) > _LONG_NS
-
-
-def clocked_in_rounds(levels: int, clocked: Callable[[int], Spent]) -> list[list[Spent]]:
-    """Return by level what its steps took, clocked in turn: a machine gets slower in between.
-
-    Args:
-        levels: how many there are.
-        clocked: runs a step on a level; ranks must get the same from it.
-    """
-    found: list[list[Spent]] = [[] for _ in range(levels)]
-    order = list(range(levels))
-    total = 0
-    while len(found[0]) < _LEAST_ROUNDS or (len(found[0]) < _MOST_ROUNDS and total < _LONG_NS):
-        for level in order:
-            found[level].append(clocked(level))
-            total += sum(found[level][-1].values())
-        order.reverse()
-    return found
-
-
-def costs(rounds: Sequence[Sequence[Sequence[int]]], kept: Sequence[int]) -> list[int]:
+def costs(spent: Sequence[Sequence[int]], kept: Sequence[int]) -> list[int]:
     """Return by level how many nanoseconds more regions that are alike take than on the first.
 
+    A level that keeps less costs no more than another if it is at most 2 % of the plain time
+    slower. Levels that checkpoint cost at least one nanosecond.
+
     Args:
-        rounds: by level, then by round, the nanoseconds of each region.
+        spent: by level, the nanoseconds of each region.
         kept: bytes that a region keeps, by level.
 
-    Returns:
-        Numbers of at least 0, the same for levels that repeats do not tell apart (Rule 3).
-
     Example:
-        >>> costs([[[10, 10]], [[40, 60]], [[30, 30]]], [9, 4, 2])
-        [0, 40, 20]
-        >>> costs([[[10]] * 2, [[40], [42]], [[41], [41]]], [9, 4, 2])
-        [0, 30, 30]
+        >>> costs([[500, 500], [530, 550], [520, 520]], [9, 4, 2])
+        [0, 41, 21]
+        >>> costs([[500], [530], [540]], [9, 4, 2])
+        [0, 31, 31]
     """
-    times = [[int(median(each)) for each in own] or [0] for own in rounds]
-    more = [max(0, min(own) - min(times[0])) for own in times]
+    times = [int(median(own or [0])) for own in spent]
+    near = times[0] // _NEAR
+    more = [max(0, each - times[0]) + 1 for each in times]
+    others = range(1, len(more))
 
     def is_as_fast(level: int, other: int) -> bool:
-        differ = sorted(one - two for one, two in zip(times[level], times[other], strict=True))
-        if len(differ) > 3:
-            differ = differ[1:-1]
-        doubt = differ[-1] - differ[0]
-        return kept[level] < kept[other] and abs(more[level] - more[other]) < doubt
+        return kept[level] < kept[other] and more[level] - more[other] <= near
 
-    others = range(1, len(more))
-    return more[:1] + [
+    return [0] + [
         min(more[each] for each in others if each == level or is_as_fast(level, each))
         for level in others
     ]
-
-
-def last_word(kept: Sequence[int], number: int, count: int) -> list[int]:
-    """Return by level the nanoseconds that decide where regions cost the same.
-
-    Keeping everything comes before all, then what keeps least. Of regions alike the first is to
-    keep less than the next.
-
-    Args:
-        kept: bytes that the region keeps, by level.
-        number: of the region.
-        count: of all regions.
-
-    Example:
-        >>> [last_word([9, 4, 2, 4], number, 2) for number in (0, 1)]
-        [[0, 5, 3, 7], [0, 7, 6, 8]]
-    """
-    order = sorted(range(1, len(kept)), key=lambda level: (-kept[level], -level))
-    found = [0] * len(kept)
-    for place, level in enumerate(order, 1):
-        found[level] = place * (number + 1) + (len(order) - place) * (count + 1)
-    return found

@@ -6,7 +6,6 @@ compiler chose without knowing of a region.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable
@@ -17,8 +16,8 @@ from typing import Any, Protocol
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from .._torch_compat._dispatch import HOOKS_PASSED_BY, LETS_COMPILE
-from .._torch_compat._module_calls import called_at, is_compiled
+from .._torch_compat._dispatch import HOOKS_PASSED_BY
+from .._torch_compat._module_calls import called_at
 from ..policies._modules import ModulePath
 from ..policies._names import NAME_OP
 from ..policies._policies import Policy
@@ -35,7 +34,7 @@ class Region(Protocol):
 
 
 class _Call:
-    """Takes the place of what a compiled module runs, while regions around it are open."""
+    """Replaces what a compiled module runs while regions around it are open."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.place = module, called_at(module)
@@ -55,7 +54,7 @@ class _Call:
             return _run(self.inner, args, kwargs, regions[-1])
 
     def restore(self) -> None:
-        """Give the module what was there, unless a region is open."""
+        """Restore the module, unless another region is open."""
         with _lock:
             if any(self.regions.values()) or vars(self.module).get(self.place) is not self:
                 return
@@ -73,8 +72,8 @@ def follow_compiled(modules: list[nn.Module], region: Region, until: ExitStack) 
 
     Args:
         modules: none inside another.
-        region: the one that is open.
-        until: closed when it ends. An interrupt of that leaves at most calls without a region.
+        region: the open region.
+        until: closed when the region ends. If that is interrupted, calls without a region remain.
     """
     for module in modules:
         with _lock:
@@ -83,18 +82,6 @@ def follow_compiled(modules: list[nn.Module], region: Region, until: ExitStack) 
             regions.append(region)
         until.callback(call.restore)
         until.callback(regions.pop)
-
-
-def compiled_in(module: nn.Module | None) -> list[nn.Module]:
-    """List the compiled modules in a tree, none inside another.
-
-    None where torch runs compiled code eagerly under a dispatch mode.
-    """
-    if module is None or not LETS_COMPILE or "torch._dynamo" not in sys.modules:
-        return []
-    if is_compiled(module):
-        return [module]
-    return [each for child in module.children() for each in compiled_in(child)]
 
 
 def _call_of(module: nn.Module) -> _Call:
@@ -121,7 +108,7 @@ def _run(
 
 
 def _keeps_all(region: Region) -> bool:
-    """Whether the policy keeps any operator there, as one that it does not name."""
+    """Whether the policy keeps even an operator that it does not name."""
     module = "" if region.path is None else region.path.now
     answer = region.policy.decide(OpView(NAME_OP, 0, None, (), {}, module, None, RegionState()))
     return answer is not None and answer.keeps

@@ -14,6 +14,7 @@ Invariants:
   the device waits for all copies, so what a region holds does not depend on the regions after it.
 - When backward first reads a region, the copies of that region and of the region before it start
   back.
+- Host memory that cannot be had is no error: the value stays on the device.
 - An in-place change of an offloaded tensor is an error, however far its copy is.
 - During graph capture, events are not queried: that would end the capture.
 """
@@ -37,6 +38,10 @@ from ._moved_stats import counters
 
 _streams: dict[torch.device, tuple[torch.Stream, torch.Stream]] = {}
 _measured = [0]  # how many measure memory; a backward's threads ask, too
+
+
+class NoHostMemoryError(Exception):
+    """Host memory has no room for a copy."""
 
 
 class MovedTensor:
@@ -79,7 +84,10 @@ class MovedTensor:
             self._stream = torch.accelerator.current_stream(self.home)
             self._captured = _is_capturing(self._stream)
             refuse_old_torch(self._captured)
-            self.host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            try:
+                self.host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            except RuntimeError as error:  # torch has no class of its own for this
+                raise NoHostMemoryError from error
             self._number = counters.out(tensor.nbytes)
             # Shares the tensor's version, also when its bytes are gone.
             self._guard: torch.Tensor | None = alias(tensor)
@@ -206,13 +214,6 @@ def is_movable(tensor: torch.Tensor) -> bool:
         and tensor.device.type not in ("cpu", "meta")
         and tensor.layout is torch.strided
     )
-
-
-def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy to pinned host memory; the bytes are there when it returns."""
-    with no_dispatch():
-        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        return host.copy_(tensor)
 
 
 class Leaving(threading.local):

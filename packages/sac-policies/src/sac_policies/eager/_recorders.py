@@ -390,23 +390,25 @@ def _returns_one(schema: Any) -> bool:
     return len(schema.returns) == 1 and str(schema.returns[0].type) == "Tensor"
 
 
-class Table(dict[Operator, Run]):
-    """Operator to what runs its calls, filled as operators appear.
+class Table:
+    """The recorders of one policy, made as operators appear.
 
     Attributes:
         policy: what decides.
-        recorders: the recorder of each operator that appeared.
+        runs: what runs the calls of an operator, by its id: hashing an operator runs Python.
+        recorders: by operator.
     """
 
     def __init__(self, policy: Policy) -> None:
-        super().__init__()
         self.policy = policy
+        self.runs: dict[int, Run] = {}
         self.recorders: dict[Operator, Recorder] = {}
 
-    def __missing__(self, op: Operator) -> Run:
-        recorder = self.recorders[op] = Recorder(op, self.policy)
-        run = self[op] = recorder.run
-        return run
+    def run_of(self, op: Operator) -> Run:
+        """Return what runs the calls of an operator."""
+        recorder = self.recorders.get(op) or Recorder(op, self.policy)
+        self.recorders[op], self.runs[id(op)] = recorder, recorder.run
+        return recorder.run
 
 
 @lru_cache(maxsize=256)

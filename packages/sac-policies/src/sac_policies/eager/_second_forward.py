@@ -1,23 +1,21 @@
-"""A function that runs a second time in backward, and of whose first run nothing is kept.
+"""Checkpoint a function by running it again in backward.
 
-torch's checkpoint does so wherever a function runs; this takes its place where it may, for less
-than half of what torch's adds to each value that is saved.
+Equivalent to `torch.utils.checkpoint` (non-reentrant), with less than half of its overhead per
+saved tensor. Used only where nothing else observes the recomputation: no saved-tensor hooks,
+dispatch modes or functorch transforms.
 
-Rule 1. The n-th value that the second run saves is the n-th of the first: its shape, dtype and
-        device are compared. With the last one the second run ends, unless the first was run under
-        `set_checkpoint_early_stop(False)`: then the function is run to its end. An operator may
-        save a tensor before it writes it, as `rrelu` does with its noise: then the second run goes
-        on to the next value that is saved, or to the end.
-Rule 2. A value that was made again belongs to whom it was saved for, and is let go when that is
-        read. Another backward runs the function again.
-Rule 3. What the function is given is held, with its version, and so are the parameters that it
-        saves: what was written to since is refused. Hooks of saved tensors would have to see what
-        it is given, so there are none around.
-Rule 4. Random numbers and autocast are those of the first run.
-Rule 5. Where it is asked for, the bits of saved values are compared too, at the end of both runs:
-        a second run may draw other random numbers from a generator that is not restored. Integers
-        are not compared, nor on accelerators what needs no gradient: kernels leave seeds that they
-        do not need, workspaces and the padding of sums unwritten.
+Invariants:
+- The n-th tensor saved by the second run replaces the n-th of the first. Shape, dtype and device
+  are compared. The second run stops at the last of them.
+- An operator may save a tensor before it writes it, as `rrelu` does with its noise. Then the second
+  run goes on to the next saved tensor, or to the end.
+- A recomputed tensor is dropped when it has been read. Another backward runs the function again.
+- Inputs are held with their versions, and so are the parameters that forward saves. Backward raises
+  if one was modified in place since.
+- Random numbers and autocast are those of the first run.
+- On request, bits of saved tensors are compared: a second run may draw other numbers from a
+  generator that is not restored. Integers are not compared, nor on accelerators tensors that need
+  no gradient: kernels leave unused seeds, workspaces and padding unwritten.
 """
 
 from __future__ import annotations
@@ -40,7 +38,6 @@ from .._torch_compat import (
     pop_hooks,
     push_hooks,
     saved_tensor_hooks,
-    stops_early,
 )
 from .._torch_compat._nested import compared_shape
 from ._ambient_state import AmbientState
@@ -49,11 +46,11 @@ from ._guards import Guard
 T = TypeVar("T")
 Facts = tuple[tuple[int, ...], torch.dtype, torch.device]
 Around = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-"""What the first run is in, and the second."""
+"""Contexts of the first and the second run."""
 
 
 def is_possible(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether `run` does what torch's checkpoint would: nothing else looks at what it runs."""
+    """Whether nothing else observes the recomputation."""
     return (
         torch.is_grad_enabled()
         and saved_tensor_hooks() is None
@@ -74,15 +71,15 @@ def run(
     """Call `function` so that backward calls it again.
 
     Args:
-        function: what is run.
-        tensors: its arguments; whatever else it reads is to be the same in both runs.
-        name: what errors call it.
-        around: what both runs are in; None for nothing.
-        compares: whether bits of what both runs save are compared.
+        function: must read nothing that changes between the runs, besides its arguments.
+        tensors: its arguments.
+        name: the function's name in errors.
+        around: contexts of the first and the second run.
+        compares: whether the bits of saved tensors are compared.
 
     Raises:
-        RecomputeError: in backward, where the second run saves other values.
-        MutationError: in backward, where an argument or a parameter was written to since.
+        RecomputeError: in backward, if the second run saves other tensors.
+        MutationError: in backward, if an argument or a parameter was modified in place.
     """
     first, second = (nullcontext(), nullcontext()) if around is None else around
     region = _Region(function, tensors, name, second, compares)
@@ -97,7 +94,7 @@ def run(
 
 
 class _Saved:
-    """Stands in the graph for a value; has it from the second run until it is read (Rule 2)."""
+    """Replaces a saved tensor in the graph; holds it from the second run until it is read."""
 
     __slots__ = ("__weakref__", "value")
 
@@ -106,7 +103,7 @@ class _Saved:
 
 
 class _Region:
-    """One call of a function. It lives as long as what it saved."""
+    """One call of a function; the graph keeps it alive through what it saved."""
 
     def __init__(
         self,
@@ -119,7 +116,6 @@ class _Region:
         self.name = name
         self._compared: list[tuple[torch.Tensor | None, int]] | None = [] if compares else None
         self.guards: list[Guard | None] = []
-        self.stops_early = stops_early()
         self.saved: list[ref[_Saved]] = []
         self.facts: list[Facts] = []
         self._may_be_unwritten: list[bool] = []
@@ -147,13 +143,11 @@ class _Region:
 
     @property
     def stops_at_last(self) -> bool:
-        """Whether the second run ends with its last value: none of the last three, which one
-        operator may save together, may have to be written yet.
-        """
-        return self.stops_early and not any(self._may_be_unwritten[-3:])
+        """Whether the last saved tensor is complete: one operator may save the last three."""
+        return not any(self._may_be_unwritten[-3:])
 
     def ended(self) -> None:
-        """Note what the function left: it may have drawn no numbers, or clipped its weights."""
+        """Note the state after forward, which may have written parameters or drawn numbers."""
         self._ambient.settle()
         self._versions = [parameter._version for parameter in self._parameters]
         if self._compared is not None:
@@ -175,8 +169,8 @@ class _Region:
             try:
                 self._function(*(tensor for tensor, _ in self._tensors))
             except Exception:
-                # What ends it may come back as another, of a function that looks at its errors.
-                if not (second.has_ended and second.was_stopped):
+                # A function that handles errors may raise another one when it is stopped.
+                if not second.has_ended:
                     raise
             finally:
                 pop_hooks()
@@ -188,7 +182,7 @@ class _Region:
         for at, (tensor, version) in enumerate(self._tensors):
             if tensor._version != version:
                 raise self._written(f"tensor {at} that {self.name} was given", tensor, version)
-        # While the forward still runs, and differentiates, none is noted yet.
+        # A gradient inside forward comes before versions of parameters are noted.
         for tensor, version in zip(self._parameters, self._versions, strict=False):
             if tensor._version != version:
                 shape = tuple(tensor.shape)
@@ -202,12 +196,12 @@ class _Region:
         )
 
 
-class _SecondRunEnds(Exception):
-    """All is there; an `Exception`, so that what functions do at their end is done."""
+class _StopRun(Exception):
+    """Ends the second run; an `Exception`, so that `finally` and `except` blocks run."""
 
 
 class _Second:
-    """What one second run saves, handed to whom the first saved it for (Rule 1)."""
+    """Hands the tensors that a second run saves to the graph of the first."""
 
     def __init__(self, region: _Region) -> None:
         self._region, self._count = region, 0
@@ -215,21 +209,13 @@ class _Second:
 
     @property
     def has_ended(self) -> bool:
-        """Whether what it would save from now on is nobody's."""
+        """Whether all tensors are there, or one differed."""
         return self._error is not None or self._count >= len(self._region.saved)
-
-    @property
-    def was_stopped(self) -> bool:
-        """Whether what ended it was this, and not the function."""
-        return self._region.stops_early or self._error is not None
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         at, region = self._count, self._region
-        if self.has_ended:  # the function went on
-            if self.was_stopped:
-                raise _SecondRunEnds
-            self._count = at + 1
-            return tensor.detach() if tensor.requires_grad else tensor
+        if self.has_ended:
+            raise _StopRun
         found = (compared_shape(tensor), tensor.dtype, tensor.device)
         if found != region.facts[at]:
             self._error = RecomputeError(
@@ -243,11 +229,11 @@ class _Second:
             saved.value = value
         self._count = at + 1
         if region.stops_at_last and self._count == len(region.saved):
-            raise _SecondRunEnds
-        return value  # for a gradient that the function itself takes
+            raise _StopRun
+        return value  # for a gradient inside the function
 
     def compare(self) -> None:
-        """Compare bits with the first run, before buffers are put back (Rule 5)."""
+        """Compare bits with the first run, before buffers are restored."""
         if self._error is not None:
             return
         for at, (saved, guard) in enumerate(
@@ -258,7 +244,7 @@ class _Second:
                 guard.check(found.value, partial(self._differs, at))
 
     def settle(self) -> None:
-        """Raise what a function may have hidden, or where it saved too little."""
+        """Raise an error that the function caught, or for too few saved tensors."""
         if self._error is not None:
             raise self._error
         if self._count != len(self._region.saved):
@@ -281,7 +267,7 @@ _HELP = (
 
 
 def _guard_of(tensor: torch.Tensor | None, version: int) -> Guard | None:
-    """Note the bits of a tensor; None where it was written to since, or has no plain memory."""
+    """Guard a tensor; None if it was modified since, or is not strided memory."""
     if tensor is None:
         return None
     is_dense = tensor.layout is torch.strided and not tensor.is_nested

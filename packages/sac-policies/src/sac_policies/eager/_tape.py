@@ -29,6 +29,7 @@ from .._torch_compat import (
     push_hooks,
 )
 from .._torch_compat._dispatch import LETS_COMPILE, is_wrapper, no_dispatch, unseen_alias
+from .._torch_compat._module_calls import compiled_in
 from ..policies._decisions import Decision
 from ..policies._modules import ModulePath, named_root
 from ..policies._names import NAME_OP, listening
@@ -36,11 +37,11 @@ from ..policies._policies import DEPENDS, Policy
 from ..policies._unmatched import Watch
 from ..policies._views import Operator, OpView, RegionState, RegionSummary
 from ._aliasing import UNVERSIONED, copy_of, storage_of, tensors_among, version_of
-from ._compiled_calls import compiled_in, follow_compiled
+from ._compiled_calls import follow_compiled
 from ._fsdp import Ranges
 from ._guards import Guard
 from ._masks import UNPACK, packed, takes
-from ._moved import MovedTensor, is_movable, leaving, to_host
+from ._moved import MovedTensor, NoHostMemoryError, is_movable, leaving
 from ._recorders import Recorder, Table
 from ._values import Call, Replay, Value, changed, want
 
@@ -95,7 +96,8 @@ class Region:
         self.kept: set[Operator] = set()
         self.inside: set[Operator] = set()
         self.path = ModulePath(named_root(root)) if policy.reads_modules else None
-        self.compiled = compiled_in(root)
+        # Up to torch 2.9 compiled code runs eagerly under a dispatch mode.
+        self.compiled = compiled_in(root) if LETS_COMPILE and root is not None else []
         self.observer = observer
 
     def view(
@@ -192,7 +194,7 @@ class Tape(TorchDispatchMode):
     def __init__(self, region: Region, outer: Hooks | None) -> None:
         super().__init__()
         self.region = region
-        self._run_of = region.table
+        self._runs = region.table.runs
         self._outer = outer
         self._is_open = True
         self._known: dict[int, _Seen] = {}
@@ -236,13 +238,13 @@ class Tape(TorchDispatchMode):
     ) -> Any:
         """Call a function of a region inside this one, whose policy decides meanwhile."""
         before = self.region
-        self.region, self._run_of = region, region.table
+        self.region, self._runs = region, region.table.runs
         try:
             with ExitStack() as until:
                 region.follow(until, self._named)
                 return function(*args, **kwargs)
         finally:
-            self.region, self._run_of = before, before.table
+            self.region, self._runs = before, before.table.runs
             before.inside |= region.inside | region.table.recorders.keys()
 
     def takes_hooks(self, hooks: Hooks | None) -> bool:
@@ -254,7 +256,6 @@ class Tape(TorchDispatchMode):
         self._is_open = False
         self._known.clear()
         self._marked.clear()
-        offloaded = {id(value) for value in (each() for each in self._pending) if value}
         self._pending.clear()
         if leaving.region_ended():
             self._earlier, leaving.region = leaving.region, ref(self)
@@ -271,11 +272,7 @@ class Tape(TorchDispatchMode):
         self._holders = []
         pack, unpack = outer
         for value, tensor in zip(live, held, strict=True):
-            if not value.readers or tensor is None:
-                continue
-            if id(value) in offloaded and tensor.device.type not in ("cpu", "meta"):
-                value.boxed = partial(_from_host, unpack, pack(to_host(tensor)), tensor.device)
-            else:
+            if value.readers and tensor is not None:
                 packed = pack(tensor)
                 value.boxed = partial(_unpacked, unpack, packed, _alias_in(packed, tensor))
 
@@ -455,7 +452,7 @@ class Tape(TorchDispatchMode):
         view = region.view(NAME_OP, index, tensor, (tensor, label), {}, label)
         answer = region.policy.decide(view)
         if region.observer is not None:
-            region.table[NAME_OP]
+            region.table.run_of(NAME_OP)
             region.observer.called(region.table.recorders[NAME_OP], index, tensor)
         if answer is None or not answer.keeps:
             return
@@ -478,7 +475,7 @@ class Tape(TorchDispatchMode):
     def _start_copies(self) -> None:
         """Start to copy the values to be offloaded that backward reads."""
         if self._outer is not None:
-            return  # the hooks around the region are given copies when it ends
+            return  # the hooks around the region decide where tensors lie
         waiting = []
         for each in self._pending:
             value = each()
@@ -493,7 +490,10 @@ class Tape(TorchDispatchMode):
     def _move(self, value: Value, tensor: torch.Tensor) -> None:
         if is_fake(tensor) or not is_movable(tensor):
             return
-        moved = MovedTensor(tensor)
+        try:
+            moved = MovedTensor(tensor)
+        except NoHostMemoryError:
+            return
         if self.region.observer is not None:
             self.region.observer.moved(tensor)
         value.held, value.boxed = None, moved.read
@@ -585,7 +585,8 @@ def _dispatch(
         out = func(*args, **kwargs) if kwargs else func(*args)
         self.follow_range(func, args)
         return out
-    return self._run_of[func](self, args, kwargs or {})
+    run = self._runs.get(id(func)) or self.region.table.run_of(func)
+    return run(self, args, kwargs or {})
 
 
 install_dispatch(Tape, _dispatch)
@@ -614,13 +615,6 @@ _ended: WeakSet[Tape] = WeakSet()
 
 def _nothing() -> None:
     """Stand for the region before the first that offloads."""
-
-
-def _from_host(
-    unpack: Callable[[Any], torch.Tensor], packed: Any, device: torch.device
-) -> torch.Tensor:
-    """Copy back what hooks around a region were given of an offloaded tensor."""
-    return unpack(packed).to(device)
 
 
 def _alias_in(packed: Any, tensor: torch.Tensor) -> tuple[torch.Tensor, int] | None:

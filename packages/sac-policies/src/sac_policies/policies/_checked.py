@@ -38,10 +38,12 @@ def check_texts(texts: tuple[object, ...], what: str, *, where: str) -> None:
         )
     for text in texts:
         if not (isinstance(text, str) and text):
+            hint = "Write for example 'attn'."
+            if isinstance(text, (list, tuple, set)):
+                hint = f"Pass each as an argument of its own: {where}(*names)."
             raise PolicyError(
                 f"sac_policies.{where}: {what} {shown(text)} is a {type(text).__name__}, but a "
-                f"{what} is text that is not empty. Pass several as separate arguments, not as a "
-                "list."
+                f"{what} is text that is not empty. {hint}"
             )
 
 

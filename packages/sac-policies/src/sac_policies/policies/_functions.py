@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 from .._errors import DecisionError, PolicyError, shown
 from .._frames import user_line
+from . import _builders
 from ._builders import offload, recompute_all, recompute_ops, save_ops, scoped
+from ._catalogue import Group
 from ._decisions import Decision, from_torch
 from ._policies import Answer, Policy, first_match
 from ._views import OpView, RegionSummary
@@ -18,7 +20,7 @@ from ._views import OpView, RegionSummary
 PolicyFunction = Callable[..., Any]
 """(ctx, op, *args, **kwargs) -> CheckpointPolicy or bool; `ctx` is an `OpView`."""
 
-PolicyLike = Policy | PolicyFunction | str | list[Any] | Mapping[Any, Any]
+PolicyLike = Policy | PolicyFunction | str | Group | list[Any] | Mapping[Any, Any]
 """What `as_policy` reads."""
 
 _INSIDE = " :: "
@@ -26,6 +28,13 @@ _RULES = {
     Decision.SAVE: save_ops,
     Decision.OFFLOAD: offload,
     Decision.RECOMPUTE: recompute_ops,
+}
+
+
+_MAKERS = {
+    name: each
+    for name, each in vars(_builders).items()
+    if getattr(each, "__module__", "") == _builders.__name__ and not name.startswith("_")
 }
 
 
@@ -88,7 +97,7 @@ def as_policy(given: PolicyLike) -> Policy:
 
     Args:
         given: a policy; a function (ctx, op, *args, **kwargs) -> CheckpointPolicy or bool; an
-            operator to save, or a list of them, as for `save_ops`; or a dict from operators to
+            operator or group to save, or a list of them, as for `save_ops`; or a dict from them to
             decisions, of which the first that names an operator decides. A decision is a
             `Decision`, its word ("save", "offload", "recompute"), a CheckpointPolicy or a bool.
             "PATHS :: OPERATOR", in a list or a dict, is an operator inside modules, as for
@@ -107,7 +116,13 @@ def as_policy(given: PolicyLike) -> Policy:
     """
     if isinstance(given, Policy):
         return given
-    if isinstance(given, str):
+    name = given if isinstance(given, str) else getattr(given, "__name__", None)
+    if name in _MAKERS and given in (name, _MAKERS[name]):
+        raise PolicyError(
+            f"sac_policies.checkpoint: policy {shown(given)} is the name of a function, but the "
+            f"policy that it returns is needed. Call it: policy=sac_policies.{name}(...)."
+        )
+    if isinstance(given, (str, Group, OpOverload, OpOverloadPacket, HigherOrderOperator)):
         return _rule(given, Decision.SAVE)
     if isinstance(given, Mapping):
         rules = [_rule(entry, _decision(entry, found)) for entry, found in given.items()]

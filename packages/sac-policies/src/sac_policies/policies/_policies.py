@@ -111,6 +111,18 @@ class Policy(ABC):
         """Modules and tensors that this policy names and `seen` lacks; they are errors."""
         return tuple(name for part in self.parts for name in part.missing(seen))
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse to be called, as by code that takes a policy for a function.
+
+        Raises:
+            PolicyError: with what to pass instead.
+        """
+        raise PolicyError(
+            f"sac_policies.Policy: {shown(self)} is called, but a policy is a value. Call "
+            "sac_policies.checkpoint(function, *args, policy=policy), or pass "
+            "context_fn=sac_policies.context_fn(policy) to torch's checkpoint."
+        )
+
     def __or__(self, other: Policy) -> Policy:
         return Union(self, other) if isinstance(other, Policy) else NotImplemented
 

@@ -94,12 +94,17 @@ class Watch:
         """Say what is missing, where it was written, and what there is instead (Rule 2)."""
         first = self.missing[0]
         known = first.known(self._seen)
-        hint = did_you_mean(first.entry, known, otherwise=_listed(sorted(known)))
+        if first.kind == "module":
+            rule, none = "paths start below the checkpointed module", "It has no modules."
+        else:
+            rule = f"forward must call checkpoint_name(tensor, {first.entry!r}) in a region"
+            none = "No tensor was named."
+        there = _listed(sorted(known)) if known else none
         return UnmatchedNameError(
             f"sac_policies.{first.rule}: {first.kind} {first.entry!r} (written at {first.line}) "
-            "is in no region of the forward that ended, but a policy's names are those of its "
-            f"regions; paths start below the module that is checkpointed. {hint} If some models "
-            "lack it, pass missing_ok=True."
+            f"is in no region of the forward that ended, but {rule}. "
+            f"{did_you_mean(first.entry, known, otherwise=there)} If some models lack it, pass "
+            "missing_ok=True."
         )
 
 
@@ -164,7 +169,7 @@ def _hint(entry: str, ran: list[str]) -> str:
     if call is not None:
         return f"A plan lists it: it is for a function that calls {call[1]} more often."
     if "(" in entry:
-        return "Compare with the overload."
+        return "Compare op with the overload."
     if "*" in entry or "?" in entry or "[" in entry:
         return f"No operator that ran fits the glob. {_listed(sorted(set(ran)))}"
     twin = _twin_hint(".".join(entry.split(".")[:2]), ran)

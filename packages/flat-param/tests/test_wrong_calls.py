@@ -1,0 +1,83 @@
+"""Natural mistakes are answered with what to pass instead."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import flat_param
+from flat_param import fully_shard
+
+pytestmark = pytest.mark.usefixtures("group_of_one")
+
+MODULE_FIRST = "but it must be an instance of nn.Module. Pass the module as the first argument"
+NO_OPTIMIZER = "Pass the optimizer itself, not its class or its state_dict()"
+WRONG_CALLS: dict[str, tuple[Any, str]] = {
+    "flatten parameters": (lambda m: flat_param.flatten(m.parameters()), MODULE_FIRST),
+    "save a state dict": (lambda m: flat_param.save_sharded(m.state_dict(), "x"), MODULE_FIRST),
+    "save swapped": (lambda m: flat_param.save_sharded("x", m), MODULE_FIRST),
+    "save to nothing": (lambda m: flat_param.save_sharded(m, None), "path is of type NoneType"),
+    "load swapped": (lambda m: flat_param.load_sharded("x", m), MODULE_FIRST),
+    "load a state dict": (
+        lambda m: flat_param.load_sharded(m, m.state_dict()),
+        "path is of type OrderedDict, but it must be the path of a checkpoint",
+    ),
+    "load from nowhere": (lambda m: flat_param.load_sharded(m, "/nowhere"), "does not exist"),
+    "class of an optimizer": (
+        lambda m: flat_param.load_full_state_dict(
+            m, {"model": m.state_dict(), "optim": {}}, optimizer=torch.optim.SGD
+        ),
+        NO_OPTIMIZER,
+    ),
+    "state of an optimizer": (
+        lambda m: flat_param.full_state_dict(
+            m, optimizer=torch.optim.SGD(m.parameters()).state_dict()
+        ),
+        NO_OPTIMIZER,
+    ),
+    "whole state of a path": (
+        lambda m: flat_param.load_full_state_dict(m, "x"),
+        "state is a str, but it must be a state dict",
+    ),
+    "positions of a model": (
+        lambda m: flat_param.optimizer_state_by_position(flat_param.full_state_dict(m)),
+        "Pass full_state_dict(module, optimizer=...)['optim']",
+    ),
+    "clip parameters": (
+        lambda m: m.clip_grad_norm_(m.parameters(), 1.0),
+        "The module's own method takes no parameters",
+    ),
+    "offload in half buckets": (
+        lambda m: flat_param.offload_optimizer(torch.optim.SGD(m.parameters()), bucket_numel=0.5),
+        "Pass a whole number above 0",
+    ),
+    "plan a model": (
+        lambda m: flat_param.plan.plan_training(m, world_size=2),
+        "Pass unit_shapes(module, units=...)",
+    ),
+    "units by name": (
+        lambda m: flat_param.plan.unit_shapes(m, units="Linear"),
+        "units is 'Linear', but it must be a class of modules",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "text"), WRONG_CALLS.values(), ids=WRONG_CALLS)
+def test_wrong_calls_say_what_to_pass(call: Any, text: str) -> None:
+    """In an error of this package, with a sentence to act on."""
+    module = fully_shard(nn.Sequential(nn.Linear(2, 2)))
+    with pytest.raises(flat_param.FlatParamError, match=re.escape(text)):
+        call(module)
+
+
+def test_save_to_a_file_is_refused(tmp_path: Path) -> None:
+    """Nothing that was there is touched."""
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(flat_param.CheckpointError, match=r"Not a directory.*another path"):
+        flat_param.save_sharded(fully_shard(nn.Linear(2, 2)), tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"
