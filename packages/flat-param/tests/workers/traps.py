@@ -22,7 +22,7 @@ FOLDER = Path()
 
 
 class Adapter(nn.Module):
-    """A layer and two small ones beside it."""
+    """A large layer and two small ones."""
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
@@ -285,7 +285,7 @@ def check_gradient_penalty(rank: int, world: int) -> None:
 
 
 def check_forward_after_a_failed_export(rank: int, world: int) -> None:
-    """Export is refused by name, and the module is as it was."""
+    """Export is refused by name, and the module is unchanged."""
     model = sharded()
     x = torch.ones(2, 6)
     before = model(x).detach()
