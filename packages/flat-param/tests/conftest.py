@@ -106,7 +106,7 @@ def pair(group_of_one: None) -> nn.Module:
 
 
 class _Group:
-    """Stands for a process group where only rank and size are asked for."""
+    """A process group that has only a rank and a size."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
@@ -164,7 +164,7 @@ class Run:
     killed: tuple[int, ...] = ()
 
     def order(self, folder: Path) -> dict[str, Any]:
-        """What the nursery is told."""
+        """The line for the nursery."""
         tail = [str(self.world), str(folder), str(self.timeout_s), json.dumps(self.args)]
         return {
             "script": str(WORKERS / f"{self.script}.py"),

@@ -38,7 +38,7 @@ def test_an_assigned_frozen_parameter_makes_a_new_plan(mlp, aliased):
 
 
 def test_untying_makes_a_new_plan(mlp, aliased):
-    """A tied name that gets a parameter of its own gets a place of its own."""
+    """A tied name that is given another parameter gets another place in the buffer."""
     mlp.add_module("tied", nn.Linear(5, 7))
     mlp.tied.weight = mlp[0].weight
     flat = flatten(mlp)
@@ -164,7 +164,7 @@ def test_what_rearranges_a_layer_is_followed(mlp, how, aliased):
 
 
 def test_a_module_that_left_carries_nothing(mlp):
-    """It may be flattened on its own, and what is assigned to it concerns nobody else."""
+    """It may be flattened alone, and assignments to it do not change the first view."""
     plain = set(vars(nn.Linear(2, 2)))
     flat = flatten(mlp)
     left = mlp[0]
@@ -188,7 +188,7 @@ def test_a_module_without_parameters_may_be_in_two_flattened_trees():
 
 
 def test_a_refused_assignment_leaves_the_registry(mlp):
-    """The parameter that was there stays in its place in the order."""
+    """The old parameter keeps its position."""
     flatten(mlp)
     names, kept = list(mlp.state_dict()), mlp[0].weight
     with pytest.raises(ValueError, match=r"'0.weight' has shape"):

@@ -21,7 +21,7 @@ def saved(module):
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved])
 def test_a_copy_is_flat_and_apart(mlp, copied, aliased):
-    """A copied module has a buffer of its own and trains."""
+    """A copied module has another buffer and trains."""
     flat = flatten(mlp)
     twin = copied(mlp)
     assert aliased(twin)

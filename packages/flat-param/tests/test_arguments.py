@@ -99,7 +99,7 @@ def test_what_is_never_called_is_no_unit(module: Any, text: str) -> None:
 
 
 def test_container_that_is_called_is_a_unit() -> None:
-    """One with a forward of its own."""
+    """A subclass of ModuleList that defines forward."""
 
     class Sum(nn.ModuleList):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

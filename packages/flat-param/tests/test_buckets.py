@@ -88,7 +88,7 @@ def _in_use() -> int:
     call = ctypes.CDLL(None).mallinfo2
     call.restype = Info
     info = call()
-    return int(info.h + info.d)  # uordblks in its heaps, and hblkhd in maps of its own
+    return int(info.h + info.d)  # uordblks in heaps, and hblkhd in separate maps
 
 
 class Measured(AdamW):

@@ -1,6 +1,6 @@
 """Units gathered by hand are shown until they are freed or used up; here in a group of one.
 
-Whole parameters are of another dtype than shards, so that they have a memory of their own.
+Unsharded parameters have another dtype than shards, so they have separate memory.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def test_inner_unit_is_named_and_others_may_be_freed() -> None:
 
 
 def test_state_dict_frees_units_and_takes_what_was_put_there() -> None:
-    """Those gathered by hand, shown or not, and those that nobody gathered."""
+    """Units gathered by hand, shown or not, and units not gathered."""
     model = nn.Sequential(_layer(), _layer(), _layer())
     params = list(model.parameters())
     model[0].unshard()

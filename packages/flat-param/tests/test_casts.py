@@ -44,7 +44,7 @@ Pair = namedtuple("Pair", "left right")
 
 
 class Takes(nn.Module):
-    """Notes what it is given, and gives it back."""
+    """Records its argument and returns it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def test_other_containers_are_cast() -> None:
 
 
 def test_dataclasses_are_cast() -> None:
-    """A frozen one keeps what it was given after it was made."""
+    """A frozen dataclass keeps attributes set after `__init__`."""
     given = Answer(torch.ones(2), [torch.ones(1, dtype=torch.int64), {"a": torch.ones(1)}])
     object.__setattr__(given, "label", "set")
     made = cast(given)

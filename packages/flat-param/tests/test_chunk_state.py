@@ -148,7 +148,7 @@ def _other_steps(optimizer):
     ids=["two settings", "other steps", "other model", "other names"],
 )
 def test_state_that_does_not_fit_is_refused(wrong, said):
-    """It says which, and the optimizer is as it was."""
+    """The error names the difference, and the optimizer is unchanged."""
     plain, optimizer, flat, chunked = make("AdamW", 8)
     flat.load_optimizer_state(chunked, optimizer.state_dict())
     before = copy.deepcopy(chunked.state_dict())

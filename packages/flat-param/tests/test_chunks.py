@@ -115,7 +115,7 @@ def test_chunks_follow_the_module_to_another_dtype(mlp):
 
 
 def test_a_chunk_is_copied_and_saved_as_a_plain_parameter(mlp):
-    """What leaves the module is a tensor of its own."""
+    """A copy or a loaded file is an independent tensor."""
     (leaf,) = flatten(mlp).chunks()
     file = io.BytesIO()
     torch.save(leaf, file)

@@ -131,7 +131,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_deleted_model_is_collected(group_of_one: None, way: str) -> None:
-    """Its parameters, whatever was done with it."""
+    """The parameters are collected after any use of the model."""
     net = model()
     params = list(map(weakref.ref, net.parameters()))
     WAYS[way](net)
@@ -204,7 +204,7 @@ def test_buffers_of_a_deleted_model_are_collected(way: str) -> None:
 
 
 def test_parameter_of_a_deleted_model_still_gets_a_gradient() -> None:
-    """Whoever kept it may go on; there is no flat gradient any more."""
+    """A kept parameter still gets its gradient, without the flat gradient."""
     net = model()
     flat_param.flatten(net)
     train(net)

@@ -95,7 +95,7 @@ def test_flatten_refuses_what_is_flat_already(mlp, again):
 
 
 def test_vectors_of_another_size_are_refused_and_nothing_changes(mlp):
-    """A wrong vector leaves the parameters as they were."""
+    """A wrong vector does not change the parameters."""
     flat = fp.flatten(mlp)
     before = flat.as_vector().clone()
     with pytest.raises(fp.VectorError, match=r"vector has shape \(3,\), but segment 'float32'"):
@@ -209,7 +209,7 @@ def test_a_sharded_module_is_not_copied():
 
 
 def test_fully_shard_without_a_process_group_names_the_other_way():
-    """Whoever has one process wants `flatten`."""
+    """With one process, `flatten` is the function to call."""
     with pytest.raises(
         fp.StateError, match=r"there is no process group.*use flat_param\.flatten\."
     ):

@@ -1,4 +1,4 @@
-"""A load that fails leaves a module and its optimizer as they were, in a group of one."""
+"""A load that fails does not change a module or its optimizer, in a group of one."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_rank_killed_in_a_step_is_named_by_all_others(
 
 
 def test_unit_left_out_is_named_in_seconds(ranks: Any, runs: dict[Any, Any]) -> None:
-    """Each rank is told what both wait for, long before the timeout."""
+    """The error on each rank names what both wait for, long before the timeout."""
     for result in ranks.results_of(runs["left_out"]):
         assert "rank 0 waits in all_gather of unit 'blocks.0'" in result["error"]
         assert "rank 1 waits in reduce_scatter of the outermost unit" in result["error"]

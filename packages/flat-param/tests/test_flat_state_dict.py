@@ -98,7 +98,7 @@ def test_what_was_given_outlives_the_model(mlp):
 
 
 def test_what_was_given_outlives_the_move_to_shared_memory():
-    """The old memory stays for it; what is given afterwards is the shared memory."""
+    """It keeps the old memory; later state dicts hold the shared memory."""
     model = nn.Linear(512, 512)
     flat = flatten(model)
     state = model.state_dict()
@@ -172,7 +172,7 @@ def _reads_state_dict(module):
 
 
 def test_a_compiled_function_reads_a_state_dict(mlp):
-    """In one graph; what it is told of memory is true."""
+    """In one graph, with the right storage sizes."""
     try:
         _reads_state_dict(mlp)
     except torch._dynamo.exc.Unsupported:

@@ -76,7 +76,7 @@ def test_a_saved_flat_parameter_knows_its_parts(mlp, handle_of):
 
 
 def test_foreign_parameters_are_listed_by_position_and_shape(mlp):
-    """The error names each that the module does not own, and leaves the module as it was."""
+    """The error names each foreign parameter, and the module is unchanged."""
     before = list(mlp.parameters())
     foreign = nn.Parameter(torch.ones(2, 3))
     with pytest.raises(ParameterError) as caught:

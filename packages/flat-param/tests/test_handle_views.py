@@ -115,7 +115,7 @@ def test_views_reach_the_flat_parameter_under_no_grad(handle_of, mlp):
 
 
 def test_replaced_parameters_are_all_taken_in_or_none(handle_of, mlp):
-    """One of another shape is refused before the good one beside it is copied."""
+    """A wrong shape is refused before any other replacement is copied."""
     handle = handle_of(mlp, sharding_strategy=Strategy.NO_SHARD, use_orig_params=True)
     handle.shard()
     before = handle.flat_param.detach().clone()

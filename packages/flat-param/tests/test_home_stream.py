@@ -25,7 +25,7 @@ def test_the_cpu_has_none():
     "raises", [pytest.param(raises, marks=on_an_accelerator) for raises in (False, True)]
 )
 def test_work_is_done_at_home_between_what_is_around_it(raises):
-    """Without a race, where there is somebody who reports; an error leaves the stream as it was."""
+    """Without a race on the simulated device; an error restores the current stream."""
     sim = getattr(torch, "simdev", None)
     if sim is not None:
         sim.reset()

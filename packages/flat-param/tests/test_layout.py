@@ -95,7 +95,7 @@ def test_collect_params_lists_a_tied_parameter_once() -> None:
 @FEW
 @given(layouts(), st.integers(1, 9), st.sampled_from(BOUNDARIES))
 def test_shards_partition_the_buffer(layout: FlatLayout, world_size: int, boundary: Any) -> None:
-    """Ranges follow one another; each element of each parameter is on one rank, in its place."""
+    """Ranges are contiguous; each element of each parameter is on exactly one rank."""
     plan = plan_shard(layout, world_size=world_size, boundary=boundary)
     edges = [edge for pair in plan.ranges for edge in pair]
     assert edges[0] == 0

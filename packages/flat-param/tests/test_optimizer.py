@@ -157,7 +157,7 @@ def test_state_dicts_go_from_one_kind_to_the_other(tmp_path: Path) -> None:
 
 
 def test_two_optimizers_share_a_folder(tmp_path: Path) -> None:
-    """And know nothing of each other."""
+    """Both train and save as if they were alone."""
     found = []
     for offloaded in (False, True):
         model = _model()
@@ -216,7 +216,7 @@ def test_hooks_of_a_step_are_called_once_a_step(folder: Path | None, kind: Any) 
 
 
 def test_group_that_is_added_later_is_stepped(folder: Path | None) -> None:
-    """In buckets of its own."""
+    """In separate buckets."""
     found = []
     for offloaded in (False, True):
         model = _model()
@@ -371,7 +371,7 @@ def test_step_that_is_stopped_anywhere_is_whole_or_says_so(folder: Path | None) 
     while stopped:
         at += 7
         model.load_state_dict(start[0])
-        optimizer.load_state_dict(copy.deepcopy(start[1]))  # torch keeps what it is given
+        optimizer.load_state_dict(copy.deepcopy(start[1]))  # torch keeps its argument
         model.zero_grad()
         _backward(model, 5)
         stopped = Interrupter(at).run(optimizer.step)
@@ -451,29 +451,6 @@ def test_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(StateError, match=re.escape(text)):
         offload_optimizer(SGD(_model().parameters()), folder=tmp_path / "none")
-
-
-def test_zeros_are_written_where_space_cannot_be_reserved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As many as reserved elsewhere: 64 bytes at first, then state aligned to 64 bytes."""
-    monkeypatch.delattr(os, "posix_fallocate", raising=False)
-    written: list[int] = []
-    write = os.write
-
-    def note(handle: int, data: Any) -> int:
-        written.append(len(data))
-        return write(handle, data)
-
-    monkeypatch.setattr(os, "write", note)
-    param = nn.Parameter(torch.zeros(5))
-    param.grad = torch.ones(5)
-    offload_optimizer(SGD([param], lr=1.0, momentum=0.5), folder=tmp_path).step()
-    assert written == [64, 64]
-    param = nn.Parameter(torch.zeros(1 << 19))
-    param.grad = torch.ones(1 << 19)
-    offload_optimizer(SGD([param], lr=1.0, momentum=0.5), folder=tmp_path).step()
-    assert sum(written[2:]) == 64 + (2 << 20)
 
 
 @pytest.mark.accelerator

@@ -1,6 +1,6 @@
 """Units that gather, free and sum in order; here in a group of one, which frees and gathers, too.
 
-Whole parameters are of another dtype than shards, so that they have a memory of their own.
+Unsharded parameters have another dtype than shards, so they have separate memory.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ AROUND = {
     "alone": partial(_nested, 0),
     "in a hook": partial(_nested, 1),
     "deeper": partial(_nested, 3),
-    "deeper than a stack": partial(_nested, 70),  # torch has threads of its own go on from the 60th
+    "deeper than a stack": partial(_nested, 70),  # from 60 on in other threads
     "in a thread of a hook": _in_a_thread,
     "in one that raises": _in_one_that_raises,
     "in autograd.grad": _inside_gradients_of,
@@ -149,7 +149,7 @@ def test_backward_after_a_stopped_one_matches_plain(
     given: bool,
     anew: bool,
 ) -> None:
-    """Inside another backward, too, whose end nobody waits for."""
+    """Also inside another backward, which may end later."""
     layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
     model, plain = _sharded(layers, "0", "1", "2")
     hooked: list[Tensor] = []
@@ -239,7 +239,7 @@ class Around(nn.Module):
 
 @pytest.mark.parametrize("given", [False, True], ids=["data", "activation"])
 def test_weights_around_units_stay_for_their_gradients(given: bool) -> None:
-    """A unit that has all gradients of its own is still what others' gradients go through."""
+    """Other gradients may still need a unit whose own gradients are complete."""
     model, plain = _sharded(Around(), "first", "second")
     x = _x().requires_grad_(given)
     for _ in range(2):

@@ -176,7 +176,7 @@ def test_what_reads_shards_is_refused_in_the_block(
 
 
 def test_state_dict_in_the_block_has_what_is_there() -> None:
-    """Whole values as they were written, and the copies stay."""
+    """The values written in the block, and the copies stay."""
     model = _nested()
     before = _values(model)
     with model.whole_params(), torch.no_grad():
@@ -205,7 +205,7 @@ TEXT = "called inside forward or backward"
 
 @pytest.mark.parametrize("use", ["whole_params", "state_dict"])
 def test_steps_refuse_whole_parameters(use: str) -> None:
-    """In forward and in backward; after that they can be had again."""
+    """In forward and in backward; allowed again afterwards."""
     layer = fully_shard(Asks(4, 4), mp_policy=PRECISE)
 
     def ask(*_: object) -> None:

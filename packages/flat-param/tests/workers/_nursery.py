@@ -64,7 +64,7 @@ class Ranks:
         self.found: dict[int, int] = {}
 
     def have_ended(self) -> bool:
-        """Look who has, and end those whose time is over."""
+        """Collect finished ranks, and terminate those past the deadline."""
         for pid in set(self.pids) - set(self.found):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:

@@ -47,7 +47,7 @@ def refused(call: Callable[[], object], text: str, kind: type[Exception] = CommE
 
 
 def unchanged(module: nn.Module) -> None:
-    """Assert that a module is as it was before the call."""
+    """Assert that the call did not change the module."""
     assert type(module) is Layers
     assert not hasattr(module, "_flat_param")
 

@@ -22,7 +22,7 @@ FOLDER, ROWS = Path(), 1
 
 
 class Model(nn.Module):
-    """A layer that is a unit, and beside it DTensors: cut by rows, by columns, and whole."""
+    """A unit, and DTensors outside of it: sharded by rows, by columns, and replicated."""
 
     def __init__(self, mesh: DeviceMesh | None) -> None:
         super().__init__()

@@ -57,7 +57,7 @@ def check_compiling_a_sharded_module(rank: int, world: int) -> None:
 
 
 def check_blocks_of_a_kind_share_one_graph(rank: int, world: int) -> None:
-    """However many there are: a compiler gives up on code that it compiles too often."""
+    """For any number of blocks, since the compiler stops after a few recompilations."""
     torch.compiler.reset()
     counters.clear()
     model = plain(depth=MANY)

@@ -101,7 +101,7 @@ def _no_steps(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_async_save_beside_training(rank: int, world: int) -> None:
-    """With a group of its own, as the page says."""
+    """With a separate process group, as the page says."""
     model, optimizer = trained(3)
     group = dist.new_group(backend="gloo")
     path = f"{FOLDER}/async"

@@ -44,7 +44,7 @@ def _sent(model: Model, ids: Tensor, rank: int) -> int:
 
 
 def check_groups_send_and_keep_their_parts(rank: int, world: int) -> None:
-    """Bytes of gathers and of what is kept, counted; gradients are the plain ones."""
+    """Bytes gathered and kept are counted; gradients equal the plain model's."""
     (ids,) = batches(world, 1)
     reference = plain()
     loss_of(reference, ids).backward()

@@ -1,4 +1,4 @@
-"""One rank leaves a unit out: every rank is told which one the others wait for."""
+"""One rank leaves a unit out: the error on every rank names the unit that others wait for."""
 
 from __future__ import annotations
 

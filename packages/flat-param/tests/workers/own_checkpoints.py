@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from _harness import raises, run_checks
 from _states import (
     UNUSED,
@@ -93,15 +92,6 @@ def check_saved_and_loaded(rank: int, world: int) -> None:
         dist.barrier()
         kept = sorted(os.listdir(path))
         assert len(kept) == 2, kept
-
-
-def check_torch_loads_it(rank: int, world: int) -> None:
-    """Checksums do not disturb `dcp.load`, nor does the file after the pickle."""
-    model, _, path = saved("for-torch")
-    state = {"model": plain(9).state_dict()}
-    dcp.load(state, checkpoint_id=path)
-    found = state["model"]
-    same({k: found[k] for k, _ in model.named_parameters()}, _params(truth(3)))
 
 
 def _params(values: dict[str, Any]) -> dict[str, Any]:

@@ -127,15 +127,6 @@ def check_any_cut_loads_into_any_other(rank: int, world: int) -> None:
         assert_same(state(model, optimizer), expected)
 
 
-def check_each_element_is_written_once(rank: int, world: int) -> None:
-    """The parts together have the bytes of the whole model and its moments, and little more."""
-    path, expected = saved(world, "once")
-    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    sizes = {f"model.{key}": tensor.numel() for key, tensor in expected["model"].items()}
-    for key, numel in sizes.items():
-        assert sum(chunk.sizes.numel() for chunk in stored[key].chunks) == numel, key
-
-
 def check_torch_reads_what_is_saved(rank: int, world: int) -> None:
     """torch.distributed.checkpoint fills a plain state dict, and one of DTensors."""
     path, expected = saved(world, "for-torch")

@@ -38,7 +38,7 @@ def compare(
 ) -> None:
     """A step of so many passes, all but the last inside `no_sync`."""
     (ids,) = batches(world, 1)
-    loss_of(model, share(ids, rank)).backward()  # the first step also asks who has what
+    loss_of(model, share(ids, rank)).backward()  # the first step also exchanges pieces' owners
     model.zero_grad()
     model.comm_counts()
     for index in range(passes):

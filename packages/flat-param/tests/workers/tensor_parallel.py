@@ -169,7 +169,7 @@ def check_gathers_by_hand_show_dtensors(rank: int, world: int) -> None:
 
 
 def check_optimizers_of_replaced_parameters_are_refused(rank: int, world: int) -> None:
-    """By name at the first step; attributes that somebody has set stay."""
+    """By name at the first step; attributes set by the user stay."""
     mesh = mesh_of(world)
     model = parallel(mesh["tp"])
     model.blocks[0].up.weight.tag = "mine"

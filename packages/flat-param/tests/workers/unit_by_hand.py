@@ -45,7 +45,7 @@ def _numel(module: nn.Module) -> int:
 
 
 def check_units_are_gathered_once(rank: int, world: int) -> None:
-    """Shown whole at once or when waited for; the step after it gathers what is left to gather."""
+    """Shown at once or after the wait; the next step gathers only the other units."""
     (ids,) = batches(world, 1)
     reference = plain()
     for way in ("ZeRO-3", "ZeRO-2"):
@@ -91,7 +91,7 @@ def check_freed_units_are_gathered_again(rank: int, world: int) -> None:
 
 
 def check_freed_units_are_gathered_in_their_turn(rank: int, world: int) -> None:
-    """In backward ahead of their own, like those that a way frees."""
+    """Backward prefetches them, as it does units resharded after forward."""
     model = sharded(reshard_after_forward=False)
     units = [block._flat_param for block in model.blocks]
     seen: list[list[bool]] = []

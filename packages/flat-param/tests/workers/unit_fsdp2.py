@@ -181,7 +181,7 @@ def check_accumulated_sums_are_divided_once(rank: int, world: int) -> None:
 
 
 def check_factors_that_are_none_are_refused(rank: int, world: int) -> None:
-    """And leave the last one as it was."""
+    """The previous factor stays."""
     model = fully_shard(nn.Linear(2, 2))
     model.set_gradient_divide_factor(2)
     for factor in (0, -1.0, float("inf"), float("nan"), True, "2"):

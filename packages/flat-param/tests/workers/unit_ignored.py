@@ -21,7 +21,7 @@ from flat_param import ParameterError, fully_shard
 
 
 class Layer(nn.Module):
-    """A scale of its own, and a frozen weight that leads to a shift alone."""
+    """A scale, and a frozen weight that only a shift uses."""
 
     def __init__(self, width: int = 5) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def build() -> Model:
 
 
 def ignored_of(module: nn.Module) -> set[nn.Parameter]:
-    """What is left alone."""
+    """The ignored parameters."""
     return {
         p for n, p in module.named_parameters() if n.split(".")[-1] in ("scale", "shift", "own")
     }
@@ -264,7 +264,7 @@ def check_wrong_ones_are_refused_by_name(rank: int, world: int) -> None:
 
 
 def check_ties_to_ignored_ones_are_refused_by_name(rank: int, world: int) -> None:
-    """To what would be divided: around the unit, beside it, and the other way; or ignored there."""
+    """Ties to parameters sharded around the unit or in another unit, or ignored there."""
     model = build()
     model.own = model.first.scale
     fully_shard(model.first, ignored_params={model.first.scale})

@@ -28,12 +28,6 @@ from torch import nn
 import flat_param
 
 
-def leaf_ids(model: nn.Module) -> list[int]:
-    """Which objects the whole parameters are."""
-    parts = [part for unit in model._flat_param.schedule.units for part in unit.parts]
-    return [id(leaf) for part in parts for leaf in part.leaves]
-
-
 def note(seen: list[int], count: Callable[[nn.Module], int], model: nn.Module, *_: Any) -> None:
     """A hook that notes how much is whole."""
     seen.append(count(model))
@@ -80,17 +74,8 @@ def check_peak_of_whole_gradients_is_as_planned(rank: int, world: int) -> None:
         assert max(seen) == plan.rank_bytes.whole_grads_peak, (way, max(seen), str(plan))
 
 
-def check_leaves_are_made_once(rank: int, world: int) -> None:
-    """Leaves are made once."""
-    model = sharded()
-    before = leaf_ids(model)
-    for ids in batches(world):
-        loss_of(model, share(ids, rank)).backward()
-    assert leaf_ids(model) == before
-
-
 def check_module_is_freed_at_once(rank: int, world: int) -> None:
-    """A module nobody refers to is given back, with its units, without a garbage collection."""
+    """A deleted module is freed with its units, without a garbage collection."""
     gc.collect()
     gc.disable()
     try:
@@ -100,10 +85,8 @@ def check_module_is_freed_at_once(rank: int, world: int) -> None:
                 loss_of(model, share(batches(world)[0], rank)).backward()
             loss_of(model, share(batches(world)[1], rank)).backward()
             whole_state(model)
-            units = model._flat_param.schedule.units
-            known = [*map(weakref.ref, units), *map(weakref.ref, model.parameters())]
-            known += [weakref.ref(part.full) for unit in units for part in unit.parts]
-            del model, units
+            known = [weakref.ref(model), *map(weakref.ref, model.parameters())]
+            del model
             assert [each() for each in known] == [None] * len(known), way
     finally:
         gc.enable()

@@ -96,7 +96,7 @@ def check_whole_tensor_optimizers_match_one_process_or_refuse(rank: int, world: 
 
 
 class _Foreign(torch.optim.Optimizer):
-    """Not torch's; keeps what it was given in the first step."""
+    """A custom optimizer; keeps the gradient of the first step."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})

@@ -22,7 +22,6 @@ from _harness import (
 from _whole import plain_grads, whole_grads
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy
 
 import flat_param
 from flat_param import fully_shard
@@ -68,15 +67,6 @@ def check_first_rank_can_speak_for_all(rank: int, world: int) -> None:
     """First rank can speak for all."""
     model = fully_shard(plain(seed=rank), sync_module_states=True)
     assert distance(whole_state(model), plain(seed=0).state_dict()) == 0
-
-
-def check_offload_policy_changes_nothing_on_the_cpu(rank: int, world: int) -> None:
-    """CPU memory is where parameters are in any case."""
-    model, reference = sharded(offload_policy=CPUOffloadPolicy()), plain()
-    (ids,) = batches(world, 1)
-    loss_of(model, share(ids, rank)).backward()
-    loss_of(reference, ids).backward()
-    assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
 
 
 def check_bad_calls_are_refused_before_anything_changes(rank: int, world: int) -> None:

@@ -139,7 +139,7 @@ def check_a_backward_inside_one_through_the_same_units_is_refused(rank: int, wor
 
 
 def check_units_nest_three_deep(rank: int, world: int) -> None:
-    """A layer in a block in the model, each a unit with parameters of its own."""
+    """A layer in a block in the model, each a unit with direct parameters."""
     reference, model = plain(), plain()
     for block in model.blocks:
         fully_shard(block.up)

@@ -23,7 +23,7 @@ from flat_param import StateError, fully_shard
 
 
 class Layer(nn.Module):
-    """A layer of its own unit, which a batch may leave out."""
+    """A layer that is a unit; a batch may skip it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ def _halve(called: list[str], name: str, part: Tensor) -> None:
 def check_torchs_comm_hooks_reduce_as_with_fsdp1(rank: int, world: int) -> None:
     """All of a tree, whole and divided, in low precision, after accumulation."""
     if world == 1:
-        return  # FSDP1 divides nothing there, whatever it is told
+        return  # FSDP1 ignores the factor there
     group = dist.new_group(list(range(world)))
     low = default_hooks.LowPrecisionState(group)
     cases: list[tuple[str, Any, Callable[..., None]]] = [
