@@ -160,3 +160,16 @@ def test_values_of_a_module_beside_are_taken():
     assert not torch.equal(root["right"].weight, root["left"].weight)
     root["right"].load_state_dict(root["left"].state_dict(), assign=True)
     assert torch.equal(root["right"].weight, root["left"].weight)
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize("place", [0, 1])
+def test_weight_tied_to_one_of_a_unit_inside_is_refused(place):
+    """Wherever the unit is in the order of modules; nothing has changed then."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    fully_shard(model[place])
+    name = rf"'{1 - place}\.weight' is tied to 'weight' in another unit, but tied parameters must"
+    with pytest.raises(ParameterError, match=name):
+        fully_shard(model)
+    assert type(model) is nn.Sequential

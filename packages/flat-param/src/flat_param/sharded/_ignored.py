@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeGuard
 
 from torch import nn
@@ -65,14 +65,23 @@ def _is_of_module(param: object, names: Mapping[nn.Parameter, str]) -> TypeGuard
 
 
 def _check_nested(module: nn.Module, nested: Sequence[nn.Parameter]) -> None:
-    known = {id(param) for param in nested}
-    inside = [f"{name}." for name, child in module.named_modules() if hasattr(child, "_flat_param")]
+    for name, _ in outside_units(module, nested):
+        raise ParameterError(
+            f"flat_param.fully_shard: parameter '{name}' is tied to one that a unit inside "
+            "ignores, but this unit would shard it. Pass it in ignored_params here, too."
+        )
+
+
+def outside_units(
+    module: nn.Module, params: Iterable[nn.Parameter]
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Which of some parameters are registered in a module outside of the units inside it."""
+    known = {id(param) for param in params}
+    modules = module.named_modules()
+    inside = tuple([f"{name}." for name, child in modules if hasattr(child, "_flat_param")])
     for name, param in module.named_parameters(remove_duplicate=False):
-        if id(param) in known and not any(name.startswith(prefix) for prefix in inside):
-            raise ParameterError(
-                f"flat_param.fully_shard: parameter '{name}' is tied to one that a unit inside "
-                "ignores, but this unit would shard it. Pass it in ignored_params here, too."
-            )
+        if id(param) in known and not name.startswith(inside):
+            yield name, param
 
 
 def own_ignored(module: nn.Module, params: Iterable[nn.Parameter]) -> Owner:

@@ -22,6 +22,7 @@ from ..buffers._owners import (
     check_not_inside,
     check_owners,
     check_unowned,
+    owner_of,
 )
 from ..comm._agreement import Description, agree, describe
 from ..comm._groups import (
@@ -47,7 +48,7 @@ from ..layout._spec import ParamSpec, collect_params, place_of
 from ._by_hand import units_at_rest
 from ._guards import install_guards, mark_replaced
 from ._half_sharded import half_sharded
-from ._ignored import find_ignored, own_ignored
+from ._ignored import find_ignored, outside_units, own_ignored
 from ._materialize import broadcast_module, check_init, materialize, move_buffers
 from ._param_sites import ParamSite
 from ._schedule import Schedule
@@ -244,7 +245,7 @@ def _plan_unit(
     beside = [param for unit in inner for param in unit.ignored]
     given = () if ignored_params is None else ignored_params
     ignored = find_ignored(module, given, owned=taken, nested=beside)
-    check_ties(module, ignored)
+    _check_ties(module, taken)
     specs, params = collect_params(module, ignored=[*taken, *ignored])
     specs = tuple(_local_spec(spec, param) for spec, param in zip(specs, params, strict=True))
     named = [(spec.name, param) for spec, param in zip(specs, params, strict=True)]
@@ -292,34 +293,18 @@ def _as_planned(module: nn.Module, spec: ParamSpec) -> nn.Parameter:
     return param
 
 
-def check_ties(module: nn.Module, ignored: Iterable[nn.Parameter] = ()) -> None:
-    """Refuse a parameter that is registered both in a nested unit and outside it, but for ignored.
+def _check_ties(module: nn.Module, taken: Iterable[nn.Parameter]) -> None:
+    """Refuse a parameter of a unit inside that is registered outside of it, too.
 
     Raises:
         ParameterError: names both places.
     """
-    owner: dict[int, tuple[int, str]] = {}
-    units, beside = _units_by_prefix(module), {id(param) for param in ignored}
-    for name, param in module.named_parameters(remove_duplicate=False):
-        if id(param) in beside:
-            continue
-        prefix = max((p for p in units if name.startswith(p)), key=len, default="")
-        unit = units.get(prefix, 0)
-        first, there = owner.setdefault(id(param), (unit, name))
-        if first != unit:
-            raise ParameterError(
-                f"flat_param.fully_shard: parameter '{name}' is tied to '{there}' in another unit, "
-                "but tied parameters must share a unit. Shard their common parent only."
-            )
-
-
-def _units_by_prefix(module: nn.Module) -> dict[str, int]:
-    """The `id` of each nested unit, by the prefix of names in it."""
-    return {
-        f"{name}.": id(child._flat_param)
-        for name, child in module.named_modules()
-        if isinstance(child, ShardedModule)
-    }
+    for name, param in outside_units(module, taken):
+        _, theirs = owner_of(param, UNIT)
+        raise ParameterError(
+            f"flat_param.fully_shard: parameter '{name}' is tied to '{theirs}' in another unit, "
+            "but tied parameters must share a unit. Shard their common parent only."
+        )
 
 
 def _make_unit(
