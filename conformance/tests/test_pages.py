@@ -116,7 +116,10 @@ def test_newer_report_replaces_that_of_its_adapter_and_device(publish):
     [
         ({"problems": ("odd",)}, "odd"),
         ({"outcomes": {"CW-002": "not_run"}}, "cases were left out"),
-        ({"outcomes": {"CW-001": "no_device"}, "devices": ("cuda",)}, "requested device was missing"),
+        (
+            {"outcomes": {"CW-001": "no_device"}, "devices": ("cuda",)},
+            "requested device was missing",
+        ),
         ({"outcomes": {"CW-001": "not_claimed"}}, "is of a claimed profile, but not judged"),
     ],
 )

@@ -162,7 +162,6 @@ def test_shared_and_wrapped_modules_have_their_first_plain_name():
     ("rule", "options", "error", "message"),
     [
         (lambda *_: False, {}, PolicyError, "must select at least one. Classes.*: .*Linear, "),
-        (lambda *_: 3, {}, PolicyError, "the rule returned 3 for module 'head'"),
         (3, {}, PolicyError, "rule is 3, but it must be a function"),
         (nn.ReLU, {}, PolicyError, "such as lambda name, module: isinstance"),
         (_is_layer, {"erly_stop": True}, OptionError, "option 'erly_stop' needs checkpoint_fn="),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ckpt_wrap import _offload_scheduler, offload_, offload_stats
+from ckpt_wrap._host_tier import HostTier
 
 from ._devices import (
     FAR_AHEAD,
@@ -147,3 +148,23 @@ def test_a_copy_that_fails_is_told_and_nothing_stays(monkeypatch):
         model(x).square().sum().backward()
         results.append(found([model], [x]))
     assert same(*results)
+
+
+def test_what_another_stream_read_is_not_handed_out_before_it_did():
+    """Memory of the storage's stream, read on another: the owner's next tensor may not have it."""
+    tier, side, nbytes = HostTier(), torch.Stream(device()), 1 << 16
+    out = tier.copy_out(torch.full((nbytes,), 7, dtype=torch.uint8, device=device()))
+    out.release()
+    synchronize()
+    main = torch.accelerator.current_stream(device())
+    simulate(**SLOW_COPIES)
+    copied = tier.copy_in(out)
+    with side:
+        copied.wait()
+        read = copied.tensor.clone()
+    copied.release()
+    del copied
+    torch.zeros(nbytes, dtype=torch.uint8, device=device())  # of the owner, which does not wait
+    main.wait_stream(side)
+    read.record_stream(main)
+    assert bool((read == 7).all())

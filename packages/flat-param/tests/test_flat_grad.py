@@ -47,6 +47,22 @@ def test_a_grad_with_a_graph_is_left_to_its_owner(mlp, flat):
     assert all(param.grad.requires_grad for param in mlp.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+def test_a_step_over_chunks_reads_gradients_with_a_graph(mlp):
+    """After `create_graph=True` the step is the plain module's, and the graph stays."""
+    plain, x = copy.deepcopy(mlp), torch.randn(2, 5)
+    optimizers = (
+        torch.optim.SGD(flatten(mlp).chunks(), lr=0.1),
+        torch.optim.SGD(plain.parameters(), lr=0.1),
+    )
+    for module, optimizer in zip((mlp, plain), optimizers, strict=True):
+        module(x).pow(2).sum().backward(create_graph=True)
+        optimizer.step()
+        assert all(param.grad.requires_grad for param in module.parameters())
+    for ours, theirs in zip(mlp.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 @pytest.fixture
 def wide():
     """Weights of 36 KiB, whose gradients are copied as they arrive, beside small ones."""

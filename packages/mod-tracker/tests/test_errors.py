@@ -72,7 +72,8 @@ WRONG = {
     "ranges must be None, 'record_function'": lambda: enter(trace(ranges=True)),
     "formulas must be a dict": lambda: enter(profile_flops(formulas=[torch.ops.aten.mm])),
     "Use torch.ops.aten.mm.": lambda: enter(profile_flops(formulas={torch.mm: len})),
-    "Use torch.ops.LIBRARY.NAME.": lambda: enter(profile_flops(formulas={"mm": len})),
+    "Use torch.ops.aten.addmm.": lambda: enter(profile_flops(formulas={"aten.addmm": len})),
+    "Use torch.ops.LIBRARY.NAME.": lambda: enter(profile_flops(formulas={"my_operator": len})),
     "formula of aten.mm must be a function": lambda: enter(profile_flops(formulas=NOT_FLOPS)),
     "optimizer must be a torch optimizer": lambda: enter(profile_memory(optimizer=nn.ReLU())),
     "optimizer must be a torch optimizer with a state; got type": lambda: enter(

@@ -52,11 +52,11 @@ def build(batch: tuple[int, int] = (4, 512)) -> tuple[nn.Module, torch.Tensor]:
 
 
 class Stack(Model):
-    """Eight blocks, of which one looks ahead and one is frozen; each knows its number."""
+    """Six blocks, of which one looks ahead and one is frozen; each knows its number."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(causal=number != 5) for number in range(8))
+        self.blocks = nn.ModuleList(Block(causal=number != 4) for number in range(6))
         for number, block in enumerate(self.blocks):
             block.number = number
         self.blocks[0].requires_grad_(False)

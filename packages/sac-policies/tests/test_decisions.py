@@ -29,15 +29,6 @@ def test_offload_is_refused_where_torch_has_no_word_for_it(monkeypatch):
         to_torch(Decision.OFFLOAD)
 
 
-def test_offload_survives_torchs_spelling_or_is_refused_in_it():
-    """Which of both depends on torch."""
-    if hasattr(CheckpointPolicy, "MUST_CPU_OFFLOAD"):
-        assert to_torch(Decision.OFFLOAD) is CheckpointPolicy.MUST_CPU_OFFLOAD
-    else:
-        with pytest.raises(DecisionError, match=r"Use torch 2\.12 or newer"):
-            to_torch(Decision.OFFLOAD)
-
-
 @pytest.mark.parametrize("answer", [*CheckpointPolicy, True, False], ids=str)
 def test_torchs_answers_are_read_by_what_they_do(answer):
     """Preferred or demanded is the same; a bool says whether to save."""

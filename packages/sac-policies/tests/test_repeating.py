@@ -12,6 +12,7 @@ from torch import nn
 from sac_policies.budget._repeating import Seen, called_again, inside, repeating
 
 from ._blocks import Block, stack
+from ._fitted import own_forwards
 
 MM, ADDMM = torch.ops.aten.mm.default, torch.ops.aten.addmm.default
 
@@ -98,15 +99,15 @@ def test_layers_that_are_shared_are_found_by_their_calls() -> None:
     found = called_again(model, lambda: model(torch.ones(2, 24)))
     assert [path for path, _ in found] == ["shared.one"]
     assert called_again(model, lambda: model.shared["one"](torch.ones(2, 24))) == ()
-    assert all(not module._forward_pre_hooks for module in model.modules())
+    assert own_forwards(model) == []
 
 
 def test_nothing_is_left_on_a_model_whose_step_fails() -> None:
-    """Hooks are taken off whatever happens."""
+    """Forwards are restored whatever happens."""
     model = Again()
     with pytest.raises(RuntimeError):
         called_again(model, lambda: model(torch.ones(2, 3)))
-    assert all(not module._forward_pre_hooks for module in model.modules())
+    assert own_forwards(model) == []
 
 
 def seen_in(model: nn.Module, regions: Any, *args: Any) -> Seen:
@@ -187,7 +188,7 @@ def test_nothing_is_hooked_afterwards() -> None:
         raise ArithmeticError
     model(torch.ones(4, 8))
     assert seen.operators == {}
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert own_forwards(model) == []
 
 
 def test_buffers_without_a_version_are_not_asked_for_one() -> None:

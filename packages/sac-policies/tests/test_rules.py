@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -17,6 +19,7 @@ from sac_policies import (
     save_ops,
     scoped,
 )
+from sac_policies.policies._rules import is_inside
 
 
 def _kept(function, *args, policy):
@@ -97,6 +100,30 @@ def test_scope_restricts_a_policy(make_block, x):
     """A scoped rule speaks inside its modules only."""
     rows = report(make_block(), x, policy=scoped(save_ops(MATMULS), "qkv", "out")).kept
     assert [row.module for row in rows] == ["qkv", "out"]
+
+
+@pytest.mark.parametrize("wrap", [lambda b: b, lambda b: b.forward, functools.partial])
+def test_paths_start_at_the_module_behind_a_call(wrap, make_block, x):
+    """Of a method and of a partial, too."""
+    rows = report(wrap(make_block()), x, policy=save_modules("up")).kept
+    assert {row.module for row in rows} == {"up"}
+
+
+@pytest.mark.parametrize(
+    ("path", "glob", "inside"),
+    [
+        ("attn", "attn", True),
+        ("blocks.3.attn.out", "attn", True),
+        ("blocks.3.attn.out", "blocks.*.attn", True),
+        ("blocks.3.attn.out", "blocks.?", True),
+        ("attention", "attn", False),
+        ("", "attn", False),
+        ("L['self'].attn", "attn", True),
+    ],
+)
+def test_glob_matches_a_run_of_components(path, glob, inside):
+    """A glob speaks of a module and everything below it, wherever the path starts."""
+    assert is_inside(path, glob) is inside
 
 
 def test_modules_need_a_module(ab):

@@ -26,7 +26,6 @@ from sac_policies import (
 )
 from sac_policies.policies import Decision, from_json, save_by_index, to_json
 from sac_policies.policies._unmatched import watch_of
-from sac_policies.policies._views import RegionSummary
 
 
 class _Stack(nn.Module):
@@ -259,15 +258,6 @@ def test_models_are_not_held(x):
         del stack
         assert gone() is None
     assert watch_of(policy)._known == {}
-
-
-def test_traces_remembered_are_few():
-    """A policy of many compiled regions does not grow without end."""
-    watch = watch_of(save_ops("aten.mm"))
-    with pytest.warns(UnmatchedEntryWarning):  # noqa: PT031
-        for number in range(200):
-            watch.forward_traced(RegionSummary({f"aten.op{number}": 1}))
-    assert len(watch._traced) == 64
 
 
 def test_attention_that_ran_as_its_parts_is_explained(x):

@@ -1,4 +1,4 @@
-"""What a policy is shown of one operator call, and the counts and names of its region."""
+"""The view of an operator call that a policy reads."""
 
 from __future__ import annotations
 
@@ -8,16 +8,8 @@ import pytest
 import torch
 
 from sac_policies.policies import OpView
-from sac_policies.policies._views import RegionState, RegionSummary, Unmatched, runs_of
 
-MM, SIN = torch.ops.aten.mm.default, torch.ops.aten.sin.default
-
-
-def test_calls_are_numbered_by_operator():
-    """From 0, each operator for itself."""
-    state = RegionState()
-    assert [state.enter(op) for op in (MM, SIN, MM, MM, SIN)] == [0, 0, 1, 2, 1]
-    assert state.calls() == {MM: 3, SIN: 2}
+MM = torch.ops.aten.mm.default
 
 
 def test_every_view_has_a_region_of_its_own_by_default():
@@ -64,20 +56,3 @@ def test_view_cannot_be_changed():
         view.index = 1
     with pytest.raises(TypeError):
         view.kwargs["dim"] = 0
-
-
-def test_names_that_there_are_of_tensors_are_labels():
-    """Modules are none of them."""
-    seen = RegionSummary({}, labels=frozenset({"h"}), modules=frozenset({"blocks.0"}))
-    assert Unmatched("x", "save_named", "tensor", "").known(seen) == {"h"}
-
-
-def test_names_that_there_are_of_modules_are_runs_of_their_paths():
-    """The region itself has the empty path, which is no name."""
-    seen = RegionSummary({}, labels=frozenset({"h"}), modules=frozenset({"", "blocks.0"}))
-    assert Unmatched("x", "scoped", "module", "").known(seen) == {"blocks", "0", "blocks.0"}
-
-
-def test_runs_of_a_path_are_side_by_side():
-    """The first and the last component alone make none."""
-    assert list(runs_of("a.b.c")) == ["a", "a.b", "a.b.c", "b", "b.c", "c"]

@@ -349,7 +349,7 @@ PLAIN = dict.fromkeys((*FAULTS, "refused capture"), _one) | {"graph pool": _with
 
 
 REFUSE_CAPTURE = {
-    *("offload", "offload, two calls kept", "checkpoint + offload"),
+    *("offload", "checkpoint + offload"),
     "sharded, CPU memory",
 }
 

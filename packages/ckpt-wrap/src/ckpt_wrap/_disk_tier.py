@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import tempfile
 from collections.abc import Iterator
 
@@ -23,7 +24,7 @@ class _FileStored(Stored):
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
-        self._mapped: torch.Tensor | None = None
+        self._mapped: mmap.mmap | None = None  # no tensor: its bytes are not in memory
         self._device = torch.device("cpu")
 
     def take(self, source: torch.Tensor) -> None:
@@ -33,7 +34,7 @@ class _FileStored(Stored):
 
     def fetch(self) -> torch.Tensor:
         assert self._mapped is not None
-        return self._mapped.to(self._device)
+        return torch.frombuffer(self._mapped, dtype=torch.uint8).to(self._device)
 
     def discard(self) -> None:
         self._mapped = None
@@ -62,25 +63,23 @@ class DiskTier:
         return _FileStored(self._folder)
 
 
-def _write(folder: str, source: torch.Tensor) -> torch.Tensor:
-    """Write the bytes of a flat tensor to a file; the tensor that is mapped from it."""
+def _write(folder: str, source: torch.Tensor) -> mmap.mmap:
+    """Write the bytes of a flat tensor to a file, and map it."""
     with tempfile.NamedTemporaryFile(prefix="ckpt_wrap-", dir=folder, buffering=0) as file:
         # Not through the mapping: a full disk would show as a signal that ends the process.
         left = memoryview((ctypes.c_char * source.numel()).from_address(source.data_ptr()))
         while left:
             left = left[file.write(left) :]
-        # Not shared: writes to the tensor stay private.
-        return torch.from_file(file.name, shared=False, size=source.numel(), dtype=torch.uint8)
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # writes stay private
 
 
 @contextlib.contextmanager
 def explained(folder: str, what: str) -> Iterator[None]:
-    """Raise `OffloadError` for an error of the system, or of the mapping."""
+    """Raise `OffloadError` for an error of the system."""
     try:
         yield
-    except (OSError, RuntimeError) as error:
-        reason = getattr(error, "strerror", None) or error
+    except OSError as error:
         raise OffloadError(
-            f"ckpt_wrap.offload_: folder '{folder}' {what} ({reason}), but what is saved "
+            f"ckpt_wrap.offload_: folder '{folder}' {what} ({error.strerror}), but what is saved "
             "for backward must go there. Free some space or pass another folder as 'to'."
         ) from error

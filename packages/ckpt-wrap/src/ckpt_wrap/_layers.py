@@ -60,7 +60,7 @@ def checkpoint_layers_(
         ModuleError: not an `nn.Module`, one without repeated blocks, or one of the modules cannot
             be changed.
         OptionError: an option has a wrong value.
-        PolicyError: the rule is not a function, returns something else, or selects nothing.
+        PolicyError: the rule is not a function, or selects nothing.
 
         If it raises, no module is changed.
 
@@ -105,13 +105,10 @@ def _selected_by(rule: Rule, model: nn.Module) -> Selected:
         if module is model or is_wrapper(module) or isinstance(module, ActivationWrapper):
             continue
         chosen = rule(name, module)
-        if chosen is not None and not isinstance(chosen, (bool, Mapping)):
-            raise PolicyError(
-                f"ckpt_wrap.checkpoint_layers_: the rule returned {chosen!r} for module {name!r}, "
-                "but it must return a bool or a mapping of options."
-            )
-        if chosen is not False and chosen is not None:
-            selected.append((name, module, {} if chosen is True else chosen))
+        if isinstance(chosen, Mapping):
+            selected.append((name, module, chosen))
+        elif chosen:
+            selected.append((name, module, {}))
     if not selected:
         found = dict.fromkeys(type(module).__name__ for module in model.modules())
         raise PolicyError(

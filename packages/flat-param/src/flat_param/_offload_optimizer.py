@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from ._errors import StateError
-from ._torch_compat import STEP_HOOKS
+from ._torch_compat import STEP_HOOKS, unhooked_step
 from .layout._spec import dense_stride
 
 Opt = TypeVar("Opt", bound=Optimizer)
@@ -77,7 +77,7 @@ def offload_optimizer(
     """
     _check(optimizer, bucket_numel)
     cls = type(optimizer)
-    buckets = _Buckets(_Storage(folder), bucket_numel, _own_step(cls))
+    buckets = _Buckets(_Storage(folder), bucket_numel, unhooked_step(cls))
     buckets.write_back_all(optimizer.state)
     step = Optimizer.profile_hook_step(OffloadedOptimizer.step)
     step.hooked = True  # type: ignore[attr-defined]  # or torch would add its hooks once more
@@ -147,12 +147,6 @@ class OffloadedOptimizer(Optimizer):
             "but its state is kept elsewhere. Save its state_dict(), and load it into another "
             "one."
         )
-
-
-def _own_step(cls: type[Optimizer]) -> Callable[[Any], object]:
-    """The step of a class without torch's step hooks, which run once per step."""
-    step = cls.step
-    return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
 
 
 def _check(optimizer: Optimizer, bucket_numel: int) -> None:

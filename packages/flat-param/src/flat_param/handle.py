@@ -1,10 +1,10 @@
 """The drop-in `FlatParamHandle`, for code written against torch's private class.
 
-Rule 1: layout, shard ranges, metadata and error sentences are torch's, where they are not among the
-defects listed in `docs/flat-param/manual.md`. Padding is zero, not 42.
-Rule 2: the process group and the device may be left out: one rank, the parameters' device.
-Rule 3: after construction the module's attributes are tensors computed from `flat_param`, so
-autograd reaches it; with `use_orig_params` and after `shard` they are parameters again.
+- Layout, shard ranges, metadata and error messages are torch's, but for the defects listed in
+  `docs/flat-param/manual.md`. Padding is zero, not 42.
+- The process group and the device may be left out: one rank, the parameters' device.
+- After construction the module's attributes are tensors computed from `flat_param`, so autograd
+  reaches it. With `use_orig_params` and after `shard` they are parameters.
 """
 
 from __future__ import annotations

@@ -181,10 +181,14 @@ def check_optimizers_of_whole_tensors_are_found_by_what_they_do(rank: int, world
         else:
             raises(flat_param.ParameterError, "shard with boundary='tensor'", step)
     rules = flat_param.by_name({"0.*": "tensor"})
-    mixed = flat_param.fully_shard(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 40)), boundary=rules)
-    mixed(torch.ones(2, 6)).square().sum().backward()
-    text = "parameters before this one may have been stepped: load a checkpoint"
-    raises(flat_param.ParameterError, text, Mine(mixed.parameters(), lr=0.1).step)
+    for width in (6, 40):  # rank 1 has all of the second layer, or a part
+        mixed = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, width))
+        flat_param.fully_shard(mixed, boundary=rules)
+        mixed(torch.ones(2, 6)).square().sum().backward()
+        before = [param.detach().clone() for param in mixed.parameters()]
+        text = "was called with parameter '1.weight' or its gradient"
+        raises(flat_param.ParameterError, text, Mine(mixed.parameters(), lr=0.1).step)
+        assert all(map(torch.equal, before, mixed.parameters())), width
 
 
 class Stopped(Exception):

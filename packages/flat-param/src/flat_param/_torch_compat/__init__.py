@@ -157,6 +157,12 @@ def without_storage_warning() -> Iterator[None]:
 # Optimizers and norms.
 
 
+def unhooked_step(cls: type[Any]) -> Callable[[Any], object]:
+    """The step of an optimizer class without the hooks that torch wraps around it."""
+    step: Any = cls.step
+    return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+
+
 def allow_foreach(kind: type[Tensor]) -> None:
     """Let torch's optimizers use foreach kernels for a class of parameters; else they loop."""
     from torch.optim import optimizer

@@ -1,4 +1,4 @@
-"""What state dicts have of a sharded tensor: the whole tensor's shape, this rank's elements.
+"""Sharded tensors in state dicts: the whole tensor's shape, this rank's elements.
 
 torch's checkpoint functions gather and distribute DTensors and leave other tensors alone, so a
 `FlatShard` is a DTensor. Ranks are cut at elements, rows or blocks of a flat buffer, for which
@@ -6,7 +6,7 @@ DTensor has no placement:
 
 - `placements` is `(Replicate(),)`, which holds for the tensor that `full_tensor()` returns.
 - `_local_tensor` is the 1-D piece. torch's stagers copy and fill it.
-- Operators would compute with one rank's elements, so all but copies and questions raise. The
+- Operators would compute with one rank's elements, so all but copies and metadata raise. The
   check is in `__torch_function__`: torch 2.10 to 2.12 dispatch operators of DTensor subclasses in
   C++, past `__torch_dispatch__`.
 - A pickled shard becomes a `StoredShard`, which knows its elements and no process group.

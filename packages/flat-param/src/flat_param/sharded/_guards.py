@@ -3,7 +3,8 @@
 - `torch.nn.utils.clip_grad_norm_` computes the norm over all ranks, as a collective of the ranks
   that pass gradients. If rows or tensors stay whole, a rank may have none; only the module's own
   `clip_grad_norm_` makes it join.
-- An optimizer that needs whole tensors raises where it reads them, see _piece_tensors.py.
+- An optimizer that needs whole tensors raises where it reads them, see _piece_tensors.py and
+  _first_step.py.
 - Optimizer steps are counted: fused ones do not change version counters, and a rank without a piece
   sees no change of a parameter, but all ranks make the same steps.
 - An optimizer that was made before sharding and still has DTensors refuses to step.
@@ -34,6 +35,7 @@ from .._torch_compat import replace_total_norm, replace_unscale
 from ..buffers._loaded_state import LoadedStates
 from ..comm._clip import Spread, norm_over
 from ..comm._comm import CommLog, Communicator
+from ._first_step import try_first_step
 from ._optim_state import install_state_hooks, piece_of
 from ._param_piece import ParamPiece
 from ._piece_tensors import be_piece
@@ -48,6 +50,7 @@ def install_guards() -> None:
     """Install the guards; a second call does nothing."""
     register_optimizer_step_pre_hook(_refuse_replaced)
     _loaded_states.install()
+    register_optimizer_step_pre_hook(try_first_step)
     register_optimizer_step_post_hook(_count_step)
     install_state_hooks()
     replace_unscale(_found_by_all)

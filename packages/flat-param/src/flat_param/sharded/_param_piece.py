@@ -1,4 +1,4 @@
-"""What a parameter of an optimizer is a piece of; an attribute of the parameter."""
+"""The whole parameter that an optimizer's parameter is a piece of; an attribute of the latter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class PieceSegment:
-    """What the pieces of one segment have in common.
+    """The segment of some pieces.
 
     Args:
         plan: which elements each rank has.
@@ -69,7 +69,7 @@ class ParamPiece:
         self.has_grad = self.is_stepped = False
 
     def follow(self, before: ParamPiece) -> None:
-        """Take over what is known of the optimizer from the piece that this one replaces."""
+        """Copy the state of the optimizer from the piece that this one replaces."""
         self.has_grad, self.is_stepped = before.has_grad, before.is_stepped
         self.segment.steps = before.segment.steps
 
@@ -94,7 +94,7 @@ class ParamPiece:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole parameter, before tensor parallelism too."""
+        """Shape of the whole parameter, before tensor parallelism too."""
         return tuple(self.shard.spec.shape if self.place is None else self.place.shape)
 
     @property
@@ -109,7 +109,7 @@ class ParamPiece:
 
     @property
     def skips(self) -> bool:
-        """Whether this is such a rank without elements."""
+        """Whether this rank has no elements, and the optimizer skips it."""
         return self.leaves_ranks_out and not self.shard.numel
 
     @cached_property
@@ -133,7 +133,7 @@ class ParamPiece:
 
     @property
     def rows(self) -> BlockRows | None:
-        """The blocks that this rank has, where it has some; None after tensor parallelism."""
+        """The blocks that this rank has; None if it has none, or after tensor parallelism."""
         if self.place is not None:
             return None
         return block_rows(self.plan, self.index, self.shard.start, self.shard.stop)
@@ -167,7 +167,7 @@ class ParamPiece:
         return (0, 0) if rows is None else (rows.first, rows.first + rows.count)
 
     def present_number(self, value: Tensor) -> FlatShard:
-        """State without dimensions, such as a step count, of which the first holder's counts."""
+        """State without dimensions, such as a step count; the first holder's value counts."""
         from ._flat_shard import FlatShard, ShardOwners
 
         first = self.first_holder
@@ -178,7 +178,7 @@ class ParamPiece:
         return FlatShard(value.detach().reshape(1), extent, owners)
 
     def elements(self, value: Any, name: str = "") -> Tensor:
-        """This rank's elements, 1-D, of what a state dict has for the parameter.
+        """This rank's elements, 1-D, of a state dict's value for the parameter.
 
         Args:
             value: a whole tensor, a DTensor, a shard, or a shard that was pickled.

@@ -163,13 +163,13 @@ class Unit:
         self.sites.refresh()
 
     def _refuse_grads_of_pieces(self) -> None:
-        before = set(map(id, self._piece_nodes))
-        found = []
+        before, found = set(map(id, self._piece_nodes)), []
         for part in self.parts:
             for param, piece in zip(part.held.params, part.param_pieces, strict=True):
-                if piece.is_cut and param.requires_grad:
-                    with without_torch_function():
-                        node = get_gradient_edge(param).node
+                with without_torch_function():
+                    is_cut = piece.is_cut and param.requires_grad
+                    node = get_gradient_edge(param).node if is_cut else None
+                if node is not None:
                     found.append(node)  # kept: a node and its hook last as long as a reference
                     if id(node) not in before:
                         node.register_prehook(partial(_refuse_grad, weakref.ref(self), piece))

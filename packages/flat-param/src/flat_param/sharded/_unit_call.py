@@ -1,8 +1,8 @@
-"""Runs what computes as a call of a unit, and says which parameter was a piece where it fails.
+"""Run a module as a forward of its unit, and name pieces in errors.
 
-A module that is called past the unit to which its parameters belong, as one inside a block by the
-model around the block, finds pieces there, and torch speaks of shapes. Nothing is looked at before
-something fails.
+A module inside a unit may be called directly, for example by the model around the unit. It then
+computes with pieces, and torch's error is about shapes. The piece is looked up after the error, so
+this costs nothing in a step.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def run_unit(
 def sharded_class(
     base: type[nn.Module], cls: type[nn.Module], methods: Mapping[str, Callable[..., Any]]
 ) -> Any:
-    """The class of modules that were of a class before, and run methods as calls of their units.
+    """The sharded subclass of a class, which also runs `methods` as forwards of their units.
 
-    Modules share it: what a compiler makes of one module's code is for others of its class, too.
+    Modules of one class share it, and so does the code that a compiler makes of it.
 
     Args:
         base: `ShardedModule`, whose own call runs `run_unit`.
@@ -68,7 +68,7 @@ def sharded_class(
 
 
 def with_method(cls: Any, name: str) -> Any:
-    """The class of sharded modules that run one more method as a call of their units.
+    """The sharded class with one more method that runs as a forward of its unit.
 
     Raises:
         StateError: the class has no such method, or it is the module's own call.
@@ -87,8 +87,6 @@ def with_method(cls: Any, name: str) -> Any:
 
 
 def _as_unit_call(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that runs as a call of its module's unit."""
-
     @functools.wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         return run_unit(self, functools.partial(method, self), args, kwargs)
@@ -98,14 +96,14 @@ def _as_unit_call(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def piece_error(error: BaseException, units: Iterable[Unit]) -> StateError | None:
-    """What to raise in the place of an error that a piece of a parameter has caused.
+    """The error to raise instead of one that a piece of a parameter has caused.
 
     Args:
-        error: as the call of a unit catches it.
-        units: of the tree, which may be whole or not.
+        error: as the forward of a unit catches it.
+        units: of the tree.
 
     Returns:
-        None where the module that has failed holds no piece, or the error is our own.
+        None if the module that failed has no piece, or the error is one of this package.
     """
     if isinstance(error, FlatParamError) or not isinstance(error, Exception):
         return None
@@ -119,12 +117,11 @@ def piece_error(error: BaseException, units: Iterable[Unit]) -> StateError | Non
 
 
 def _innermost_module(trace: TracebackType | None) -> nn.Module | None:
-    """The module whose method was running where an error came from.
+    """The module whose method raised an error.
 
-    None where that was in the call of another unit, which has looked already: what it had whole
-    are pieces now.
+    None if it ran in the forward of another unit, which has looked already and is resharded.
     """
-    # Not of the frame that has caught the error: its locals, once asked for, would keep that.
+    # Skip the frame that caught the error: reading its locals would keep the error alive.
     found, outer = None, None if trace is None else trace.tb_frame.f_code
     trace = None if trace is None else trace.tb_next
     while trace is not None:
@@ -138,7 +135,7 @@ def _innermost_module(trace: TracebackType | None) -> nn.Module | None:
 
 
 def _pieces_in(module: nn.Module, unit: Unit) -> Iterator[ParamSite]:
-    """Sites in a module itself that hold a piece now, not the whole parameter."""
+    """Sites in a module itself that have a piece now."""
     for site in unit.sites:
         piece, param = site.part.pieces[site.index], site.part.params[site.index]
         held = site.registry is module._parameters and site.registry.get(site.key) is param

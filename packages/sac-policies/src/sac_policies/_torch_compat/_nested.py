@@ -1,7 +1,7 @@
-"""Nested tensors: the shape of what has none.
+"""Shapes of nested tensors.
 
-A dimension in which the parts differ has no size where the layout is strided, and one of its own,
-which is no number, where it is jagged.
+A dimension in which the parts differ has no size in the strided layout, and a symbolic one in the
+jagged layout.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 RAGGED = -1
-"""Stands for the size of a dimension in which the parts differ."""
+"""Size of a dimension in which the parts differ."""
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -28,9 +28,9 @@ def _size(tensor: torch.Tensor, dim: int) -> int:
 
 
 def compared_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return what two runs of a function have in common of a shape.
+    """Return the shape that two runs of a function must share.
 
-    Jagged tensors with other offsets do not go together, so theirs stays as it is.
+    A jagged shape stays symbolic: jagged tensors with different offsets do not match.
     """
     has_none = tensor.is_nested and tensor.layout is torch.strided
     return shape_of(tensor) if has_none else tensor.shape

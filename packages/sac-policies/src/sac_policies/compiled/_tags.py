@@ -1,9 +1,9 @@
-"""Pushes dispatch modes; the engine of compiled code, which tags the traced graph.
+"""The engine of compiled code: it tags the traced graph with the answers of a policy.
 
-Under torch.compile, AOTAutograd traces a checkpointed region once, forward and recomputation,
-and its partitioner decides from node metadata what backward finds. `TagForward` asks the policy
-about each operator and writes the answer on the nodes it made; `TagRecompute` hands every traced
-value back, so that the trace holds each operator once.
+Under torch.compile, AOTAutograd traces a checkpointed region once, forward and recomputation, and
+its partitioner decides from node metadata what is saved. `TagForward` asks the policy about each
+operator and writes the answer on its nodes; `TagRecompute` returns every traced value, so that the
+trace has each operator once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from .._errors import EngineError
+from .._errors import EngineError, shown
+from .._frames import user_line
 from .._torch_compat import alias, node_meta, running_modules, traced_graph
 from ..policies._decisions import Decision, to_torch
 from ..policies._names import NAME_OP
@@ -24,7 +25,6 @@ from ..policies._operators import facts_of
 from ..policies._policies import Policy
 from ..policies._unmatched import watch_of
 from ..policies._views import Operator, OpView, RegionState, RegionSummary
-from ._error_context import error_context
 
 _Values = defaultdict[Operator, list[Any]]
 _TAGS = ("recompute", "ac_graph_id")
@@ -109,8 +109,8 @@ class TagForward(_TagMode):
         if decision is Decision.OFFLOAD:
             raise EngineError(
                 f"sac_policies.checkpoint: policy offloads operator {op} "
-                f"({error_context(self._policy, op)}), but compiled code keeps values on their "
-                "device. Save it, or leave this region eager."
+                f"(at {user_line()}; policy {shown(self._policy, 200)}), but compiled code keeps "
+                "values on their device. Save it, or leave this region eager."
             )
         return to_torch(decision)
 

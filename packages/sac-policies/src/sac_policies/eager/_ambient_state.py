@@ -1,4 +1,4 @@
-"""The random state and the autocast that code runs with, kept until it runs again."""
+"""The random state and autocast of a forward, restored for its recomputation."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 Autocast = tuple[bool, list[tuple[str, bool, torch.dtype]]]
-"""Whether it keeps casts; and of each kind of device whether it is on, and to what it casts."""
+"""Whether casts are cached; and for each kind of device: name, enabled, dtype."""
 
 
 class AmbientState:
-    """What code runs with that it is not given.
+    """Random state and autocast.
 
     Args:
-        inputs: tensors that it is given, for their devices.
+        inputs: tensors of the forward, for their devices.
     """
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
@@ -29,12 +29,12 @@ class AmbientState:
         self._autocast = _autocast(self._kinds)
 
     def settle(self) -> None:
-        """Let go of the state of the CPU's random numbers, where none were drawn since."""
+        """Drop the random state of the CPU if no number was drawn since."""
         if self._cpu is not None and torch.equal(self._cpu, torch.get_rng_state()):
             self._cpu = None
 
     def restored(self) -> AbstractContextManager[None]:
-        """Have both as they were, then again as they are: others go on as if nothing had run."""
+        """Restore both inside the block, and leave the current ones unchanged after it."""
         is_as_now = self._cpu is None and not self._devices[0]
         if is_as_now and self._autocast == _autocast(self._kinds):
             return nullcontext()

@@ -1,4 +1,4 @@
-"""Graphs of an accelerator that are being captured, in which the host may wait for nothing."""
+"""Graph capture of an accelerator, during which the host may not wait."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _KEEPS_PINNED_MEMORY = torch.__version__ >= "2.13"  # a TorchVersion, which comp
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Tell whether work for the current stream is captured; `device` is the current one's type."""
+    """Whether the current stream is being captured; `device` has the type of the current one."""
     ask = _asks(device.type)
     return ask is not None and ask()
 
@@ -26,10 +26,10 @@ def _asks(kind: str) -> Callable[[], bool] | None:
 
 
 def refuse_old_torch(is_captured: bool) -> None:
-    """Raise where a captured copy would write to host memory that others have by then.
+    """Raise if a captured copy would write to host memory that is reused later.
 
     Raises:
-        EngineError: this torch does not keep pinned memory for a graph.
+        EngineError: before torch 2.13, which reserves pinned memory for a graph.
     """
     if is_captured and not _KEEPS_PINNED_MEMORY:
         raise EngineError(

@@ -1,4 +1,4 @@
-"""What a tape holds of each call, for reports."""
+"""Finds the bytes that a tape holds of each call, for reports."""
 
 from __future__ import annotations
 

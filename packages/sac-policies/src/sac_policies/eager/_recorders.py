@@ -1,7 +1,7 @@
-"""What the tape does at an operator, worked out once from its schema and the policy.
+"""Recorders: how the tape treats an operator, decided once from its schema and the policy.
 
 An operator is recorded only if its schema and tags say that it is functional and deterministic.
-A short list names the operators whose schema does not tell the truth.
+Short lists name the operators whose schema is wrong about that.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from ._values import Call, Item, Value
 
 
 class Tape(Protocol):
-    """What recorders ask of a tape."""
+    """The methods of a tape that recorders call."""
 
     def value_of(self, tensor: torch.Tensor) -> Value:
-        """Return the value that a tensor stands for; hold an unknown tensor."""
+        """Return the value of a tensor; hold an unknown tensor."""
 
     def known_value(self, tensor: torch.Tensor) -> Value | None:
-        """Return the value that a tensor stands for, None where it is unknown."""
+        """Return the value of a tensor, None if it is unknown."""
 
     def note(self, tensor: torch.Tensor, value: Value, version: int) -> None:
-        """Have a tensor stand for a value as long as it has this version."""
+        """Note the value of a tensor at this version."""
 
     def note_mask(self, mask: torch.Tensor, version: int) -> None:
-        """Hold the bits of a mask in its place."""
+        """Hold a mask as bits."""
 
     def before_write(self, written: list[torch.Tensor], *, is_seen: bool = True) -> None:
         """Forget tensors of storages that are about to be written; copy what values hold."""
@@ -48,10 +48,10 @@ class Tape(Protocol):
     def decide(
         self, recorder: Recorder, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
-        """Count a call, and tell whether the policy keeps its result."""
+        """Count a call, and return whether the policy keeps its result."""
 
     def follow_range(self, op: Operator, args: tuple[Any, ...]) -> None:
-        """Look away while FSDP gathers or frees parameters."""
+        """Record nothing while FSDP gathers or frees parameters."""
 
 
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -78,7 +78,7 @@ _RESIZES = frozenset(("set_", "resize_", "resize_as_", "_resize_output_"))
 _MAY_WRITE = getattr(torch.Tag, "maybe_aliasing_or_mutating", None)
 _VARIES = getattr(torch.Tag, "nondeterministic_bitwise", None)
 _OUTSIDE = frozenset(("fsdp", "profiler", "prim"))
-"""Namespaces whose operators are no work of the region."""
+"""Namespaces of operators that do not belong to the region."""
 _MASKS = {"bernoulli_": 0, "bernoulli": 0, "native_dropout": 1}
 """Operators that draw masks, and which of their results is one."""
 
@@ -143,7 +143,10 @@ class Recorder:
         if self.op in RANGE_OPS:
             return self._range, ""
         if self.op.namespace in _OUTSIDE:
-            return self._written if self.facts.writes else self._held, "it is no work of the region"
+            return (
+                self._written if self.facts.writes else self._held,
+                "it does not belong to the region",
+            )
         if not schema.returns:
             return self._written_unseen if self.facts.writes else self._held, ""
         if self.op.namespace == "c10d":
@@ -240,9 +243,9 @@ class Recorder:
             call.items.append(None if item is None else ref(item))
 
     def _chosen(self, args: tuple[Any, ...], out: Any) -> list[torch.Size]:
-        """Shapes of places that were chosen by numbers: values at them are held, too.
+        """Shapes of integer results that depend on values: other results of these shapes are held.
 
-        So an operator that chooses, as topk or sort, runs once. Of pooling only places are held.
+        So an operator such as topk or sort runs once. Of pooling only the indices are held.
         """
         if "pool" in self._short:
             return []
@@ -340,23 +343,22 @@ class Recorder:
         return Call(self, values, named, inputs, copies)
 
     def _records(self) -> bool:
-        """Whether a call is recorded: a view in any case, others where gradients are on.
+        """Whether a call is recorded: a view always, others while gradients are on.
 
-        DTensor makes views inside autograd functions. A view shares the memory, so it is as well
-        known as what it is a view of.
+        DTensor makes views inside autograd functions, where gradients are off.
         """
         if _is_grad_enabled() or self._is_view:
             return True
         return not self.is_aten and is_called_by_library(4)
 
     def _cuts(self, args: tuple[Any, ...], dtype: torch.dtype) -> bool:
-        """Whether a result is made of integers that were chosen by numbers: it may not differ."""
+        """Whether an integer result depends on floating point values: it must not change."""
         if dtype is torch.bool:
             return False
         return any(each.is_floating_point() for each in tensors_among(args))
 
     def _keeps(self, tape: Tape, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Count a call, ask the policy, and tell whether it keeps the result."""
+        """Count a call, and return whether the policy keeps the result."""
         return tape.decide(self, out, args, kwargs) and not self._is_view
 
 

@@ -11,8 +11,9 @@ from .._torch_compat import saved_tensor_hooks
 from ..policies._modules import root_of
 from ..policies._policies import Policy
 from ..policies._unmatched import Watch, watch_of
+from ._observed import Observed
 from ._recorders import Table, table_of
-from ._tape import Observer, Region, Tape, tape_here
+from ._tape import Region, Tape, tape_here
 
 
 def run(
@@ -21,7 +22,7 @@ def run(
     kwargs: Mapping[str, Any],
     policy: Policy,
     check: str = "default",
-    observer: Observer | None = None,
+    observer: Observed | None = None,
 ) -> Any:
     """Call `function` so that backward replays what `policy` does not keep.
 
@@ -32,7 +33,7 @@ def run(
         policy: what to keep.
         check: "default", "bits" or "none". "default" compares
             in the first forward of a function under a policy.
-        observer: is given every call that the policy is asked about.
+        observer: sees every call that the policy is asked about.
 
     Raises:
         PolicyError: the policy reads modules, and there is no module to name paths from.
@@ -42,7 +43,7 @@ def run(
     watch, table = _known(policy)
     is_new = watch.is_new(function)
     checks = check == "bits" or (is_new and check == "default")
-    # A table of its own lists the operators of this region, and no others.
+    # A new table lists the operators of this region only.
     table = Table(policy) if is_new else table
     region = Region(policy, table, watch, root_of(function), checks, observer)
     hooks = saved_tensor_hooks()
@@ -61,7 +62,7 @@ def run(
 
 
 def _known(policy: Policy) -> tuple[Watch, Table]:
-    """Look up what is known of a policy; most regions have that of the region before."""
+    """Return the watch and the table of a policy; most regions share that of the region before."""
     global _last
     last = _last
     if last[0] is not policy:

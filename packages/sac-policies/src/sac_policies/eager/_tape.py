@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet, ref
 
 import torch
@@ -42,41 +42,26 @@ from ._fsdp import Ranges
 from ._guards import Guard
 from ._masks import UNPACK, packed, takes
 from ._moved import MovedTensor, NoHostMemoryError, is_movable, leaving
+from ._observed import Observed
 from ._recorders import Recorder, Table
 from ._values import Call, Replay, Value, changed, want
 
 _PLAIN = frozenset((torch.Tensor, nn.Parameter))
 
 
-class Observer(Protocol):
-    """Sees what a tape records, for a report."""
-
-    def called(self, recorder: Recorder, index: int, out: Any) -> None:
-        """See a call of an operator, its number and what it returned."""
-
-    def replaced(self, held: torch.Tensor, original: torch.Tensor) -> None:
-        """See that a copy, or the bits of a mask, is held in place of a tensor."""
-
-    def moved(self, tensor: torch.Tensor) -> None:
-        """See that a tensor is copied to the host."""
-
-    def ended(self, values: list[ref[Value]]) -> None:
-        """See the values that hold tensors when the region ends; some may not outlive it."""
-
-
 class Region:
     """One call of a function under one policy.
 
     Attributes:
-        policy: what decides.
-        table: what is done at each operator.
-        watch: what regions of the policy have had so far.
-        state: calls of each counted operator.
+        policy: the policy of the region.
+        table: the recorders of the policy.
+        watch: names and operators that regions of the policy had so far.
+        state: number of calls of each counted operator.
         checks: whether replays are compared with the bits of the forward.
         labels: names given to tensors.
         kept: operators of which the policy kept a result.
-        inside: operators of regions inside.
-        path: the module that runs, where the policy reads modules.
+        inside: operators of nested regions.
+        path: the running module, if the policy reads modules.
         compiled: the compiled modules below the root.
         observer: for reports.
     """
@@ -88,7 +73,7 @@ class Region:
         watch: Watch,
         root: nn.Module | None,
         checks: bool,
-        observer: Observer | None = None,
+        observer: Observed | None = None,
     ) -> None:
         self.policy, self.table, self.watch, self.checks = policy, table, watch, checks
         self.state = RegionState()
@@ -114,7 +99,7 @@ class Region:
         return OpView(op, index, out, args, kwargs, module, label, self.state)
 
     def follow(self, until: ExitStack, named: Callable[[torch.Tensor, str], None]) -> None:
-        """Follow modules and names, where the policy reads them, and compiled modules."""
+        """Follow compiled modules, and modules and names if the policy reads them."""
         if self.path is not None:
             self.path.follow(until)
         if self.policy.reads_names:
@@ -123,7 +108,7 @@ class Region:
             follow_compiled(self.compiled, self, until)
 
     def seen(self) -> RegionSummary:
-        """Say what ran, to find entries of the policy that match nothing."""
+        """Summarize the region, to find entries of the policy that match nothing."""
         recorders = self.table.recorders
         calls = {**dict.fromkeys((*recorders, *self.inside), 0), **self.state.calls()}
         kept = self.kept | {op for op, each in recorders.items() if each.keeps}
@@ -132,7 +117,7 @@ class Region:
 
 
 class _Seen(ref[torch.Tensor]):
-    """A tensor that stands for a value while it has this version."""
+    """A weak reference to a tensor that has a value while it is at this version."""
 
     __slots__ = ("key", "value", "version")
     key: int
@@ -176,12 +161,12 @@ class _Flattened:
 
 
 class Tape(TorchDispatchMode):
-    """Records what runs in a region, and replays what backward reads.
+    """Records the operator calls of a region, and replays those that backward reads.
 
     Attributes:
-        region: the region that runs now; regions inside it share the tape.
-        takes_fakes: whether calls with fake tensors are recorded. DTensor propagates shardings by
-            fake tensors; those are no work of a region with real ones.
+        region: the running region; nested regions share the tape.
+        takes_fakes: whether calls with fake tensors are recorded. DTensor propagates shardings on
+            fake tensors, which a region of real tensors must ignore.
     """
 
     supports_higher_order_operators = True
@@ -236,7 +221,7 @@ class Tape(TorchDispatchMode):
     def run_inside(
         self, region: Region, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        """Call a function of a region inside this one, whose policy decides meanwhile."""
+        """Call the function of a nested region under its own policy."""
         before = self.region
         self.region, self._runs = region, region.table.runs
         try:
@@ -248,11 +233,11 @@ class Tape(TorchDispatchMode):
             before.inside |= region.inside | region.table.recorders.keys()
 
     def takes_hooks(self, hooks: Hooks | None) -> bool:
-        """Whether what autograd saves now comes to this tape."""
+        """Whether autograd saves to this tape now."""
         return self._is_open and hooks is not None and hooks[0] == self._pack
 
     def _end(self) -> None:
-        """Forget all tensors; give what is held to the hooks around the region."""
+        """Forget all tensors; pack held ones by the hooks around the region."""
         self._is_open = False
         self._known.clear()
         self._marked.clear()
@@ -267,7 +252,7 @@ class Tape(TorchDispatchMode):
             return
         live = self._live_holders()
         held = [value.held for value in live]
-        for value in live:  # whatever a hook raises, no tensor with a graph stays here
+        for value in live:  # no tensor with a graph may stay here if a hook raises
             value.held = None
         self._holders = []
         pack, unpack = outer
@@ -279,7 +264,7 @@ class Tape(TorchDispatchMode):
     # What recorders call
 
     def value_of(self, tensor: torch.Tensor) -> Value:
-        """Return the value that a tensor stands for; hold an unknown tensor."""
+        """Return the value of a tensor; hold an unknown tensor."""
         seen = self._known.get(id(tensor))
         try:
             version = tensor._version
@@ -290,20 +275,20 @@ class Tape(TorchDispatchMode):
         return self._hold(tensor, version)
 
     def known_value(self, tensor: torch.Tensor) -> Value | None:
-        """Return the value that a tensor stands for, None where it is unknown."""
+        """Return the value of a tensor, None if it is unknown."""
         seen = self._known.get(id(tensor))
         if seen is None or seen.version != version_of(tensor) or seen() is not tensor:
             return None
         return seen.value
 
     def note(self, tensor: torch.Tensor, value: Value, version: int) -> None:
-        """Have a tensor stand for a value as long as it has this version."""
+        """Note the value of a tensor at this version."""
         seen = _Seen(tensor, self._gone)
         seen.key, seen.value, seen.version = id(tensor), value, version
         self._known[seen.key] = seen
 
     def note_mask(self, mask: torch.Tensor, version: int) -> None:
-        """Hold the bits of a mask in its place."""
+        """Hold a mask as bits."""
         if not takes(mask):
             return
         with no_dispatch():
@@ -319,8 +304,8 @@ class Tape(TorchDispatchMode):
 
         Args:
             written: the tensors.
-            is_seen: whether the write shows in version counters. Of others autograd reads what it
-                saved itself as it is then: batch norm saves its statistics and does not read them.
+            is_seen: whether version counters show the write. If not, tensors that autograd saved
+                itself are not copied: batch norm saves its statistics and does not read them.
         """
         if not written:
             return
@@ -345,10 +330,10 @@ class Tape(TorchDispatchMode):
                 tape._before_later_write(storages, is_seen)
 
     def _before_later_write(self, storages: set[int | None], is_seen: bool) -> None:
-        """Copy what the values of this ended region hold of storages that another one writes.
+        """Copy held tensors of this ended region before another region writes to them.
 
-        Not of tensors that autograd saved, too: it refuses to read them after a write, and so does
-        the tape. That is how running averages are read again after the next micro-batch.
+        This lets running averages be replayed after the next micro-batch. Tensors that autograd
+        saved are not copied: autograd refuses them after a write, and so does the tape.
         """
         if self._storages is None:
             held = [value.held for value in self._live_holders()]
@@ -365,13 +350,13 @@ class Tape(TorchDispatchMode):
         return [value for value in (each() for each in self._holders) if value is not None]
 
     def note_unversioned(self, written: list[torch.Tensor]) -> None:
-        """Note storages whose writes no version counter shows: values hold copies of them."""
+        """Note storages whose writes no version counter shows; values hold copies of them."""
         self._unversioned |= {storage_of(each) for each in written}
 
     def decide(
         self, recorder: Recorder, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
-        """Count a call, and tell whether the policy keeps its result."""
+        """Count a call, and return whether the policy keeps its result."""
         region, op = self.region, recorder.op
         is_compiled = isinstance(op, torch._ops.HigherOrderOperator) and args
         key = (op, args[0]) if is_compiled and not isinstance(args[0], torch.Tensor) else op
@@ -390,14 +375,14 @@ class Tape(TorchDispatchMode):
         return True
 
     def follow_range(self, op: Operator, args: tuple[Any, ...]) -> None:
-        """Look away while FSDP gathers or frees parameters: that is no work of the region."""
+        """Record nothing while FSDP gathers or frees parameters."""
         self._ranges.follow(op, args)
         was_away, self._is_away = self._is_away, self._ranges.inside
         if was_away and not self._is_away:
             self._hold_what_reads_freed()
 
     def _hold_what_reads_freed(self) -> None:
-        """Hold tensors that parameters were read for which FSDP has freed since.
+        """Hold tensors that were made from parameters which FSDP has freed.
 
         Backward may read them before FSDP gathers the parameters again.
         """
@@ -414,7 +399,7 @@ class Tape(TorchDispatchMode):
 
     def _hold(self, tensor: torch.Tensor, version: int) -> Value:
         is_itself = (
-            self._outer is not None  # hooks around the region get what autograd would give them
+            self._outer is not None  # hooks get the tensor that autograd would give them
             or version == UNVERSIONED
             or (tensor.requires_grad and tensor.is_leaf)
             or not (tensor.is_floating_point() or tensor.is_complex())  # it has no graph
@@ -437,7 +422,7 @@ class Tape(TorchDispatchMode):
         return value
 
     def _copy(self, value: Value, tensor: torch.Tensor) -> None:
-        """Have a value hold a copy, unless its tensor was changed unseen or freed."""
+        """Hold a copy in place of a tensor, unless it was changed unseen or freed."""
         if value.version in (UNVERSIONED, version_of(tensor)) and not is_freed(tensor):
             copy = copy_of(tensor.detach())
             if self.region.observer is not None:
@@ -466,7 +451,7 @@ class Tape(TorchDispatchMode):
                 self._pending.append(ref(value))
 
     def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what a tensor is a view of, where the region knows it: others read it, too."""
+        """Return the base of a view, if the region knows it: other values may read it."""
         base = base_of(tensor)
         return tensor if base is None or self.known_value(base) is None else base
 
@@ -500,7 +485,7 @@ class Tape(TorchDispatchMode):
         self._moved.append(ref(moved))
 
     def _ask_back(self, backward: int) -> None:
-        """Start to copy back what this region and the one before it have offloaded."""
+        """Start to copy back the tensors that this region and the one before it offloaded."""
         self._asked = backward
         earlier = self._earlier()
         for tape in (self, earlier):
@@ -614,11 +599,11 @@ _ended: WeakSet[Tape] = WeakSet()
 
 
 def _nothing() -> None:
-    """Stand for the region before the first that offloads."""
+    """Replace a weak reference to an earlier region that offloads."""
 
 
 def _alias_in(packed: Any, tensor: torch.Tensor) -> tuple[torch.Tensor, int] | None:
-    """Find the tensor itself in what a pack hook made of it, and its version."""
+    """Find the tensor itself in the result of a pack hook, and its version."""
     storage = storage_of(tensor)
     for each in tensors_among(packed if isinstance(packed, (list, tuple)) else (packed,)):
         if storage_of(each) == storage:
@@ -652,7 +637,7 @@ def differs(value: Value) -> RecomputeError:
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose elements lie in memory as they are read."""
+    """Return a tensor without lazy conjugation and negation."""
     return tensor.detach().resolve_conj().resolve_neg()
 
 
@@ -689,7 +674,7 @@ def _reads_freed(value: Value) -> bool:
 
 
 def _forget_in(known: dict[int, _Seen]) -> Callable[[Any], None]:
-    """Make the callback of a dead tensor. It refers to the table only: a tape is in no cycle."""
+    """Make the callback of a dead tensor. It must not refer to the tape, which would be a cycle."""
 
     def gone(seen: _Seen) -> None:
         if known.get(seen.key) is seen:

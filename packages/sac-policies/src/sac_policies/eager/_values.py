@@ -1,8 +1,8 @@
-"""Values on a tape, and how they are made again.
+"""Values on a tape, and their replay.
 
-A value is held, or is a call of an operator on other values, or is one of the results of a call.
-The tape's tensors refer to values; values refer to the values that they are made of, never to a
-tensor with a graph. So the nodes of the graph keep alive what backward may need, and nothing else.
+A value is a held tensor, a call of an operator on other values, or one result of such a call.
+Values refer to the values that they are made of, and never to a tensor with a graph. So the graph
+keeps alive the values that backward may need, and nothing else.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from .._errors import MutationError
 from .._torch_compat import backward_id
 from .._torch_compat._dispatch import below_autograd, no_torch_function
 from ._aliasing import UNVERSIONED, copy_of, version_of
+from ._guards import Guard
 
 
 class Value:
@@ -25,12 +26,12 @@ class Value:
     Attributes:
         held: the tensor, None where a call makes it.
         version: of `held`, or of `cached`.
-        boxed: reads what saved-tensor hooks around the region made of `held`; None without them.
-        cached: a replayed tensor that other readers of this backward wait for.
-        readers: how often the value is saved, or read by a call that backward may need.
-        left: those of them that have not read it yet in this backward.
-        is_saved: whether autograd saved it, too.
-        guard: compares a replay with the bits of the forward; None where they are not compared.
+        boxed: reads the result of saved-tensor hooks around the region; None without them.
+        cached: a replayed tensor that later reads of this backward need.
+        readers: number of times the value is saved, or read by a call that backward may need.
+        left: number of these readers that have not read it in this backward.
+        is_saved: whether autograd saved it.
+        guard: compares a replay with the bits of the forward; None if bits are not compared.
     """
 
     __slots__ = (
@@ -80,15 +81,8 @@ class Value:
         self.held, self.version = tensor, version_of(tensor)
 
 
-class Guard(Protocol):
-    """Compares a tensor with the bits that it had."""
-
-    def check(self, tensor: torch.Tensor, error: Callable[[], Exception]) -> None:
-        """Raise `error` if they differ."""
-
-
 class Recorded(Protocol):
-    """What a call reads of the operator it calls."""
+    """The operator of a call."""
 
     op: Any
     call: Callable[..., Any]
@@ -96,15 +90,15 @@ class Recorded(Protocol):
 
 
 class Call(Value):
-    """A call of a functional operator: itself its result, where there is one.
+    """A call of a functional operator; also the value of its only result.
 
     Attributes:
-        recorder: knows the operator.
+        recorder: of the operator.
         args: positional arguments, with values in place of tensors.
         kwargs: keyword arguments, likewise.
-        inputs: all values among them.
-        items: weak references to the results that are values, where the operator returns several.
-        copies: whether the operator writes to its first argument, so that it is given a copy.
+        inputs: all values among the arguments.
+        items: weak references to the values of several results.
+        copies: whether the operator writes to its first argument, which is then a copy.
         wanted: whether backward may run it.
     """
 
@@ -128,11 +122,11 @@ class Call(Value):
 
     @property
     def made_by(self) -> Call | None:
-        """Itself, unless hooks around the region have what it held."""
+        """The call, unless hooks around the region hold the value."""
         return self if self.boxed is None else None
 
     def hold(self, tensor: torch.Tensor) -> None:
-        """Hold the result; let go of what it was made of."""
+        """Hold the result and drop the arguments."""
         super().hold(tensor)
         self.args, self.kwargs, self.inputs = [], None, []
 
@@ -210,10 +204,10 @@ def want(value: Value) -> None:
 
 
 class Replay:
-    """Makes values again, and caches those that other readers of a backward wait for.
+    """Replays values, and caches those that a backward reads again.
 
     Attributes:
-        runs: whether operators that run now are replayed ones.
+        runs: whether a replay runs now.
     """
 
     __slots__ = ("_backward", "_cached", "runs")
@@ -228,7 +222,7 @@ class Replay:
 
         Args:
             value: which one.
-            caches: whether what other readers wait for may be cached.
+            caches: whether values with other readers may be cached.
 
         Raises:
             MutationError: a tensor that it is made of was changed in place.
@@ -263,7 +257,7 @@ class Replay:
         self._cached.clear()
 
     def _made_at_once(self, root: Value, caches: bool) -> torch.Tensor:
-        """Make a value by one call that reads only what is held."""
+        """Make a value by one call whose inputs are all held."""
         assert isinstance(root, Call), "it is a call"
         before, self.runs = self.runs, True
         try:
@@ -304,7 +298,7 @@ class Replay:
         borrowed: set[Value],
         caches: bool,
     ) -> None:
-        """Run one call; note in `borrowed` what shares memory with a held tensor."""
+        """Run one call; add results that share memory with a held tensor to `borrowed`."""
         out = call.run(made)
         if call.recorder.shares:
             base = call.inputs[0]

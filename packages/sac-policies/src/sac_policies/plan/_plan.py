@@ -13,6 +13,8 @@ from .._errors import BudgetError
 from .._tensors import tensors_in
 from .._torch_compat import fake_mode, storage_bytes, storage_key
 from ..budget._checkpointed import Checkpointed
+from ..budget._levels import AGAIN, INPUTS_AWAY, KEEPS, LEVELS
+from ..budget._levels import MATMULS as KEEPS_MATMULS
 from ..budget._repeating import repeating
 from ..policies._builders import save_ops
 from ..policies._catalogue import ATTENTION, CONVOLUTIONS, MATMULS
@@ -22,8 +24,11 @@ from ._mixture import SLICES, Measured, Step, offloaded
 from ._model import OPTIMIZERS, Batch, Subject, build
 from ._watch import watch_step
 
-PLAIN, OFFLOADED = "keeps everything", "runs again, inputs offloaded"
-_POLICIES = {"keeps matmuls": save_ops(MATMULS, ATTENTION, CONVOLUTIONS), "runs again": None}
+PLAIN, OFFLOADED = LEVELS[KEEPS], LEVELS[INPUTS_AWAY]
+_POLICIES = {
+    LEVELS[KEEPS_MATMULS]: save_ops(MATMULS, ATTENTION, CONVOLUTIONS),
+    LEVELS[AGAIN]: None,
+}
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,7 @@ def _estimate(
                 region.put()
                 stack.callback(region.undo)
             levels[name] = watch_step(model, found, subject.loss_of, device)
-    levels[OFFLOADED] = offloaded(levels["runs again"], found.input_bytes, device.copy_seconds(1))
+    levels[OFFLOADED] = offloaded(levels[LEVELS[AGAIN]], found.input_bytes, device.copy_seconds(1))
     measured = Measured(
         levels,
         len(blocks),

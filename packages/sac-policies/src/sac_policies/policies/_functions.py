@@ -93,7 +93,7 @@ class FunctionPolicy(Policy):
 
 
 def as_policy(given: PolicyLike) -> Policy:
-    """Read whatever is accepted as a policy.
+    """Convert functions, operators, lists and dicts to policies.
 
     Args:
         given: a policy; a function (ctx, op, *args, **kwargs) -> CheckpointPolicy or bool; an

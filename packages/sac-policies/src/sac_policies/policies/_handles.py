@@ -1,7 +1,7 @@
-"""Text that stands for a living object, where only text may go.
+"""Text by which compiled code finds a policy.
 
-The compiler bakes a region's policy into its graph, as a constant. Not every torch takes an
-object for one; all take text, and compile again where the text is another.
+The compiler stores the policy of a region in its graph as a constant. Every supported torch takes
+text as a constant, and compiles again if it differs.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _alive: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
 def handle_of(thing: object) -> str:
-    """Make a handle of `thing`, good in this process as long as something holds `thing`."""
+    """Make a handle of `thing`, valid in this process while `thing` lives."""
     handle = f"{type(thing).__name__} {next(_numbers)}"
     _alive[handle] = thing
     return handle
 
 
 def behind(handle: str) -> Any:
-    """Return what a handle stands for."""
+    """Return the object of a handle."""
     return _alive[handle]

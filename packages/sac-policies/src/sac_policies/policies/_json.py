@@ -99,7 +99,7 @@ def _rules(base: type) -> Iterator[type[Policy]]:
 
 
 def _is_public(rule: type[Policy]) -> bool:
-    """Whether it is a user's rule, or one of ours that stands for itself."""
+    """Whether a rule may be read: a public rule of the package, or a rule of a user."""
     ours = rule.__module__.partition(".")[0] == __package__.partition(".")[0]
     return not (ours and rule.__name__.startswith("_")) and is_dataclass(rule)
 

@@ -156,7 +156,7 @@ def _packet(namespace: str, name: str) -> Any:
         found = getattr(getattr(torch.ops, namespace), name, None) if name else None
     except RuntimeError:  # torch takes no name that is not one of C++
         return None
-    # A namespace is a module, too, with attributes of its own.
+    # A namespace is a module and has other attributes too.
     return found if isinstance(found, torch._ops.OpOverloadPacket) else None
 
 

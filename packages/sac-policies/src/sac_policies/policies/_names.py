@@ -39,7 +39,7 @@ _library.impl("named", _copy, "CompositeExplicitAutograd")
 torch.library.register_autograd("sac_policies::named", _pass_through, lib=_library)
 
 NAME_OP = torch.ops.sac_policies.named.default
-"""The operator that stands for a naming in views, decision lists and compiled graphs."""
+"""The operator of `checkpoint_name` in views, reports and compiled graphs."""
 
 
 def checkpoint_name(tensor: torch.Tensor, label: str) -> torch.Tensor:
@@ -79,7 +79,7 @@ def checkpoint_name(tensor: torch.Tensor, label: str) -> torch.Tensor:
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Call `listener` for every naming inside the block, on this thread."""
+    """Call `listener` for each `checkpoint_name` of this thread inside the block."""
     _listeners.stack.append(listener)
     try:
         yield

@@ -1,15 +1,12 @@
-"""Warns of operators that a policy names and never meets, raises for such names.
+"""Reports entries of a policy that match nothing in its regions.
 
-Rule 1. An operator may run for other inputs or on another device, so a list of which no entry met
-        an operator in the first forward of a region is warned of, once for a policy and a region:
-        a module, or the code of a function. Modules are remembered weakly.
-Rule 2. A module path or a tensor name is the model's own. One that no region under the policy
-        has had when a backward first reaches one of them is an error: the forward is over by
-        then, with every region that it ran. Modules count whether they ran or not.
-Rule 3. Compiled code is asked for operators only. It has no end of the forward to look for names
-        at: a model compiled in pieces traces the backward of one before the forward of the next,
-        and a trace shows no modules without work. Nor does it know its function, so there one
-        warning is given for each different set of operators.
+- An operator may run for other inputs or on another device, so an entry that matches no operator
+  gives a warning, after the first forward of each region under the policy: a module, or the code
+  of a function.
+- A module path or a tensor name that no region had when backward starts is an error: by then the
+  forward is over. Modules count whether they ran or not.
+- Compiled code only warns about operators, once for each set of operators: a trace does not know
+  its function, and backward may be traced before later regions are.
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ import functools
 import re
 import warnings
 import weakref
-from collections import deque
 from difflib import get_close_matches
 from functools import lru_cache
 from types import CodeType
@@ -32,52 +28,49 @@ from ._policies import Policy
 from ._views import RegionSummary, Unmatched
 
 _MOST_SAID = 8
-_MOST_TRACED = 64
 _CALL = re.compile(r"(.+)\[\d+\]")
 
 
 class Watch:
-    """What the regions of one policy have had so far.
+    """Names and operators that the regions of one policy had so far.
 
     Attributes:
-        open: whether the end of a forward is to be told.
-        missing: names that no region has had.
-        running: regions that run now, which may still have what is missing.
+        open: whether `forward_ended` must be called.
+        missing: names of the policy that no region had.
+        running: number of regions that run now; they may still have a missing name.
     """
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._seen = RegionSummary({})
         self._known: dict[int, weakref.ref[Any]] = {}
-        self._traced: deque[frozenset[str]] = deque(maxlen=_MOST_TRACED)
+        self._traced: set[frozenset[str]] = set()
         self.open = True
         self.missing: tuple[Unmatched, ...] = ()
         self.running = 0
 
     def is_new(self, function: object) -> bool:
-        """Whether no forward of this function was told yet; None is a function nobody knows."""
-        return not self.knows(subject_of(function))
-
-    def knows(self, subject: object) -> bool:
-        """Whether a forward of a function that this stands for was told."""
-        return id(subject) in self._known
+        """Whether no forward of this function has ended yet."""
+        return id(subject_of(function)) not in self._known
 
     @property
     def is_due(self) -> bool:
-        """Whether something is missing and no forward runs that could still have it."""
+        """Whether a name is missing and no running region could still have it."""
         return bool(self.missing) and not self.running
 
     def forward_traced(self, seen: RegionSummary) -> None:
-        """Warn after a trace that ran other operators than those before (Rule 3)."""
+        """Warn after a trace whose operators differ from those of earlier traces."""
         ran = frozenset(_names(seen))
         if ran not in self._traced:
-            self._traced.append(ran)
+            self._traced.add(ran)
             warn_unmatched(self._policy, seen, "")
 
     def forward_ended(self, seen: RegionSummary, function: object) -> None:
-        """Take note of a forward that ended; warn after the first of a function (Rule 1)."""
+        """Record a forward; warn after the first one of a function."""
         if self.is_new(function):
-            self._remember(subject_of(function))
+            known, subject = self._known, subject_of(function)
+            key = id(subject)
+            known[key] = weakref.ref(subject, lambda gone: known.pop(key, None) and None)
             warn_unmatched(self._policy, seen, name_of(function))
         if not self.open:
             return
@@ -86,12 +79,8 @@ class Watch:
         self.missing = self._policy.missing(self._seen)
         self.open = bool(self.missing)
 
-    def _remember(self, subject: object) -> None:
-        known, key = self._known, id(subject)
-        known[key] = weakref.ref(subject, lambda gone: known.pop(key, None) and None)
-
     def error(self) -> UnmatchedNameError:
-        """Say what is missing, where it was written, and what there is instead (Rule 2)."""
+        """Make the error about the first missing name."""
         first = self.missing[0]
         known = first.known(self._seen)
         if first.kind == "module":
@@ -110,12 +99,12 @@ class Watch:
 
 @lru_cache
 def watch_of(policy: Policy) -> Watch:
-    """Return the watch of a policy; equal policies share one, as do all their regions."""
+    """Return the watch of a policy; equal policies share one."""
     return Watch(policy)
 
 
 def subject_of(function: object) -> object:
-    """Return what stands for a function as long as it lives: its module, its code, or its type."""
+    """Return an object that identifies a function: its module, its code, or its type."""
     module = root_of(function)
     if module is not None:
         return module
@@ -126,14 +115,12 @@ def subject_of(function: object) -> object:
 
 
 def name_of(function: object) -> str:
-    """Say which region is meant; "" where nobody knows.
+    """Name a region in a message.
 
     Example:
         >>> name_of(watch_of)
         " 'watch_of'"
     """
-    if function is None:
-        return ""
     subject = subject_of(function)
     if isinstance(subject, CodeType):
         return f" {subject.co_name!r}"
@@ -142,7 +129,7 @@ def name_of(function: object) -> str:
 
 
 def warn_unmatched(policy: Policy, seen: RegionSummary, region: str) -> None:
-    """Warn once for all entries of `policy` that nothing in `seen` matches."""
+    """Warn about all entries of `policy` that match nothing in `seen`."""
     entries = policy.unmatched(seen)
     if entries:
         said = ", ".join(map(shown, entries[:_MOST_SAID]))
@@ -162,7 +149,7 @@ def _names(seen: RegionSummary) -> list[str]:
 
 
 def _hint(entry: str, ran: list[str]) -> str:
-    """Say what an entry stands for, and what there is in its place."""
+    """Say what an entry means, and suggest one that ran."""
     if entry.startswith("@"):
         return _group_hint(group_named(entry, where="checkpoint"), ran)
     call = _CALL.fullmatch(entry)
