@@ -113,7 +113,11 @@ def test_a_subclass_may_set_attributes_of_its_own():
             self.level = 3
             self.note = "x"
 
+        def state_dict(self, *args, **kwargs):
+            return {"mine": super().state_dict(*args, **kwargs)}
+
     wrapped = Mine(nn.Linear(1, 1))
+    assert list(wrapped.state_dict()["mine"]) == ["weight", "bias"]
     assert (wrapped.level, wrapped.note) == (3, "x")
     assert not hasattr(wrapped._checkpoint_wrapped_module, "level")
 

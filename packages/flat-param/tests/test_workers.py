@@ -50,7 +50,7 @@ def test_claim_holds_on_every_rank(
 ) -> None:
     """A script is run once with all its checks."""
     world, *arguments = run
-    for rank, result in enumerate(ranks(world, script, *arguments, timeout_s=240)):
+    for rank, result in enumerate(ranks(world, script, *arguments, timeout_s=400)):
         if result[claim].startswith("skipped: "):
             pytest.skip(result[claim])
         assert not result[claim], f"rank {rank}: {result[claim]}"
@@ -59,15 +59,15 @@ def test_claim_holds_on_every_rank(
 @pytest.mark.parametrize("world", [1, 3, 4])
 def test_checkpoint_loads_on_other_number_of_ranks(ranks: Any, world: int) -> None:
     """All checks of workers/dcp_resume.py."""
-    ranks(2, "dcp_states", timeout_s=240)
-    folder = str(ranks.folder(2, "dcp_states", timeout_s=240))
-    for found in ranks(world, "dcp_resume", folder, timeout_s=240):
+    ranks(2, "dcp_states", timeout_s=400)
+    folder = str(ranks.folder(2, "dcp_states", timeout_s=400))
+    for found in ranks(world, "dcp_resume", folder, timeout_s=400):
         assert not any(found.values()), "\n".join(found.values())
 
 
 def test_state_of_blocks_is_one_processes_on_any_ranks(ranks: Any, tmp_path: Path) -> None:
     """Trained and saved on two, taken up on one and on three: every bit, then and later."""
-    assert ranks(2, "block_state", str(tmp_path), "save", timeout_s=240) == ["save"] * 2
+    assert ranks(2, "block_state", str(tmp_path), "save", timeout_s=400) == ["save"] * 2
     for world in (1, 3):
-        found = ranks(world, "block_state", str(tmp_path), "resume", timeout_s=240)
+        found = ranks(world, "block_state", str(tmp_path), "resume", timeout_s=400)
         assert found == ["resume"] * world

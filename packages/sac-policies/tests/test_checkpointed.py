@@ -111,14 +111,6 @@ def test_hooks_and_switches_are_those_of_the_forward(policy: Any) -> None:
     assert all(map(torch.equal, *found))
 
 
-def test_without_the_names_of_its_buffers_a_batch_counts_twice() -> None:
-    """What the rule is for; the module does run twice."""
-    plain, module = both(Averaging)
-    module.forward = Checkpointed(module, policy=None)  # type: ignore[method-assign]
-    assert not all(map(torch.equal, trained(plain), trained(module)))
-    assert (plain.calls, module.calls) == (3, 6)
-
-
 def test_containers_are_not_given_to_a_second_forward_that_writes() -> None:
     """Values are replayed instead, and the module runs once."""
     plain, module = both(Averaging)

@@ -249,11 +249,3 @@ def test_infeasible_says_the_smallest_peak(stack: Stack) -> None:
     assert again
     assert again.peak_bytes == found.smallest_bytes
     assert not plan_region(stack, x, found.smallest_bytes - 1, unit="flops")
-
-
-def test_one_step_is_enough_where_everything_fits(stack: Stack) -> None:
-    """The first plan keeps everything, and its peak is the budget."""
-    found = plan_region(stack, BATCH, 1.0)
-    assert found
-    assert found.peak_bytes == found.budget_bytes
-    assert found.policy.recompute_cost == 0

@@ -56,7 +56,7 @@ __all__ = [
     "unwrap",
 ]
 
-# What other code takes from torch's module of wrappers.
+# Names that other code imports from torch's module of wrappers.
 _CHECKPOINT_PREFIX, _CHECKPOINT_WRAPPED_MODULE = PREFIX, WRAPPED_MODULE
 
 __version__ = "0.1.0"

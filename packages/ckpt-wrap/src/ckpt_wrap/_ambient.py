@@ -1,7 +1,7 @@
-"""Whether this thread runs a checkpointed module, and the ambient state that a run repeats.
+"""Whether this thread runs a checkpointed module, and the state that recomputation restores.
 
-The ambient state is the random state of the CPU and of every device an input lives on, autocast,
-and the default device.
+The ambient state is the random state of the CPU and of every device of an input, autocast, and the
+default device.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _phase = _Phase()
 def is_recomputing() -> bool:
     """Whether the current thread is running a checkpointed module again, for its backward.
 
-    For counters and logs. Buffers need no guard: a write to a buffer that recomputation leaves out
-    is missing where forward reads the buffer after it. Always False in compiled code, which is the
+    For counters and logs. Buffers need no guard: if recomputation skips a write to a buffer, a
+    later read in the same forward gets the wrong value. Always False in compiled code, which is the
     same in both runs.
 
     Example:
@@ -76,7 +76,7 @@ def capture(
     *,
     preserve_rng_state: bool,
 ) -> AmbientState:
-    """The state a forward over these tensors and generators is about to start from."""
+    """Return the state before a forward with these tensors and generators."""
     devices = {tensor.device for tensor in tensors if not tensor.is_cpu and not tensor.is_meta}
     cache = torch.is_autocast_cache_enabled()
     return AmbientState(
@@ -91,7 +91,7 @@ def capture(
 
 @contextlib.contextmanager
 def replay(ambient: AmbientState) -> Iterator[None]:
-    """Run the body in this state, then put the present one back."""
+    """Run the body in this state, then restore the present one."""
     now = _rng_states(source for source, _ in ambient.rng[1:])
     with contextlib.ExitStack() as stack:
         if ambient.rng:
@@ -109,7 +109,7 @@ _CPU = torch.device("cpu")
 
 
 def _rng_states(sources: Iterable[torch.device | torch.Generator]) -> RngStates:
-    """The random state of the CPU, then those of other devices and of generators."""
+    """Return the random state of the CPU, then those of other devices and of generators."""
     states: list[Any] = [(_CPU, torch.default_generator.get_state())]
     for source in sources:
         if isinstance(source, torch.Generator):
@@ -131,7 +131,7 @@ def _set_rng_states(states: RngStates) -> None:
 
 
 def _which(device: torch.device) -> tuple[torch.device, ...]:
-    # There is one mps device, and its functions take no name for it.
+    # There is one mps device, and its functions take no device argument.
     return () if device.type == "mps" else (device,)
 
 

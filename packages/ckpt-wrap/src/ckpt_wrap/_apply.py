@@ -29,9 +29,9 @@ def apply_activation_checkpointing(
 ) -> None:
     """Wrap modules below `model`, in place.
 
-    The model itself is never wrapped. A module found in several places is wrapped once,
-    and all places get the same wrapper. A module that has this kind of wrapper keeps the one it
-    has. All wrappers are made before the first is put in its place.
+    The model itself is never wrapped. A module found in several places is wrapped once, and all
+    places get the same wrapper. A module that has this kind of wrapper already keeps it. All
+    wrappers are made before the first one is set.
 
     Args:
         model: the model to change.
@@ -41,7 +41,7 @@ def apply_activation_checkpointing(
             `policy(module=..., recurse=..., nonwrapped_numel=...)`.
 
     Raises:
-        ModuleError: `model`, or what `checkpoint_wrapper_fn` returns, is not an `nn.Module`.
+        ModuleError: `model`, or the result of `checkpoint_wrapper_fn`, is not an `nn.Module`.
         PolicyError: `check_fn` or `auto_wrap_policy` is not one of the above.
 
     Example:
@@ -80,7 +80,7 @@ def apply_activation_checkpointing(
 
 
 def _select(model: nn.Module, check_fn: Callable[[nn.Module], bool], policy: Any) -> Targets:
-    """Options of each module to wrap."""
+    """Return the options of each module to wrap."""
     below = [m for m in model.modules() if m is not model and not isinstance(m, ActivationWrapper)]
     if policy is None:
         return {module: {} for module in below if check_fn(module)}
@@ -123,7 +123,7 @@ def _select_bottom_up(model: nn.Module, policy: Callable[..., bool]) -> Targets:
 
 
 def _replace(model: nn.Module, wrappers: dict[nn.Module, nn.Module]) -> None:
-    """Put each wrapper in all places of its module, unless one of that kind is around it."""
+    """Set each wrapper at all places of its module, unless it has one of that kind."""
     around: dict[nn.Module, list[type]] = {}
     for wrapper in model.modules():
         if isinstance(wrapper, ActivationWrapper):

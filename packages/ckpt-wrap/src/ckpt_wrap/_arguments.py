@@ -1,9 +1,9 @@
-"""Take the tensors out of call arguments, and build the arguments again for recomputation.
+"""Separate the tensors from call arguments, and rebuild the arguments for recomputation.
 
 Tensors are found in tuples, lists, dicts, sets, deques and instances of classes written in Python,
-such as dataclasses and caches. Before forward each of them is copied, one level after the other,
-with an index in the place of each tensor. Recomputation gets new copies, filled with the tensors.
-So it sees the contents that forward found, and changes that it makes are dropped.
+such as dataclasses and caches. Before forward each of these is copied, with an index instead of
+each tensor. Recomputation gets new copies, filled with the tensors. So it sees the contents before
+forward, and its own changes are dropped.
 
 Instances of classes of torch, of the standard library and of classes written in C, modules, and
 objects that cannot be copied are passed by reference.
@@ -43,7 +43,7 @@ class TensorIndex:
 
 
 class Arguments:
-    """The arguments of a call, taken apart.
+    """The arguments of a call, without their tensors.
 
     Attributes:
         tensors: the tensors, in the order in which they were found.
@@ -75,7 +75,7 @@ class Arguments:
         return take
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
-        """New arguments with the contents before forward.
+        """Return new arguments with the contents before forward.
 
         Args:
             tensors: one for each of `self.tensors`.
@@ -86,7 +86,7 @@ class Arguments:
 
 
 class _Copier:
-    """Copies values of any depth, each object once, with other leaves."""
+    """Copies nested values, each object once, with other leaves."""
 
     def __init__(self, replace: Callable[[Any], Any]) -> None:
         self._replace = replace
@@ -109,7 +109,7 @@ class _Copier:
             return new
         try:
             new = copy.copy(value)
-        except Exception:  # from its own methods for copying
+        except Exception:  # by its own copy methods
             return value
         if new is value:
             return value
@@ -142,7 +142,7 @@ class _Copier:
 
 def _tuple(kind: Any, items: list[Any]) -> Any:
     try:
-        return tuple.__new__(kind, items)  # a subclass may have a constructor of its own
+        return tuple.__new__(kind, items)  # a subclass may have another constructor
     except TypeError:  # a class written in C
         return kind(items)
 
@@ -163,7 +163,7 @@ def warn_if_grown(args: Sequence[Any], kwargs: dict[str, Any], known: set[int], 
             )
 
 
-_warned: set[str] = set()  # classes of arguments that a warning was given for
+_warned: set[str] = set()  # classes of arguments with a warning
 
 
 @functools.cache

@@ -61,15 +61,15 @@ from ckpt_wrap._torch_compat import (
 
 
 class Checkpoint:
-    """A checkpoint function: calls another so that backward recomputes what it saved.
+    """A checkpoint function: calls a function so that backward recomputes its saved tensors.
 
-    It is called as what `checkpoint_fn=` takes is, `checkpoint_fn(function, *args, **kwargs)`.
-    All further arguments are the function's own.
+    Called like any `checkpoint_fn`: `checkpoint_fn(function, *args, **kwargs)`. All further
+    arguments are the function's own.
     """
 
     def __init__(self, options: CheckpointOptions, name: str = "") -> None:
         self.options = options
-        self.name = name  # of the module, where it is known; for messages
+        self.name = name  # of the module, if known; for messages
 
     @never_compiled
     def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -102,7 +102,7 @@ class Checkpoint:
 def by_position(
     function: Callable[..., Any], count: int, names: tuple[str, ...]
 ) -> Callable[..., Any]:
-    """`function`, taking by position what it takes by keyword after `count` arguments."""
+    """Return `function` with keyword arguments as positional ones after `count` arguments."""
 
     def call(*flat: Any) -> Any:
         return function(*flat[:count], **dict(zip(names, flat[count:], strict=True)))
@@ -158,12 +158,12 @@ class Call:
         self._saved: list[Saved | None] = []  # None: changed by forward
 
     def begin(self) -> None:
-        """Forward starts: note the state of the inputs and of the module."""
+        """Record the state of the inputs and of the module, before forward."""
         self._live = self.arguments.tensors + self._state.begin()
         self._versions = [version_of(tensor) for tensor in self._live]
 
     def first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make the call as forward."""
+        """Make the call in forward."""
         with self.contexts[0], running(again=False):
             return self.function(*args, **kwargs)
         raise RecomputeError(
@@ -177,7 +177,7 @@ class Call:
         return set(map(id, self._live or ()))
 
     def end(self, *, keep: bool) -> None:
-        """Forward has ended: keep what recomputation needs, or nothing."""
+        """Keep the inputs of recomputation after forward, or nothing."""
         tensors, self._live, self.arguments.tensors = self._live or [], None, []
         self._state.end(keep=keep)
         if not keep:
@@ -192,7 +192,7 @@ class Call:
 
     @never_compiled_inside
     def again(self) -> Any:
-        """Make the call as recomputation, in the ambient state it had."""
+        """Make the call in recomputation, in its ambient state."""
         inputs = self._inputs()
         args, kwargs = self.arguments.filled(inputs)
         first_hook = next_hook_number()
@@ -205,12 +205,12 @@ class Call:
             ):
                 return self.function(*args, **kwargs)
         finally:
-            # Forward has registered its hooks already. Ended early, recomputation cannot have
+            # Forward has registered its hooks already. A recomputation that ends early cannot have
             # removed them itself.
             remove_hooks(range(first_hook, next_hook_number()), inputs, self.module)
 
     def _inputs(self) -> list[torch.Tensor]:
-        """The inputs of recomputation.
+        """Return the inputs of recomputation.
 
         Raises:
             RecomputeError: one was changed in place.
@@ -236,7 +236,7 @@ class Call:
 
 Metadata = tuple[torch.Size, torch.dtype, torch.device, str | None]
 
-# Which of them an operator uses depends on the dispatch modes that are active.
+# Which of them an operator uses depends on the active dispatch modes.
 _RESHAPES: dict[str | None, str] = dict.fromkeys(
     ("ReshapeAliasBackward0", "UnsafeViewBackward0"), "ViewBackward0"
 )
@@ -250,7 +250,7 @@ class EnoughRecomputed(Exception):
 
 
 class SavedSlot:
-    """Takes the place of one saved tensor in the graph; has its value from recompute to read."""
+    """Replaces one saved tensor in the graph; has its value from recomputation to reading."""
 
     __slots__ = ("__weakref__", "value")
 
@@ -269,16 +269,16 @@ class Region:
         self._slots: list[weakref.ref[SavedSlot]] = []
         self._metadata: list[Metadata] = []
         self._node = -1  # number of the node that saved last
-        self._unwritten = -2  # of the last node that saved a tensor it may still have to write
+        self._unwritten = -2  # of the last node that saved a tensor before writing it, possibly
         self.finished = False
 
     @property
     def saved_something(self) -> bool:
-        """Whether backward may ask for anything."""
+        """Whether forward saved anything for backward."""
         return bool(self._slots)
 
     def hooks(self) -> saved_tensors_hooks:
-        """Context under which the forward runs."""
+        """Context in which the forward runs."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: torch.Tensor) -> SavedSlot:
@@ -299,7 +299,7 @@ class Region:
         return value
 
     def error(self, found: int | str, expected: int) -> RecomputeError:
-        """Recomputation saved another number of tensors."""
+        """Make the error if recomputation saved another number of tensors."""
         return RecomputeError(
             f"ckpt_wrap.checkpoint_: module {self._call.where} saved {found} tensors in "
             f"recomputation, but {expected} in forward. Make its forward depend on its inputs only."
@@ -309,7 +309,7 @@ class Region:
     def last_may_be_unwritten(self) -> bool:
         """Whether the operator that saved last may have saved before it wrote.
 
-        Recomputation then runs on to the next saved tensor, or to the end of forward. That is
+        Recomputation then continues to the next saved tensor, or to the end of forward. That is
         cheap: a matmul would have saved a tensor.
         """
         return self._node == self._unwritten
@@ -320,7 +320,7 @@ class Region:
             with saved_tensors_hooks(run.pack, _same), torch.enable_grad():
                 self._call.again()
         except Exception as error:
-            # The module, or TorchScript, may raise another error in the place of ours.
+            # The module, or TorchScript, may raise another error instead of ours.
             if run.stopped:
                 return
             if run.failure is not None:
@@ -330,7 +330,7 @@ class Region:
 
 
 class _SecondRun:
-    """Hands each tensor saved in a recomputation to its slot."""
+    """Gives each tensor that recomputation saves to its slot."""
 
     def __init__(self, region: Region, expected: int) -> None:
         self._region = region
@@ -375,8 +375,8 @@ class _SecondRun:
 
     def _beyond(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._region.stops_early:
-            # The module caught the exception that was to end its recomputation, or recomputation
-            # went on until the last tensor was written.
+            # The module caught the exception that ends recomputation early, or recomputation went
+            # on until the last tensor was written.
             self.stopped = True
             raise EnoughRecomputed
         if self._region._check and self._region.finished:
@@ -400,7 +400,7 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _metadata(tensor: torch.Tensor) -> Metadata:
-    """Shape, dtype, device and the name of the node that made the tensor.
+    """Return shape, dtype, device and the name of the node that made the tensor.
 
     The name is None for nodes of `torch.autograd.Function`, which are not compared: FSDP2 and
     hooks add such nodes in forward but not in recomputation.
@@ -417,7 +417,7 @@ def _described(metadata: Metadata) -> str:
 
 
 def _may_be_unwritten(tensor: torch.Tensor) -> bool:
-    """Whether the operator that saves the tensor may still have to write it.
+    """Whether the operator that saves the tensor may write it afterwards.
 
     Results require grad when they are saved, and are written by then.
     """

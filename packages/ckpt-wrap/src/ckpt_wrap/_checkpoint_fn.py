@@ -51,14 +51,14 @@ def make_checkpoint_fn(
     use_reentrant: bool | None = None,
     **options: Any,
 ) -> CheckpointFn:
-    """The checkpoint function for the options of `checkpoint_`.
+    """Return the checkpoint function for the options of `checkpoint_`.
 
     Args:
-        made_by: the public function that was called, for messages.
+        made_by: the called public function, for messages.
 
     Raises:
         OptionError: `checkpoint_fn` is not callable, a value is invalid, or there are options for
-            a `checkpoint_fn` that is not given.
+            a missing `checkpoint_fn`.
     """
     if not isinstance(checkpoint_impl, CheckpointImpl):
         raise OptionError(
@@ -89,7 +89,7 @@ def make_checkpoint_fn(
 def _parameter_names(func: CheckpointFn) -> frozenset[str]:
     try:
         parameters = inspect.signature(func).parameters.values()
-    except ValueError:  # some built-in functions have none
+    except ValueError:  # some built-in functions have no signature
         return frozenset()
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return frozenset(p.name for p in parameters if p.kind in by_name)

@@ -26,11 +26,11 @@ class OptionError(CkptWrapError, ValueError):
 
 
 class PolicyError(CkptWrapError, ValueError):
-    """A policy or a rule selects nothing, or is none."""
+    """A policy or a rule selects nothing, or is invalid."""
 
 
 class RecomputeError(CkptWrapError, CheckpointError):
-    """Recomputing a module in backward did not repeat what its forward did.
+    """Recomputation in backward did not repeat the forward.
 
     Also a `torch.utils.checkpoint.CheckpointError`, hence a `RuntimeError`.
     """
@@ -42,7 +42,7 @@ class OffloadError(CkptWrapError, RuntimeError):
 
 @contextlib.contextmanager
 def about(what: str) -> Iterator[None]:
-    """Add to errors raised inside what they were about."""
+    """Add a prefix to errors that are raised inside."""
     try:
         yield
     except CkptWrapError as error:
@@ -50,13 +50,13 @@ def about(what: str) -> Iterator[None]:
 
 
 def owner(function: Callable[..., Any]) -> nn.Module | None:
-    """The module a function is, or is a method of."""
+    """Return the module that a function is, or is a method of."""
     candidate = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
     return candidate if isinstance(candidate, nn.Module) else None
 
 
 def describe(function: Callable[..., Any], name: str = "") -> str:
-    """The qualified name and the class of a function's module, or as much of it as is known.
+    """Return qualified name and class of a function's module, as far as they are known.
 
     Example:
         >>> describe(nn.Linear(1, 1), "layers.0"), describe(nn.Linear(1, 1))
@@ -69,7 +69,7 @@ def describe(function: Callable[..., Any], name: str = "") -> str:
 
 
 def path_of(module: nn.Module, root: nn.Module | None) -> str:
-    """The qualified name of a module below another."""
+    """Return the qualified name of a module below another."""
     named = () if root is None else root.named_modules()
     return next((path for path, candidate in named if candidate is module), "")
 

@@ -1,17 +1,16 @@
-"""Host memory as the place tensors of a device go to, by copies beside the device's other work.
+"""Offload device tensors to pinned host memory on side streams.
 
-The stream of a storage is the one that was current when the storage was saved. Autograd runs
-backward on that stream, so the storage was made ready there and will be read there.
+The home stream of a storage is the stream that was current when the storage was saved. Autograd
+runs backward on that stream, so the storage is produced and read there.
 
-- Each wait names the stream that waits and the event. Which stream is current when a copy is
-  started or released does not matter.
-- A device has two streams for copies, one out and one in. A copy waits until the storage's stream
-  has come to where the copy was asked for. A copy in thereby also follows the copy out, and the
-  last use of the memory that it is given.
-- The device memory of a copy belongs to the storage's stream, and is released once that stream
-  waits for the copy, or the host has seen the copy end. The allocator need not hold it back.
-- A tensor that is used on another stream is recorded with the allocator for that stream: a source
-  that was made elsewhere, and a fetched tensor that is read elsewhere.
+- Each wait names a stream and an event. No code depends on the current stream.
+- A device has one copy-out and one copy-in stream. A copy starts when the home stream reaches the
+  point of the request. So a copy-in starts after the copy-out, and after the last use of its target
+  memory.
+- Device memory of a copy belongs to the home stream. It is freed once that stream waits for the
+  copy, or the host has seen the copy end, so `record_stream` is not needed for it.
+- A tensor used on another stream is recorded with `record_stream`: a source produced elsewhere, and
+  a fetched tensor read elsewhere.
 - Host buffers are torch's pinned memory, which is reused when the host has seen its copies end.
 """
 
@@ -61,14 +60,14 @@ class _HostStored(Stored):
 
 
 class StreamCopy:
-    """A copy on a stream of its own.
+    """A copy on a side stream.
 
     Args:
         tensor: the device side, whose memory belongs to `stream`.
         host: the host side.
-        stream: the storage's stream.
-        ended: event after the copy, recorded on the stream that copies.
-        by: that stream.
+        stream: the storage's home stream.
+        ended: event after the copy, recorded on the copy stream.
+        by: the copy stream.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class StreamCopy:
         self._has_waited = False
 
     def done(self) -> bool:
-        """Whether it has ended; never while a graph is captured, which a query would end."""
+        """Whether it has ended; False during a graph capture, which a query would end."""
         captured = captures_calls_on(self.stream.device) or is_capturing(self.stream)
         return not captured and self._ended.query()
 
@@ -101,11 +100,11 @@ class StreamCopy:
             self.tensor.record_stream(current)
 
     def release(self) -> None:
-        """Release the device side, in the order of its stream."""
+        """Free the device side, in the order of its stream."""
         tensor, self.tensor = self.tensor, None
         if tensor is None or self._has_waited or self.done():
             return
-        if is_capturing(self.stream):  # then it cannot wait for an event from outside the graph
+        if is_capturing(self.stream):  # it cannot wait for an event from outside the graph
             tensor.record_stream(self._by)
         else:
             self.stream.wait_event(self._ended)
@@ -119,11 +118,11 @@ class HostTier:
         self._streams: dict[torch.device, tuple[torch.Stream, torch.Stream]] = {}
 
     def takes(self, device: torch.device) -> bool:
-        """Whether it is an accelerator; tensors of the CPU are on the host already."""
+        """Whether it is an accelerator; CPU tensors are on the host already."""
         return device.type not in ("cpu", "meta")
 
     def place(self) -> Stored:
-        """A place for the bytes of a storage; the buffer is made when it takes them."""
+        """Return a place for the bytes of a storage; its buffer is allocated later."""
         return _HostStored(self)
 
     def copy_out(self, source: torch.Tensor) -> StreamCopy:
@@ -138,7 +137,7 @@ class HostTier:
         return StreamCopy(source, host, stream, out.record_event(), out)
 
     def copy_in(self, out: StreamCopy) -> StreamCopy:
-        """Start copying the host side of `out` to memory of the storage's stream."""
+        """Start copying the host side of `out` to memory of the home stream."""
         device = out.stream.device
         _, into = self._of(device)
         with _on(out.stream):
@@ -157,14 +156,14 @@ class HostTier:
 
 
 def captures_calls_on(device: torch.device) -> bool:
-    """Whether calls on this device are captured for a graph now."""
+    """Whether calls on this device are being captured for a graph."""
     if device.type in ("cpu", "meta"):
         return False
     return is_capturing(torch.accelerator.current_stream(device))
 
 
 def is_capturing(stream: torch.Stream) -> bool:
-    """Whether work on this stream is captured for a graph instead of run."""
+    """Whether work on this stream is being captured instead of run."""
     ask = _asks_if_capturing(stream.device.type)
     if ask is None:
         return False

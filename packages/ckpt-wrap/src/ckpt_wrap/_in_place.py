@@ -1,14 +1,14 @@
-"""The in-place layer, a module that keeps its identity and changes its class.
+"""Checkpoint and offload in place: the module object stays, its class changes.
 
-The class becomes a subclass made for it, one per class, whose `forward` goes through a checkpoint,
-an offload, or both. The subclass has the name of its base, because class names are data to others:
+The class becomes a subclass made for it, one per class, whose `forward` runs through a checkpoint,
+an offload, or both. The subclass has the name of its base, because other code reads class names:
 configuration files, printed models, lists of layer types.
 
 - The options are one frozen value in the instance, `_ckpt_wrap`, so copies share nothing mutable.
-- Offload goes around checkpoint, whichever was asked for first. Activations are recomputed, so only
+- Offload is around checkpoint, in either order of the calls. Activations are recomputed, so only
   the inputs can be offloaded.
-- `unwrap` gives the class back. Where another class was put on top in the meantime, as
-  `fully_shard` and `parametrize` do, the subclass stays below it and does nothing.
+- `unwrap` restores the class. If another class was added on top since, as by `fully_shard` and
+  `parametrize`, the subclass stays below it and does nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ STATE = "_ckpt_wrap"
 
 @dataclass(frozen=True, slots=True)
 class Behaviour:
-    """The checkpoint function and the offload that a module's forward goes through."""
+    """The checkpoint function and the offload of a module's forward."""
 
     checkpoint: CheckpointFn | None = None
     offload: Offload | None = None
@@ -227,14 +227,14 @@ def become(module: M, **change: Any) -> M:
 
 
 def set_name(module: nn.Module, name: str) -> None:
-    """Set the name that messages about a module use."""
+    """Set the name of a module for messages."""
     for caller in _callers_of(module):
         if isinstance(caller, (Checkpoint, Offload)):
             caller.name = name
 
 
 def _callers_of(module: nn.Module) -> Iterator[Callable[..., Any]]:
-    """Checkpoint functions and offloads of one module, changed in place or a wrapper."""
+    """Return checkpoint functions and offloads of one module, changed in place or a wrapper."""
     done = vars(module).get(STATE) or Behaviour()
     yield from (caller for caller in (done.checkpoint, done.offload) if caller is not None)
     if isinstance(module, ActivationWrapper):
@@ -251,18 +251,18 @@ _CLASS: Any = vars(object)["__class__"]
 
 
 def _set_class(module: object, kind: Any) -> None:
-    """Change the class of a module, past its own `__setattr__`."""
+    """Set the class of a module, bypassing its `__setattr__`."""
     _CLASS.__set__(module, kind)
 
 
 def _changed_class(kind: Any) -> Any:
-    """The class a module of this class gets; the same where it has it already."""
+    """Return the class for a changed module of this class; the same if it has it already."""
     return kind if hasattr(kind, STATE) else _subclass_of(kind)
 
 
 @functools.cache
 def _subclass_of(base: Any) -> Any:
-    """The class that instances of the module class `base` get, one per base."""
+    """Return the subclass of the module class `base`, one per base."""
 
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -296,7 +296,7 @@ def _subclass_of(base: Any) -> Any:
 
 
 def _rebuild(make: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Module:
-    """An instance for pickle and copy to fill: of the plain class, then changed."""
+    """Make an instance for pickle and copy to fill: of the plain class, then changed."""
     module = make(*args)
     _set_class(module, _changed_class(type(module)))
     return module
@@ -346,12 +346,12 @@ def _why_not(module: nn.Module) -> str:
     return ""
 
 
-# Attributes by which transformers, diffusers, timm and others switch checkpointing on.
+# Attributes by which transformers, diffusers, timm and others enable checkpointing.
 _SWITCHES = ("gradient_checkpointing", "grad_checkpointing")
 
 
 def warn_of_own_switch(module: nn.Module, function: str) -> None:
-    """Warn if a module has switched its own checkpointing on, and would recompute twice."""
+    """Warn if a module's own checkpointing is enabled, since it would recompute twice."""
     for name, below in module.named_modules():
         switch = next((s for s in _SWITCHES if vars(below).get(s) is True), None)
         if switch is not None:
@@ -365,7 +365,7 @@ def warn_of_own_switch(module: nn.Module, function: str) -> None:
 
 
 def warn_of_one_region(module: nn.Module) -> None:
-    """Warn if a module contains a list of repeated blocks, and becomes one region.
+    """Warn if a module with a list of repeated blocks becomes one region.
 
     A list itself, or one of two blocks, may be a segment on purpose. Blocks that are checkpointed
     themselves are fine: recomputation of the module saves only their inputs.

@@ -1,8 +1,8 @@
 """The state of a module that recomputation reads: buffers, tensor attributes and parameters.
 
-Buffers and tensor attributes have in recomputation the values that forward found, also where
-forward, or another forward since, has written to them. After recomputation the module has the
-tensors it had before, unchanged. So buffers advance once.
+In recomputation, buffers and tensor attributes have their values before forward, also if that or
+another forward has written to them. Afterwards the module has its previous tensors, unchanged. So
+buffers advance once.
 
 Before forward, small tensors and the floating-point buffers of modules in training mode are copied.
 Copies of small ones are always kept, because operators such as batch normalization write without
@@ -33,14 +33,14 @@ _ABSENT = object()
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """One buffer or tensor attribute, as forward found it.
+    """One buffer or tensor attribute before forward.
 
     Attributes:
         place: the dict of the module that holds it.
-        tensor: the tensor that forward found, or None where the buffer was None.
+        tensor: the tensor before forward, or None if the buffer was None.
         copied: its contents before forward, if they were copied.
         before: its version before forward.
-        value: the tensor for recomputation, or `_ABSENT` where no copy was made.
+        value: the tensor for recomputation, or `_ABSENT` without a copy.
         version: of `value`.
     """
 
@@ -58,20 +58,20 @@ class _Entry:
         return self.place is self.module._buffers
 
     def note(self, copies: dict[int, torch.Tensor]) -> None:
-        """Forward starts: note the version, and copy what it may write."""
+        """Record the version before forward, and copy tensors that it may write."""
         tensor = self.value = self.tensor
         if tensor is None:
             return
         self.before = self.version = version_of(tensor)
         is_state = self.is_buffer and self.module.training and tensor.is_floating_point()
         if tensor.grad_fn is None and (is_state or tensor.numel() <= _SMALL):
-            # One tensor in two places stays one tensor.
+            # One tensor at two places stays one tensor.
             if id(tensor) not in copies:
                 copies[id(tensor)] = _copy(tensor)
             self.copied = copies[id(tensor)]
 
     def settle(self) -> None:
-        """Choose the value for recomputation; forward has ended, or recomputes inside itself."""
+        """Choose the value for recomputation, at the end of forward or for a backward inside it."""
         tensor, copied = self.tensor, self.copied
         if tensor is None:
             return
@@ -83,9 +83,9 @@ class _Entry:
             self.version = version_of(self.value)
 
     def put(self, fresh: dict[int, torch.Tensor]) -> None:
-        """Have the value in its place; one tensor in two places stays one tensor."""
+        """Set the value; one tensor at two places stays one tensor."""
         tensor = self.value
-        if tensor is not self.tensor:  # a copy, for recomputation to write to
+        if tensor is not self.tensor:  # a copy that recomputation may write to
             if id(tensor) not in fresh:
                 fresh[id(tensor)] = _copy(tensor)
             tensor = fresh[id(tensor)]
@@ -112,11 +112,11 @@ class ModuleState:
         self._surroundings = Surroundings(module, where, own_hooks=own_hooks)
 
     def begin(self) -> list[torch.Tensor]:
-        """Note the state before forward.
+        """Record the state before forward.
 
         Returns:
-            Weights that were put in for this call, as `torch.func.functional_call` does: tensors
-            in the place of parameters. They are inputs of the call; see `put_in`.
+            Weights that were set for this call, as by `torch.func.functional_call`: tensors instead
+            of parameters. They are inputs of the call; see `put_in`.
 
         Raises:
             ModuleError: a module below has lazy parameters or buffers.
@@ -149,7 +149,7 @@ class ModuleState:
                     self._require_values(tensor)
                     self._entries.append(_Entry(module, buffers, name, tensor))
         for name, value in attributes.items():
-            # Tensors that require grad, and views, are weights: sharding replaces them at will.
+            # Tensors that require grad, and views, are weights: sharding replaces them at any time.
             if (
                 isinstance(value, torch.Tensor)
                 and not value.requires_grad
@@ -166,11 +166,11 @@ class ModuleState:
             )
 
     def end(self, *, keep: bool) -> None:
-        """Forward has ended; keep what recomputation needs, or nothing."""
+        """Keep the state for recomputation after forward, or nothing."""
         self._ended = True
         for entry in self._entries:
             entry.settle()
-            entry.copied = None  # kept in `value` where recomputation needs it
+            entry.copied = None  # kept in `value` if recomputation needs it
         if keep:
             self._surroundings.end()
         else:
@@ -178,7 +178,7 @@ class ModuleState:
 
     @contextlib.contextmanager
     def put_in(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Have the state as forward found it, and in the end the present one again.
+        """Context with the state before forward; restores the present one.
 
         Args:
             tensors: inputs of the call; the weights that `begin` returned are the last of them.
@@ -239,7 +239,7 @@ class ModuleState:
         for (module, name, tensor), then, count in found:
             # Not by `get`, which the tables of TorchScript do not have.
             present = module._parameters[name] if name in module._parameters else None  # noqa: SIM401
-            # Sharding puts other types into the places of parameters.
+            # Sharding replaces parameters by other types.
             replaced = present is not tensor
             if replaced and type(present) is nn.Parameter and type(tensor) is nn.Parameter:
                 what = "replaced since the forward"
@@ -264,7 +264,7 @@ class ModuleState:
 
 
 def below(module: nn.Module | None) -> list[nn.Module]:
-    """A module and all modules below it, each once."""
+    """Yield a module and all modules below it, each once."""
     found = {} if module is None else {module: None}
     todo = list(found)
     for one in todo:

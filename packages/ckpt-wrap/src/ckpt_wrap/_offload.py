@@ -1,10 +1,9 @@
-"""Run a function, and keep the tensors that it saves elsewhere until backward reads them.
+"""Run a function, and offload the tensors that it saves until backward reads them.
 
-- Parameters, buffers, storages below `min_bytes` and tensors the tier does not take stay.
-- Storages leave, each once, however many saved tensors share it. Where tensors of one storage have
-  different version counters, it leaves once for each counter.
-- Reading a tensor that was changed in place since it was saved is an error, as it is without
-  offload.
+- Parameters, buffers, storages below `min_bytes` and tensors that the tier refuses stay.
+- Each storage is offloaded once, for all saved tensors that share it. If these have different
+  version counters, it is offloaded once per counter.
+- Reading a tensor that was changed in place since it was saved is an error, as without offload.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from ckpt_wrap._torch_compat import (
     version_of,
 )
 
-Unpack = Callable[[], torch.Tensor]  # the object that the graph holds in place of a saved tensor
+Unpack = Callable[[], torch.Tensor]  # the object in the graph instead of a saved tensor
 
 
 class OffloadCall:
@@ -63,9 +62,9 @@ class OffloadCall:
         self._pending: list[OffloadedStorage] = []
 
     @torch.no_grad()
-    @never_compiled_inside  # compiled modules call it where they save
+    @never_compiled_inside  # compiled modules call it when they save
     def pack(self, tensor: torch.Tensor) -> Unpack:
-        """A function that returns the saved tensor."""
+        """Return a function that returns the saved tensor."""
         node = next_node_number()
         if node != self._node:
             self._send_pending()
@@ -85,7 +84,7 @@ class OffloadCall:
     @torch.no_grad()
     @never_compiled_inside
     def unpack(packed: Unpack) -> torch.Tensor:
-        """The saved tensor.
+        """Return the saved tensor.
 
         Raises:
             OffloadError: it was changed in place since it was saved.
@@ -107,7 +106,7 @@ class OffloadCall:
         return tensor if kind is torch.Tensor else tensor.as_subclass(kind)
 
     def _leaves(self, tensor: torch.Tensor) -> bool:
-        """Whether a saved tensor leaves."""
+        """Whether a saved tensor is offloaded."""
         nbytes = storage_bytes(tensor) if is_plain(tensor) else 0
         return (
             nbytes >= max(1, self._scheduler.options.min_bytes)
@@ -117,7 +116,7 @@ class OffloadCall:
         )
 
     def _state(self) -> set[Any]:
-        """Storages of the module's parameters and buffers."""
+        """Return storages of the module's parameters and buffers."""
         if self._state_keys is None:
             module = self._module
             owned = () if module is None else itertools.chain(module.parameters(), module.buffers())
@@ -199,7 +198,7 @@ class Offload:
 
     def __init__(self, options: OffloadOptions, name: str = "") -> None:
         self.options = options
-        self.name = name  # of the module, where it is known; for messages
+        self.name = name  # of the module, if known; for messages
         self._scheduler = scheduler_for(options)
         self._counters = Counters(self._scheduler.away)
         if self._scheduler.tier.idle:
@@ -229,7 +228,7 @@ class Offload:
 
     @property
     def stats(self) -> OffloadStats:
-        """Counts of what it has moved."""
+        """Counts of its copies."""
         return self._counters.snapshot()
 
 

@@ -36,7 +36,6 @@ _SHARED = (
     "_state_dict_pre_hooks",
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
-    "state_dict",
 )
 
 
@@ -104,6 +103,8 @@ class ActivationWrapper(nn.Module):
         own.update((name, getattr(inner, name)) for name in _SHARED)
         own["_parameters"] = InnerDict(inner._parameters)
         own["_buffers"] = InnerDict(inner._buffers)
+        if type(self).state_dict is ActivationWrapper.state_dict:  # spares a call
+            own["state_dict"] = inner.state_dict
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -120,6 +121,10 @@ class ActivationWrapper(nn.Module):
             memo.add(self)
         yield prefix, self
         yield from self._inner().named_modules(memo, prefix, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's state dict."""
+        return self._inner().state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], *rest: Any) -> None:
         clean_in_place(state_dict)

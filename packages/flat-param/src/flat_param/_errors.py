@@ -1,22 +1,22 @@
-"""The errors of this package, one base and a leaf per kind of mistake.
+"""The errors of this package: one base class, and a subclass per kind of mistake.
 
-Every message reads ``flat_param.<function>: <named thing> <actual>, but <rule>. <Next step>.``,
-except the sentences that torch's private class fixed, which are kept word for word.
+Messages begin with ``flat_param.<function>:`` and end with the next step. Messages of torch's
+private class keep torch's words.
 """
 
 from __future__ import annotations
 
 
 class FlatParamError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base class of this package's errors."""
 
 
 class ParameterError(FlatParamError, ValueError):
-    """A parameter cannot be flattened, or no longer fits the place planned for it."""
+    """A parameter cannot be flattened, or does not fit its planned place."""
 
 
 class LayoutError(FlatParamError, ValueError):
-    """The requested layout or shard plan cannot exist."""
+    """The requested layout or shard plan is impossible."""
 
 
 class VectorError(FlatParamError, ValueError):
@@ -24,11 +24,11 @@ class VectorError(FlatParamError, ValueError):
 
 
 class StateError(FlatParamError, RuntimeError):
-    """An object was used in a state in which the request has no meaning."""
+    """The operation is not possible in the current state."""
 
 
 class CommError(FlatParamError, RuntimeError):
-    """Ranks disagree, or a rank did not answer."""
+    """Ranks disagree, or a rank does not answer."""
 
 
 class CheckpointError(FlatParamError, RuntimeError):

@@ -1,13 +1,13 @@
-"""Layouts, shards, and what sharded training will need, from shapes alone.
+"""Layouts, shards, and the needs of sharded training, from shapes only.
 
-W is the number of ranks that share one copy of the parameters, R the number of copies.
+W is the number of ranks that share one replica of the parameters, R the number of replicas.
 
 - A rank always keeps its shards, their gradients and the optimizer's state.
-- Whole parameters and gradients are those of the outermost unit and of the two largest others: one
-  computes while the next is gathered, or the last one is summed.
-- A gather or a sum sends (W - 1) shards from each rank, a sum over copies 2 * (R - 1) / R of a
-  shard, as bandwidth-optimal algorithms do.
-- All microbatches but the last run inside `no_sync`: whole gradients are kept until the last one.
+- Full parameters and gradients are those of the outermost unit and of the two largest others: one
+  computes while the next is gathered, or the last one is reduced.
+- An all-gather or a reduce-scatter sends (W - 1) shards from each rank, an all-reduce over replicas
+  2 * (R - 1) / R of a shard, as in bandwidth-optimal algorithms.
+- All microbatches but the last run inside `no_sync`: full gradients are kept until the last one.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class UnitShape:
 
     Args:
         name: of the module.
-        specs: of the parameters that no inner unit has.
+        specs: of the parameters that are in no inner unit.
     """
 
     name: str
@@ -75,8 +75,8 @@ class RankBytes:
         params: its shards.
         grads: their gradients.
         optimizer: the optimizer's state for them.
-        whole_params_peak: peak of whole parameters that are gathered at one time.
-        whole_grads_peak: peak of whole gradients that exist at one time.
+        whole_params_peak: peak of full parameters that are gathered at the same time.
+        whole_grads_peak: peak of full gradients that exist at the same time.
     """
 
     params: int
@@ -101,10 +101,10 @@ class TrainingPlan:
         world_size: W.
         replicas: R.
         numel: parameters of the model.
-        padding_numel: elements, over all ranks, that belong to no parameter.
+        padding_numel: padding elements over all ranks.
         rank_bytes: memory of a rank.
-        collectives: calls and bytes sent of one step, by kind; `all_reduce` is between copies, but
-            for a few bytes.
+        collectives: calls and bytes sent in one step, by kind; `all_reduce` is between replicas,
+            plus a few bytes.
     """
 
     reshard_after_forward: bool
@@ -121,7 +121,7 @@ class TrainingPlan:
         return self.padding_numel / max(1, self.numel + self.padding_numel)
 
     def __str__(self) -> str:
-        """A table of bytes by kind and of collectives."""
+        """Format bytes by kind and collectives as a table."""
         sizes = self.rank_bytes
         rows = [(kind, getattr(sizes, kind)) for kind in sizes.__dataclass_fields__]
         head = (
@@ -143,18 +143,18 @@ def _gib(size: int) -> str:
 def unit_shapes(
     module: nn.Module, *, units: type[nn.Module] | tuple[type[nn.Module], ...] = ()
 ) -> tuple[UnitShape, ...]:
-    """Divide a module into units by class, as nested `fully_shard` calls do.
+    """Divide a module into units by class, like nested `fully_shard` calls.
 
     Args:
-        module: the root, which becomes the outermost unit; meta parameters will do.
+        module: the root, which becomes the outermost unit; meta parameters are enough.
         units: classes whose instances become units.
 
     Returns:
         Inner units in the order of the module walk, the root last.
 
     Raises:
-        StateError: `module` is no module.
-        LayoutError: `units` are no classes of modules.
+        StateError: `module` is not a module.
+        LayoutError: `units` are not classes of modules.
 
     Example:
         >>> import torch
@@ -197,14 +197,14 @@ def plan_training(
     state_tensors: int = 2,
     microbatches: int = 1,
 ) -> TrainingPlan:
-    """Compute the memory and communication of `fully_shard` before you have the machines.
+    """Compute memory and communication of `fully_shard` without the machines.
 
-    Pure: shapes in, numbers out. A stage of a pipeline is a plan of its units alone.
+    Pure: from shapes to numbers. For a pipeline stage, pass its units only.
 
     Args:
         units: the outermost last, as `unit_shapes` returns them.
-        world_size: ranks that share one copy; 1 where nothing is sharded.
-        replicas: copies.
+        world_size: ranks that share one replica; 1 if nothing is sharded.
+        replicas: number of replicas.
         reshard_after_forward: as in `fully_shard`, True or False.
         mp_policy: as in `fully_shard`.
         boundary: as in `fully_shard`.
@@ -283,19 +283,19 @@ class _Part:
 
     @property
     def message_bytes(self) -> int:
-        """Of this rank's part of a gather."""
+        """Bytes of this rank's part of an all-gather."""
         dtype = self.precision.compute_dtype(self.segment.layout.dtype)
         return self.plan.shard_numel * dtype.itemsize
 
     @property
     def sum_bytes(self) -> int:
-        """Of this rank's part of a sum."""
+        """Bytes of this rank's part of a reduction."""
         dtype = self.precision.reduction_dtype(self.segment.layout.dtype)
         return self.plan.shard_numel * dtype.itemsize
 
     @property
     def whole_bytes(self) -> int:
-        """Of the gathered buffer; none where the shard itself is used."""
+        """Bytes of the gathered buffer; 0 if the shard itself is used."""
         dtype = self.segment.layout.dtype
         compute = self.precision.compute_dtype(dtype)
         is_shard = self.plan.world_size == 1 and compute == dtype
@@ -303,7 +303,7 @@ class _Part:
 
     @property
     def whole_grad_bytes(self) -> int:
-        """Of the whole gradients; none where they are frozen."""
+        """Bytes of the full gradients; 0 if they are frozen."""
         dtype = self.precision.reduction_dtype(self.segment.layout.dtype)
         return self.plan.numel * dtype.itemsize if self.segment.trainable else 0
 
@@ -315,7 +315,7 @@ def _parts_of(
     precision: Precision,
 ) -> list[_Part]:
     if isinstance(boundary, BoundaryRules):
-        boundary = replace(boundary, missing_ok=True)  # a plan is of all units
+        boundary = replace(boundary, missing_ok=True)  # a plan is for all units
     chosen = resolve(boundary, specs, where="plan_training")
     segments = plan_segments(specs) if specs else ()
     return [
@@ -331,7 +331,7 @@ def _outermost_and_two(sizes: Sequence[int]) -> int:
 def _collectives(
     parts: Sequence[Sequence[_Part]], frees: bool, ways: int, copies: int, microbatches: int
 ) -> Counts:
-    """Calls and bytes sent by one rank in one step."""
+    """Return calls and bytes sent by one rank in one step."""
     gathers: list[int] = []
     sums: list[int] = []
     flags = 0

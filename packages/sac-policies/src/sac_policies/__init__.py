@@ -111,7 +111,7 @@ _SUBMODULES = ("budget", "reports")
 
 
 def __getattr__(name: str) -> Any:
-    """Load reports and budgets when one is first asked for: a region needs none of them."""
+    """Load reports and budgets at first use: a region needs none of them."""
     if name in _SUBMODULES:
         return import_module(f"{__name__}.{name}")
     if name not in __all__:

@@ -1,4 +1,4 @@
-"""`python -m sac_policies plan MODEL`: what a training step takes, before there is a GPU."""
+"""`python -m sac_policies plan MODEL`: memory and time of a training step, without a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .plan._report import report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a plan; return 1 if nothing fits, 2 if the question cannot be answered."""
+    """Print a plan; return 1 if nothing fits, 2 if the input is invalid."""
     options = _parser().parse_args(arguments)
     try:
         found = estimate(

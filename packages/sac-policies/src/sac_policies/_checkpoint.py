@@ -1,4 +1,4 @@
-"""Runs a region under the tape, or tags it in compiled code: the functions users call."""
+"""The public functions that run a region on the tape, or tag it in compiled code."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 def checkpoint(
     function: Callable[..., T], *args: Any, policy: PolicyLike | None = None, **kwargs: Any
 ) -> T:
-    """Call `function` so that backward uses what `policy` keeps and recomputes the rest.
+    """Call `function` so that backward uses the values that `policy` keeps and recomputes the rest.
 
-    Has the call shape of torch's checkpoint, whose options it takes; non-reentrant. Eager code
-    runs once: backward calls single operators again, and never Python of `function`. What cannot
-    be called again with the same result is kept: random numbers, results of in-place and unknown
-    operators, integers. Compiled code is recomputed by the compiler; a compiled module inside an
-    eager region runs again as a whole, as in torch's checkpoint.
+    Has the signature and options of torch's checkpoint; always non-reentrant. In eager code
+    `function` runs once: backward calls single operators again, and never Python code of
+    `function`. Results that cannot be reproduced are kept: random numbers, results of in-place and
+    unknown operators, integers. Compiled code is recomputed by the compiler; a compiled module
+    inside an eager region runs again as a whole, as in torch's checkpoint.
 
     Args:
         function: a module or any callable of tensors.
         args: its positional arguments.
-        policy: what to keep, a policy or what `as_policy` reads as one; None runs torch's
+        policy: what to keep: a policy, or a value that `as_policy` accepts. None runs torch's
             checkpoint, which keeps only the inputs and runs `function` twice.
         kwargs: torch's options and keyword arguments of `function`. `determinism_check` says when
             recomputed tensors are compared bit by bit with those of forward: "default" in the
             first step of each function under a policy, "bits" in each step, "none" never. Version
             counters are always compared. `preserve_rng_state`, `early_stop` and `debug` have no
-            effect with a policy: nothing runs twice.
+            effect with a policy, since nothing runs twice.
 
     Returns:
-        What `function` returns.
+        The result of `function`.
 
     Raises:
-        PolicyError: `policy` cannot be read, or names modules where there are none.
+        PolicyError: `policy` is invalid, or names modules although `function` has none.
         EngineError: an option is refused, or a torch.func transform is active.
         UnmatchedNameError: nothing has a module path or name of the policy (raised by backward).
         RecomputeError: a recomputed tensor has other bits than in forward (raised by backward).
@@ -102,17 +102,17 @@ def run_again(
 ) -> T:
     """Call `function` so that backward runs it a second time and keeps nothing else.
 
-    Uses a second forward, or torch's checkpoint where something observes the operators. Both hold
-    tensors, and refuse those that were written to. A function with other arguments that may change
-    runs on the tape instead.
+    Uses a second forward, or torch's checkpoint if something observes the operators. Both hold
+    tensors, and refuse those that were written to. A function with other mutable arguments runs on
+    the tape instead.
 
     Args:
-        function: what is run.
+        function: the function.
         args: its positional arguments.
         kwargs: its keyword arguments.
         around: makes the contexts of both runs; None for no contexts.
-        rewrites: whether the function writes to tensors that it is given.
-        compares: whether a second forward compares the bits that it saves with those of the first.
+        rewrites: whether the function writes to tensors in its arguments.
+        compares: whether to compare bits of saved values between both runs.
     """
     call = None if rewrites or torch.compiler.is_compiling() else parted(function, args, kwargs)
     if call is None:
@@ -142,7 +142,7 @@ def modes(policy: PolicyLike) -> tuple[TorchDispatchMode, TorchDispatchMode]:
 
 
 def _for_compiler(policy: PolicyLike) -> Callable[[], Any]:
-    """Return what the compiler takes: a partial of a module's function over constants."""
+    """Make a partial of a module-level function over constants, as the compiler requires."""
     if isinstance(policy, Policy):
         return functools.partial(modes_of, policy.handle)
     return functools.partial(modes, policy)
@@ -151,18 +151,18 @@ def _for_compiler(policy: PolicyLike) -> Callable[[], Any]:
 def context_fn(policy: PolicyLike) -> Callable[[], Contexts]:
     """Make the value for `context_fn=` of torch's checkpoint, or of a checkpoint wrapper.
 
-    An adapter for code that takes nothing else: eager regions then run torch's selective
-    checkpointing, and run the function twice. `checkpoint` is faster, keeps less and takes every
-    policy.
+    For code that accepts only `context_fn`: eager regions then run torch's selective
+    checkpointing, which runs the function twice. `checkpoint` is faster, keeps less and accepts
+    every policy.
 
     Args:
-        policy: operators, groups, or a function as torch takes it.
+        policy: operators, groups, or a function with torch's signature.
 
     Returns:
-        A partial of a module-level function, as torch.compile asks for.
+        A partial of a module-level function, as torch.compile requires.
 
     Raises:
-        PolicyError: `policy` cannot be read, or is of another kind: by module, name, count, size.
+        PolicyError: `policy` is invalid, or of another kind: by module, name, count, size.
 
     Example:
         >>> make = context_fn([torch.ops.aten.mm.default])
@@ -189,12 +189,13 @@ def context_fn(policy: PolicyLike) -> Callable[[], Contexts]:
 
 
 def check_function(function: object, *, where: str) -> None:
-    """Refuse what cannot be called.
+    """Refuse values that cannot be called.
 
     Raises:
-        EngineError: with what is needed.
+        EngineError: the message says what is accepted.
     """
-    # Compiled, not every callable is known as one: super().forward is not. There torch finds out.
+    # In compiled code, not every callable counts as one (super().forward does not). torch checks
+    # there.
     if torch.compiler.is_compiling() or (callable(function) and not isinstance(function, Policy)):
         return
     hint = "Pass it first, then its arguments, and the policy as policy=..."
@@ -221,7 +222,7 @@ def check_no_policy(args: tuple[Any, ...]) -> None:
 
 
 def check_call(function: object, kwargs: Mapping[str, Any], *, where: str) -> None:
-    """Refuse options that do not go with a policy, and torch.func transforms.
+    """Refuse options that have no meaning with a policy, and torch.func transforms.
 
     Raises:
         EngineError: with the reason.

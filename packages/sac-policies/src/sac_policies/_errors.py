@@ -13,7 +13,7 @@ class SacError(Exception):
 
 
 class PolicyError(SacError, ValueError):
-    """A policy cannot be built, read or combined as asked."""
+    """A policy cannot be built, read or combined."""
 
 
 class UnmatchedNameError(PolicyError):
@@ -23,7 +23,7 @@ class UnmatchedNameError(PolicyError):
 class DecisionError(SacError, ValueError):
     """A policy returned something that is not a decision.
 
-    Not a TypeError: Python's binary operators would read that as "not supported", and hide it.
+    Not a TypeError: Python's binary operators would treat it as "not supported" and hide it.
     """
 
 
@@ -32,11 +32,11 @@ class ConflictError(SacError, ValueError):
 
 
 class EngineError(SacError, RuntimeError):
-    """An engine cannot honour a decision, or cannot run here."""
+    """An engine cannot follow a decision, or cannot run here."""
 
 
 class RecomputeError(SacError, RuntimeError):
-    """The recomputation runs other operators than the forward did."""
+    """Recomputation runs other operators than forward."""
 
 
 class MutationError(SacError, RuntimeError):
@@ -48,7 +48,7 @@ class BudgetError(SacError, ValueError):
 
 
 class SlicesError(SacError, ValueError):
-    """A function cannot be run in slices as asked."""
+    """A function cannot be run in slices."""
 
 
 class UnmatchedEntryWarning(UserWarning):
@@ -56,9 +56,9 @@ class UnmatchedEntryWarning(UserWarning):
 
 
 def shown(value: object, most: int = 80) -> str:
-    """Write a value for a message: its repr, cut to `most` characters.
+    """Format a value for a message: its repr, cut to `most` characters.
 
-    Tensors are written without their values: those are long, and reading them waits for the device.
+    Tensors are formatted without values: these are long, and reading them waits for the device.
 
     Example:
         >>> shown("x" * 100, 9)
@@ -74,7 +74,7 @@ def shown(value: object, most: int = 80) -> str:
             what = shape if value is tensors[0] else f"with a tensor {shape}"
             return f"<{type(value).__name__} {what}>"
         text = repr(value[: most + 1] if isinstance(value, (str, bytes)) else value)
-    except Exception:  # a repr that raises is not to hide the error it is for
+    except Exception:  # a repr that raises must not hide the actual error
         text = f"<{type(value).__name__}>"
     return f"{text[: most - 4]}..." if len(text) > most else text
 
@@ -90,7 +90,7 @@ def shown_text(text: str, most: int = 200) -> str:
 
 
 def did_you_mean(given: str, known: Iterable[str], *, otherwise: str) -> str:
-    """Ask for the known names closest to a misspelt one; `otherwise` where none is close.
+    """Suggest the known names closest to a misspelt one; `otherwise` if none is close.
 
     Example:
         >>> did_you_mean("attn_otu", ["attn_out", "mlp"], otherwise="")

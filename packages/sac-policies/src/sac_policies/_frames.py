@@ -23,12 +23,12 @@ def user_line() -> str:
 
 
 def user_stacklevel() -> int:
-    """Return the `stacklevel` with which a warning of the caller names the line of `user_line`."""
+    """Return the `stacklevel` for a warning at `user_line`."""
     return _user_frame()[1]
 
 
 def _user_frame() -> tuple[FrameType | None, int]:
-    """Return the innermost frame outside, and its level seen by the caller of who asks."""
+    """Return the innermost frame outside, and its level as seen by the caller's caller."""
     frame: FrameType | None = sys._getframe(2)
     level = 1
     while frame is not None and _is_inside(frame.f_code.co_filename):

@@ -1,11 +1,11 @@
-"""A function over slices of its arguments, each of which runs again in backward.
+"""Run a function over slices of its arguments, and each slice again in backward.
 
-What a function makes on the way, such as logits over a vocabulary, is there for one slice at a
-time, in forward and in backward. Kept for backward are the arguments alone, of which slices are
-views, and the results.
+Intermediate results, such as logits over a vocabulary, exist for one slice at a time, in forward
+and in backward. Only the arguments, of which slices are views, and the results are kept for
+backward.
 
-The gradients of sliced arguments come together in one node for each argument, whatever the number
-of slices: slices are made by one split.
+The gradients of a sliced argument are combined in one node, for any number of slices: slices are
+made by one split.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ T = TypeVar("T")
 def in_slices(function: Callable[..., T], chunks: int, dim: int = 0) -> Callable[..., T]:
     """Make a function that runs `function` on one slice of its tensors after the other.
 
-    The slices run again in backward, so no more than one slice's intermediates are ever alive.
-    Results are those of the whole function up to the rounding of sums: sums over slices are added
-    up in another order than sums over everything, gradients of weights among them.
+    The slices run again in backward, so at most one slice's intermediates are alive. Results equal
+    those of the whole function up to rounding: sums over slices, also gradients of weights, are
+    added in another order.
 
     Args:
-        function: called with slices of the positional tensors, and everything else as it is given.
+        function: called with slices of the positional tensors, and all other arguments unchanged.
             It returns a sum over its slice, as a tensor without dimensions; or a tensor with the
-            slice's size in dimension `dim`, of which the results of all slices are concatenated;
-            or a tuple of such tensors. A mean is no sum: return the sum and the count, and divide.
-        chunks: number of slices; those of a size that it does not divide differ by one.
+            slice's size in dimension `dim`, which is concatenated over all slices;
+            or a tuple of such tensors. A mean is not a sum: return sum and count, and divide.
+        chunks: number of slices; their sizes differ by at most one.
         dim: dimension of the positional tensors that is cut. All must have the same size there.
 
     Returns:
         A function with the arguments of `function`: positional tensors are cut, other positional
-        arguments and keyword arguments are passed to each slice whole.
+        arguments and keyword arguments are passed whole to each slice.
 
     Raises:
-        SlicesError: `chunks` or `dim` is no such number. When it is called: there is no positional
+        SlicesError: `chunks` or `dim` is invalid. Raised by the call: there is no positional
             tensor, sizes differ, or a result is neither a sum nor as long as its slice.
 
     Example:
@@ -86,7 +86,7 @@ def _check_number(name: str, value: object, least: int | None = None) -> None:
 
 
 def _cut(args: tuple[Any, ...], chunks: int, dim: int) -> tuple[list[int], list[tuple[Any, ...]]]:
-    """Give the sizes of the slices, and the positional arguments of each."""
+    """Return the sizes of the slices, and the positional arguments of each."""
     tensors = [(at, each) for at, each in enumerate(args) if isinstance(each, torch.Tensor)]
     if not tensors:
         raise SlicesError(
@@ -138,7 +138,7 @@ def _check_lengths(results: list[tuple[Any, ...]]) -> None:
 
 
 def _joined(results: list[Any], sizes: list[int], dim: int) -> Any:
-    """Add up sums, or concatenate what is as long as its slice."""
+    """Add up sums, or concatenate tensors that are as long as their slice."""
     if all(isinstance(each, (int, float)) for each in results):
         return sum(results)
     if all(isinstance(each, torch.Tensor) for each in results):

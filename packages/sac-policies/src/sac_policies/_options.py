@@ -1,4 +1,4 @@
-"""The options of torch's checkpoint, and which of them go with a policy."""
+"""The options of torch's checkpoint, and which of them are allowed with a policy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHECKS = ("default", "bits", "none")
 
 
 def split(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Part keyword arguments of the function from options of torch's checkpoint."""
+    """Separate keyword arguments of the function from options of torch's checkpoint."""
     if not kwargs:
         return {}, {}
     own = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
@@ -21,7 +21,7 @@ def split(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def refused_option(kwargs: Mapping[str, Any]) -> str:
-    """Say which option is refused, and why; "" if none is.
+    """Return why an option is refused; "" if none is.
 
     Args:
         kwargs: options of torch's checkpoint; others are ignored.

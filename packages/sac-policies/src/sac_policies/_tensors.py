@@ -16,8 +16,8 @@ _NO_TENSORS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.d
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """List the tensors in nested containers, in order.
 
-    Containers are what pytree knows, and any other dict, list or tuple; one of those that holds
-    itself is not entered again.
+    Containers are those that pytree knows, and any other dict, list or tuple. Cycles are followed
+    once.
 
     Example:
         >>> class Batch(dict): ...
@@ -29,7 +29,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def _are_plain(values: Iterable[Any], found: list[torch.Tensor], depth: int) -> bool:
-    """Collect what lies in tuples, lists and dicts of torch's own values; False if all is not."""
+    """Collect tensors in tuples, lists and dicts of plain values; False for other types."""
     for value in values:
         kind = type(value)
         if kind is torch.Tensor or kind is torch.nn.Parameter:
@@ -54,5 +54,5 @@ def _tensors(value: Any, around: set[int]) -> Iterator[torch.Tensor]:
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether a device has streams, memory and random numbers of its own."""
+    """Whether a device has its own streams, memory and random numbers."""
     return device.type not in ("cpu", "meta")

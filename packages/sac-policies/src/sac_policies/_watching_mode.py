@@ -1,4 +1,4 @@
-"""A dispatch mode that watches a function run, and changes nothing of how it does."""
+"""A dispatch mode that observes a function without changing how it runs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class WatchingMode(TorchDispatchMode):
-    """Watches what runs eagerly; a compiled callable is one operator, or none.
+    """Observes eager operators; a compiled callable counts as one operator, or none.
 
-    torch.compile passes by code that it first meets inside any other mode, and for good: a
-    function that was once profiled would never be compiled any more.
+    torch.compile permanently skips code that it first meets inside any other mode: a function that
+    was once profiled would never be compiled.
     """
 
     supports_higher_order_operators = True

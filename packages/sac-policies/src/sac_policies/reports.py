@@ -1,4 +1,4 @@
-"""Runs a region's forward once and reports, from the tape, what its policy keeps and why."""
+"""Run a region's forward once, and report from the tape what its policy keeps, and why."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ __all__ = ["OffloadStats", "Report", "Row", "report"]
 
 @dataclass(frozen=True)
 class Row:
-    """One operator call and what was decided for it.
+    """One operator call and its decision.
 
     Attributes:
         op: operator name.
         index: number among the calls of the operator.
         decision: what happens to its output.
-        rule: the rule that decided, as its repr; "" if none did.
+        rule: the deciding rule, as its repr; "" if none decided.
         out_bytes: bytes of its output.
-        flops: floating point operations of the call.
-        module: path of the module that ran it; "" outside of policies that name modules.
+        flops: floating-point operations of the call.
+        module: path of the module that ran it; "" for policies that do not read modules.
         label: name given to the tensor, for the rows of `checkpoint_name`.
         line: the user's line that ran it.
         read: whether backward needs the value that the policy keeps; None if the policy does not
             keep it. A value that backward does not need is not held.
-        held_bytes: bytes held on the device of what the call made; a shared storage counts with
+        held_bytes: bytes of the call's results held on the device; a shared storage counts with
             the call that made it.
         why: why it is held although the policy recomputes it; "" otherwise.
     """
@@ -64,12 +64,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """What a policy does to one region.
+    """The effect of a policy on one region.
 
     Attributes:
         rows: operator calls in forward order.
-        held_bytes: bytes that are held on the device between forward and backward of what the
-            region made, shared storage counted once: the sum over `rows`. Parameters and inputs
+        held_bytes: bytes made by the region that are held on the device between forward and
+            backward, shared storage counted once: the sum over `rows`. Parameters and inputs
             do not count.
     """
 
@@ -83,7 +83,7 @@ class Report:
 
     @property
     def kept_anyway(self) -> tuple[Row, ...]:
-        """Rows that the policy recomputes but that are held: see their `why`."""
+        """Rows that the policy recomputes but that are held; their `why` has the reason."""
         return tuple(row for row in self.rows if row.why)
 
     @property
@@ -93,9 +93,9 @@ class Report:
 
     @property
     def recomputed_flops(self) -> int:
-        """Floating point operations of everything that is not kept.
+        """Floating-point operations of all results that are not kept.
 
-        Backward repeats those of them that a saved tensor is made from.
+        Backward repeats those that saved tensors are computed from.
         """
         return sum(row.flops for row in self.rows if not (row.decision.keeps or row.why))
 
@@ -113,7 +113,7 @@ class Report:
         )
 
     def __str__(self) -> str:
-        """Summarise in a few lines: what is saved, offloaded, kept anyway and recomputed."""
+        """Summarise: saved, offloaded, otherwise held and recomputed operators."""
         lines = [
             *_summed("saved", self._with(Decision.SAVE)),
             *_summed("offloaded", self._with(Decision.OFFLOAD)),
@@ -137,7 +137,7 @@ _GROUPS = ((MATMULS, "matmul"), (ATTENTION, "attention"), (CONVOLUTIONS, "convol
 
 
 def _summed(verb: str, rows: list[Row]) -> list[str]:
-    """Write a line for each kind of operator that was saved or offloaded."""
+    """Format a line for each kind of operator that was saved or offloaded."""
     kinds: dict[str, list[Row]] = {}
     for row in rows:
         kinds.setdefault(_kind(row), []).append(row)
@@ -181,7 +181,7 @@ def _bytes(count: int) -> str:
 
 @dataclass(frozen=True, eq=False)
 class _Recorded(Policy):
-    """Another policy, with everything it is asked and answers written down."""
+    """A wrapper of a policy that records its calls and answers."""
 
     inner: Policy
     rows: list[Row] = field(default_factory=list)
@@ -192,7 +192,7 @@ class _Recorded(Policy):
         return answer
 
     def constant(self, op: Operator) -> Constant:
-        """Return DEPENDS, so that the policy is asked of every call."""
+        """Return DEPENDS, so that the policy is called every time."""
         del op
         return DEPENDS
 
@@ -210,7 +210,7 @@ class _Recorded(Policy):
 
     @property
     def reads_names(self) -> bool:
-        """Return True, so that names have rows whatever the policy reads."""
+        """Return True, so that names have rows for any policy."""
         return True
 
     @property
@@ -233,7 +233,7 @@ def _row(policy: Policy, view: OpView, answer: Answer) -> Row:
 
 
 def _speaker(policy: Policy, view: OpView, answer: Answer) -> Policy:
-    """Return the innermost rule that gives the answer by itself."""
+    """Return the innermost rule that alone gives the answer."""
     for part in policy.parts:
         if part.decide(view) is answer:
             return _speaker(part, view, answer)
@@ -241,18 +241,18 @@ def _speaker(policy: Policy, view: OpView, answer: Answer) -> Policy:
 
 
 def report(function: Callable[..., Any], *args: Any, policy: PolicyLike, **kwargs: Any) -> Report:
-    """Run the forward of `function` once and report what `policy` keeps, where and why.
+    """Run the forward of `function` once and report what `policy` keeps, and why.
 
-    Leaves the random state as it was. Module buffers change as in any forward.
+    Restores the random state. Module buffers change as in any forward.
 
     Args:
-        function: what would be checkpointed.
+        function: the function to checkpoint.
         args: its positional arguments.
         policy: as for `checkpoint`.
         kwargs: torch's options and keyword arguments of `function`, as for `checkpoint`.
 
     Raises:
-        PolicyError: `policy` cannot be read, or names modules where there are none.
+        PolicyError: `policy` is invalid, or names modules although `function` has none.
         EngineError: an option is refused, gradients are off, or the code is being compiled.
 
     Example:

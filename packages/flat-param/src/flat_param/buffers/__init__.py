@@ -1,4 +1,4 @@
-"""One mechanism each for parameters that are views of a buffer and for gradients in a buffer.
+"""Parameters as views of a buffer, and gradients in a buffer.
 
-Also the checks that come before a parameter's memory moves. Uses `layout`.
+Also the checks before a parameter's memory moves. Uses `layout`.
 """

@@ -42,7 +42,7 @@ class DTensorPlace:
     stride: tuple[int, ...]
 
     def __str__(self) -> str:
-        """The same on every rank that shares the local tensor's shape."""
+        """The same text on every rank with the same local shape."""
         return f"{tuple(self.shape)} as {self.placements}"
 
     def over(self, local: Tensor) -> Tensor:
@@ -81,10 +81,10 @@ class DTensorPlace:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where this rank's part begins, along each dimension.
+        """Return the start of this rank's part along each dimension.
 
         Raises:
-            StateError: it is not cut into even parts and a last shorter one, axis after axis.
+            StateError: it is not cut into equal parts and a shorter last one, axis after axis.
         """
         offsets, sizes = [0] * len(self.shape), list(self.shape)
         for axis, (placement, at) in enumerate(zip(self.placements, self.coordinate, strict=True)):
@@ -104,12 +104,12 @@ class DTensorPlace:
 
     @property
     def coordinate(self) -> tuple[int, ...]:
-        """This rank's position along each axis."""
+        """Return this rank's position along each axis."""
         return tuple(self.mesh.get_coordinate() or ())
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Of the axes over which it is cut; where it is whole, all ranks have the same values."""
+        """Return the process groups over which it is cut; other ranks have the same values."""
         return tuple(
             self.mesh.get_group(axis)
             for axis, placement in enumerate(self.placements)
@@ -140,7 +140,7 @@ def as_dtensor(value: Any, like: Tensor) -> Any:
 
 
 def local_of(tensor: Any) -> Tensor:
-    """This rank's part of a DTensor, over the same memory and outside autograd; else the tensor."""
+    """Return this rank's part of a DTensor, outside autograd, sharing memory; else the tensor."""
     if not is_dtensor(tensor):
         plain: Tensor = tensor
         return plain
@@ -167,8 +167,8 @@ def check_places(
 
     Args:
         named: a unit's parameters.
-        ranks: of the world, that divide the unit.
-        me: this rank in the world.
+        ranks: global ranks that share the unit.
+        me: this global rank.
 
     Raises:
         ParameterError: names the first.

@@ -1,8 +1,7 @@
-"""Gradients that arrive in one flat buffer.
+"""Gradients that are copied into one flat buffer as they arrive.
 
-autograd makes a tensor for each gradient. It is copied as it arrives, while it is in cache, and
-freed at once. `FlatGrad` and `ShardedGrads` differ in what happens afterwards: parameters of one
-process get the views, gradients of ranks are reduced.
+autograd makes a tensor for each gradient. It is copied while it is in cache, and freed at once.
+`FlatGrad` then gives the views to the parameters; `ShardedGrads` reduces them over ranks.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ class GradBuffer:
 
     Args:
         flat: at least `(layout.numel,)`, with zeros in its gaps; other values do not matter.
-        layout: where each gradient is.
-        arrived: a list of the caller's, set to True where a gradient arrives.
+        layout: places of the gradients.
+        arrived: a list of the caller, set to True for each gradient that arrives.
 
     Attributes:
         views: of each gradient.
@@ -27,21 +26,21 @@ class GradBuffer:
 
     def __init__(self, flat: Tensor, layout: FlatLayout, arrived: list[bool]) -> None:
         self.flat = flat
-        # `.data`: each view has a version counter, so one gradient's arrival does not look like
-        # a write to another that a user has saved for backward.
+        # `.data`: each view has its own version counter, so that the arrival of one gradient does
+        # not look like a write to another that a user has saved for backward.
         count = len(layout.specs)
         self.views = tuple([param_view(flat.data, layout, index) for index in range(count)])
         self.arrived = arrived
 
     def take(self, index: int, grad: Tensor) -> None:
-        """Copy a gradient, or add it to the one that is there."""
+        """Copy a gradient, or add it to the existing one."""
         if self.arrived[index]:
             self.views[index].add_(grad)
         else:
             self.put(index, grad)
 
     def put(self, index: int, grad: Tensor) -> None:
-        """Copy a gradient in place of the one that is there."""
+        """Copy a gradient over the existing one."""
         self.views[index].copy_(grad.to_dense() if grad.is_sparse else grad)
         self.arrived[index] = True
 

@@ -60,7 +60,7 @@ class LoadedStates:
         self._fit.clear()
 
     def check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Raise before a step with state of another shape than its parameter's."""
+        """Raise before a step with state that belongs to other parameters."""
         if optimizer in self._fit:
             return
         for param, key, shape in self._misfits(optimizer):
@@ -71,13 +71,13 @@ class LoadedStates:
             optimizer.register_load_state_dict_post_hook(self._fit.discard)
 
     def _misfits(self, optimizer: Optimizer) -> Iterator[_Found]:
-        classes = type(optimizer).__mro__  # with state offloaded it has a class of this package
+        classes = type(optimizer).__mro__  # offloading adds a class of this package
         own = next(cls for cls in classes if not cls.__module__.startswith("flat_param."))
         found = (each for each in self._shaped(optimizer) if each[2] != tuple(each[0].shape))
         return found if own in ELEMENTWISE else self._of_wholes(found)
 
     def _shaped(self, optimizer: Optimizer) -> Iterator[_Found]:
-        """All state that has a shape, of parameters of the kind."""
+        """Yield all state with a shape, of parameters of the kind."""
         for group in optimizer.param_groups:
             for param in group["params"]:
                 if hasattr(param, self._mark):

@@ -20,7 +20,7 @@ def check_apart(caller: str, module: nn.Module, params: Sequence[nn.Parameter]) 
     Args:
         caller: the public function, for the message.
         module: whose names and buffers count.
-        params: those that will be moved; one object under two names is tied, not shared.
+        params: parameters to move; one object under two names is tied, not shared.
 
     Raises:
         ParameterError: names both.
@@ -76,7 +76,7 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """First byte of a tensor, and the one past its last."""
+    """Return a tensor's first byte, and the byte after its last."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     reach = sum((size - 1) * step for size, step in pairs) + 1
     return tensor.data_ptr(), tensor.data_ptr() + reach * tensor.itemsize

@@ -1,7 +1,7 @@
 """Which flattened module or unit moves a parameter's values.
 
-Two that are not inside one another would each train values of their own, though the parameter is
-one. Tied parameters have to be flattened or sharded together.
+Two of them, neither inside the other, would each train separate values of one parameter. So tied
+parameters have to be flattened or sharded together.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Owner:
             _owners[kind][key] = self
 
     def drop(self) -> None:
-        """Own nothing any more."""
+        """Release all parameters."""
         self._params = {}
 
     def name_of(self, param: nn.Parameter) -> str | None:
@@ -66,7 +66,7 @@ def _has(module: nn.Module, other: nn.Module) -> bool:
 
 
 def owner_of(param: nn.Parameter, kind: str) -> tuple[Owner | None, str]:
-    """The owner of a kind, and the parameter's name in it."""
+    """Return the owner of a kind, and the parameter's name in it."""
     owner = _owners[kind].get(id(param))
     name = None if owner is None else owner.name_of(param)
     return (None, "") if name is None else (owner, name)
@@ -94,7 +94,7 @@ def check_owners(
     named: Iterable[tuple[str, nn.Parameter]],
     kinds: Sequence[str],
 ) -> None:
-    """Refuse a parameter of an owner beside the module.
+    """Refuse a parameter of an owner that is neither inside nor around the module.
 
     Raises:
         ParameterError: names the parameter in both.

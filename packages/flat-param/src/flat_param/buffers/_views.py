@@ -1,7 +1,7 @@
 """Parameters as views of a flat buffer.
 
 `ParamViews` is used for whole parameters in one process (`flatten`, `FlatParamHandle`) and for one
-rank's pieces (`fully_shard`). Gaps of a buffer are zero from the start, and stay so.
+rank's pieces (`fully_shard`). Gaps of a buffer are always zero.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor, UntypedStorage, nn
 from ..layout._layout import FlatLayout
 from ..layout._spec import ParamSpec
 
-# Devices on which what a storage points to is, or is not, the address of its first byte.
+# Device types for which a storage pointer is, or is not, the address of its first byte.
 _ADDRESSED = {"cpu": True, "cuda": True, "xpu": True, "meta": False, "mps": False}
 
 
 class ParamViews:
-    """Parameters whose memory is in one buffer. Each stays the object it was.
+    """Parameters whose memory is in one buffer. Parameter objects stay the same.
 
     Args:
         params: in the order of `views`.
@@ -27,7 +27,7 @@ class ParamViews:
 
     Attributes:
         params: may be replaced one by one, see `take`.
-        pointers: where the views begin.
+        pointers: addresses of the views.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], views: Sequence[Tensor]) -> None:
@@ -53,11 +53,11 @@ class ParamViews:
         self.attach(index)
 
     def attach(self, index: int) -> None:
-        """Make the parameter the view, whatever it has now."""
+        """Make the parameter the view; its present values are dropped."""
         self.params[index].data = self.views[index]
 
     def follow(self, views: Sequence[Tensor]) -> None:
-        """Make the parameters other views, which have the same values already."""
+        """Move the parameters to other views, which have the same values already."""
         self._set_views(views)
         for index in range(len(self.params)):
             self.attach(index)
@@ -74,12 +74,12 @@ class ParamViews:
 def allocate(
     layout: FlatLayout, *, device: torch.device | None = None, numel: int | None = None
 ) -> Tensor:
-    """An uninitialised buffer for a layout, with zeros in its gaps.
+    """Allocate an uninitialised buffer for a layout, with zeros in its gaps.
 
     Args:
         layout: gives dtype and numel.
         device: default: torch's default device.
-        numel: elements to allocate where a shard plan pads the buffer; the padding is zeroed.
+        numel: elements to allocate, if a shard plan pads the buffer; the padding is zeroed.
     """
     size = layout.numel if numel is None else numel
     return zero_gaps_(torch.empty(size, dtype=layout.dtype, device=device), layout)
@@ -94,7 +94,7 @@ def zero_gaps_(buffer: Tensor, layout: FlatLayout) -> Tensor:
 
 
 def zeros(numel: int, *, dtype: torch.dtype, device: torch.device, pinned: bool = False) -> Tensor:
-    """A `(numel,)` tensor of zeros, page-locked if asked."""
+    """Return a `(numel,)` tensor of zeros, optionally page-locked."""
     return torch.zeros(numel, dtype=dtype, device=device, pin_memory=pinned)
 
 
@@ -117,12 +117,11 @@ def param_views(buffer: Tensor, layout: FlatLayout) -> tuple[Tensor, ...]:
 
 
 def over(memory: UntypedStorage, view: Tensor) -> Tensor:
-    """A tensor like a view, whose storage is only the view's part of the memory.
+    """Return a tensor like a view, with a storage that is only the view's part of the memory.
 
     Names whose tensors share a storage count as tied in torch.save, safetensors, transformers and
-    accelerate. The part keeps all of the memory alive. The view itself is returned where there is
-    no memory (meta), where a storage has no address, and in shared memory: other processes get
-    whole storages.
+    accelerate. The part keeps all of the memory alive. The view itself is returned on meta, if a
+    storage has no address, and in shared memory, where other processes get whole storages.
 
     Args:
         memory: a storage that begins where the view's storage begins.
@@ -136,7 +135,7 @@ def over(memory: UntypedStorage, view: Tensor) -> Tensor:
 
 
 def _is_addressed(device: torch.device) -> bool:
-    """Whether a slice of a storage is the memory that it says; of an unknown kind, tried once."""
+    """Whether a slice of a storage has the expected address; tried once per unknown device."""
     known = _ADDRESSED.get(device.type)
     if known is None:
         known = _ADDRESSED[device.type] = _shares_stretches(device)
@@ -154,11 +153,11 @@ def _shares_stretches(device: torch.device) -> bool:
 
 
 def unflatten(vector: Tensor, layout: FlatLayout) -> dict[str, Tensor]:
-    """All parameters as differentiable views of a vector, by name; works under `torch.vmap`.
+    """Return all parameters as differentiable views of a vector, by name; works under `torch.vmap`.
 
     Args:
-        vector: at least `(layout.numel,)`; what it holds in gaps is ignored.
-        layout: where the parameters are.
+        vector: at least `(layout.numel,)`; its values in gaps are ignored.
+        layout: places of the parameters.
 
     Example:
         >>> import torch
@@ -169,7 +168,7 @@ def unflatten(vector: Tensor, layout: FlatLayout) -> dict[str, Tensor]:
     """
     sizes = [size for size, _ in layout.pieces]
     rest = vector.numel() - layout.numel
-    pieces = vector.split([*sizes, rest] if rest else sizes)  # one node in the backward, not many
+    pieces = vector.split([*sizes, rest] if rest else sizes)  # one backward node instead of many
     params = [piece for piece, (_, index) in zip(pieces, layout.pieces, strict=False) if index >= 0]
     named = zip(layout.specs, params, strict=True)
     return {spec.name: _in_shape(elements, spec) for spec, elements in named}
@@ -198,10 +197,10 @@ def _in_shape(elements: Tensor, spec: ParamSpec) -> Tensor:
 
 
 def outer_first(spec: ParamSpec) -> list[int]:
-    """The dimensions in the order of memory, slowest first."""
+    """Return the dimensions in the order of memory, slowest first."""
     return sorted(range(len(spec.shape)), key=lambda dim: (-spec.stride[dim], dim))
 
 
 def inverse(order: Sequence[int]) -> list[int]:
-    """The permutation that undoes `order`."""
+    """Return the permutation that undoes `order`."""
     return sorted(range(len(order)), key=order.__getitem__)

@@ -56,10 +56,11 @@ def checksum(data: memoryview, before: int = 0) -> int:
     return zlib.crc32(data[rows * 8 * _COLUMNS :], before)
 
 
-def _checksum_of(file: BinaryIO, offset: int, length: int) -> int:
-    file.seek(offset)
-    found = 0
-    while length:
+def _checksum_of(file: BinaryIO, entry: Any) -> int:
+    """The checksum of a file's entry, block by block."""
+    file.seek(entry.offset)
+    found, length = 0, entry.length
+    while length > 0:
         block = bytearray(min(length, _BLOCK_BYTES))
         _fill(file, memoryview(block))
         found, length = checksum(memoryview(block), found), length - len(block)
@@ -108,7 +109,7 @@ class CheckedWriter(FileSystemWriter):
         for name, entries in files.items():
             with (Path(self.path) / name).open("rb") as file:
                 for entry in entries:
-                    entry.checksum = _checksum_of(file, entry.offset, entry.length)
+                    entry.checksum = _checksum_of(file, entry)
         if files:
             _sync_folder(self._folder)
         return written
@@ -158,8 +159,9 @@ def _sync_folder(folder: Path) -> None:
 class CheckedReader(FileSystemReader):
     """Reads files of `CheckedWriter` or torch; compares checksums and runs no code of theirs."""
 
-    _entry: Any = None
-    _data: io.BytesIO | None = None
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._checked: set[tuple[str, int]] = set()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The metadata, unpickled with classes of torch's metadata only."""
@@ -201,7 +203,7 @@ class CheckedReader(FileSystemReader):
         """Read as torch does; every entry comes from `_slice_file`."""
         try:
             done = super().read_data(plan, planner)
-            if plan.items and self._data is None:
+            if plan.items and not self._checked:
                 raise CheckpointError(
                     f"flat_param.load_sharded: torch {torch.__version__} reads checkpoints in "
                     "another way, so checksums were not compared. Use torch 2.9 to 2.15."
@@ -214,26 +216,20 @@ class CheckedReader(FileSystemReader):
                 f"flat_param.load_sharded: '{self.path}' cannot be read ({_first_line(error)}). A "
                 "file that it names is missing, cut short or damaged: load another checkpoint."
             ) from error
-        finally:
-            self._entry = self._data = None
 
-    def _slice_file(self, file: Any, sinfo: Any) -> io.BytesIO:
-        """The bytes of an entry, of which several parts may be read."""
-        if self._data is None or self._entry is not sinfo:
-            file.seek(sinfo.offset)
-            data = io.BytesIO(file.read(sinfo.length))
-            if data.getbuffer().nbytes != sinfo.length:
-                raise EOFError(f"'{file.name}' ends early")
-            expected = getattr(sinfo, "checksum", None)
-            if expected is not None and checksum(data.getbuffer()) != expected:
+    def _slice_file(self, file: Any, sinfo: Any) -> Any:
+        """The bytes of an entry, after its checksum was compared."""
+        place = sinfo.relative_path, sinfo.offset
+        if place not in self._checked:
+            expected = getattr(sinfo, "checksum", None)  # torch's own writer adds none
+            if expected is not None and _checksum_of(file, sinfo) != expected:
                 raise CheckpointError(
                     f"flat_param.load_sharded: '{file.name}' is damaged: {sinfo.length} bytes at "
                     f"{sinfo.offset} have another checksum than when they were saved. Load another "
                     "checkpoint."
                 )
-            self._entry, self._data = sinfo, data
-        self._data.seek(0)
-        return self._data
+            self._checked.add(place)
+        return super()._slice_file(file, sinfo)
 
 
 class SafeLoadPlanner(DefaultLoadPlanner):

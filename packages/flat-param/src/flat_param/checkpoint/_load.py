@@ -33,14 +33,14 @@ def load_sharded(
     """Load a checkpoint of any number of ranks; each rank reads its part. Collective.
 
     Checksums are compared, and no code of the checkpoint runs. All ranks load, or none: after an
-    error on any of them, each has the parameters, buffers and optimizer state it had. Takes memory
+    error on any rank, each has its previous parameters, buffers and optimizer state. Needs memory
     for one more copy of this rank's parameters.
 
     Args:
         module: sharded.
         path: a folder of `save_sharded` or `torch.distributed.checkpoint.save`, with the keys
-            `model` and `optim` or a bare state dict; a folder that `save_pretrained` wrote; or a
-            file of safetensors or `torch.save` with whole tensors.
+            `model` and `optim` or a bare state dict; a folder of `save_pretrained`; or a
+            file of safetensors or `torch.save` with full tensors.
         optimizer: of the module; its groups may be in another order than when it was saved.
 
     Raises:
@@ -203,7 +203,7 @@ def _load_optimizer(module: nn.Module, optimizer: Optimizer, reader: Any, metada
     target: dict[str, Any] = {}
     places: dict[str, tuple[str, str]] = {}
     paths = metadata.planner_data or {}
-    order = {key: at for at, key in enumerate(paths)}  # of a state dict; entries are in another
+    order = {key: at for at, key in enumerate(paths)}  # in a state dict the order may differ
     for key in sorted(entries, key=lambda key: order.get(key, len(order))):
         entry = entries[key]
         if key.startswith(STATE):
@@ -258,9 +258,9 @@ def _check_uncut(word: str, size: tuple[int, ...], piece: ParamPiece, name: str)
 def _saved_groups(
     values: Mapping[str, Any], paths: Mapping[str, Any], names: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """The options of saved parameter groups; `params` lists names, if these were saved.
+    """Return the options of saved parameter groups; `params` lists names, if these were saved.
 
-    Where torch's `flatten_optimizer_state_dict` was used, each parameter is a group.
+    With torch's `flatten_optimizer_state_dict`, each parameter is a group.
     """
     named: dict[str, dict[str, Any]] = {}
     numbered: dict[str, Any] = {}
@@ -300,7 +300,7 @@ def _has_names(group: Mapping[str, Any]) -> bool:
     return isinstance(names, list) and all(isinstance(name, str) for name in names)
 
 
-# Files of whole tensors.
+# Files of full tensors.
 
 
 def _read_file(path: Path) -> Mapping[str, Any]:
@@ -328,7 +328,7 @@ _PRETRAINED = ("model.safetensors", "pytorch_model.bin")
 
 
 def _pretrained_files(folder: Path) -> list[Path]:
-    """The files of weights in a folder that `save_pretrained` wrote."""
+    """Return the weight files in a folder of `save_pretrained`."""
     for name in _PRETRAINED:
         if (folder / name).is_file():
             return [folder / name]

@@ -38,12 +38,12 @@ class NamedParam:
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank is the first that has elements of the parameter."""
+        """Whether this rank is the first with elements of the parameter."""
         return self.piece is None or self.piece.comm.rank == self.piece.first_holder
 
 
 def named_params(module: nn.Module) -> dict[nn.Parameter, NamedParam]:
-    """The module's parameters under their first names; see `NamedParam`."""
+    """Return the module's parameters under their first names; see `NamedParam`."""
     sites = dict(named_sites(module))
     named: dict[nn.Parameter, NamedParam] = {}
     for name, param in module.named_parameters():
@@ -97,7 +97,7 @@ def shared_rows(params: Iterable[NamedParam], optimizer: Optimizer) -> str:
 
 
 def group_options(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Every group's options, without its parameters."""
+    """Return every group's options, without its parameters."""
     return [
         {key: value for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups

@@ -34,7 +34,7 @@ def put_back_on_error(module: nn.Module, optimizer: Optimizer | None) -> Iterato
     tensors += [local_of(value).detach() for value in beside]
     copies = [tensor.to("cpu", copy=True) for tensor in tensors]
     extra = {key: _copied(value) for key, value in rest.items() if is_extra(key)}
-    if not hasattr(optimizer, "param_groups"):  # the block refuses it, on all ranks
+    if not hasattr(optimizer, "param_groups"):  # the block refuses it on all ranks
         optimizer = None
     state = None if optimizer is None else (state_of(optimizer), optimizer.param_groups)
     options = None if optimizer is None else [dict(group) for group in optimizer.param_groups]
@@ -50,7 +50,7 @@ def put_back_on_error(module: nn.Module, optimizer: Optimizer | None) -> Iterato
                 group.update(before_group)
         for unit in units:
             unit.reshard()
-        # Last: these are calls of a module's own, and may fail.
+        # Last: these call methods of the module, which may fail.
         for key, value in extra.items():
             owner_of_extra(module, key).set_extra_state(value)
         raise
@@ -65,10 +65,10 @@ def _copied(value: Any) -> Any:
 
 
 def is_extra(key: str) -> bool:
-    """Whether a key of a state dict is of a module's `get_extra_state()`."""
+    """Whether a key of a state dict is for a module's `get_extra_state()`."""
     return key.rpartition(".")[2] == EXTRA
 
 
 def owner_of_extra(module: nn.Module, key: str) -> nn.Module:
-    """The module whose extra state is under a key."""
+    """Return the module whose extra state has this key."""
     return place_of(module, key)[1]

@@ -1,7 +1,7 @@
-"""Saves a sharded module and its optimizer with torch.distributed.checkpoint.
+"""Save a sharded module and its optimizer with torch.distributed.checkpoint.
 
-An asynchronous save writes in a thread that is no daemon, so the interpreter waits for it. The next
-save waits for it too: there is one snapshot at a time, and ranks meet in the order of their calls.
+An asynchronous save writes in a non-daemon thread, so the interpreter waits for it. The next save
+waits for it too: there is one snapshot at a time, and ranks meet in the order of their calls.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ def save_sharded(
 ) -> None:
     """Write a checkpoint in torch.distributed.checkpoint's format, each rank its part. Collective.
 
-    Any number of ranks loads it, and so does FSDP2. Until all parts are on the disk, the previous
-    checkpoint in `path` stays intact; the new one replaces it at once. An error on one rank is an
-    error on all. One job at a time can save to a path.
+    Any number of ranks can load it, also with FSDP2. The previous checkpoint in `path` stays intact
+    until all parts are on disk, and is then replaced atomically. An error on one rank is an
+    error on all. Only one job at a time may save to a path.
 
     Args:
         module: sharded.
-        path: a folder that all ranks reach.
+        path: a folder that all ranks can access.
         optimizer: of the module.
-        step: of the training loop; ranks must save the same one. By default they compare how many
-            steps optimizers have made on the module's parameters.
+        step: of the training loop; ranks must save the same one. By default ranks compare the
+            number of optimizer steps on the module's parameters.
 
     Raises:
         CheckpointError: a part cannot be written, ranks are at different steps, or another rank
@@ -68,20 +68,20 @@ def async_save_sharded(
     optimizer: Optimizer | None = None,
     step: int | None = None,
 ) -> Future[None]:
-    """Write a checkpoint as `save_sharded` does, in a thread, while training goes on. Collective.
+    """Write a checkpoint like `save_sharded`, in a thread, while training continues. Collective.
 
     Copies this rank's part to host memory and returns; later changes are not in the checkpoint. A
     process has one save at a time: the next one, asynchronous or not, waits for it. The
-    interpreter does not end before it.
+    interpreter does not exit before it has finished.
 
     Args:
         module: sharded.
-        path: a folder that all ranks reach.
+        path: a folder that all ranks can access.
         optimizer: of the module.
         step: as in `save_sharded`.
 
     Returns:
-        A future that raises what `save_sharded` raises. An error is also logged when it happens.
+        A future with the errors of `save_sharded`. An error is also logged when it happens.
 
     Raises:
         CheckpointError: ranks are at different steps, or another rank has failed.
@@ -92,7 +92,7 @@ def async_save_sharded(
 
 def _start(write: Callable[[], None], path: str | os.PathLike[str]) -> Future[None]:
     future: Future[None] = Future()
-    future.set_running_or_notify_cancel()  # it cannot be cancelled, as other ranks write too
+    future.set_running_or_notify_cancel()  # cannot be cancelled, since other ranks write too
 
     def run() -> None:
         try:
@@ -125,7 +125,7 @@ def _prepare(
     try:
         wait(_last)
         units_at_rest(module)  # refuses copies that whole_params shows
-        if hasattr(module, "_flat_param"):  # the parameters around units may be anybody's
+        if hasattr(module, "_flat_param"):  # parameters outside of units may have other owners
             check_strays("save_sharded", module, units_below(module))
         state["model"] = module.state_dict()
         if optimizer is not None:
@@ -161,7 +161,7 @@ def _short(told: Any) -> Any:
 
 
 def _steps_of(module: nn.Module) -> list[int]:
-    """How many steps optimizers have made on each part of the module in this process."""
+    """Return the number of optimizer steps on each part of the module in this process."""
     parts = [part for unit in units_below(module) for part in unit.parts]
     return [piece.segment.steps for part in parts for piece in part.param_pieces[:1]]
 
@@ -205,7 +205,7 @@ def _write(state: dict[str, Any], path: Path, word: str, world: World) -> None:
             writer.remove()
         raise
     finally:
-        state.clear()  # an error would keep a snapshot alive
+        state.clear()  # a traceback would keep the snapshot alive
     if world.is_first:
         writer.remove_others()
 
@@ -238,7 +238,7 @@ def _told(error: Exception) -> str:
 
 
 def _on_host(state: dict[str, Any]) -> dict[str, Any]:
-    """A copy in host memory."""
+    """Return a copy in host memory."""
     copied: dict[str, Any] = map_tensors(copy.copy(state), _copy)
     return copied
 

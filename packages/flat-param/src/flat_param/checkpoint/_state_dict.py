@@ -1,4 +1,4 @@
-"""Whole state dicts of a sharded module and its optimizer, with the plain module's keys."""
+"""Full state dicts of a sharded module and its optimizer, with the plain module's keys."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def full_state_dict(
     rank0_only: bool = False,
     offload_to_cpu: bool = False,
 ) -> dict[str, Any]:
-    """Whole tensors under the plain module's keys, on every rank. Collective.
+    """Return full tensors under the plain module's keys, on every rank. Collective.
 
     Args:
         module: sharded, or plain.
         optimizer: of the module.
-        rank0_only: keep it on the first rank that shares the module; the others have one whole
-            tensor at a time, and get empty dicts.
-        offload_to_cpu: put it in CPU memory, each tensor as soon as it is whole.
+        rank0_only: keep it only on the first rank that shares the module. The other ranks have one
+            full tensor at a time, and get empty dicts.
+        offload_to_cpu: move each tensor to CPU memory as soon as it is complete.
 
     Returns:
         `{"model": {name: tensor}}`, and with an optimizer
@@ -86,7 +86,7 @@ def _complete(
         for name, values in told.items():
             for key, value in values.items():
                 known = found.setdefault(name, {})
-                first = known.setdefault(key, value)  # which keeps the order of keys
+                first = known.setdefault(key, value)  # keeps the order of keys
                 if first is None:
                     first = known[key] = value
                 if isinstance(value, _Shard) and first != value:
@@ -119,7 +119,7 @@ class _Shard:
     size: tuple[int, ...]
 
     def empty(self, piece: Any) -> Tensor:
-        """The shard of a rank that has no elements."""
+        """Return the shard of a rank that has no elements."""
         if self.size == piece.shape:
             shard: Tensor = piece.present(torch.empty(0, dtype=self.dtype, device=piece.device))
             return shard
@@ -146,7 +146,7 @@ class _Gather:
         self._keeps, self._on_host = keeps, on_host
 
     def all_of(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """All values of a dict. Collective."""
+        """Gather all values of a dict. Collective."""
         whole = {key: self._whole(value) for key, value in values.items()}
         return whole if self._keeps else {}
 
@@ -161,14 +161,14 @@ class _Gather:
 def load_full_state_dict(
     module: nn.Module, state: Mapping[str, Any], *, optimizer: Optimizer | None = None
 ) -> None:
-    """Load whole tensors; each rank keeps its part. Collective if the module is sharded.
+    """Load full tensors; each rank keeps its part. Collective if the module is sharded.
 
-    After an error on any rank, all have the parameters, buffers and optimizer state they had. Takes
-    memory for one more copy of them meanwhile.
+    After an error on any rank, all have their previous parameters, buffers and optimizer state.
+    Needs memory for one more copy of them.
 
     Args:
         module: sharded, or plain.
-        state: what `full_state_dict` returns, or a plain module's state dict. With `rank0_only` the
+        state: result of `full_state_dict`, or a plain module's state dict. With `rank0_only` the
             first rank sends one tensor after another to the others.
         optimizer: of the module; needs `state["optim"]`, by name or by position. Its groups may be
             in another order than the saved ones, if names were saved.
@@ -201,7 +201,7 @@ def load_full_state_dict(
 
 
 def load_whole(module: nn.Module, state: Mapping[str, Any], optimizer: Optimizer | None) -> None:
-    """Load whole tensors, see `load_full_state_dict`. Not a collective."""
+    """Load full tensors, see `load_full_state_dict`. Not a collective."""
     if not isinstance(state.get("model"), Mapping):
         state = {"model": state}
     if optimizer is not None and "optim" not in state:
@@ -279,7 +279,7 @@ _BAD = (
 
 
 def _shared_outline(state: Mapping[str, Any], world: World) -> dict[str, Any]:
-    """The outline of the first rank's state, or its error, on all ranks. Collective."""
+    """Return the outline of the first rank's state, or its error, on all ranks. Collective."""
     outline: dict[str, Any] | None = None
     try:
         outline = _outline(state) if world.is_first else None
@@ -335,7 +335,7 @@ def _sent(state: Mapping[str, Any], path: tuple[str, ...], info: Any, world: Wor
 
 
 def _cut(whole: Any, piece: Any) -> Any:
-    """This rank's part of a whole tensor as a shard, or the tensor."""
+    """Return this rank's part of a full tensor as a shard, or the tensor."""
     if piece is None or not isinstance(whole, Tensor) or not piece.is_cut:
         return whole
     if tuple(whole.shape) != piece.shape or not whole.dim():
@@ -344,10 +344,10 @@ def _cut(whole: Any, piece: Any) -> Any:
 
 
 def optimizer_state_by_position(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The optimizer part of a full state dict as `torch.optim.Optimizer.load_state_dict` takes it.
+    """Convert the optimizer part of a full state dict to positions, for torch's `load_state_dict`.
 
     Raises:
-        StateError: it is no state of an optimizer.
+        StateError: it is not the state of an optimizer.
 
     Example:
         >>> named = {"state": {"w": {"step": 1}}, "param_groups": [{"lr": 0.1, "params": ["w"]}]}

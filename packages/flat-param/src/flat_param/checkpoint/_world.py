@@ -63,7 +63,7 @@ def _ranks_of(module: nn.Module) -> tuple[int, ...]:
     for group in groups:
         known |= set(dist.get_process_group_ranks(group))
     if len(groups) > 1 and len(known) < dist.get_world_size():
-        for _ in groups:  # ranks of ranks, along all axes
+        for _ in groups:  # collect ranks along all axes
             for group in groups:
                 known |= set().union(*Communicator(group, log=CommLog()).share(known))
     return tuple(sorted(known))

@@ -1,9 +1,9 @@
-"""Flat buffers that are used for a moment, again and again.
+"""Temporary flat buffers that are reused.
 
-On CPU a large buffer that is freed goes back to the system, and the next one costs a page fault and
-4 KiB of zeros for every page. Three buffers of each dtype are therefore kept: in backward one is
-being filled, one is on its way, and one receives. On other devices torch's allocator does the
-same, and nothing is kept here.
+On CPU a freed large buffer goes back to the system, and the next one costs a page fault and 4 KiB
+of zeros per page. So three buffers of each dtype are cached: in backward one is being filled, one
+is being sent, and one receives. On other devices torch's allocator caches memory, and nothing is
+kept here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _free: dict[torch.dtype, list[Tensor]] = {}
 
 
 def acquire(numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised buffer of at least `numel` elements; see `release`."""
+    """Return an uninitialised buffer of at least `numel` elements; see `release`."""
     kept = _free.get(dtype, []) if device.type == "cpu" else []
     for index, buffer in enumerate(kept):
         if buffer.numel() >= numel:
@@ -25,7 +25,7 @@ def acquire(numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def release(buffer: Tensor) -> None:
-    """End the use of a borrowed buffer. The larger ones are kept."""
+    """Return a buffer to the pool. The larger ones are kept."""
     if buffer.device.type == "cpu":
         kept = _free.setdefault(buffer.dtype, [])
         kept.append(buffer)

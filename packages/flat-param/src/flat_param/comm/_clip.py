@@ -1,4 +1,4 @@
-"""The norm of gradients that are spread over ranks."""
+"""The norm of gradients that are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _sum_over(comms: Spread, grads: list[Tensor], norm_type: float, op: Any) -> 
 
 
 def _power_sum(grads: list[Tensor], norm_type: float) -> Tensor:
-    """Sum of |g|^p, or the largest |g| for an infinite p; `()`, float32."""
+    """Return the sum of |g|^p, or the largest |g| for an infinite p; `()`, float32."""
     filled = [grad for grad in grads if grad.numel()]
     if not filled:
         return torch.zeros((), device=grads[0].device if grads else None)

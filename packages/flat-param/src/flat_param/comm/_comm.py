@@ -29,7 +29,7 @@ from ._fault_detector import FaultDetector
 from ._home_stream import at_home
 from ._trail import Trail, wait_here
 
-# torch 2.13 renamed the single-tensor collectives and warns on the old names.
+# torch 2.13 renamed the single-tensor collectives and warns about the old names.
 _all_gather: Callable[..., dist.Work | None] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )
@@ -134,7 +134,7 @@ class Pending:
         except RuntimeError:
             if not self.captured:
                 raise
-            self.work = self.finish = None  # the capture is broken, and nothing of it will run
+            self.work = self.finish = None  # the capture is broken, so it will not run
 
 
 class Communicator:
@@ -179,7 +179,7 @@ class Communicator:
         self._marks.clear()
 
     def is_gloo(self, device_type: str) -> bool:
-        """Whether the group moves tensors of these devices through gloo."""
+        """Whether gloo moves tensors of these devices in this group."""
         return self._carriers.get(device_type) == "gloo"
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
@@ -213,7 +213,7 @@ class Communicator:
     ) -> Pending:
         """Reduce `tensor` over ranks in place. Collective.
 
-        `of_unit` tells whether it is about the communicator's unit, or about several.
+        `of_unit`: whether it belongs to the communicator's unit, or to several units.
         """
         if self.world_size == 1:
             return Pending(self, "all_reduce")
@@ -228,7 +228,7 @@ class Communicator:
         return self._start("broadcast", _broadcast_from_first, tensor)
 
     def share(self, note: Any) -> list[Any]:
-        """Every rank's small picklable `note`, by rank. Collective; the ranks trust each other."""
+        """Return every rank's small picklable `note`. Collective; the ranks trust each other."""
         if self.world_size == 1:
             return [note]
         self.log.add("share", 0)

@@ -66,7 +66,7 @@ class FaultDetector(PeerMessages):
                 super().refuse(reason)
 
     def share_change(self, change: str, *, trouble: Callable[[], str] | None = None) -> str:
-        """Wait until all ranks have made a change; what is wrong, or nothing."""
+        """Wait until all ranks have made a change; return what is wrong, or ""."""
         if self.store is None:
             return ""
         return super().share_change(change, trouble=trouble or self.trouble)

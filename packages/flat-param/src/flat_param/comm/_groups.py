@@ -27,9 +27,9 @@ class CommGroups:
     """The process groups of one unit.
 
     Attributes:
-        gather: ranks that hold the parts of one copy of the parameters.
+        gather: ranks that hold the shards of one replica.
         reduce: the same ranks, for gradients. See Note [Two communicators].
-        replicate: ranks that hold the same part of other copies.
+        replicate: ranks that hold the same shard of other replicas.
         log: counts the collectives of all three.
     """
 
@@ -40,7 +40,7 @@ class CommGroups:
 
     @property
     def world_size(self) -> int:
-        """Ranks whose gradients are averaged."""
+        """Number of ranks whose gradients are averaged."""
         return self.reduce.world_size * self.replicate.world_size
 
     @contextmanager

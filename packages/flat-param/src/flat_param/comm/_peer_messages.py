@@ -40,7 +40,7 @@ class PeerMessages:
     rank: int
 
     def refuse(self, reason: str) -> None:
-        """Say why this rank does not start its next collective. Not a collective."""
+        """Write why this rank does not start its next collective. Not a collective."""
         self.store.set(self._next("refusal"), f"rank {self.rank}: {reason}")
 
     def unshared(self) -> str:

@@ -53,7 +53,7 @@ class Trail:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Trail:
-        """The one trail of a group."""
+        """Return the trail of a group."""
         trail = _trails.get(group)
         if trail is None:
             ranks = tuple(dist.get_process_group_ranks(group))

@@ -1,5 +1,5 @@
 """`flatten`: the parameters of a module as views of flat tensors, in one process.
 
 Flat parameters and gradients by segment, chunks for optimizers, tensors that share memory. Uses
-`layout` and `buffers`; `handle` and `sharded` are other users of these, and none imports another.
+`layout` and `buffers`.
 """

@@ -1,6 +1,6 @@
-"""What is placed on the modules of a flattened tree, so that it stays flat.
+"""Hooks on the modules of a flattened tree that keep it flat.
 
-| what happens | what follows it |
+| event | noticed by |
 |---|---|
 | a parameter is assigned, or loaded with `assign=True` | each module's `register_parameter` |
 | a module inside is added or replaced | a comparison of the tree at the next forward |
@@ -8,9 +8,9 @@
 | `param.data = ...`, `vector_to_parameters` | the forward pre-hook, and whole-vector calls |
 | `copy.deepcopy`, `torch.save`, `pickle` | `FlatSegments.__getstate__` and `__setstate__` |
 
-Nothing is placed outside the tree. torch's registration hooks would be one call, but they are the
-whole process's, and a compiled forward that builds a module would trace them. What a module carries
-copies and pickles as the method of its class; a copied root places its own at its first use.
+Nothing is installed outside the tree. torch's registration hooks would be one call, but they apply
+to the whole process, and a compiled forward that builds a module would trace them. The hooks copy
+and pickle as the method of their class; a copied root installs its own at its first use.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weakref import WeakMethod, ref
 from torch import nn
 
 _children = attrgetter("_modules")
-_values = methodcaller("values")  # of a scripted module, it is no dict
+_values = methodcaller("values")  # of a scripted module, which has no dict
 _NAME = "register_parameter"
 
 Assigned = Callable[[nn.Module, str, "nn.Parameter | None"], None]
@@ -32,7 +32,7 @@ Assigned = Callable[[nn.Module, str, "nn.Parameter | None"], None]
 
 
 class _Register:
-    """`register_parameter` of one module, which also calls the flat views that it is part of."""
+    """`register_parameter` of one module, which also notifies the flat views of the module."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = ref(module)
@@ -45,7 +45,7 @@ class _Register:
         return module
 
     def __call__(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter; where a flat view refuses it, the module keeps what it had."""
+        """Register a parameter; if a flat view refuses it, the module keeps the previous one."""
         module = self.module
         registry = module._parameters
         had, before = name in registry, registry.get(name)
@@ -66,7 +66,7 @@ class _Register:
 
 
 def registered(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Every place below a root where a parameter is registered."""
+    """Return every location below a root at which a parameter is registered."""
     return [
         (owner, attribute, param)
         for owner in module.modules()
@@ -80,7 +80,7 @@ class Tree:
 
     Args:
         root: the flattened module.
-        assigned: a method, which is not kept alive.
+        assigned: called for each assigned parameter; a method, held weakly.
     """
 
     def __init__(self, root: nn.Module, assigned: Assigned) -> None:
@@ -100,7 +100,7 @@ class Tree:
         return any(map(_children, self._leaves))
 
     def leave(self, stay: Tree | None = None) -> None:
-        """Stop watching, but for the modules of another tree of the same view."""
+        """Stop watching, except for modules of another tree of the same view."""
         kept = set() if stay is None else set(map(id, stay._modules))
         for module in self._modules:
             instead = vars(module).get(_NAME)
@@ -114,7 +114,7 @@ class Tree:
         return list(chain.from_iterable(map(_values, map(_children, self._inner))))
 
     def _watch(self, module: nn.Module) -> None:
-        """Several views may share a module that has no parameters."""
+        """Watch a module. Several views may share a module without parameters."""
         instead = vars(module).get(_NAME)
         if not isinstance(instead, _Register) or instead.module is not module:
             instead = vars(module)[_NAME] = _Register(module)

@@ -24,10 +24,10 @@ _HOW = ("capturable", "differentiable", "foreach", "fused", "param_names", "para
 
 
 def chunks_of(optimizer: Optimizer, segments: Sequence[FlatSegment]) -> list[list[Chunk]]:
-    """The optimizer's chunks of each segment, in the buffer's order.
+    """Return the optimizer's chunks of each segment, in the buffer's order.
 
     Raises:
-        StateError: they are not all chunks of these segments, covering each once.
+        StateError: they are not all chunks of these segments, each once.
     """
     found: list[list[Chunk]] = [[] for _ in segments]
     for param in (p for group in optimizer.param_groups for p in group["params"]):
@@ -71,7 +71,7 @@ def one_setting(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def by_name(state: Mapping[str, Any], names: Mapping[str, bool]) -> dict[str, Mapping[str, Any]]:
-    """The state of each parameter, from a state dict by name or by position.
+    """Return the state of each parameter, from a state dict by name or by position.
 
     Positions are looked up in `param_names`, if torch's optimizer has saved that.
 
@@ -111,7 +111,7 @@ def by_name(state: Mapping[str, Any], names: Mapping[str, bool]) -> dict[str, Ma
 def to_parameters(
     optimizer: Optimizer, segment: FlatSegment, chunks: Sequence[Chunk]
 ) -> dict[str, dict[str, Any]]:
-    """The state of each parameter of a segment; copies."""
+    """Return the state of each parameter of a segment; copies."""
     states = [optimizer.state.get(chunk, {}) for chunk in chunks]
     out: dict[str, dict[str, Any]] = {spec.name: {} for spec in segment.plan.layout.specs}
     if not any(states):
@@ -135,7 +135,7 @@ def to_parameters(
 def to_chunks(
     states: Mapping[str, Mapping[str, Any]], segment: FlatSegment, chunks: Sequence[Chunk]
 ) -> list[dict[str, Any]]:
-    """The state of each chunk of a segment, from that of its parameters; copies."""
+    """Return the state of each chunk of a segment, from that of its parameters; copies."""
     layout = segment.plan.layout
     held = {spec.name: states[spec.name] for spec in layout.specs if states.get(spec.name)}
     out: list[dict[str, Any]] = [{} for _ in chunks]

@@ -75,7 +75,7 @@ class Chunk(nn.Parameter):
         return self._seen[1]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as a plain parameter: a chunk without its segment is only a tensor."""
+        """Pickle as a plain parameter, since a chunk without its segment is only a tensor."""
         return nn.Parameter(self.detach().clone()).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -86,7 +86,7 @@ class Chunk(nn.Parameter):
 
 
 def default_numel(device: torch.device, total: int) -> int:
-    """How many elements a leaf has by default, at least 1.
+    """Return the default number of elements per leaf, at least 1.
 
     Args:
         device: of the segment.
@@ -102,7 +102,7 @@ class Chunks:
         self._all: list[Chunk] = []
 
     def make(self, segments: Iterable[FlatSegment], numel: int | None) -> list[Chunk]:
-        """New leaves of at most `numel` elements over the trainable segments.
+        """Make leaves of at most `numel` elements over the trainable segments.
 
         None: as many as `default_numel` says.
         """
@@ -117,7 +117,7 @@ class Chunks:
         return made
 
     def check(self, now: Iterable[FlatSegment], plans: Iterable[Segment]) -> None:
-        """Refuse a new plan that the leaves over the present trainable segments cannot follow.
+        """Refuse a new plan that the present leaves cannot follow.
 
         Raises:
             StateError: there are leaves, and the trainable segments would have other sizes.
@@ -157,7 +157,7 @@ def _not_of_chunk(chunk: Chunk, key: str, shape: tuple[int, ...]) -> StateError:
 
 
 def _make_chunk(flat_segment: FlatSegment, start: int, stop: int) -> Chunk:
-    """A leaf over `[start, stop)` of a segment."""
+    """Make a leaf over `[start, stop)` of a segment."""
     chunk = Chunk(flat_segment.buffer[start:stop], requires_grad=True)
     _attach(chunk, flat_segment, start)
     return chunk

@@ -1,8 +1,8 @@
-"""The one flat gradient of a segment.
+"""The flat gradient of a segment.
 
 Invariants:
 - After a backward, a parameter's gradient is a view of the flat gradient, or None if no backward
-  reached it. A hook on each parameter copies a gradient where autograd made a new tensor; autograd
+  reached it. A hook on each parameter copies a gradient if autograd made a new tensor; autograd
   itself adds to a view.
 - Whenever the flat gradient is read, it is zero where a parameter's gradient is None.
 - It is allocated at the first gradient. A frozen segment has none.
@@ -34,11 +34,11 @@ class FlatGrad:
 
     Args:
         segment: layout and trainability.
-        params: in layout order; the list is the owner's, who calls `replace` after a change.
+        params: in layout order; the owner changes this list and then calls `replace`.
         buffer: the parameters' vector; gives size, dtype and device.
 
     Attributes:
-        arrivals: gradients accumulated so far; tells a fresh gradient from a cleared one.
+        arrivals: gradients accumulated so far; distinguishes a new gradient from a cleared one.
     """
 
     def __init__(self, segment: Segment, params: list[nn.Parameter], buffer: Tensor) -> None:
@@ -63,8 +63,8 @@ class FlatGrad:
         return self._params[index].register_post_accumulate_grad_hook(arrive)
 
     def close(self) -> None:
-        """Take the hooks off; parameters keep the gradients they have."""
-        self._is_closed = True  # for a hook whose registration was interrupted
+        """Remove the hooks; parameters keep their gradients."""
+        self._is_closed = True  # a hook may be left if its registration was interrupted
         for hook in self._hooks:
             hook.remove()
 
@@ -91,7 +91,7 @@ class FlatGrad:
 
     @property
     def vector(self) -> Tensor:
-        """The flat gradient, `(numel,)`, brought up to date.
+        """Return the up-to-date flat gradient, `(numel,)`.
 
         Raises:
             StateError: the segment is frozen.
@@ -108,7 +108,7 @@ class FlatGrad:
 
     @property
     def synced(self) -> Tensor:
-        """`vector`, without comparing all parameters again where nothing seems to have changed."""
+        """`vector`, without comparing all parameters again if none seems to have changed."""
         if self._held is None or self._seen != self._state():
             return self.vector
         return self._held.flat
@@ -135,7 +135,7 @@ class FlatGrad:
 
     def _take(self, held: GradBuffer, index: int, param: Tensor, grad: Tensor) -> None:
         held.put(index, grad.detach())
-        if not grad.requires_grad:  # else it has a graph (create_graph=True), which a user needs
+        if not grad.requires_grad:  # with create_graph=True it has a graph, which a user needs
             param.grad = held.views[index]
 
     def _allocated(self) -> GradBuffer:

@@ -59,11 +59,11 @@ class FlatParams:
         parts = ", ".join(f"{s.plan.name}: {s.plan.layout.numel}" for s in self._flat_segments.all)
         return f"FlatParams({type(self.module).__name__}, {parts})"
 
-    # What there is
+    # Properties
 
     @property
     def layouts(self) -> dict[str, FlatLayout]:
-        """Where each parameter lies, by segment name."""
+        """Layout of each segment, by segment name."""
         return {one.plan.name: one.plan.layout for one in self._flat_segments.all}
 
     @property
@@ -86,7 +86,7 @@ class FlatParams:
         return self._flat_segments.find(segment).buffer
 
     def grad_vector(self, segment: str | None = None) -> Tensor:
-        """The gradients of a segment as one vector, without a copy; None reads as zero.
+        """Return the gradients of a segment as one vector, without a copy; None reads as zero.
 
         Returns:
             `(numel,)`.
@@ -160,12 +160,12 @@ class FlatParams:
 
     @torch.no_grad()
     def norm(self, ord: float = 2.0) -> Tensor:
-        """The norm of all trainable parameters as one vector; a 0-dim tensor."""
+        """Return the norm of all trainable parameters as one vector; a 0-dim tensor."""
         return joint_norm([one.buffer for one in self._flat_segments.trainable], ord)
 
     @torch.no_grad()
     def grad_norm(self, ord: float = 2.0) -> Tensor:
-        """The norm of all gradients as one vector; a 0-dim tensor; None counts as zero."""
+        """Return the norm of all gradients as one vector; a 0-dim tensor; None counts as zero."""
         return joint_norm([one.grad.vector for one in self._flat_segments.trainable], ord)
 
     @torch.no_grad()
@@ -236,15 +236,15 @@ class FlatParams:
         return list(self._flat_segments.chunks(numel))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state of an optimizer over chunks, as that of one over the module's parameters.
+        """Convert the state of an optimizer over chunks to one over the module's parameters.
 
         Args:
             optimizer: built from all chunks of one `chunks()` call, with a single setting.
 
         Returns:
             `{"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}`, tensors
-            in the parameters' shapes, copies. `optimizer_state_by_position` turns it into what
-            `torch.optim.Optimizer.load_state_dict` takes.
+            in the parameters' shapes, copies. `optimizer_state_by_position` converts it for
+            `torch.optim.Optimizer.load_state_dict`.
 
         Raises:
             StateError: not all of the optimizer's parameters are chunks of this module, groups
@@ -264,14 +264,14 @@ class FlatParams:
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load the state of an optimizer over separate parameters into one over chunks.
 
-        A parameter without state is treated as if its gradients had been zero. Options that say how
-        a step is computed, such as `fused`, stay those of `optimizer`; the others come from the
+        A parameter without state is treated as if its gradients had been zero. Options of how a
+        step is computed, such as `fused`, stay those of `optimizer`; the others come from the
         state.
 
         Args:
             optimizer: built from all chunks of one `chunks()` call.
             state: of `torch.optim.Optimizer.state_dict`, by position, over all parameters or the
-                trainable ones in the module's order; or by name, as `optimizer_state` gives it.
+                trainable ones in the module's order; or by name, from `optimizer_state`.
 
         Raises:
             StateError: as for `optimizer_state`, or the state is for other parameters; then nothing

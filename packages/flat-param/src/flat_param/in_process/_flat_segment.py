@@ -1,9 +1,9 @@
-"""One segment: its buffer, the parameters in it, and their one flat gradient.
+"""One segment: its buffer, the parameters in it, and their flat gradient.
 
-Each parameter has a storage of its own, which is its part of the buffer's memory, so that state
-dicts do not look tied (see `over`). `share_memory()` moves storages one by one; the buffer is then
-moved too, and the parameters become plain views of it. Memory that a user still has stays alive:
-its owner is a storage that no tensor has.
+Each parameter has a separate storage over its part of the buffer's memory, so that state dicts do
+not look tied (see `over`). `share_memory()` moves storages one by one; the buffer is then moved
+too, and the parameters become plain views of it. A storage without tensors keeps memory alive that
+a user still refers to.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class FlatSegment:
         return self._held.params
 
     def moved(self) -> list[int]:
-        """Positions of parameters whose data is no longer in the buffer."""
+        """Return positions of parameters whose data is no longer in the buffer."""
         if self.buffer.data_ptr() != self._base:  # moved to shared memory
             self._follow()
         return self._held.moved()
@@ -62,11 +62,11 @@ class FlatSegment:
         self._held.follow(self._views())
 
     def adopt(self, index: int, param: nn.Parameter) -> None:
-        """Take a parameter's values and make it a view of the buffer.
+        """Copy a parameter's values and make it a view of the buffer.
 
         Args:
             index: its position.
-            param: one that `fits`.
+            param: a parameter that `fits`.
         """
         is_shared = self.buffer.device.type == "cpu" and param.is_shared()
         if self.params[index] is not param:
@@ -78,7 +78,7 @@ class FlatSegment:
             self._follow()
 
     def fits(self, index: int, param: Tensor) -> bool:
-        """Whether a parameter can be at a position as it is."""
+        """Whether a parameter can take a position without a new plan."""
         return (
             param.dtype == self.buffer.dtype
             and param.device == self.buffer.device
@@ -92,12 +92,12 @@ class FlatSegment:
         return all(param.stride() == view.stride() for param, view in pairs)
 
     def contains(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in the buffer's memory."""
+        """Whether a tensor shares the buffer's memory."""
         start = self.buffer.data_ptr()
         return start != 0 and start <= tensor.data_ptr() < start + self.plan.layout.nbytes
 
     def copies(self) -> list[tuple[Tensor, Tensor]]:
-        """What lies in the segment, and a copy of each: parameters and their gradients."""
+        """Return parameters and gradients in the segment, and a copy of each."""
         moved = set(self.moved())
         held = [param for index, param in enumerate(self.params) if index not in moved]
         pairs = [(param, param.detach().clone()) for param in held]
@@ -105,7 +105,7 @@ class FlatSegment:
 
 
 def check_shape(name: str, param: Tensor, shape: tuple[int, ...]) -> None:
-    """Refuse a parameter of another shape than the planned one.
+    """Refuse a parameter with another shape than planned.
 
     Raises:
         ParameterError: names the parameter and both shapes.

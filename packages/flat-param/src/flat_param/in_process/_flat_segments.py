@@ -1,10 +1,10 @@
 """All segments of one module, kept flat for as long as the module lives.
 
-- Values of the planned shape, dtype and device are copied into the buffer, wherever they come from.
+- Values of the planned shape, dtype and device are copied into the buffer.
 - A new parameter object of another shape, or of another flattened module or unit, is refused by
-  name as it is assigned.
-- Other changes of shape, dtype, device or trainability make a new plan. Chunks that an optimizer
-  has follow it if they can, see `Chunks`.
+  name when it is assigned.
+- Other changes of shape, dtype, device or trainability cause a new plan. Chunks in an optimizer
+  follow it if they can, see `Chunks`.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class FlatSegments:
         self._tree: Tree | None = None
         self._owner: Owner | None = None
         self._places: dict[tuple[int, str], tuple[FlatSegment, int]] = {}
-        self._is_stale = False  # whether the next use makes a new plan
+        self._is_stale = False  # whether the next use plans again
         self._tree_is_stale = False  # whether the next use walks the tree
 
     def bind(self, flat: object) -> None:
-        """Place on the root what keeps it flat, and its flat view."""
+        """Install the hooks and the flat view on the root."""
         self._handle = self.module.register_forward_pre_hook(self.before_forward)
         vars(self.module)["_apply"] = self.apply_module
         vars(self.module)["_flat_params"] = flat
@@ -70,10 +70,10 @@ class FlatSegments:
     @torch.inference_mode(False)
     @torch.no_grad()
     def close(self) -> None:
-        """Give everything memory of its own, and take off all that was placed on the module.
+        """Give every tensor separate memory, and remove all hooks from the module.
 
         Raises:
-            StateError: a backward is running; nothing has changed then.
+            StateError: a backward is running; then nothing has changed.
         """
         copies = [pair for segment in self.all for pair in segment.copies()]
         for segment in self.all:
@@ -98,7 +98,7 @@ class FlatSegments:
         return tuple(segment for segment in self.all if segment.plan.trainable)
 
     def find(self, name: str | None) -> FlatSegment:
-        """The segment of a name; for None the only trainable one, or the only one.
+        """Return the segment with a name; for None the only trainable one, or the only one.
 
         Raises:
             VectorError: no segment or several match.
@@ -115,11 +115,11 @@ class FlatSegments:
         )
 
     def chunks(self, numel: int | None) -> list[Chunk]:
-        """New leaves over the trainable segments, re-attached at every new plan."""
+        """Make leaves over the trainable segments, which are attached again at every new plan."""
         return self._chunks.make(self.trainable, numel)
 
     def sync(self) -> None:
-        """Take back parameters whose storage was replaced, and follow changes of the tree."""
+        """Copy in parameters whose storage was replaced, and follow changes of the tree."""
         if self._tree_is_stale or self._tree is None or self._tree.changed():
             self._look_over()
         moved = [(segment, index) for segment in self.all for index in segment.moved()]
@@ -133,7 +133,7 @@ class FlatSegments:
             segment.adopt(index, segment.params[index])
 
     def _look_over(self) -> None:
-        """Find where parameters are registered now, and whether there are others."""
+        """Find registered parameters again, and whether they are others than before."""
         self._watch_tree()
         homes = {id(param): (s, at) for s in self.all for at, param in enumerate(s.params)}
         places = registered(self.module)
@@ -150,7 +150,7 @@ class FlatSegments:
 
     @torch.inference_mode(False)
     def _rebuild(self) -> None:
-        """Plan anew from what the module has now, and move it into new buffers."""
+        """Plan again for the module's present parameters, and move them into new buffers."""
         specs, params = collect_params(self.module)
         named = [(spec.name, param) for spec, param in zip(specs, params, strict=True)]
         self._check_owners(named)
@@ -194,7 +194,7 @@ class FlatSegments:
         self._places = {(id(owner), name): (segment, at) for owner, name, segment, at in places}
 
     def assigned(self, owner: nn.Module, attribute: str, param: nn.Parameter | None) -> None:
-        """Take in a parameter that was registered in a module of the tree, or plan anew later."""
+        """Copy in a parameter that was registered in a module of the tree, or plan again later."""
         place = self._places.get((id(owner), attribute))
         if place is None or param is None:
             self._tree_is_stale = True
@@ -219,20 +219,20 @@ class FlatSegments:
         check_unowned("FlatParams", named, UNIT)
 
     def _check_apart(self, params: Sequence[nn.Parameter]) -> None:
-        """Refuse tensors that lie in another parameter's memory."""
+        """Refuse tensors that share another parameter's memory."""
         if any(segment.contains(param) for segment in self.all for param in params):
             check_apart("FlatParams", self.module, params)
 
     def apply_module(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Move or cast the module, then flatten the result; instead of the root's `_apply`."""
+        """Move or cast the module, then flatten the result; replaces the root's `_apply`."""
         result = type(self.module)._apply(self.module, fn, recurse)
         self._is_stale |= not all(segment.has_strides() for segment in self.all)
-        self._tree_is_stale = True  # `_apply` makes new parameters where `.data` cannot be set
+        self._tree_is_stale = True  # `_apply` makes new parameters if `.data` cannot be set
         self.sync()
         return result
 
     def before_forward(self, module: nn.Module, args: Any) -> None:
-        """Take back what was moved; traced code keeps what it was traced with."""
+        """Copy in what was moved; traced code keeps the tensors of the trace."""
         if not torch.compiler.is_compiling():
             self.sync()
 
@@ -249,7 +249,7 @@ class FlatSegments:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.module, self._align_bytes = state["module"], state["align_bytes"]
         self._handle = state["handle"]
-        # The module itself is restored after this, and is walked at the first use.
+        # The module itself is restored after this; its tree is walked at the first use.
         self._start()
         segments = [FlatSegment(plan, params) for plan, params in state["segments"]]
         self._use(
@@ -262,7 +262,7 @@ _Place = tuple[nn.Module, str, FlatSegment, int]
 
 
 def _outline(segments: Sequence[FlatSegment]) -> str:
-    """What two flat views must share to be combined; interned, so that equal ones compare fast."""
+    """Properties that two flat views must share to be combined; interned for fast comparison."""
     layouts = [segment.plan.layout for segment in segments]
     places = [[(s.name, s.shape, s.stride) for s in layout.specs] for layout in layouts]
     return sys.intern(repr([(lay.dtype, lay.offsets) for lay in layouts] + places))

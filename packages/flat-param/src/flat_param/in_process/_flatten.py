@@ -1,4 +1,4 @@
-"""Flattens a module in place, or refuses it before anything changes."""
+"""Flatten a module in place, or refuse it before anything changes."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from ._flat_segments import FlatSegments
 def flatten(module: nn.Module, *, align_bytes: int = DEFAULT_ALIGN_BYTES) -> FlatParams:
     """Make a module's parameters views of one buffer per dtype and trainability, in place.
 
-    Takes extra memory for one parameter at a time on CPU, whose pages come at first touch; on
-    other devices the buffer is whole from the start.
+    On CPU this needs extra memory for one parameter at a time, since pages are provided at first
+    touch; on other devices the whole buffer is allocated first.
 
     Args:
         module: with at least one parameter; all on one device; not flattened already.
-        align_bytes: start of each parameter, bytes; a power of two; 1 leaves no gaps, so a vector
-            is exactly the parameters one after another.
+        align_bytes: alignment of each parameter in bytes; a power of two; with 1 there are no gaps,
+            so a vector is the plain concatenation of the parameters.
 
     Returns:
         The flat view. The module keeps it alive.
 
     Raises:
         ParameterError: no parameters, or parameters that are lazy, on different devices, sharded,
-            tied to those of a unit beside the module, or share memory without being one parameter.
+            tied to those of a unit elsewhere, or share memory without being one parameter.
         StateError: the module or a module inside it is flattened already.
         LayoutError: `align_bytes` is not a power of two.
 
@@ -53,17 +53,16 @@ def flatten(module: nn.Module, *, align_bytes: int = DEFAULT_ALIGN_BYTES) -> Fla
 
 
 def unflatten(module: nn.Module) -> None:
-    """Make a flattened module the plain one that it was, in place.
+    """Undo `flatten`, in place.
 
-    Parameters and their gradients stay the objects they were, with the values they have now, and
-    each gets its own memory; so optimizers over parameters, and hooks on them, keep working.
-    Nothing of this package stays on the module. During the call it needs memory for everything a
-    second time.
+    Parameters and gradients stay the same objects with their present values, and each gets
+    separate memory. Optimizers over parameters, and hooks on them, keep working. Nothing of this
+    package remains on the module. The call needs memory for everything a second time.
 
     Its FlatParams cannot be used afterwards, and stepping its chunks is an error.
 
     Args:
-        module: a root that `flatten` was called on, or a deep copy or a loaded one of it.
+        module: a root that was passed to `flatten`, or a deep copy or loaded copy of it.
 
     Raises:
         StateError: the module is not such a root, or a backward is running; then nothing changed.
@@ -89,7 +88,7 @@ def unflatten(module: nn.Module) -> None:
 
 
 def flat_params_of(module: nn.Module) -> FlatParams | None:
-    """The flat view of a root that `flatten` was called on, such as a deep copy or a loaded one.
+    """Return the flat view of a flattened root, such as a deep copy or a loaded module.
 
     Example:
         >>> import copy, torch, flat_param

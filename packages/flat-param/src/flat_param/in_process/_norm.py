@@ -11,8 +11,8 @@ _BLOCK = 1 << 16  # elements
 
 
 def joint_norm(vectors: Sequence[Tensor], ord: float) -> Tensor:
-    """The norm of several vectors as one; a 0-dim tensor; that of none is zero."""
-    held = [vector for vector in vectors if vector.numel()]  # some orders have no norm of nothing
+    """Return the norm of several vectors as one; a 0-dim tensor; zero for no vectors."""
+    held = [vector for vector in vectors if vector.numel()]  # some orders raise for empty vectors
     if not held:
         return torch.linalg.vector_norm(vectors[0]) if vectors else torch.tensor(0.0)
     norms = [_norm(vector, ord) for vector in held]
@@ -22,7 +22,7 @@ def joint_norm(vectors: Sequence[Tensor], ord: float) -> Tensor:
 
 
 def _norm(vector: Tensor, ord: float) -> Tensor:
-    """The norm of block norms: one float32 sum over ten million squares is off by 3e-4."""
+    """Return the norm of block norms: one float32 sum over ten million squares is off by 3e-4."""
     blocks = vector.numel() // _BLOCK
     if blocks < 4:
         return torch.linalg.vector_norm(vector, ord)
@@ -35,5 +35,5 @@ def _norm(vector: Tensor, ord: float) -> Tensor:
 
 
 def _norm_of_norms(norms: Tensor, ord: float) -> Tensor:
-    """Of disjoint parts: for order 0, the number of elements that are not zero, their sum."""
+    """Return the norm of disjoint parts; for order 0, the number of nonzero elements, their sum."""
     return norms.sum() if ord == 0 else torch.linalg.vector_norm(norms, ord)

@@ -19,12 +19,13 @@ from .._errors import LayoutError
 
 @dataclass(frozen=True)
 class Blocks:
-    """A boundary that leaves blocks of a parameter whole on one rank, as quantisers need them.
+    """A boundary that keeps blocks of a parameter on one rank, as quantisers need them.
 
     Args:
-        shape: elements. A number: that many consecutive elements in memory, regardless of rows, as
-            for 8-bit optimizers. A tuple: tiles of the last dimensions, (32,) for MXFP8, (128, 128)
-            for fp8 weights; for a parameter with fewer dimensions, the last sizes are used.
+        shape: in elements. A number: that many consecutive elements in memory, regardless of rows,
+            as for 8-bit optimizers. A tuple: tiles of the last dimensions, (32,) for MXFP8,
+            (128, 128) for fp8 weights; for a parameter with fewer dimensions, the last sizes are
+            used.
 
     Raises:
         LayoutError: a size is below 1, or there is none.
@@ -46,7 +47,7 @@ class Blocks:
         object.__setattr__(self, "shape", self.shape if type(self.shape) is int else sizes)
 
     def __str__(self) -> str:
-        """As it is written in code."""
+        """The form in code."""
         return f"Blocks({self.shape})"
 
 
@@ -64,7 +65,7 @@ class PerParameter:
     choices: tuple[tuple[str, Word | Blocks], ...]
 
     def __str__(self) -> str:
-        """As it is compared between ranks."""
+        """The form that ranks compare."""
         return ", ".join(f"{name}: {boundary}" for name, boundary in self.choices)
 
 

@@ -31,7 +31,7 @@ class BoundaryRules:
     missing_ok: bool
 
     def __str__(self) -> str:
-        """As it is compared between ranks."""
+        """The form that ranks compare."""
         told = (f"{glob!r}: {boundary}" for glob, boundary in self.rules)
         return f"{{{', '.join(told)}}}, else {self.default}"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle of a row-major tensor whose elements follow each other.
+    """A rectangle of a row-major tensor whose elements are consecutive.
 
     Args:
         offsets: first index along each dimension.

@@ -18,7 +18,7 @@ from ._layout import FlatLayout
 
 @dataclass(frozen=True)
 class CutPlaces:
-    """Where ranges of a buffer may begin.
+    """Positions where ranges of a buffer may begin.
 
     Args:
         layout: the buffer.
@@ -80,7 +80,7 @@ class CutPlaces:
         return high
 
     def ranges(self, world_size: int) -> Iterator[tuple[int, int]]:
-        """`(start, stop)` per rank; ranks beyond the data have empty ranges at the end."""
+        """Return `(start, stop)` per rank; ranks beyond the data have empty ranges at the end."""
         made = 0
         for start, length, count in self.runs(self.shortest_longest(world_size)):
             yield from ((start + length * i, start + length * (i + 1)) for i in range(count))

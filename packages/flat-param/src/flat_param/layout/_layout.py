@@ -36,7 +36,7 @@ class FlatLayout:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The one dtype of the buffer."""
+        """The dtype of the buffer."""
         return self.specs[0].dtype
 
     @property
@@ -87,9 +87,9 @@ class Segment:
     """The part of a unit with one dtype and one trainability.
 
     Args:
-        name: dtype, and `.frozen` where nothing in it is trained: `bfloat16.frozen`.
+        name: dtype, with `.frozen` if its parameters are frozen: `bfloat16.frozen`.
         trainable: whether its parameters require gradients.
-        layout: where they lie.
+        layout: places of the parameters.
     """
 
     name: str
@@ -105,11 +105,11 @@ def plan_layout(
 ) -> FlatLayout:
     """Place parameters one after another in a flat buffer.
 
-    Pure: same input, same layout, on every rank. O(n).
+    Pure: the same input gives the same layout on every rank. O(n).
 
     Args:
         specs: in buffer order; non-empty; one dtype.
-        align_bytes: start of each parameter, bytes; a power of two; 1 leaves no gaps.
+        align_bytes: alignment of each parameter in bytes; a power of two; with 1 there are no gaps.
         multiple: the buffer's numel is rounded up to it, elements; default: the alignment.
 
     Returns:
@@ -173,7 +173,7 @@ def plan_segments(
 
 
 def segment_name(dtype: torch.dtype, *, trainable: bool) -> str:
-    """`float32` or `float32.frozen`."""
+    """Return `float32` or `float32.frozen`."""
     name = str(dtype).removeprefix("torch.")
     return name if trainable else f"{name}.frozen"
 

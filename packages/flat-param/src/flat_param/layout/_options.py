@@ -1,4 +1,4 @@
-"""The dtypes of a unit, and the options that its parts share."""
+"""The dtypes of a unit, and its other options."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Precision:
 
     Attributes:
         param_dtype: of unsharded parameters; None keeps their own.
-        reduce_dtype: in which gradients are summed over ranks; None takes the computing dtype.
+        reduce_dtype: of gradient reductions over ranks; None means the compute dtype.
         output_dtype: floating-point outputs of the unit are cast to it.
         cast_forward_inputs: cast floating-point inputs of the unit to `param_dtype`.
     """
@@ -31,16 +31,16 @@ class Precision:
     cast_forward_inputs: bool = True
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which a parameter of `dtype` computes; only floating point is cast."""
+        """Return the compute dtype of a parameter of `dtype`; only floating point is cast."""
         return self.param_dtype or dtype if dtype.is_floating_point else dtype
 
     def reduction_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which the gradient of a parameter of `dtype` is summed."""
+        """Return the dtype in which gradients of parameters of `dtype` are reduced."""
         return self.reduce_dtype or self.compute_dtype(dtype) if dtype.is_floating_point else dtype
 
     @property
     def input_dtype(self) -> torch.dtype | None:
-        """The dtype to which floating-point inputs are cast; None leaves them."""
+        """Return the dtype to which floating-point inputs are cast; None leaves them."""
         return self.param_dtype if self.cast_forward_inputs else None
 
 

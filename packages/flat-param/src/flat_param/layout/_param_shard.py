@@ -1,10 +1,10 @@
 """This rank's piece of each parameter of a segment, as the optimizer sees it.
 
 Every rank has a piece of every parameter, which may be empty. A piece has as many dimensions as the
-parameter, since users and optimizers group parameters by them:
+parameter, since users and optimizers group parameters by the number of dimensions:
 
 - Whole rows of `(6, 4)`: `(rows, 4)`.
-- Elements, or a number of consecutive ones: `(elements, 1)`.
+- Elements, or blocks of consecutive elements: `(elements, 1)`.
 - Rows of the matrices of `(2, 6, 4)`: `(rows, 1, 4)`.
 - A 0-d parameter on a rank without its element: `(0,)`.
 """
@@ -47,17 +47,17 @@ class ParamShard:
         return self.stop - self.start
 
     def view(self, shard: Tensor) -> Tensor:
-        """The piece as a view of a shard, outside autograd."""
+        """Return the piece as a view of a shard, outside autograd."""
         offset = shard.storage_offset() + self.offset
         return shard.detach().as_strided(self.shape, self.stride, offset)
 
     def flat(self, shard: Tensor) -> Tensor:
-        """The piece's elements as a 1-D view of a shard."""
+        """Return the piece's elements as a 1-D view of a shard."""
         return shard.detach()[self.offset : self.offset + self.numel]
 
 
 def make_param_shards(plan: ShardPlan, rank: int) -> tuple[ParamShard, ...]:
-    """One rank's piece of every parameter, in layout order."""
+    """Return one rank's piece of every parameter, in layout order."""
     parts = {part.index: part for part in plan.parts(rank)}
     pieces = []
     for index, (spec, cut) in enumerate(zip(plan.layout.specs, plan.cuts, strict=True)):

@@ -20,7 +20,7 @@ from ._layout import FlatLayout, round_up
 
 @dataclass(frozen=True)
 class ShardPart:
-    """What one rank holds of one parameter.
+    """One rank's part of one parameter.
 
     Args:
         index: position of the parameter in `layout.specs`.
@@ -36,7 +36,7 @@ class ShardPart:
 
     @property
     def numel(self) -> int:
-        """Elements of the parameter that are here."""
+        """Number of elements in the part."""
         return self.stop - self.start
 
 
@@ -61,7 +61,7 @@ class ShardPlan:
 
     @property
     def numel(self) -> int:
-        """Elements of the padded buffer: the ranges' sum, at least `layout.numel`."""
+        """Elements of the padded buffer: the sum of all ranges, at least `layout.numel`."""
         return self.ranges[-1][1]
 
     @cached_property
@@ -85,7 +85,7 @@ class ShardPlan:
         return self.shard_numel * self.world_size / max(1, self.numel) - 1
 
     def parts(self, rank: int) -> tuple[ShardPart, ...]:
-        """The pieces of parameters in one rank's range, in buffer order; empty ones left out.
+        """Return the nonempty pieces of parameters in one rank's range, in buffer order.
 
         O(log n + parts).
         """
@@ -149,7 +149,7 @@ def even_numel(layout: FlatLayout, world_size: int) -> int:
 
 
 def cut_places(layout: FlatLayout, boundary: Boundary) -> CutPlaces:
-    """Where ranges may begin at another boundary than "element"."""
+    """Return where ranges may begin with another boundary than "element"."""
     return CutPlaces(layout, tuple(cut.atom_numel for cut in _cuts(layout, boundary)))
 
 

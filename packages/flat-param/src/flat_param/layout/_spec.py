@@ -58,7 +58,7 @@ class ParamSpec:
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The row-major stride of a shape, elements."""
+    """Return the row-major stride of a shape, in elements."""
     strides: list[int] = []
     step = 1
     for size in reversed(shape):
@@ -84,7 +84,7 @@ def dense_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, 
 
 
 def spec_of(name: str, tensor: Tensor, *, aliases: tuple[str, ...] = ()) -> ParamSpec:
-    """Describe one tensor; reads no values, so a meta tensor will do."""
+    """Describe one tensor; reads no values, so a meta tensor is enough."""
     return ParamSpec(
         name, tuple(tensor.shape), tensor.dtype, tensor.stride(), tensor.requires_grad, aliases
     )

@@ -1,7 +1,7 @@
-"""Optimizer state with a row for each block of a parameter, such as scales of 8-bit moments.
+"""Optimizer state with one row per block of a parameter, such as scales of 8-bit moments.
 
-- Where a boundary keeps rows or blocks whole, a rank's state has a row for each that it holds, and
-  the whole tensor has all rows in order. The last block may be short and has a row, too.
+- If a boundary keeps rows or blocks whole, a rank's state has one row per block that it holds, and
+  the full tensor has all rows in order. The last block may be short and also has a row.
 - A tensor counts as such state if it has as many rows as there are blocks in the rank's piece or in
   the parameter, and if no other parameter has the same tensor, see `shared_rows`.
 """
@@ -19,12 +19,12 @@ from ..layout._shard import ShardPlan
 
 @dataclass(frozen=True)
 class BlockRows:
-    """Which blocks of a parameter a rank holds, where that is not all or nothing.
+    """The blocks of a parameter that a rank holds, unless all or none.
 
-    Args:
-        first: of them.
-        count: of them.
-        total: of the parameter.
+    Attributes:
+        first: index of the first block.
+        count: number of blocks.
+        total: blocks of the parameter.
     """
 
     first: int
@@ -32,15 +32,15 @@ class BlockRows:
     total: int
 
     def fits_piece(self, key: str, state: Any) -> bool:
-        """Whether state that the optimizer has is a row for each block here."""
+        """Whether optimizer state has one row per block of this piece."""
         return _has_rows(key, state, self.count)
 
     def fits_whole(self, key: str, state: Any) -> bool:
-        """Whether state of the whole parameter has a row for each block."""
+        """Whether state of the whole parameter has one row per block."""
         return _has_rows(key, state, self.total)
 
     def of(self, whole: Tensor) -> Tensor:
-        """The rows here of a whole tensor; a view."""
+        """Return this rank's rows of a full tensor; a view."""
         return whole[self.first : self.first + self.count]
 
 

@@ -1,4 +1,4 @@
-"""Whole parameters for a while, and state that belongs to no unit."""
+"""Temporary full parameters, and state outside of units."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ._unit import Unit
 
 @contextmanager
 def full_params(module: nn.Module, *, write_back: bool) -> Iterator[None]:
-    """Put whole copies in all units below a module for a while. Collective.
+    """Context with full copies of the parameters of all units below a module. Collective.
 
     Raises:
-        StateError: called during forward or backward, or inside another one.
+        StateError: called during forward or backward, or inside another such context.
         ParameterError: one was replaced by another shape, and is to be written back.
     """
     _refuse_inside_step(list(units_below(module)))
@@ -36,7 +36,7 @@ def full_params(module: nn.Module, *, write_back: bool) -> Iterator[None]:
         found = {unit: unit.sites.end_show() for unit in units if unit.sites.shows_copies}
     if write_back:
         values = {}
-        for unit, each in found.items():  # all of them before anything is written
+        for unit, each in found.items():  # check all of them before writing
             with unit.comms.telling_others():
                 values[unit] = unit.sites.checked(each)
         for unit in found:
@@ -45,7 +45,7 @@ def full_params(module: nn.Module, *, write_back: bool) -> Iterator[None]:
 
 
 def _copies_of(part: ShardedParams) -> tuple[nn.Parameter, ...]:
-    """Whole parameters of a segment, in new memory, in the shard's dtype. Collective."""
+    """Gather the full parameters of a segment into new memory, in the shard's dtype. Collective."""
     full = torch.empty(part.plan.numel, dtype=part.shard.dtype, device=part.device)
     part.gather_into(full).wait()
     wholes = zip(param_views(full, part.segment.layout), part.held.params, strict=True)
@@ -66,11 +66,11 @@ def _refuse_inside_step(units: list[Unit]) -> None:
 
 
 def local_state(module: nn.Module, *, live: bool = True) -> dict[str, Any]:
-    """Entries of the plain state dict that belong to no unit, such as buffers. Not a collective.
+    """Return entries of the plain state dict outside of units, such as buffers. Not a collective.
 
     Args:
         module: sharded, or with units inside.
-        live: buffers themselves, to be written to, where the state dict has others' dtypes.
+        live: return the buffers themselves, for writing, although dtypes may differ.
     """
     managed = dict(named_sites(module))
     state = module.state_dict()
@@ -79,7 +79,7 @@ def local_state(module: nn.Module, *, live: bool = True) -> dict[str, Any]:
 
 
 def named_sites(module: nn.Module) -> Iterator[tuple[str, ParamSite]]:
-    """Every parameter of a unit below a module by qualified name, tied ones under each name."""
+    """Yield every parameter of units below a module by qualified name, with all tied names."""
     by_registry = {
         (id(site.registry), site.key): site for unit in units_at_rest(module) for site in unit.sites
     }

@@ -20,7 +20,7 @@ class HalfShardedModule(nn.Module):
     """A module of which some parameters may be pieces."""
 
     def refuse(self) -> NoReturn:
-        """Say what happened and what to do.
+        """Raise an error that says what happened and what to do.
 
         Raises:
             StateError: always.
@@ -44,5 +44,5 @@ class HalfShardedModule(nn.Module):
 
 
 def half_sharded(cls: type[M]) -> type[M]:
-    """The class of such a module that was of another class before."""
+    """Return this class for a module of another class."""
     return type(f"{_PREFIX}{cls.__name__}", (HalfShardedModule, cls), {})

@@ -35,7 +35,7 @@ class HostCopy:
             torch.accelerator.current_stream(self._device).wait_event(done)
 
     def __del__(self) -> None:
-        # The target's memory may be handed out again, and then the copy must have ended.
+        # The target's memory may be reused from now on, so the copy must have ended.
         if getattr(self, "_done", None) is not None:
             self.wait()
 

@@ -40,7 +40,7 @@ class KeptParts:
         return sum(tensor.nbytes for tensor in self._kept.values())
 
     def start_gather(self, part: ShardedParams) -> Pending | None:
-        """Begin to fill a segment's whole buffer from every part in the group. Collective."""
+        """Begin to fill a segment's full buffer from every part in the group. Collective."""
         kept = self._kept.get(part)
         if kept is None:
             return None
@@ -61,6 +61,6 @@ def _own_part(full: Tensor, comm: Communicator) -> Tensor:
 
 
 def _unstage(full: Tensor, staged: Tensor, kept: Tensor) -> None:
-    """End a gather; `kept` is here so that it lasts until then."""
+    """End a gather; the argument `kept` keeps the source alive until then."""
     if staged is not full:
         full.copy_(staged[: full.numel()])

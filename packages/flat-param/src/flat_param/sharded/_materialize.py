@@ -80,7 +80,7 @@ def check_init(
     init_fn: Callable[[nn.Module], None] | None,
     ignored: Iterable[nn.Parameter] = (),
 ) -> None:
-    """Refuse a module with tensors on meta that nothing would initialise.
+    """Refuse a module with meta tensors that nothing would initialise.
 
     Raises:
         ParameterError: it has neither `init_fn` nor `reset_parameters`.

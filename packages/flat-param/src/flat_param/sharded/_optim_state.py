@@ -1,13 +1,13 @@
-"""Optimizer state in `optimizer.state_dict()`: every tensor says what it is a shard of.
+"""Optimizer state in `optimizer.state_dict()`: every tensor has its place in the full tensor.
 
 `torch.optim.Optimizer.state_dict` and `load_state_dict` are wrapped for all optimizers at the first
 `fully_shard`, and change nothing for other parameters.
 
-- State of its parameter's shape is cut like the parameter. `step` never is: a 0-d parameter would
-  otherwise be taken for its step count.
-- Other state without dimensions is the same on all ranks that hold elements. Where the optimizer
-  skips the other ranks, the first holder's value is saved.
-- State with a row for each block (scales of 8-bit moments) is cut between blocks.
+- State of its parameter's shape is cut like the parameter, except `step`: it has the shape of a
+  0-d parameter.
+- Other state without dimensions is the same on all ranks that hold elements. If the optimizer skips
+  other ranks, the first holder's value is saved.
+- State with one row per block (scales of 8-bit moments) is cut between blocks.
 - Any other tensor belongs to the elements of its rank, and is refused unless the rank has all.
 """
 
@@ -164,7 +164,7 @@ def no_place(
 def _taking(original: Callable[..., None]) -> Callable[..., None]:
     @wraps(original)
     def load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        # The last of all hooks: a user's may bring the state into another order.
+        # After all other hooks: a user's hook may change the order of the state.
         hook = optimizer.register_load_state_dict_pre_hook(_take_all)
         try:
             original(optimizer, state_dict)
@@ -204,7 +204,7 @@ def _take(key: str, value: Any, param: Tensor, piece: ParamPiece, now: Any) -> A
     if type(value) is Tensor and piece.is_plain and value.dim():
         return value
     extent = getattr(value, "_extent", None)
-    if extent is not None and not extent.size:  # a number, or a 0-d parameter's state
+    if extent is not None and not extent.size:  # a number, or state of a 0-d parameter
         if is_cut(key, (), piece.shape):
             return piece.elements(value).as_strided(param.shape, param.stride())
         number = value._local_tensor.clone().reshape(())  # type: ignore[attr-defined]  # FlatShard's
@@ -252,7 +252,7 @@ def _other_rows(key: str, piece: ParamPiece, held: str) -> StateError:
 
 
 def params_of(optimizer: Optimizer) -> Iterator[Any]:
-    """The optimizer's parameters, in order."""
+    """Return the optimizer's parameters, in order."""
     return (param for group in optimizer.param_groups for param in group["params"])
 
 

@@ -32,7 +32,7 @@ from ._unit import Unit
 
 
 def agree_on_step(used: list[bool], unit: Unit) -> list[bool]:
-    """Compare orders of units, and find which parameters some rank has used. Collective.
+    """Compare the order of units, and find parameters that some rank has used. Collective.
 
     Raises:
         CommError: ranks have run units in another order, or a parameter was not used and a graph
@@ -52,7 +52,7 @@ def agree_on_step(used: list[bool], unit: Unit) -> list[bool]:
     largest(comms.reduce, said[:-ORDER_BYTES]).wait()
     largest(comms.replicate, said[ORDER_BYTES:]).wait()
     _check(said, comms)
-    # All True needs no reading.
+    # If all are True, no reading is needed.
     return used if all(used) else [bool(flag) for flag in said[ORDER_BYTES:-ORDER_BYTES].tolist()]
 
 

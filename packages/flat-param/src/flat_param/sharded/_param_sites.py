@@ -1,15 +1,15 @@
-"""The places in a module where a unit's parameters are registered, and what is there.
+"""The registered locations of a unit's parameters in its module, and the tensors there.
 
-| when | what the module has |
+| when | the module has |
 |---|---|
 | between steps | the optimizer's parameters, which are pieces |
-| in the unit's forward and backward | the leaves, which are whole |
+| in the unit's forward and backward | the leaves, which are full |
 | after `unshard()` | the leaves, until the unit is resharded; writes are dropped, as in FSDP2 |
-| inside `whole_params()` | whole copies in the parameters' own dtype |
+| inside `whole_params()` | full copies in the parameters' own dtype |
 
-A user may put other tensors there. They are copied into the shard before the next gather, and
-before anything reads shards. Values that do not fit are refused by name before anything is
-communicated. Inside `whole_params()`, code that reads shards or gathers raises an error.
+A user may assign other tensors. They are copied into the shard before the next gather, and
+before any code reads shards. Values that do not fit are refused by name before any
+communication. Inside `whole_params()`, code that reads shards or gathers raises an error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ._sharded_params import ShardedParams
 
 @dataclass(frozen=True)
 class ParamSite:
-    """One place in a module where a parameter is registered; a tied parameter has several."""
+    """One location in a module at which a parameter is registered; a tied one has several."""
 
     registry: dict[str, nn.Parameter | None]
     key: str
@@ -47,7 +47,7 @@ class ParamSites:
     """All sites of one unit.
 
     Attributes:
-        shows_copies: whether the module has whole copies, as inside `whole_params()`.
+        shows_copies: whether the module has full copies, as inside `whole_params()`.
     """
 
     def __init__(self, sites: Sequence[ParamSite]) -> None:
@@ -69,12 +69,12 @@ class ParamSites:
         )
 
     def swap_in(self) -> None:
-        """Let the module compute with the leaves."""
+        """Set the leaves in the module."""
         for registry, key, _, leaf in self._entries:
             registry[key] = leaf
 
     def swap_out(self) -> None:
-        """Put back the optimizer's parameters, or the copies inside `whole_params()`."""
+        """Set the optimizer's parameters, or the copies inside `whole_params()`."""
         if self.shows_copies:
             self._put(self._shown)
         else:
@@ -82,7 +82,7 @@ class ParamSites:
                 registry[key] = param
 
     def show(self, copies: Mapping[ShardedParams, Sequence[Tensor]] | None = None) -> None:
-        """Show whole tensors between steps: the leaves, or copies (one for all of its sites)."""
+        """Set full tensors between steps: the leaves, or copies (one per parameter)."""
         self.shows_copies = copies is not None
         whole = copies or {part: part.leaves for part in self._parts}
         self._shown = tuple(whole[site.part][site.index] for site in self._param_sites)
@@ -94,15 +94,15 @@ class ParamSites:
 
     @property
     def shows(self) -> bool:
-        """Whether the leaves are shown between steps."""
+        """Whether the leaves are set between steps."""
         return bool(self._shown) and not self.shows_copies
 
     def end_show(self) -> list[Found]:
-        """Put back the optimizer's parameters.
+        """Set the optimizer's parameters.
 
         Returns:
-            Tensors that a user put in place of leaves, or all tensors in place of copies. Those of
-            re-assigned copies come last.
+            Tensors that a user assigned instead of leaves, or all tensors instead of copies. Those
+            of re-assigned copies come last.
         """
         shown, any_value = self._shown, self.shows_copies
         self._shown, self.shows_copies = (), False
@@ -136,14 +136,14 @@ class ParamSites:
         return False
 
     def take_changes(self) -> bool:
-        """Follow re-assigned parameters and changes of `requires_grad`.
+        """Copy in re-assigned parameters and changes of `requires_grad`.
 
         Returns:
             Whether any value is new.
 
         Raises:
-            ParameterError: another shape, or a frozen parameter that is to be trained.
-            StateError: copies are shown.
+            ParameterError: another shape, or a frozen parameter that is now trainable.
+            StateError: copies are set.
         """
         if self.shows_copies:
             raise StateError(
@@ -177,7 +177,7 @@ class ParamSites:
         return [(site, _checked(site, value)) for site, value in found]
 
     def write(self, values: Sequence[tuple[ParamSite, Tensor]]) -> bool:
-        """Copy tensors that fit into the shard; whether there are any. Not a collective."""
+        """Copy tensors that fit into the shard; return whether there were any. Not a collective."""
         for site, value in values:
             site.part.load(site.index, value)
             site.registry[site.key] = site.part.held.params[site.index]

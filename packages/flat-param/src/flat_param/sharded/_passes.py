@@ -51,7 +51,7 @@ class ForwardPass:
     incomplete: dict[Unit, set[int]] = field(default_factory=dict)
 
     def waits(self, unit: Unit, module: object, count: int) -> bool:
-        """Whether some of the `count` modules of a unit have not been called, after this one."""
+        """Whether some of the `count` modules of a unit were not called, after this one."""
         called = self.incomplete.setdefault(unit, set())
         called.add(id(module))
         if len(called) < count:

@@ -1,8 +1,8 @@
-"""Tensors that are one rank's piece of a parameter or gradient, and refuse to be taken for whole.
+"""Tensors that are one rank's piece of a parameter or gradient, and refuse whole-tensor functions.
 
 Elementwise functions work as on any tensor, and their results are pieces too. A function that reads
 the whole tensor (a norm, a sum, a matmul) would silently give this rank's value, so it raises.
-Optimizers that need whole tensors are found by the functions they call.
+Optimizers that need full tensors are detected by the functions they call.
 
 A piece has as many dimensions as the whole parameter, see layout/_param_shard.py.
 """
@@ -45,7 +45,7 @@ _JOINS = {"cat", "stack", "concat", "concatenate", "hstack", "vstack"}
 
 
 class Piece(Tensor):
-    """A piece of a gradient, or what was computed from pieces element by element."""
+    """A piece of a gradient, or an elementwise result of pieces."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -83,13 +83,13 @@ _VIEWS = frozenset(
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The same memory and version counter as a tensor without restrictions."""
+    """Return a tensor without restrictions, with the same memory and version counter."""
     with without_torch_function():
         return tensor.detach().as_subclass(Tensor)
 
 
 def as_piece(tensor: Tensor, piece: ParamPiece) -> Tensor:
-    """A gradient as a piece; the same where this rank has all of the parameter."""
+    """Return a gradient as a piece; unchanged if this rank has all of the parameter."""
     if _is_all(piece):
         return tensor
     with without_torch_function():
@@ -99,7 +99,7 @@ def as_piece(tensor: Tensor, piece: ParamPiece) -> Tensor:
 
 
 def be_piece(param: nn.Parameter, piece: ParamPiece) -> None:
-    """Make a parameter, which stays the same object, a piece."""
+    """Turn a parameter into a piece; the object stays the same."""
     setattr(param, PIECE, piece)
     if type(param) is nn.Parameter and not _is_all(piece):
         param.__class__ = PieceParameter
@@ -151,7 +151,7 @@ def _is_wrong(
     if name in _WHOLE:
         return True
     if len(args) > 1 and isinstance(args[1], Tensor):
-        return False  # max and min of two tensors, element by element
+        return False  # elementwise max and min of two tensors
     position = 2 if "norm" in name else 1
     dims = kwargs.get("dim", kwargs.get("axis", args[position] if len(args) > position else None))
     with without_torch_function():

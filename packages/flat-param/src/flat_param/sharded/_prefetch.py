@@ -19,7 +19,7 @@ class PrefetchLists:
     """The lists of the units of one tree.
 
     Attributes:
-        forward: by unit, what is gathered when its forward begins to compute; without, the default.
+        forward: by unit, the units gathered when its forward begins; without an entry, the default.
         backward: the same for its backward.
     """
 
@@ -28,7 +28,7 @@ class PrefetchLists:
         self.backward: dict[Unit, tuple[Unit, ...]] = {}
 
     def merge(self, other: PrefetchLists) -> None:
-        """Take over the lists of a nested tree."""
+        """Add the lists of a nested tree."""
         self.forward |= other.forward
         self.backward |= other.backward
 
@@ -61,7 +61,7 @@ class PrefetchLists:
         return list(found)
 
     def in_backward(self, unit: Unit, queue: Sequence[Unit]) -> int:
-        """How many units of the queue to gather while `unit` computes in backward."""
+        """Return how many units of the queue to gather while `unit` computes in backward."""
         listed = self.backward.get(unit)
         if not listed:
             return 1

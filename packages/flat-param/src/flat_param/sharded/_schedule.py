@@ -58,7 +58,7 @@ class Schedule:
         self._was_stopped = False
 
     def merge(self, other: Schedule) -> None:
-        """Take over the units of a nested tree."""
+        """Add the units of a nested tree."""
         if other is not self:
             for unit in other.units:
                 unit.join(self)
@@ -68,11 +68,11 @@ class Schedule:
 
     @property
     def depth(self) -> int:
-        """How many units' forwards are running, one within the other."""
+        """Number of nested running forwards."""
         return 0 if self.forward is None else len(self.forward.running)
 
     def computes(self, unit: Unit) -> bool:
-        """Whether the module holds the unit's leaves, as its forward or backward runs."""
+        """Whether the module has the unit's leaves, since its forward or backward runs."""
         if self.backward is not None:
             state = self.backward.units.get(unit)
             return state is not None and state.begun and not state.freed
@@ -94,7 +94,7 @@ class Schedule:
     # Forward.
 
     def enter(self, unit: Unit) -> None:
-        """A unit's forward begins."""
+        """Record that a unit's forward begins."""
         self.settle()
         if self.backward is not None:
             return
@@ -102,7 +102,7 @@ class Schedule:
             self._clear_chain()
             self.forward = ForwardPass()
         unit.around.update(self.forward.running, self.forward.incomplete)
-        unit.around.discard(unit)  # one that calls itself
+        unit.around.discard(unit)  # a module that calls itself
         self.forward.running.append(unit)
         self.forward.order.append(unit)
         unit.reshard_if_stale()
@@ -114,12 +114,12 @@ class Schedule:
             for unit in self.units:
                 unit.forget_inputs()
         elif self._chain:
-            # A backward may have been stopped before its pass was known here.
+            # A backward may have been stopped before its pass was recorded here.
             for unit in self.units:
                 unit.drop_leaf_grads()
 
     def prefetch_forward(self, unit: Unit) -> None:
-        """Begin to gather the units that come next. Collective."""
+        """Begin to gather the next units. Collective."""
         forward = self.forward
         if forward is None:
             return
@@ -165,16 +165,16 @@ class Schedule:
             self._end_forward(forward)
 
     def stop(self, depth: int) -> None:
-        """An exception leaves a forward that began at `depth`. Not a collective.
+        """Handle an exception that leaves a forward begun at `depth`. Not a collective.
 
-        In backward that is a recomputation, which may end early so, and the pass goes on.
+        In backward that forward is a recomputation, which may end early this way; the pass goes on.
         """
         forward = self.forward
         if forward is None or self.backward is not None:
             return
         left = forward.running[depth:]
         del forward.running[depth:]
-        if forward.running:  # the module around may catch it and go on
+        if forward.running:  # the module around it may catch the exception
             for unit in left:
                 if unit not in forward.running:
                     unit.reshard()
@@ -190,7 +190,7 @@ class Schedule:
     def _end_forward(self, forward: ForwardPass) -> None:
         for unit in {*self._last_order, *forward.ahead} - set(forward.order):
             if not unit.is_by_hand:
-                unit.reshard()  # gathered ahead, and not used this time
+                unit.reshard()  # prefetched, and not used this time
         for unit in forward.incomplete:
             if unit in forward.chain:
                 unit.reshard_until_backward()
@@ -246,7 +246,7 @@ class Schedule:
     def _refuse_old_grads(self) -> None:
         """Refuse to add to gradients in a second backward of a forward, after a stopped one.
 
-        Until the engine of a device has dropped the stopped one, the module shows its leaves: a
+        Until the engine of a device has dropped the stopped one, the module has its leaves: a
         loop over its parameters that clears gradients does not clear the optimizer's.
         """
         for unit in self.units:
@@ -261,7 +261,7 @@ class Schedule:
         if current is None or current.was_dropped:
             current = self.begin_backward()
         state = current.units.get(unit)
-        if state is None:  # its forward showed nothing that leads back into it
+        if state is None:  # its forward had no output that leads back into it
             state = current.units[unit] = UnitBackward(unit.count_expected())
             if current.sync:
                 current.to_reduce.append(unit)
@@ -275,7 +275,7 @@ class Schedule:
         return self.backward
 
     def gather_for_backward(self, unit: Unit) -> None:
-        """Begin to gather all units up to this one, and those after it. Collective."""
+        """Begin to gather all units up to this one, and the next ones. Collective."""
         queue = self._current.to_gather
         if unit in queue:
             for _ in range(queue.index(unit) + 1):
@@ -349,7 +349,7 @@ class Schedule:
                 self.release(unit)
 
     def drop_accumulated(self) -> None:
-        """Forget gradients that were accumulated and not summed. Not a collective."""
+        """Drop gradients that were accumulated and not reduced. Not a collective."""
         self.settle()
         if self.backward is None and self._accumulated:
             for unit in self._accumulated:

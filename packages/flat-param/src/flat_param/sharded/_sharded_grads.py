@@ -2,15 +2,15 @@
 
     full_grad  (world*shard,)  reduce dtype; this rank's gradients, from the first one of a backward
                                until they are reduced; borrowed from _buffer_pool.
-    grad       (shard,)        gradient dtype; made at the first backward; `.grad` views it.
+    grad       (shard,)        gradient dtype; allocated at the first backward; `.grad` views it.
 
-- A frozen segment has neither. A parameter that no rank used keeps the `.grad` that it had.
+- A frozen segment has neither. A parameter that no rank used keeps its previous `.grad`.
 - autograd only sees the leaves, so hooks of the optimizer's parameters are called after the
   reduction: those of `register_hook` with the mean gradient, which must be on one rank, those of
-  `register_post_accumulate_grad_hook` when `.grad` is there.
+  `register_post_accumulate_grad_hook` once `.grad` is set.
 - All work runs on the stream on which the leaves' gradients arrive, which autograd chooses. Buffers
   are allocated there, so no other stream waits for them.
-- Where replicas are not reduced yet, this rank's sum is kept, `(shard,)`, and added to the next.
+- If replicas are not reduced yet, this rank's sum is kept, `(shard,)`, and added to the next.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from ._sharded_params import ShardedParams
 
 @dataclass(frozen=True)
 class Reduction:
-    """How the gradients of a unit are summed over ranks.
+    """How the gradients of a unit are reduced over ranks.
 
     Attributes:
-        factor: what sums are divided by; None: the number of ranks.
+        factor: divisor of sums; None: the number of ranks.
         sums_copies: whether replicas are reduced.
-        on_sum: called with this rank's part of each sum before it is divided.
+        on_sum: called with this rank's part of each sum before the division.
         in_place: called instead of the reduction; see `ShardedModule.register_comm_hook`.
     """
 
@@ -65,10 +65,10 @@ class ShardedGrads:
     """The gradients of one trainable segment.
 
     Attributes:
-        leaves: of the segment, as they were when this was made.
+        leaves: of the segment, at construction.
         spreads: for each parameter the communicators of all ranks over which it is cut.
         used: which leaves have had a gradient on this rank since the last reduction.
-        used_before: the same of a sum that is kept for replicas.
+        used_before: the same for a sum that is kept for replicas.
     """
 
     def __init__(self, owner: ShardedParams) -> None:
@@ -104,7 +104,7 @@ class ShardedGrads:
             (self.held or self.need_held()).take(index, local)
 
     def need_held(self) -> GradBuffer:
-        """The buffer of this rank's gradients."""
+        """Return the buffer of this rank's gradients."""
         if self.held is None:
             plan, device = self.owner.plan, self.owner.device
             self._home = home_stream(device)
@@ -136,13 +136,13 @@ class ShardedGrads:
             return Pending(self.comms.reduce, "comm_hook").then(self._release)
         factor = how.factor or float(self.comms.world_size)
         if full.dtype == torch.float16:
-            full.div_(self.comms.world_size)  # a sum over many ranks may leave float16's range
+            full.div_(self.comms.world_size)  # a sum over many ranks may exceed float16's range
             factor /= self.comms.world_size
         pending = self.comms.reduce.reduce_scatter(_real(self._reduced), _real(self._staged(full)))
         return pending.then(partial(self._after_reduce, how, factor))
 
     def _reduce_by(self, hook: Callable[..., object], full: Tensor, out: Tensor) -> None:
-        """Have a hook reduce, which may put other memory in the place of what it is given."""
+        """Let a hook reduce; it may replace the memory of its arguments."""
         given = full.detach()
         if self.comms.reduce.group is None:
             hook(given)
@@ -163,7 +163,7 @@ class ShardedGrads:
         return staged.view(-1)
 
     def _destination(self) -> Tensor:
-        """Where the sum goes: the flat gradient itself if no `.grad` is in it."""
+        """Return the target of the sum: the flat gradient itself if no `.grad` is in it."""
         grad = self._need_grad()
         if grad.dtype == self.dtype and grad.device == self.owner.device and self._is_clear():
             return grad
@@ -217,7 +217,7 @@ class ShardedGrads:
 
     @property
     def used_anyhow(self) -> list[bool]:
-        """Which leaves this rank used of those whose gradients are assigned next."""
+        """Return which of the leaves this rank used, for the next assignment of gradients."""
         return [now or before for now, before in zip(self.used, self.used_before, strict=True)]
 
     @torch.no_grad()
@@ -289,9 +289,9 @@ class ShardedGrads:
                 )
 
     def forget(self) -> None:
-        """Drop the gradients of a backward that was stopped.
+        """Drop the gradients of a stopped backward.
 
-        A collective may still read the buffer, so the pool does not get it back.
+        A collective may still read the buffer, so it does not return to the pool.
         """
         self.used = [False] * len(self.used)
         self.used_before = [False] * len(self.used)
@@ -306,13 +306,13 @@ def norm_of(
     ignored: Sequence[Tensor],
     comms: CommGroups,
 ) -> Tensor:
-    """The norm over all ranks of the gradients of some units. Collective.
+    """Return the norm over all ranks of the gradients of some units. Collective.
 
     Args:
         grads: this rank's, by `id` of the parameter.
         norm_type: order of the norm.
         of: the units' segments.
-        ignored: parameters whose gradients each rank has of its own.
+        ignored: parameters with separate gradients on each rank.
         comms: of the outermost unit.
     """
     known, ranks = set(map(id, ignored)), (comms.reduce, comms.replicate)
@@ -324,7 +324,7 @@ def norm_of(
         grad = grads.get(id(param))
         if grad is not None:
             beside.append(grad if place is None else place.local_of_grad(grad))
-    # Where no row is cut, a rank may have no gradient at all, and joins the sum all the same.
+    # If no row is cut, a rank may have no gradient, and takes part in the reduction nevertheless.
     spread: dict[object, tuple[Spread, list[Tensor]]] = {
         groups_of(each): (each, []) for segment in of for each in segment.spreads
     }
@@ -335,5 +335,5 @@ def norm_of(
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """Complex numbers as pairs of real ones: a sum is the same, and backends know it."""
+    """Return complex numbers as pairs of real ones: sums are equal, and backends support them."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor

@@ -1,8 +1,8 @@
-"""What a sharded module has beyond its own class.
+"""The class that `fully_shard` adds to a module.
 
-`fully_shard` swaps a module's class for a subclass of it and of `ShardedModule`. That adds a
-`__call__` around the module's own, so parameters are whole before the first forward hook of the
-module runs and until after the last.
+`fully_shard` changes a module's class to a subclass of it and of `ShardedModule`. That adds a
+`__call__` around the module's own, so parameters are full from before the first forward hook of the
+module until after the last.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ShardedModule(nn.Module):
 
     _flat_param: Unit
     _flat_param_class: type[nn.Module]
-    # As FSDP2's modules have them: transformers' generate() keeps ranks in step, dynamo compiles.
+    # Attributes of FSDP2's modules: transformers' generate() keeps ranks in step, dynamo compiles.
     _is_fsdp_managed_module: ClassVar[bool] = True
     _fsdp_use_orig_params: ClassVar[bool] = True
     _flat_param_methods: ClassVar[dict[str, Callable[..., Any]]] = {}
@@ -60,13 +60,13 @@ class ShardedModule(nn.Module):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's own parameters now, and show them. Collective.
 
-        Units inside are left alone. Parameters stay whole until `reshard()`, or until the unit's
-        next forward or backward is over; that forward gathers nothing then. What is computed with
-        them leads backward into the unit. As with FSDP2, in-place writes to them are lost when they
+        Units inside are left alone. Parameters stay full until `reshard()`, or until the unit's
+        next forward or backward has ended; that forward does not gather then. Computations with
+        them lead backward into the unit. As with FSDP2, in-place writes to them are lost when they
         are resharded: write to `parameters()` before, or under `whole_params(write_back=True)`. A
-        parameter that is re-assigned is kept. `parameters()` has the unsharded tensors meanwhile,
-        so make optimizers and read gradients after `reshard()`. In the unit's own forward or
-        backward they are unsharded already, and nothing happens.
+        parameter that is re-assigned is kept. `parameters()` returns the full tensors meanwhile, so
+        make optimizers and read gradients after `reshard()`. In the unit's own forward or backward
+        they are full already, and nothing happens.
 
         Args:
             async_op: only begin; the next forward waits, or the handle.
@@ -80,26 +80,26 @@ class ShardedModule(nn.Module):
         return None
 
     def reshard(self) -> None:
-        """Free this unit's own whole parameters until they are needed. Not a collective.
+        """Free this unit's own full parameters until they are needed. Not a collective.
 
-        Tensors that were taken from the module while it was unsharded lose their memory. Where a
-        backward is to come, it gathers them again: every rank must call this, or none.
+        Tensors that were taken from the module while it was unsharded lose their memory. A later
+        backward gathers them again: every rank must call this, or none.
 
         Raises:
-            StateError: called in the unit's own forward, or in a backward that is not done with it.
+            StateError: called in the unit's own forward, or in a backward that still needs it.
         """
         reshard(self._flat_param)
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Set whether backward passes sum gradients, until it is set again. Not a collective.
+        """Set whether backward passes reduce gradients, until it is set again. Not a collective.
 
         `no_sync` does this temporarily. Every rank must set the same.
 
         Args:
-            requires_gradient_sync: whether to sum.
-            recurse: must be True: the units of a tree sum together.
+            requires_gradient_sync: whether to reduce.
+            recurse: must be True: the units of a tree reduce together.
 
         Raises:
             StateError: `recurse` is False, or the module is not the outermost unit.
@@ -117,8 +117,8 @@ class ShardedModule(nn.Module):
         True is ZeRO-3, False is ZeRO-2; the outermost unit's stay in any case, as its backward
         begins at once. Every rank must set the same. A forward without gradients always frees them.
 
-        With a number n, every n neighbouring ranks keep a full copy between them, a part each, so
-        backward gathers within one machine. It is a collective then, but not otherwise.
+        With a number n, every n neighbouring ranks together keep one full copy, so backward gathers
+        within one machine. Then it is a collective.
 
         Args:
             reshard_after_forward: whether they are freed until backward, or n.
@@ -149,14 +149,14 @@ class ShardedModule(nn.Module):
             unit.frees_after_backward = frees
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Set whether backward passes sum gradients over the first axis of a mesh with two.
+        """Set whether backward passes reduce gradients over the first axis of a mesh with two.
 
-        Not a collective. If False, gradients are summed over the ranks that share the parameters,
-        this rank's part is kept, and no `.grad` is set. The first backward that sums over replicas
-        then assigns everything. Every rank must set the same.
+        Not a collective. If False, gradients are reduced over the ranks that share the parameters,
+        this rank's part is kept, and no `.grad` is set. The first backward that also reduces over
+        replicas then sets `.grad` to the sum. Every rank must set the same.
 
         Args:
-            requires_all_reduce: whether to sum over replicas.
+            requires_all_reduce: whether to reduce over replicas.
             recurse: also for the units inside.
         """
         sums = _switches.checked_choice(requires_all_reduce, "set_requires_all_reduce")
@@ -164,13 +164,13 @@ class ShardedModule(nn.Module):
             unit.reduction = replace(unit.reduction, sums_copies=sums)
 
     def set_gradient_divide_factor(self, factor: float | None) -> None:
-        """Set what this unit's own gradient sums are divided by. Not a collective.
+        """Set the divisor of this unit's own gradient sums. Not a collective.
 
         The default is the number of ranks: gradients are means. Units inside are left alone, as in
-        FSDP2; every rank must set the same. Applies to all sums from now on.
+        FSDP2; every rank must set the same. Applies to all reductions from now on.
 
         Args:
-            factor: above 0, finite; 1 leaves sums; None restores the mean.
+            factor: above 0, finite; 1 gives sums; None restores the mean.
 
         Raises:
             StateError: it is not such a number.
@@ -179,14 +179,14 @@ class ShardedModule(nn.Module):
         unit.reduction = replace(unit.reduction, factor=known)
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], object] | None) -> None:
-        """Let a function change this unit's own sums in place before they are divided.
+        """Set a function that changes this unit's own sums in place before the division.
 
         Not a collective, but the function may be one: it is called on every rank in the same order.
         Units inside are left alone.
 
         Args:
-            hook: called with this rank's part of a sum, `(shard,)`, of the reduce dtype, once for
-                each dtype of the unit's parameters; None: no more.
+            hook: called with this rank's part of a sum, `(shard,)`, in the reduce dtype, once for
+                each dtype of the unit's parameters; None removes it.
 
         Raises:
             StateError: it is not a function.
@@ -195,17 +195,17 @@ class ShardedModule(nn.Module):
         unit.reduction = replace(unit.reduction, on_sum=known)
 
     def register_comm_hook(self, state: object, hook: Callable[..., object] | None) -> None:
-        """Let a function reduce the gradients of this unit and those inside. Not a collective.
+        """Set a function that reduces gradients of this unit and those inside. Not a collective.
 
-        Its result is the gradient: it sums over ranks and replicas, and divides, instead of all
-        other settings for this. The hooks of `torch.distributed.algorithms._comm_hooks` work. The
-        function is called on every rank in the same order; give it a separate process group if some
-        ranks leave units out.
+        Its result is the gradient: it replaces reduction, division and all other settings for them.
+        The hooks of `torch.distributed.algorithms._comm_hooks` work. The function is called on
+        every rank in the same order; give it a separate process group if some ranks leave units
+        out.
 
         Args:
             state: its first argument.
-            hook: called as `hook(state, full, part)`: this rank's gradients, `(ranks * shard,)`, of
-                the reduce dtype, and where its part of the result goes, `(shard,)`; where a rank
+            hook: called as `hook(state, full, part)`: this rank's gradients, `(ranks * shard,)`, in
+                the reduce dtype, and the buffer for its part of the result, `(shard,)`; if a rank
                 has all, as `hook(state, full)`, to be changed in place. None restores the default.
 
         Raises:
@@ -219,8 +219,8 @@ class ShardedModule(nn.Module):
     def set_modules_to_forward_prefetch(self, modules: list[ShardedModule]) -> None:
         """Set which units are gathered when this one's forward begins to compute. Not a collective.
 
-        By default it is the one that came next the last time. Units that have begun already are
-        left out, and units that are listed but not used are freed when the outermost forward ends.
+        By default it is the unit that came next in the last pass. Units that have begun already are
+        skipped, and units that are listed but not used are freed when the outermost forward ends.
         Every rank must set the same.
 
         Args:
@@ -234,9 +234,9 @@ class ShardedModule(nn.Module):
         unit.schedule.lists.forward[unit] = _switches.listed_units(unit, modules, name)
 
     def set_modules_to_backward_prefetch(self, modules: list[ShardedModule]) -> None:
-        """The same for the backward of this unit, whose outputs have their gradients.
+        """Set which units are gathered when this one's backward begins to compute.
 
-        Units that backward has already gathered, keeps unsharded or does not reach are left out.
+        Units that backward has already gathered, keeps full or does not reach are skipped.
 
         Args:
             modules: as in `set_modules_to_forward_prefetch`.
@@ -249,10 +249,10 @@ class ShardedModule(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on each rank; the first backward after it sums them all.
+        """Accumulate gradients on each rank; the first backward after it reduces all of them.
 
-        Nothing is communicated then where `reshard_after_forward` is False; otherwise parameters
-        are gathered as always.
+        With `reshard_after_forward=False` nothing is communicated inside; otherwise parameters are
+        gathered as usual.
         """
         schedule = self._flat_param.schedule
         before, schedule.sync = schedule.sync, False
@@ -262,9 +262,9 @@ class ShardedModule(nn.Module):
             schedule.sync = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, those accumulated inside `no_sync` too. Not a collective.
+        """Clear gradients, also those accumulated inside `no_sync`. Not a collective.
 
-        An optimizer's `zero_grad()` clears `.grad`, and cannot know about the latter.
+        An optimizer's `zero_grad()` clears only `.grad`.
         """
         for unit in units_below(self):
             unit.schedule.drop_accumulated()
@@ -296,8 +296,8 @@ class ShardedModule(nn.Module):
     def whole_params(self, *, write_back: bool = False) -> Iterator[None]:
         """Put full parameters, in their own dtype, into the module temporarily. Collective.
 
-        They are copies: meanwhile the module cannot run, load, move or be saved, but for its
-        `state_dict()`, which has them.
+        They are copies: meanwhile the module cannot run, load, move or be saved, except that its
+        `state_dict()` returns them.
 
         Args:
             write_back: keep values that were written to them or replaced them; every rank must
@@ -311,18 +311,18 @@ class ShardedModule(nn.Module):
             yield
 
     def comm_counts(self) -> dict[str, CommCount]:
-        """What this rank has communicated since the last call, by kind of collective."""
+        """Return this rank's communication since the last call, by kind of collective."""
         log = self._flat_param.schedule.log
         counts = dict(log.counts)
         log.reset()
         return counts
 
     def _units(self, recurse: bool = True) -> list[Unit]:
-        """This module's, and those inside."""
+        """Return this module's units and those inside."""
         return list(units_below(self)) if recurse else [self._flat_param]
 
     def _all_params(self) -> Iterator[nn.Parameter]:
-        """`parameters()` between steps, also where `unshard` shows the leaves."""
+        """Return the pieces of `parameters()`, also if `unshard` shows the leaves."""
         yield from self.parameters()
         for unit in self._units():
             for part in unit.parts:

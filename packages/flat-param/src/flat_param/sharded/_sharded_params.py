@@ -1,11 +1,11 @@
-"""One segment's parameters on this rank: the shard, and the unsharded buffer while in use.
+"""One segment's parameters on this rank: the shard, and the full buffer while in use.
 
-    shard  (shard,)        storage dtype; always there; the optimizer's parameters view it.
+    shard  (shard,)        storage dtype; always allocated; the optimizer's parameters view it.
     full   (world*shard,)  compute dtype; its storage is resized to 0 while not in use, so the
                            leaves, which view it, are made once.
 
-Where one rank has everything in the compute dtype, `full` is `shard`. Parameters that are cast have
-a `full` on one rank too: the number of ranks must not change what is computed.
+If one rank has everything in the compute dtype, `full` is `shard`. Parameters that are cast have
+a `full` on one rank too, so that results do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class ShardedParams:
 
     Args:
         segment: names, shapes and offsets.
-        params: whole; each keeps its identity and becomes this rank's piece, but for DTensors,
-            which plain parameters replace.
+        params: full; each object becomes this rank's piece, except DTensors, which are replaced
+            by plain parameters.
         comms: the unit's process groups.
         options: of the unit.
-        device: where unsharded parameters are.
+        device: of full parameters.
 
     Attributes:
         held: the optimizer's parameters as views of the shard.
-        leaves: the unsharded parameters that the module computes with, in layout order.
-        places: of the leaves that are DTensors; None for others.
+        leaves: the full parameters that the module computes with, in layout order.
+        places: placements of the leaves that are DTensors; None for others.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class ShardedParams:
 
     @torch.no_grad()
     def _move_into_shard(self, params: Sequence[nn.Parameter]) -> ParamViews:
-        """One parameter after another, so that only one is in memory twice."""
+        """Copy one parameter after another, so that only one is in memory twice."""
         views = [piece.view(self.shard) for piece in self.pieces]
         moved = []
         for index, param in enumerate(params):
@@ -108,7 +108,7 @@ class ShardedParams:
             )
 
     def _ranks_with(self, place: DTensorPlace | None) -> tuple[Communicator, ...]:
-        """Communicators to all ranks that step a parameter together with this one."""
+        """Return communicators to all ranks that step a parameter together with this one."""
         axes = () if place is None else (place.mesh.get_group(at) for at in range(place.mesh.ndim))
         beside = (Communicator(each, log=self.comms.log) for each in axes)
         return (self.comms.reduce, self.comms.replicate, *beside)
@@ -129,36 +129,36 @@ class ShardedParams:
         self.free()
 
     def placed(self, index: int, local: Tensor) -> Tensor:
-        """A parameter as the module has it, of which `local` is this rank's part."""
+        """Return a parameter as the module has it; `local` is this rank's part."""
         place = self.places[index]
         return local if place is None else place.over(local)
 
     def pins(self, home: torch.device) -> bool:
-        """Whether memory there is page-locked, as it is copied to another device and back."""
+        """Whether memory there is page-locked, for copies to and from another device."""
         goes = home.type == "cpu" and self.device.type not in ("cpu", "meta")
         return goes and self.options.pin_memory
 
     @property
     def aliased(self) -> bool:
-        """Whether the unsharded buffer is the shard, and nothing is ever gathered or freed."""
+        """Whether the full buffer is the shard, so that nothing is gathered or freed."""
         return self.full is self.shard
 
     @property
     def version(self) -> int:
-        """Changes with every in-place change of a parameter, such as an optimizer step."""
+        """A number that changes with every in-place change of a parameter."""
         with without_torch_function():
             return sum([param._version for param in self.held.params])
 
     def leaves_out(self, index: int) -> bool:
-        """Whether the optimizer skips the parameter here: another rank has the whole rows.
+        """Whether the optimizer skips the parameter on this rank: another rank has all of its rows.
 
-        Optimizers of whole tensors divide by the number of elements.
+        Optimizers of full tensors divide by the number of elements.
         """
         divided = self.plan.world_size > 1 and keeps_dims(self.plan)
         return divided and not self.pieces[index].numel
 
     def start_gather(self) -> Pending | None:
-        """Begin to fill the unsharded buffer from every rank's shard. Collective."""
+        """Begin to fill the full buffer from every rank's shard. Collective."""
         if self.full is self.shard:
             return None
         alloc_storage(self.full)
@@ -182,28 +182,28 @@ class ShardedParams:
             full[start:stop].copy_(row[: stop - start])
 
     def remake(self) -> None:
-        """Make buffer and leaves anew; the old memory lasts as long as its users."""
+        """Replace buffer and leaves; the old memory lives as long as its users."""
         if not self.aliased:
             self._make_full()
 
     def has_moved(self, index: int) -> bool:
-        """Whether a leaf has other memory than the unsharded buffer's."""
+        """Whether a leaf has other memory than the full buffer's."""
         leaf = local_of(self.leaves[index])
         return leaf.untyped_storage().data_ptr() != self.full.untyped_storage().data_ptr()
 
     def attach_leaf(self, index: int) -> None:
-        """Give a leaf its part of the unsharded buffer again."""
+        """Give a leaf its part of the full buffer again."""
         view = param_view(self.full, self.segment.layout, index)
         local_of(self.leaves[index]).data = view.data
 
     def free(self) -> None:
-        """Free the unsharded buffer's memory; the leaves stay."""
+        """Free the full buffer's memory; the leaves stay."""
         if not self.aliased:
             free_storage(self.full)
 
     @torch.no_grad()
     def load_full(self, index: int, whole: Tensor) -> None:
-        """Copy this rank's piece out of a whole parameter, of any dtype. Not a collective."""
+        """Copy this rank's piece of a full parameter, of any dtype. Not a collective."""
         piece = self.pieces[index]
         whole = self.local_of_value(index, whole)
         if piece.numel:
@@ -211,7 +211,7 @@ class ShardedParams:
             piece.flat(self.shard).copy_(elements)
 
     def fits(self, index: int, value: Tensor) -> bool:
-        """Whether a value is a whole parameter, or this rank's piece of one."""
+        """Whether a value is a full parameter, or this rank's piece of one."""
         piece = self.pieces[index]
         return tuple(value.shape) in (tuple(piece.spec.shape), tuple(piece.shape))
 
@@ -230,13 +230,13 @@ class ShardedParams:
         self.pieces[index].flat(self.shard).copy_(elements)
 
     def local_of_value(self, index: int, value: Tensor) -> Tensor:
-        """This rank's part of a value for a parameter, after tensor parallelism; any shape."""
+        """Return this rank's part of a value for a parameter, after tensor parallelism."""
         place = self.places[index]
         return value if place is None else place.local_of_value(value)
 
     @torch.no_grad()
     def rebind(self, tensors: Sequence[Tensor]) -> None:
-        """Take pieces of another dtype or device, as `.to()` leaves them.
+        """Use pieces of another dtype or device, after `.to()`.
 
         Args:
             tensors: in layout order, each of its piece's shape; all of one dtype and device.
@@ -256,13 +256,13 @@ class ShardedParams:
 
 
 def placement_of(parts: Sequence[ShardedParams]) -> str:
-    """Dtypes and kinds of device of shards, in words that are the same on every rank."""
+    """Describe dtypes and device types of shards, in words that are the same on every rank."""
     kinds = (f"{part.shard.dtype} on {part.shard.device.type}" for part in parts)
     return f"parameters are {', '.join(kinds)}"
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A flat tensor of any dtype as bytes, so that every backend can move it."""
+    """Return a flat tensor of any dtype as bytes, so that every backend can move it."""
     return tensor.view(torch.uint8)
 
 
@@ -272,5 +272,5 @@ def alloc_storage(tensor: Tensor) -> None:
 
 
 def free_storage(tensor: Tensor) -> None:
-    """Free a flat tensor's storage; its views stay, and may be read after `alloc_storage`."""
+    """Free a flat tensor's storage; its views stay, and are valid again after `alloc_storage`."""
     tensor.untyped_storage().resize_(0)

@@ -84,7 +84,7 @@ def _take(
     for name, site in _named(sites, prefix):
         value, param = state.get(name), site.part.params[site.index]
         if not isinstance(value, Tensor) or value is param:
-            continue  # torch passes the module's own parameters where a state has no value
+            continue  # torch passes the module's own parameters for missing values
         try:
             elements = site.part.param_pieces[site.index].elements(value, name)
         except FlatParamError as error:

@@ -1,7 +1,7 @@
-"""A pickled shard of a state dict: which elements of a tensor it has, and no process group.
+"""A pickled shard of a state dict: its elements, and no process group.
 
-`torch.load` makes these in any process that has imported flat_param, so torch's checkpoint package,
-which takes long to import, is imported only when it asks for chunks.
+`torch.load` makes these in any process that has imported flat_param. torch's checkpoint package,
+which is slow to import, is imported only when it asks for chunks.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Extent:
         order: its dimensions, slowest in memory first.
         start: first element.
         stop: one past the last element.
-        size: shape of the whole tensor, of which tensor parallelism may leave `shape` here.
-        offsets: where `shape` begins in `size`.
+        size: shape of the full tensor; `shape` is this rank's part after tensor parallelism.
+        offsets: start of `shape` in `size`.
         writes: whether this rank writes its elements to a checkpoint.
     """
 
@@ -54,7 +54,7 @@ class Extent:
 
     @property
     def outer_shape(self) -> tuple[int, ...]:
-        """The shape, in the order of memory."""
+        """The shape with dimensions in the order of memory."""
         return tuple(self.shape[dim] for dim in self.order)
 
     def same_elements(self, other: Extent) -> bool:
@@ -69,13 +69,13 @@ class Extent:
         )
 
     def chunks(self) -> list[ChunkStorageMetadata]:
-        """The rectangles that the elements fill."""
+        """Yield the rectangles of the elements."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         return [ChunkStorageMetadata(offsets, sizes) for offsets, sizes, _ in self._boxes()]
 
     def part(self, local: Tensor, offset: Sequence[int]) -> Tensor:
-        """The rectangle at an offset as a view of this rank's elements."""
+        """Return the rectangle at an offset as a view of this rank's elements."""
         for offsets, _, box in self._boxes():
             if tuple(offsets) == tuple(offset):
                 elements = local[box.start - self.start : box.start - self.start + box.numel]
@@ -92,7 +92,7 @@ class Extent:
             yield torch.Size(offsets), torch.Size(box.lengths[at] for at in back), box
 
     def cut(self, whole: Tensor) -> Tensor:
-        """A copy of this rank's elements of a tensor of `shape`, 1-D."""
+        """Return a copy of this rank's elements of a tensor of `shape`, 1-D."""
         return whole.detach().permute(self.order).reshape(-1)[self.start : self.stop].clone()
 
     def __str__(self) -> str:
@@ -104,14 +104,14 @@ class Extent:
 def extent_of(
     spec: ParamSpec, start: int, stop: int, place: DTensorPlace | None, name: str
 ) -> Extent:
-    """The elements of a parameter that a rank has."""
+    """Return the elements of a parameter that a rank has."""
     size = tuple(spec.shape) if place is None else tuple(place.shape)
     offsets = (0,) * len(size) if place is None else place.offsets
     return Extent(name, tuple(spec.shape), tuple(outer_first(spec)), start, stop, size, offsets)
 
 
 class Chunks:
-    """torch.distributed.checkpoint's protocol for tensors that are in rectangles."""
+    """torch.distributed.checkpoint's protocol for tensors in rectangles."""
 
     _local_tensor: Tensor
     _extent: Extent
@@ -151,7 +151,7 @@ DISPATCHED = frozenset(
 
 
 class StoredShard(Chunks, Tensor):
-    """A `FlatShard` that was pickled: loads on a rank that has the same elements."""
+    """A pickled `FlatShard`: loads on a rank with the same elements."""
 
     @staticmethod
     def __new__(cls, local: Tensor, extent: Extent) -> StoredShard:
@@ -205,7 +205,7 @@ def not_here(what: str, args: Any) -> StateError:
 
 
 def rebuild_shard(local: Tensor, *extent: Any) -> Tensor:
-    """A `StoredShard` of these elements; `torch.load(weights_only=True)` may call this."""
+    """Make a `StoredShard` of these elements; `torch.load(weights_only=True)` may call this."""
     return StoredShard(local, Extent(*extent))
 
 

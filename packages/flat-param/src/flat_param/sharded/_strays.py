@@ -36,13 +36,13 @@ def _count(module: nn.Module, name: str, registered: Any) -> None:
 
 
 def check_strays(function: str, module: nn.Module, units: Iterable[Unit]) -> None:
-    """Refuse a parameter of a sharded module whose gradients nothing reduces.
+    """Refuse a trainable parameter of a sharded module that belongs to no unit.
 
-    Not a collective. Frozen ones may stay, as buffers may.
+    Not a collective. Frozen ones are allowed, like buffers.
 
     Args:
-        function: that was called, for the message.
-        module: that is a unit.
+        function: the called function, for the message.
+        module: a unit.
         units: of the module and of those inside.
 
     Raises:
@@ -67,7 +67,7 @@ def check_strays(function: str, module: nn.Module, units: Iterable[Unit]) -> Non
 
 
 def look_for_strays(unit: Unit) -> None:
-    """Before a forward of an outermost unit, the first after a registration."""
+    """Check before a forward of an outermost unit, if there was a registration."""
     now = _registrations[0]
     if unit.looked_at == now:
         return

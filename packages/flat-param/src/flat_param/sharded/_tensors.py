@@ -39,9 +39,9 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def producers(tensor: Tensor) -> list[Any]:
-    """The nodes whose run in backward means that a gradient of `tensor` has arrived.
+    """Return the nodes that run in backward when a gradient of `tensor` arrives.
 
-    An in-place operation on a view replaces the view's node, but not the one it is a view of.
+    An in-place operation on a view replaces the view's node, but not its base's.
     """
     node = tensor.grad_fn
     if node is None:
@@ -51,7 +51,7 @@ def producers(tensor: Tensor) -> list[Any]:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same tuples, lists, dicts and dataclasses with every tensor changed; the rest stays."""
+    """Return the same tuples, lists, dicts and dataclasses with every tensor mapped."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
@@ -69,7 +69,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _with_fields(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of a dataclass, also a frozen one, with its tensors changed; runs no `__init__`."""
+    """Copy a dataclass, also a frozen one, with its tensors mapped; runs no `__init__`."""
     made = copy.copy(value)
     for item in dataclasses.fields(value):
         object.__setattr__(made, item.name, map_tensors(getattr(value, item.name), change))
@@ -77,18 +77,18 @@ def _with_fields(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _with_items(value: dict[Any, Any], items: dict[Any, Any]) -> Any:
-    """A dict of the class of `value`, with its attributes and these items."""
+    """Make a dict of the class of `value`, with its attributes and these items."""
     try:
         made = copy.copy(value)
         for key, item in items.items():
             made[key] = item
-    except TypeError:  # of a class that is not written to
+    except TypeError:  # a read-only class
         return type(value)(items)
     return made
 
 
 def cast_floats(value: Any, dtype: torch.dtype | None) -> Any:
-    """The same value with every floating-point tensor in `dtype`; the value itself where None."""
+    """Return the value with every floating-point tensor in `dtype`; unchanged for None."""
     if dtype is None:
         return value
     return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() else t)

@@ -1,7 +1,7 @@
 """Every private name of torch that the package uses.
 
-The names are those of torch 2.9 to 2.15. A torch without one of them is refused at import: a
-fallback that no torch needs would never run.
+The names exist in torch 2.9 to 2.15. A torch without one of them is refused at import, since an
+unused fallback would never be tested.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 def find(path: str) -> Any:
-    """Return what torch has under this path.
+    """Return torch's object at a path.
 
     Raises:
-        ImportError: nothing.
+        ImportError: there is none.
     """
     try:
         return functools.reduce(getattr, path.split("."), torch)
@@ -74,7 +74,7 @@ _mode_stack = find("utils._python_dispatch._get_current_dispatch_mode_stack")
 
 
 def saved_tensor_hooks() -> Hooks | None:
-    """Return the pack and unpack functions that autograd would use now, None without any."""
+    """Return the pack and unpack functions of the current saved-tensor hooks; None without any."""
     found: Hooks | None = _top_hooks(False)
     return found
 
@@ -84,7 +84,7 @@ def _view_guard() -> Any:
 
 
 class _Guards(threading.local):
-    def __init__(self) -> None:  # for each thread: making one costs as much as the alias
+    def __init__(self) -> None:  # per thread: creating one costs as much as the alias
         self.guard = _view_guard()
 
 
@@ -93,23 +93,23 @@ _guards = _Guards()
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """Return a detached alias that shares the version counter, also below autograd."""
-    # A subclass may run Python in detach, and with it another alias inside this one.
+    # A subclass may run Python in detach, which may make another alias.
     guard = _guards.guard if type(tensor) is torch.Tensor else _view_guard()
     with guard:
         return tensor.detach()
 
 
 def end_if_left(mode: TorchDispatchMode, error: BaseException) -> None:
-    """Leave a dispatch mode of which an interrupt skipped `__exit__`."""
+    """End a dispatch mode if an interrupt skipped its `__exit__`."""
     if _mode_stack()[-1:] == [mode]:
         mode.__exit__(type(error), error, error.__traceback__)
 
 
 def install_dispatch(mode: type[TorchDispatchMode], dispatch: Callable[..., Any]) -> None:
-    """Make `dispatch` the mode's `__torch_dispatch__` without torch's wrapper around each call.
+    """Set `dispatch` as the mode's `__torch_dispatch__` without torch's wrapper around each call.
 
     torch wraps a `__torch_dispatch__` of the class body to hide it from dynamo, at 0.6 us a call.
-    Marking its code as skipped, with all that it calls, does the same once.
+    Marking its code and everything that it calls as skipped has the same effect, once.
     """
     action = _eval_frame._FrameAction.SKIP
     _eval_frame.set_code_exec_strategy(
@@ -124,17 +124,17 @@ def in_func_transform() -> bool:
 
 
 def traced_graph() -> torch.fx.Graph | None:
-    """Return the graph that AOTAutograd or make_fx is recording, None when nothing is traced."""
+    """Return the graph that AOTAutograd or make_fx is recording; None otherwise."""
     return getattr(getattr(_mode_of(_MODE_KEYS.PROXY), "tracer", None), "graph", None)
 
 
 def is_traced() -> bool:
-    """Whether AOTAutograd or make_fx traces the operators that run now."""
+    """Whether AOTAutograd or make_fx is tracing operators."""
     return _mode_of(_MODE_KEYS.PROXY) is not None or _mode_of(_MODE_KEYS.FUNCTIONAL) is not None
 
 
 def node_meta() -> dict[str, Any]:
-    """Return the metadata that traced nodes receive now; it may be changed in place."""
+    """Return the metadata for newly traced nodes; it may be changed in place."""
     return torch.fx.traceback.current_meta
 
 
@@ -145,7 +145,7 @@ def running_modules() -> str:
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the tensor that this one is a view of, None if it is no view."""
+    """Return the base of a view; None if it is not a view."""
     return tensor._base
 
 

@@ -39,9 +39,9 @@ _ABOVE = _keys_above()
 
 
 def below_autograd() -> AbstractContextManager[Any]:
-    """Run operators without autograd and autocast, as `__torch_dispatch__` sees them.
+    """Run operators below autograd and autocast, as `__torch_dispatch__` sees them.
 
-    The version counters of views stay those of their bases.
+    Views share the version counter of their bases, as usual.
     """
     guard: AbstractContextManager[Any] = _exclude(_ABOVE)
     return guard
@@ -67,7 +67,7 @@ HOOKS_PASSED_BY: dict[str, Any] = (
 
 
 def unseen_alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a detached alias with the same version counter; no mode sees it being made."""
+    """Return a detached alias with the same version counter, without any mode seeing it."""
     kind = type(tensor)
     if kind is FAKE_TENSOR:  # hidden from its mode it would be a tensor of the meta device
         with _set_excluded(_KEYS.ADInplaceOrView, False):
@@ -80,7 +80,7 @@ def unseen_alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def boxed_call(op: Any) -> Any:
-    """Return what calls an operator without the wrapper around it."""
+    """Return a function that calls an operator without its Python wrapper."""
     return getattr(op, "_op", op)
 
 
@@ -88,7 +88,7 @@ _LIBRARY_FILE = _library_autograd.__file__
 
 
 def is_called_by_library(depth: int) -> bool:
-    """Whether an operator is called by what `torch.library.register_autograd` made.
+    """Whether an operator is called by code of `torch.library.register_autograd`.
 
     There gradients are off, but nothing else runs. The callers of `__torch_dispatch__` are
     `redispatch` and that function.

@@ -1,4 +1,4 @@
-"""What runs where Python calls a module: its forward, or what torch.compile has made of it."""
+"""Calls of a module from Python: its forward, or its compiled version."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COMPILED_CALL = "_compiled_call_impl"
 
 
 def called_at(module: nn.Module) -> str:
-    """Return the attribute that a call of a module from Python ends at.
+    """Return the name of the attribute that a call of a module runs.
 
     Example:
         >>> called_at(nn.Linear(2, 2))
@@ -24,19 +24,19 @@ def called_at(module: nn.Module) -> str:
 
 
 def original(module: nn.Module) -> nn.Module:
-    """Return what `torch.compile(module)` was given; other modules as they are.
+    """Return the module inside `torch.compile(module)`; other modules unchanged.
 
     Example:
         >>> original(nn.Linear(2, 2))
         Linear(in_features=2, out_features=2, bias=True)
     """
-    dynamo = sys.modules.get("torch._dynamo")  # long to import, and nothing is compiled without
+    dynamo = sys.modules.get("torch._dynamo")  # slow to import
     kind = getattr(dynamo, "OptimizedModule", ())
     return original(module._orig_mod) if isinstance(module, kind) else module
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether calls of a module run compiled code, hooks of what it was included.
+    """Whether calls of a module run compiled code that includes its hooks.
 
     Example:
         >>> is_compiled(nn.Linear(2, 2))
@@ -77,11 +77,11 @@ _PLAIN = frozenset({bool, str})
 
 
 class Switches(NamedTuple):
-    """Hooks and plain attributes of one module at one time.
+    """Hooks and switches of one module at one time.
 
     Attributes:
         attributes: of the module.
-        hooks: by name of the dict, its items; those that are empty are left out.
+        hooks: items of each non-empty dict of hooks, by name.
         plain: attributes that are a bool or a str.
     """
 
@@ -90,9 +90,9 @@ class Switches(NamedTuple):
     plain: dict[str, Any]
 
     def put(self) -> dict[str, Any]:
-        """Give the module these in place of others; return the attributes that were replaced.
+        """Set these on the module; return the replaced attributes.
 
-        Dicts of hooks are replaced and not changed: handles remove hooks from the dict they know.
+        Dicts of hooks are replaced, not changed: handles remove hooks from the dict they refer to.
         """
         replaced: dict[str, Any] = {}
         for name in _HOOKS:
@@ -109,7 +109,7 @@ class Switches(NamedTuple):
 
 
 def switches_of(module: nn.Module) -> Switches:
-    """Read a module's hooks and those of its attributes that are a bool or a str.
+    """Read a module's hooks, and its attributes that are a bool or a str.
 
     Example:
         >>> switches_of(nn.Linear(2, 2)).plain["training"]
@@ -125,14 +125,14 @@ def switches_of(module: nn.Module) -> Switches:
 def around_calls(
     module: nn.Module, begin: Callable[[Any, Any], None], end: Callable[[Any], None]
 ) -> Iterator[None]:
-    """Have functions run at each call of a module, outside of what is compiled.
+    """Run functions at each call of a module, outside of compiled code.
 
-    Hooks would be a part of compiled code, and are passed by where `forward` is called by its name.
+    Hooks would become part of compiled code, and direct calls of `forward` skip them.
 
     Args:
-        module: whose calls.
-        begin: is given the arguments before a call, by position and by name.
-        end: is given what came out of it, None where it raised.
+        module: the module.
+        begin: called with the positional and keyword arguments before a call.
+        end: called with the result, or None if the call raised.
     """
     place = called_at(module)
     inner, was_there = getattr(module, place), place in vars(module)

@@ -1,4 +1,4 @@
-"""Which storage a tensor lies in."""
+"""The storage of a tensor."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return a number that tensors of one living storage share, and no others.
+    """Return a number shared by exactly the tensors of one living storage.
 
-    A tensor that lies in no storage has a number of its own.
+    A tensor without a storage has a unique number.
     """
     try:
         return tensor.untyped_storage()._cdata
@@ -17,7 +17,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def storage_under(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """Return the storage that a tensor lies in, None where it lies in none."""
+    """Return the storage of a tensor, None if it has none."""
     try:
         return tensor.untyped_storage()
     except NotImplementedError:
@@ -25,7 +25,7 @@ def storage_under(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:
-    """Return the size of the storage that a tensor lies in, or of what it is made of instead."""
+    """Return the size of a tensor's storage, or of its parts."""
     try:
         return tensor.untyped_storage().nbytes()
     except NotImplementedError:
@@ -33,7 +33,7 @@ def storage_bytes(tensor: torch.Tensor) -> int:
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The dense tensors that a sparse one is made of."""
+    """Yield the dense tensors of a sparse one."""
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     names = ("crow_indices", "col_indices", "ccol_indices", "row_indices", "values")
@@ -41,13 +41,13 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     for name in names:
         try:
             found.append(getattr(tensor, name)())
-        except RuntimeError:  # of another layout
+        except RuntimeError:  # another layout
             continue
     return found
 
 
 def lies_in_storage(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements lie in its storage by strides.
+    """Whether a tensor's elements are in its storage by strides.
 
     False for sparse, oneDNN and nested tensors, and for the zeros of forward derivatives.
     """

@@ -37,7 +37,7 @@ def largest(value: int) -> int:
 
 
 def largest_each(values: list[int]) -> list[int]:
-    """Return the largest that any rank passed at each place. Collective.
+    """Return the largest value of any rank at each position. Collective.
 
     Example:
         >>> largest_each([3, 4])
@@ -47,7 +47,7 @@ def largest_each(values: list[int]) -> list[int]:
 
 
 def check_equal(digest: str, *, what: str, where: str = "plan_region") -> None:
-    """Raise on every rank where not all ranks passed the same digest. Collective.
+    """Raise on every rank unless all ranks passed the same digest. Collective.
 
     Raises:
         BudgetError: with the digest of each rank.

@@ -70,7 +70,7 @@ class Checkpointed:
         _in_use.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward, checkpointed until that is undone."""
+        """Run the module's own forward, checkpointed unless that is undone."""
         if self.is_undone or in_func_transform():
             return self.forward(*args, **kwargs)
         if self.policy is None:
@@ -103,7 +103,7 @@ class Checkpointed:
 
 
 class _InputsNamed:
-    """A forward whose inputs are named for the policy; a method of its module, as errors see it."""
+    """A forward with inputs named for the policy; a method of its module, for error messages."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self.__self__, self._forward = module, forward
@@ -135,7 +135,7 @@ class _AsInForward(AbstractContextManager[None]):
         self._found: list[tuple[list[torch.Tensor], tuple[int, ...], list[dict[str, Any]]]] = []
 
     def note(self) -> None:
-        """Note hooks and switches; called at the end of the forward."""
+        """Record hooks and switches; called at the end of the forward."""
         self._switches = list(map(switches_of, self._module.modules()))
 
     def __enter__(self) -> None:
@@ -159,7 +159,7 @@ def _copy(values: list[torch.Tensor], buffers: list[torch.Tensor]) -> None:
 
 
 def region_of(module: nn.Module) -> Checkpointed | None:
-    """Return the region in the place of a module's forward; None if there is none."""
+    """Return the region that replaces a module's forward; None if there is none."""
     found = (each for each in vars(module).values() if isinstance(each, Checkpointed))
     return next(found, None)
 

@@ -31,10 +31,10 @@ class Fit:
 
     Attributes:
         policy: for `checkpoint(model, *batch, policy=...)`.
-        peak_bytes: most memory in use during a step under it; at most the budget.
-        budget_bytes: the budget less the reserve.
-        rounds: (bytes kept, peak) of each plan that was measured, in order.
-        predicted_bytes: the peak that was predicted for it (`profile_step`).
+        peak_bytes: peak memory of a step with it; at most the budget.
+        budget_bytes: the budget minus the reserve.
+        rounds: (bytes kept, peak) of each measured plan, in order.
+        predicted_bytes: its predicted peak (`profile_step`).
     """
 
     policy: BudgetPlan
@@ -104,7 +104,7 @@ def plan_region(
 
 
 def _steady(model: nn.Module, plan: BudgetPlan, *args: Any, **kwargs: Any) -> Any:
-    """Run a forward as later ones run, which compare no bits."""
+    """Run a forward like later ones, which compare no bits."""
     return checkpoint(model, *args, policy=plan, determinism_check="none", **kwargs)
 
 
@@ -148,10 +148,10 @@ class _Search:
         return Infeasible(allowed, smallest, how)
 
     def _candidates(self) -> list[BudgetPlan]:
-        """Plans by rising work.
+        """Yield plans in order of work.
 
-        The peak need not fall with the bytes kept: a long chain of replays brings back at once all
-        that it passes. Plans that keep every n-th value have short chains.
+        The peak need not fall with the bytes kept: a long chain of replays restores all its values
+        at once. Plans that keep every n-th value have short chains.
         """
         low, high = self._trace.fixed_bytes(), self._trace.total_bytes()
         budgets = (low + (high - low) * number // _POINTS for number in range(_POINTS))
@@ -161,7 +161,7 @@ class _Search:
         return sorted(plans, key=lambda plan: plan.recompute_cost)
 
     def _cheapest(self, plans: list[BudgetPlan], target: int) -> BudgetPlan | None:
-        """Return the plan with least work of those that are predicted to take `target` at most."""
+        """Return the plan with least work among those with a predicted peak of at most `target`."""
         for at in range(_STRIDE - 1, len(plans) + _STRIDE - 1, _STRIDE):
             group = plans[at - _STRIDE + 1 : at + 1]
             if self._predicted(group[-1]) <= target:

@@ -82,7 +82,7 @@ class InPlaceFit:
             region.undo()
 
     def __str__(self) -> str:
-        """A line for the whole, and one for each group of regions."""
+        """Format one line in total, and one for each group of regions."""
         taken, plain = self.peak_bytes, self.plain_bytes
         lines = [
             f"a step takes {format_size(taken)} of {format_size(self.budget_bytes)}, "
@@ -192,7 +192,7 @@ def fit_(
 
 
 def _divisions(model: nn.Module, step: Step) -> Iterator[tuple[tuple[str, nn.Module], ...]]:
-    """Yield the blocks that a model is divided into, and then those inside of them."""
+    """Yield the blocks of a model, and then the blocks inside them."""
     regions = repeating(model)
     if regions[0][1] is model:
         regions = called_again(model, step.forward) or regions
@@ -293,7 +293,7 @@ class _Search:
         return InPlaceFit(peak, plain, predicted, allowed, done, idle, rounds, put)
 
     def _hide_copies(self) -> None:
-        """Choose for each kind of block what its forward hides. Collective."""
+        """Choose for each kind of block the values whose copies its forward hides. Collective."""
         first: dict[type[nn.Module], str] = {}
         found: dict[str, Hidden] = {}
 

@@ -1,4 +1,4 @@
-"""What would help a step that no choice of levels fits into its budget, with bytes."""
+"""Suggestions, with bytes, for a step that no choice of levels fits into its budget."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _ways(step: Step, plain: Sequence[Interval], smallest: int, lacking: int) ->
 
 
 def tail_bytes(intervals: Sequence[Interval]) -> int:
-    """Return what runs after the last block takes at most until backward comes back to it.
+    """Return the peak of the code after the last block, until backward reaches that block.
 
     Example:
         >>> head = Interval((1, 0, None), 8, 8)

@@ -1,4 +1,4 @@
-"""Finds the values of a block that can be offloaded behind its forward, where it runs."""
+"""Find the values of a block that can be offloaded behind its forward, measured on the device."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _LEAST_COPY = 1 << 20
 
 
 def hidden_by(call: Callable[..., Any], args: Any, kwargs: Any, device: torch.device) -> Hidden:
-    """Profile a block's forward, measure copies beside it, and choose what they move.
+    """Profile a block's forward, measure concurrent copies, and choose the values to copy.
 
     Args:
         call: the forward, which runs a few times; results are dropped.
         args: its positional arguments.
-        kwargs: its keyword arguments. If one can change, such as a cache, nothing runs.
+        kwargs: its keyword arguments. If one is mutable, such as a cache, nothing runs.
         device: an accelerator.
     """
     input_bytes = storage_bytes(inputs_among((args, kwargs)), device=device)

@@ -36,7 +36,7 @@ Key = tuple[int, int, bool | None]
 
 @contextmanager
 def marked(regions: Sequence[nn.Module], marks: Marks) -> Iterator[None]:
-    """Mark where each region begins, in forward and backward, with its `Key`."""
+    """Mark the beginning of each region, in forward and backward, with its `Key`."""
     calls = [0] * len(regions)
 
     def begin(number: int, *_: Any) -> None:
@@ -76,13 +76,12 @@ class Measured(NamedTuple):
 
 
 class Steps:
-    """Steps that were measured, one for each level, the plain one first.
+    """One measured step per level, the plain one first.
 
     Args:
-        kinds: for each region what it is; of regions of one kind that keep the same the times are
-            taken together.
+        kinds: kind of each region; times of equal regions of one kind are combined.
         measured: by level.
-        holding: levels on which a region holds its arguments, and what is in them, until backward.
+        holding: levels on which a region holds its arguments and their contents until backward.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class Steps:
         self.costs = self._costs(kinds, measured)
 
     def growth(self, choice: Sequence[int]) -> int:
-        """Most bytes over those before the step, with each region on the level of `choice`."""
+        """Return the peak over the bytes before the step, with the levels of `choice`."""
         now = top = 0
         for plain in self._plain:
             interval = self._interval_of(plain, choice)
@@ -114,7 +113,7 @@ class Steps:
         return top
 
     def choose(self, allowed: int) -> tuple[int, ...] | None:
-        """Return the levels that cost least time with a growth of at most `allowed` bytes."""
+        """Return the fastest levels with a growth of at most `allowed` bytes."""
         target = allowed
         for _ in range(5):
             choice = self._search(target)
@@ -127,7 +126,7 @@ class Steps:
         return None
 
     def least(self) -> tuple[int, ...]:
-        """Return levels with which a step takes as little as with any, as far as is predicted."""
+        """Return levels with the lowest predicted peak."""
         choices = [(level,) * self._count for level in range(len(self._by_level))]
         best = min(choices, key=self.growth)
         below, allowed = 0, self.growth(best)
@@ -186,7 +185,7 @@ class Steps:
         return sum(self._freed[0].values()) - freed
 
     def _late(self, number: int, level: int) -> int:
-        """Bytes of a region's that the tail frees, over those where it keeps everything."""
+        """Return bytes of a region that the tail frees, beyond those with everything kept."""
         return self._freed[level][number] - self._freed[0][number]
 
     def _costs(self, kinds: Sequence[object], measured: Sequence[Measured]) -> list[list[int]]:
@@ -196,7 +195,7 @@ class Steps:
         alike: dict[Any, list[int]] = {}
         for number, kind in enumerate(kinds):
             keeps = tuple(self._kept(number, level) for level in range(len(measured)))
-            # If regions offload, the one that backward reaches first waits for its own copies.
+            # If regions offload, the first one that backward reaches waits for its own copies.
             is_first = offloads and self._tail is not None and number == self._tail[0]
             alike.setdefault((kind, keeps, is_first), []).append(number)
         found: list[list[int]] = [[]] * len(kinds)
@@ -221,10 +220,10 @@ class Steps:
         )
 
     def _search(self, target: int) -> tuple[int, ...] | None:
-        """As `choose`, where every region is called once and backward comes in reverse order.
+        """`choose` for a step that calls every region once and reverses the order in backward.
 
-        Else what it finds is near, and `choose` looks at it again. From region to region it
-        follows all (bytes kept so far, cost) of which no other has less of both.
+        Otherwise the result is approximate, and `choose` checks it. From region to region it keeps
+        every pair (bytes kept so far, cost) that no other pair dominates.
         """
         head = next((each for each in self._plain if each.key is None), Interval(None, 0, 0))
         order = list(dict.fromkeys(each.key[0] for each in self._plain if _region_of(each.key)))
@@ -259,7 +258,7 @@ class Steps:
         )
 
     def _between(self) -> tuple[int, int]:
-        """Growth from the end of the last region's forward to backward, and the most of it."""
+        """Return the growth from the end of the last region's forward to backward, and its peak."""
         now = top = 0
         for each in self._plain:
             if each.key is not None and (each.key == self._tail or not _region_of(each.key)):
@@ -268,7 +267,7 @@ class Steps:
         return now, top
 
     def _most(self, number: int, level: int) -> tuple[int, int]:
-        """Most in forward over the bytes at its start, and in backward over those there."""
+        """Return the peaks of forward and of backward, each over the bytes at its start."""
         most, called = {False: 0, True: 0}, 0
         for key, each in self._by_level[level].items():
             if _region_of(key) != (number,) or key == self._tail:
@@ -281,7 +280,7 @@ class Steps:
 
 
 def _region_of(key: Any) -> tuple[int] | None:
-    """The number of the region that an interval is of; None for the others.
+    """Return the number of an interval's region; None for others.
 
     Example:
         >>> _region_of((3, 0, True)), _region_of("backward"), _region_of(None)

@@ -1,15 +1,15 @@
-"""The 0/1 knapsack, exact in integers, with a proof of how far the answer can be off.
+"""The 0/1 knapsack in exact integers, with a bound on the distance from the optimum.
 
 Items are sorted by value per weight and taken until one does not fit (the *break* item). An
 optimal set differs from that *break set* in few items close to the break, the *core*. States
-(weight, value, which core items were flipped) grow by one core item at a time, alternately one
-to the right (taken in) and one to the left (taken out). A state is dropped when another weighs
-no more and is worth no less, or when its Dantzig bound does not beat the best set known. The
-search is over when no state is left; the best set is then optimal.
+(weight, value, flipped core items) grow by one core item at a time, alternately one
+to the right (added) and one to the left (removed). A state is dropped if another weighs
+no more and is worth no less, or if its Dantzig bound does not exceed the best known set. The
+search ends when no state is left; the best set is then optimal.
 
-Pisinger 1997, "A minimal algorithm for the 0-1 knapsack problem", is the idea. Only `limit`
-states are followed at a time, and `effort` states are looked at in all; if some had to be let
-go, `bound` remembers the best of them.
+The method follows Pisinger 1997, "A minimal algorithm for the 0-1 knapsack problem". At most
+`limit` states are kept at a time, and `effort` states are examined in all. If states had to be
+dropped, `bound` is the best value that they could have reached.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Packing:
 
     Attributes:
         taken: indices, ascending.
-        weight: of the set; never above the capacity.
+        weight: of the set; at most the capacity.
         value: of the set.
-        bound: no set that fits is worth more; equal to `value` when the set is optimal.
+        bound: upper bound of the optimum; equal to `value` if the set is optimal.
     """
 
     taken: tuple[int, ...]
@@ -51,11 +51,11 @@ def pack(
     """Choose the most valuable items whose weights fit in `capacity`.
 
     Args:
-        weights: one int >= 0 an item.
-        values: one int >= 0 an item; worthless items are not taken.
+        weights: one int >= 0 per item.
+        values: one int >= 0 per item; items of value 0 are not taken.
         capacity: int >= 0.
-        limit: states followed at a time; the answer is optimal unless more were needed.
-        effort: states looked at in all; bounds the time, never by a clock.
+        limit: states kept at a time; the result is optimal unless more were needed.
+        effort: states examined in all; limits the time without using a clock.
 
     Example:
         >>> pack([6, 5, 5], [7, 5, 5], capacity=10)
@@ -63,7 +63,7 @@ def pack(
     """
     free = [i for i, w in enumerate(weights) if w == 0 and values[i] > 0]
     rest = [i for i, w in enumerate(weights) if 0 < w <= capacity and values[i] > 0]
-    # Among equals the light ones last: they fill what is left.
+    # Of equal items the light ones last: they fill the rest.
     rest.sort(key=lambda i: (-((values[i] << 64) // weights[i]), -weights[i]))
     search = _Search([weights[i] for i in rest], [values[i] for i in rest], capacity, limit)
     chosen = search.run(effort)
@@ -91,7 +91,7 @@ class _Search:
         return max(self.best, self.lost)
 
     def run(self, effort: int) -> list[int]:
-        """Search; return the positions of the best set."""
+        """Search and return the positions of the best set."""
         fill = self._greedy()
         self.best, self.best_bits = sum(self.values[k] for k in fill), -1
         states: list[State] = [(self.break_weight, -self.break_value, 0)]
@@ -134,12 +134,12 @@ class _Search:
         return self._prune(states, left, right)
 
     def _dantzig(self, weight: int, value: int) -> int:
-        """Bound of every set that extends the break set with one flip of this size."""
+        """Return an upper bound for sets that extend the break set with one flip of this size."""
         k = min(self.break_at, len(self.weights) - 1)
         return value + (self.capacity - weight) * self.values[k] // self.weights[k]
 
     def _prune(self, states: list[State], left: int, right: int) -> list[State]:
-        """Keep what is neither dominated nor hopeless; note the best set that fits."""
+        """Drop dominated and hopeless states; record the best set that fits."""
         front, top = [], -1
         for state in states:
             weight, value = state[0], -state[1]
@@ -155,7 +155,7 @@ class _Search:
         return front if len(front) <= self.limit else self._let_go(front, bounds, keep=self.limit)
 
     def _bounds(self, states: list[State], left: int, right: int) -> list[int]:
-        """Bound what each state can grow to: room is filled, or excess emptied, at best density."""
+        """Bound the value of each state: fill room, or empty excess, at the best density."""
         capacity = self.capacity
         gain, gain_weight = self._density(right)
         loss, loss_weight = self._density(left)
@@ -171,9 +171,9 @@ class _Search:
         return (self.values[item], self.weights[item]) if inside else (0, 1)
 
     def _let_go(self, states: list[State], bounds: list[int], *, keep: int) -> list[State]:
-        """Follow only the `keep` most hopeful states, and remember the best of the others.
+        """Keep only the `keep` most promising states, and record the best bound of the others.
 
-        Among equals, the fullest: where all densities are equal, bounds tell nothing apart.
+        Of equal bounds, keep the fullest: with equal densities, bounds do not distinguish states.
         """
         spare = [abs(self.capacity - state[0]) for state in states]
         order = sorted(range(len(states)), key=lambda n: (-bounds[n], spare[n]))

@@ -1,4 +1,4 @@
-"""What a block does on each level, from nothing recomputed to nothing left on the device."""
+"""The levels of a block, from nothing recomputed to nothing left on the device."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ INPUT = "sac_policies.input"
 
 @dataclass(frozen=True)
 class RegionFit:
-    """What one region of the model does.
+    """The level of one region of the model.
 
     Attributes:
         path: of the module.
-        level: "keeps everything", "keeps matmuls" (attention and convolutions, too), "runs again"
+        level: "keeps everything", "keeps matmuls" (also attention and convolutions), "runs again"
             or "recomputes everything"; on accelerators also "offloads inputs" and "offloads what
             hides", which recompute the rest.
-        policy: for `checkpoint`; None where everything is kept, and where it runs again.
+        policy: for `checkpoint`; None for "keeps everything" and "runs again".
         kind: name of the module's class.
     """
 
@@ -54,16 +54,16 @@ class RegionFit:
 
 @dataclass(frozen=True)
 class Region:
-    """A module, and what a plain step of it did.
+    """A module, and facts from a plain step of it.
 
     Attributes:
         path: of the module.
         module: the module.
-        operators: costly ones that ran in it.
-        wrote: names of buffers that it writes to; None where it cannot run again, because it
-            replaces buffers or computes something else the second time.
-        rewrites: whether it writes to tensors that it is given.
-        is_compiled: whether a compiler chooses what it keeps: it can only run again, or not.
+        operators: costly operators that ran in it.
+        wrote: names of buffers that it writes to; None if it cannot run again, because it
+            replaces buffers or gives other results the second time.
+        rewrites: whether it writes to tensors in its arguments.
+        is_compiled: whether it is compiled: then it either runs again or keeps everything.
         hidden: calls whose values can be offloaded behind its forward.
         hidden_bytes: bytes of those values and of its inputs.
     """
@@ -78,7 +78,7 @@ class Region:
     hidden_bytes: int = 0
 
     def at(self, level: int) -> RegionFit:
-        """What it does on a level."""
+        """Return the region on a level."""
         does, policy = self._at(level)
         return RegionFit(self.path, does, policy, type(original(self.module)).__name__)
 

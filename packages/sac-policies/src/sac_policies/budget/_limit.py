@@ -1,4 +1,4 @@
-"""The bytes that a step may take: a budget, what the model's device has free, less a reserve."""
+"""The bytes that a step may take: a budget, or the device's free memory, minus a reserve."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ class Limit:
     """A budget and its reserve, checked before anything runs.
 
     Args:
-        budget: bytes, a share of what a step takes without checkpointing, text, or "device".
-        reserve: how much of it stays free: bytes, text, or a share of the budget.
+        budget: bytes, a share of the peak without checkpointing, text, or "device".
+        reserve: part that stays free: bytes, text, or a share of the budget.
 
     Raises:
-        BudgetError: one of them is no size.
+        BudgetError: one of them is not a size.
     """
 
     def __init__(self, budget: Budget, reserve: Budget) -> None:
@@ -24,15 +24,15 @@ class Limit:
             budget_bytes(each, total_bytes=0, what=what)
 
     def settle(self, step: Step) -> None:
-        """Read what the device has free, before the step runs. Collective.
+        """Read the device's free memory, before the step runs. Collective.
 
         Raises:
-            BudgetError: the budget is "device" on a device that does not tell what is free.
+            BudgetError: the budget is "device" on a device that does not report its free memory.
         """
         if self._is_device:
             self._budget = step.available()
 
     def allowed(self, plain_bytes: int) -> int:
-        """Bytes that are left of the budget, where a step takes so many without checkpointing."""
+        """Return the allowed bytes, given the peak without checkpointing."""
         whole = budget_bytes(self._budget, total_bytes=plain_bytes)
         return max(0, whole - budget_bytes(self._reserve, total_bytes=whole, what="reserve"))

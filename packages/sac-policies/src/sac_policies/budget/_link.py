@@ -1,7 +1,7 @@
-"""How fast copies to host memory and back run beside a forward, and what a forward hides.
+"""Speed of copies to and from host memory during a forward, and the values that fit behind it.
 
-Bandwidth depends on what else runs: copies share the device's memory with kernels. So copies are
-measured beside a block's forward, in each direction, about half as long as the forward.
+Bandwidth depends on concurrent work: copies share the device's memory with kernels. So copies are
+measured during a block's forward, in each direction, for about half of its duration.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BACKWARDS = 2
 
 
 class Timing(NamedTuple):
-    """What one run of the work took, and the copy beside it."""
+    """Duration of one run of the work, and of the concurrent copy."""
 
     work_seconds: float
     copy_seconds: float
@@ -40,7 +40,7 @@ Run = Callable[[int, Direction], Timing]
 
 @dataclass(frozen=True)
 class Link:
-    """The way between a device and host memory, beside work.
+    """The link between a device and host memory, during other work.
 
     Attributes:
         out: bytes per second to host memory.
@@ -53,19 +53,19 @@ class Link:
     work_seconds: float
 
     def hidden(self, trace: Trace, input_bytes: int) -> list[Item]:
-        """Return the values of a block that leave while its forward runs and are back in time.
+        """Return the values of a block that can leave during its forward and return in time.
 
-        Copies out run one after another, the inputs first, each from when its value is made.
-        Copies back run during the backward of the block after. Values that cost the most work for
-        their bytes come first.
+        Copies out run one after another, the inputs first, each from the time its value is made.
+        Copies back run during the backward of the following block. Values with the most work per
+        byte come first.
 
         Args:
             trace: of the block's forward, in nanoseconds.
-            input_bytes: of inputs, which leave in any case.
+            input_bytes: of inputs, which are copied in any case.
         """
         done = list(accumulate(op.cost if op.out_bytes else 0 for op in trace.ops))
         work = self.work_seconds * SECOND
-        made = [each * work / done[-1] for each in done]  # single operators are timed with waits
+        made = [each * work / done[-1] for each in done]  # single operators are timed alone
         found: list[Item] = []
         items = [item for item in trace.items() if item.kept_bytes]
         for item in sorted(items, key=lambda item: -item.cost / item.kept_bytes):
@@ -77,7 +77,7 @@ class Link:
         return found
 
     def _leaves(self, away: Sequence[Item], made: Sequence[float], input_bytes: int) -> float:
-        """Return when the last copy out ends, in nanoseconds from the start of the forward."""
+        """Return the end of the last copy out, in nanoseconds from the start of the forward."""
         end = input_bytes * SECOND / self.out
         for item in away:
             end = max(end, made[item.ops[-1]]) + item.kept_bytes * SECOND / self.out
@@ -87,18 +87,18 @@ class Link:
 def measure_link(
     run: Run, *, most_bytes: int, first_bytes: int = _FIRST_BYTES, rounds: int = _ROUNDS
 ) -> Link:
-    """Measure copies in both directions beside work.
+    """Measure copies in both directions during other work.
 
-    The fastest of a few rounds counts: other programs make copies slower, and never faster.
+    The fastest of a few rounds counts, since other programs can only slow copies down.
 
     Args:
-        run: runs the work beside a copy, such as `beside_on(device, work)`.
+        run: runs the work and a copy, such as `beside_on(device, work)`.
         most_bytes: size of the largest copy, which needs that much on the device and on the host.
         first_bytes: size of the first copy; later ones take half of the work's time.
         rounds: runs of each kind.
 
     Raises:
-        BudgetError: copies or the work take no time that can be measured.
+        BudgetError: copies or the work are too short to be measured.
     """
     alone = min(run(0, "out").work_seconds for _ in range(rounds))
     out = _rate(run, "out", alone, first_bytes, most_bytes, rounds)

@@ -86,7 +86,7 @@ class Marks:
         if self._memory is None:
             with record_function(f"{_MARK}{len(self._keys)}"):
                 pass
-        self._clock.mark(key)  # it waits for the device
+        self._clock.mark(key)  # synchronizes with the device
         self._note()
         self._keys.append(key)
 
@@ -115,7 +115,7 @@ class Marks:
         return [Interval(key, *each) for key, each in zip(self._keys, found, strict=False)]
 
     def _note(self) -> None:
-        """On accelerators, note the bytes in use, the most since the mark before, and moves."""
+        """On accelerators, record the bytes in use, the peak since the last mark, and copies."""
         memory, device = self._memory, self._device
         if memory is not None:
             moved = Moved(counters.bytes_out, counters.bytes_in, counters.bytes_unread)
@@ -132,7 +132,7 @@ def _between(
 
 
 def highest(intervals: Iterable[Interval]) -> int:
-    """Return the most bytes in use over those before the first interval.
+    """Return the peak over the bytes before the first interval.
 
     Example:
         >>> highest([Interval(None, 8, 16), Interval("block", -8, 12)])
@@ -146,10 +146,10 @@ def highest(intervals: Iterable[Interval]) -> int:
 
 
 def free_bytes(device: torch.device, *, where: str) -> int:
-    """Bytes that can still be allocated on an accelerator, what the allocator has cached included.
+    """Return the free bytes of an accelerator, with those cached by the allocator.
 
     Raises:
-        BudgetError: the device is not an accelerator that tells what is free.
+        BudgetError: the device is not an accelerator that reports its free memory.
     """
     memory: Any = None if device.type == "cpu" else getattr(torch, device.type, None)
     if not hasattr(memory, "mem_get_info"):
@@ -163,7 +163,7 @@ def free_bytes(device: torch.device, *, where: str) -> int:
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor | None], *, device: torch.device) -> int:
-    """Bytes of the tensors' storages on `device`, shared ones counted once.
+    """Return bytes of the tensors' storages on `device`, shared ones counted once.
 
     Example:
         >>> x = torch.ones(100)
@@ -182,7 +182,7 @@ def _changes(step: Callable[[], object]) -> list[tuple[int, int] | None]:
     # Not by `torch.profiler`: torch 2.11 warns there unless it makes an object of each event.
     with _quiet(), profile(profile_memory=True, use_kineto=True) as profiler:
         step()
-    with no_collection():  # it would go through all there is, again and again, for these events
+    with no_collection():  # these events would trigger many collections
         return _read(profiler)
 
 
@@ -194,7 +194,7 @@ def _read(profiler: profile) -> list[tuple[int, int] | None]:
     found: list[tuple[float, tuple[int, int] | None]] = []
     for event in events:
         name, args = event.get("name", ""), event.get("args", {})
-        if name == "[memory]" and not args.get("Device Type"):  # 0 is the CPU, as is none
+        if name == "[memory]" and not args.get("Device Type"):  # of the CPU
             found.append((event["ts"], (args["Addr"], args["Bytes"])))
         elif name.startswith(_MARK):
             found.append((event["ts"], None))
@@ -210,7 +210,7 @@ def _quiet() -> Iterator[None]:
     if _LOG_LEVEL in os.environ:
         yield
         return
-    os.environ[_LOG_LEVEL] = "6"  # above what it says of every step
+    os.environ[_LOG_LEVEL] = "6"  # above its messages of every step
     try:
         yield
     finally:

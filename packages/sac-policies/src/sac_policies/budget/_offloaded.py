@@ -1,7 +1,7 @@
-"""What a region takes whose neighbours offload other values than in the measured step.
+"""Memory of a region whose neighbours offload other values than in the measured step.
 
-In backward a region asks for the values of the region before it that offloads, and the last one
-asks for its own, too. Values that no backward reads are asked for in the measured step only.
+In backward a region requests the values of the preceding region that offloads, and the last region
+also requests its own. Values that no backward reads are requested in the measured step only.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from ._measure import Interval
 
 
 class _Level:
-    """A step in which every region offloads that can on one level.
+    """A step in which all regions that can offload are on one level.
 
     Attributes:
-        order: numbers of the regions that offload; empty where one is called again, whose
-            neighbours are not known.
-        asked: by region, bytes that it asked for.
-        unread: by region, bytes that it asked for and did not read.
-        values: by region, bytes that the region after it asks for.
+        order: numbers of the regions that offload; empty if one is called several times, since
+            its neighbours are then unknown.
+        asked: by region, bytes that it requested.
+        unread: by region, bytes that it requested and did not read.
+        values: by region, bytes that the following region requests.
     """
 
     def __init__(self, intervals: Sequence[Interval]) -> None:
@@ -37,7 +37,7 @@ class _Level:
             before: self.asked[number] - self.unread[before]
             for before, number in pairwise(self.order)
         }
-        if self.order:  # the last one has asked for its own with those of the one before
+        if self.order:  # the last one has requested its own with those of the one before
             *before, last = self.order[-2:]
             both = self.asked[last] - sum(self.unread[n] for n in self.order[-2:])
             sizes = [each.moved.out for each in begun[-2:]]
@@ -49,7 +49,7 @@ class Offloaded:
     """Steps on single levels, in which regions offload.
 
     Args:
-        measured: by level, the intervals of a step; keys as `marked` gives them.
+        measured: by level, the intervals of a step; keys as in `marked`.
     """
 
     def __init__(self, measured: Sequence[Sequence[Interval]]) -> None:
@@ -58,11 +58,11 @@ class Offloaded:
         self._order = list(dict.fromkeys(number for number, *_ in keys))
 
     def among(self, choice: Sequence[int], measured: Interval) -> Interval:
-        """Return an interval of a region, where others may be on other levels.
+        """Return an interval of a region, for other levels of its neighbours.
 
         Args:
             choice: by region, its level.
-            measured: the interval where all are on this region's level.
+            measured: the interval with all regions on this region's level.
         """
         number, is_backward = measured.key[0], measured.key[2]
         level = self._levels[choice[number]]

@@ -38,10 +38,10 @@ if hasattr(optim, "Muon"):
 
 
 def check_optimizer(optimizer: object, device: torch.device, *, where: str) -> None:
-    """Refuse what is not an optimizer, and optimizers whose state is not known.
+    """Refuse objects that are not optimizers, and optimizers whose state is not known.
 
     Raises:
-        BudgetError: with what is needed.
+        BudgetError: the message says what is accepted.
     """
     if not isinstance(optimizer, optim.Optimizer):
         raise BudgetError(
@@ -57,7 +57,7 @@ def check_optimizer(optimizer: object, device: torch.device, *, where: str) -> N
 
 
 def existing_bytes(optimizer: optim.Optimizer, device: torch.device) -> int:
-    """Bytes of the state that an optimizer has on a device; tensors of one number do not count.
+    """Return bytes of an optimizer's present state on a device, without one-element tensors.
 
     Example:
         >>> existing_bytes(optim.Adam([torch.ones(2, requires_grad=True)]), torch.device("cpu"))
@@ -68,9 +68,9 @@ def existing_bytes(optimizer: optim.Optimizer, device: torch.device) -> int:
 
 
 def state_bytes(optimizer: optim.Optimizer, device: torch.device) -> int:
-    """Bytes of an optimizer's state on a device after its next step.
+    """Return bytes of an optimizer's state on a device after its next step.
 
-    Parameters without state count as if that step gives them one.
+    Parameters without state count as if that step allocates it.
 
     Example:
         >>> state_bytes(optim.Adam([torch.ones(2, requires_grad=True)]), torch.device("cpu"))
@@ -89,6 +89,6 @@ def state_bytes(optimizer: optim.Optimizer, device: torch.device) -> int:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor, or of this rank's part of it."""
+    """Return bytes of a tensor, or of this rank's part of it."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return int(local.numel() * local.element_size())

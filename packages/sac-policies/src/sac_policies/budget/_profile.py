@@ -1,4 +1,4 @@
-"""Makes the trace of a function from a recorded forward."""
+"""Make the trace of a function from a recorded forward."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ def profile(
     repeats: int = 1,
     **kwargs: Any,
 ) -> Trace:
-    """Record one forward of a region: operators, bytes, work, and what autograd saves.
+    """Record one forward of a region: operators, bytes, work, and tensors that autograd saves.
 
-    Runs `function` as it is, side effects included, on whatever its arguments are: CPU, CUDA
-    or fake tensors. Not collective.
+    Runs `function` with its side effects, on CPU, CUDA or fake tensors. Not collective.
 
     Args:
-        function: what `checkpoint` will be given.
+        function: the function for `checkpoint`.
         args: its positional arguments.
-        unit: "ns" times every operator, "flops" counts its arithmetic (one per element where
+        unit: "ns" times every operator, "flops" counts its arithmetic (one per element if
             torch has no formula). By default "flops" for fake tensors, else "ns".
         repeats: forwards to run; the shortest time of each operator counts.
         kwargs: keyword arguments of `function`.
@@ -88,12 +87,12 @@ def check_unit(unit: object, *, where: str) -> None:
 
 
 def unit_of(values: Any) -> Unit:
-    """Return the unit for work on these tensors, if none is asked for."""
+    """Return the default unit for work on these tensors."""
     return "flops" if any(map(is_fake, tensors_in(values))) else "ns"
 
 
 def recorded_forward(call: Callable[[], Any], unit: Unit) -> Run:
-    """Record one forward, and how much work each of its calls is."""
+    """Record one forward, and the work of each of its calls."""
     recorder = Recorder(unit)
     return recorder.record(partial(recorder.forward, call))
 
@@ -146,7 +145,7 @@ def trace_of(run: Run, timed: Sequence[Run], unit: Unit, *, where: str) -> Trace
 
 
 def _packs(run: Run, makers: dict[int, tuple[int, int]]) -> list[TracedPack]:
-    others: dict[tuple[int, int], int] = {}  # storages that no call made, numbered from 1
+    others: dict[tuple[int, int], int] = {}  # storages from before the calls, numbered from 1
     found = []
     for each in made_again(run):
         reads = []

@@ -1,8 +1,7 @@
-"""Rehearses a recorded run under a policy: the tape runs on tensors without data.
+"""Replay a recorded run under a policy: the real tape runs on tensors without data.
 
-The tape is the real one, with its values, copies and replays. Only operators do not run: they
-return tensors on the meta device, of the recorded sizes and strides. A ledger counts the storages
-that live.
+The tape has its values, copies and replays. Only operators do not run: they return tensors on the
+meta device, of the recorded sizes and strides. A ledger counts live storages.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ Storage = tuple[int, int]
 
 @dataclass(frozen=True)
 class Again:
-    """A saved tensor where the tape keeps nothing that it can make again.
+    """A saved tensor that the tape recomputes if it can.
 
     Attributes:
         storage: number of its storage in the run.
-        held: its bytes if it is held all the same; None if it is made again.
-        producer: the operator that makes it again; "" if it is held.
-        reads: bytes of the storages that are held for that, of no other saved tensor.
+        held: its bytes if it is held in any case; None if it is recomputed.
+        producer: the operator that recomputes it; "" if it is held.
+        reads: bytes of storages held only for its recomputation.
     """
 
     storage: int
@@ -50,7 +49,7 @@ class Again:
 
 
 def peak_growth_of(run: Run, plan: Policy | None) -> int:
-    """Return the most bytes that a recorded step allocates under a plan, over those before it."""
+    """Return the peak of a recorded step under a plan, over the bytes before it."""
     with _apart():
         rehearsal = _Rehearsal(run, plan)
         rehearsal.follow(run.events)
@@ -58,7 +57,7 @@ def peak_growth_of(run: Run, plan: Policy | None) -> int:
 
 
 def made_again(run: Run) -> list[Again]:
-    """List what autograd holds at the end of a recorded forward, in the order it was saved."""
+    """List the tensors that autograd holds at the end of a recorded forward, in order of saving."""
     with _apart():
         rehearsal = _Rehearsal(run, RECOMPUTE_ALL)
         rehearsal.follow(run.events[: run.events.index(("end", 0)) + 1])
@@ -72,11 +71,11 @@ def _apart() -> Iterator[None]:
 
 
 class Ledger:
-    """Counts the bytes of the storages that live.
+    """Counts the bytes of live storages.
 
     Attributes:
-        now: bytes of those that live now.
-        top: the most so far.
+        now: bytes of the live ones.
+        top: peak so far.
     """
 
     def __init__(self) -> None:
@@ -84,10 +83,10 @@ class Ledger:
         self._known: dict[int, tuple[ref[torch.UntypedStorage], int, int]] = {}
 
     def add(self, tensor: torch.Tensor, size: int | None = None, number: int = -1) -> None:
-        """Count the storage of a tensor until it is freed, unless it is counted.
+        """Count the storage of a tensor until it is freed, once.
 
         Args:
-            tensor: any in that storage.
+            tensor: any tensor of that storage.
             size: bytes to count; by default those of the storage.
             number: of the storage in the run; -1 for one that the tape made.
         """
@@ -107,7 +106,7 @@ class Ledger:
         return ((number, -1) if number >= 0 else (-1, key)), size
 
     def takes(self, size: int) -> None:
-        """Count bytes that are taken and given back."""
+        """Count temporary bytes."""
         self.top = max(self.top, self.now + size)
 
     def _freed(self, key: int, size: int, _: object) -> None:
@@ -125,12 +124,12 @@ class _RehearsedTape(Tape):
 
     @property
     def replays(self) -> bool:
-        """Whether a replay runs now."""
+        """Whether a replay is running."""
         return self._replay.runs
 
     @property
     def is_away(self) -> bool:
-        """Whether FSDP works now, and the region does not."""
+        """Whether FSDP's own code is running."""
         return self._is_away
 
     def read(self, value: Value) -> torch.Tensor:
@@ -151,7 +150,7 @@ class _RehearsedTape(Tape):
             self._ledger.add(value.held)
 
     def note_mask(self, mask: torch.Tensor, version: int) -> None:
-        """Count the bits, and the bytes that packing them takes."""
+        """Count the bits, and the temporary bytes of packing them."""
         super().note_mask(mask, version)
         seen = self._known.get(id(mask))
         if seen is not None and isinstance(seen.value, Call):
@@ -160,7 +159,7 @@ class _RehearsedTape(Tape):
 
 
 class _Unpacked:
-    """Makes a mask of its bits, and counts it."""
+    """Makes a mask from its bits, and counts it."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.op, self.shares, self.call = UNPACK.op, UNPACK.shares, self._call
@@ -174,15 +173,15 @@ class _Unpacked:
 
 
 def _packing_bytes(mask: torch.Tensor) -> int:
-    """Bytes of the flags, and of those that are shifted."""
+    """Return the temporary bytes of packing: flags, and shifted flags."""
     return mask.numel() if mask.dtype is torch.bool else 2 * mask.numel()
 
 
 class _Rehearsal:
     """One run, event by event.
 
-    A storage that autograd saved lives as long as its tensors and the tape's values do. Others live
-    as they did, also where no tensor of theirs was seen.
+    A storage that autograd saved lives as long as its tensors and the tape's values. Other
+    storages live as recorded, also if none of their tensors was seen.
     """
 
     def __init__(self, run: Run, plan: Policy | None) -> None:
@@ -199,11 +198,11 @@ class _Rehearsal:
 
     @property
     def top(self) -> int:
-        """Most bytes that lived."""
+        """Peak of live bytes."""
         return self._ledger.top
 
     def follow(self, events: list[Event]) -> None:
-        """Do what happened."""
+        """Process the recorded events."""
         does: dict[str, Callable[[int], object]] = {
             "call": self._call,
             "gone": lambda number: self._live.pop(number, None),
@@ -217,7 +216,7 @@ class _Rehearsal:
             does[kind](number)
 
     def saved(self) -> list[Again]:
-        """List what autograd holds now."""
+        """List the tensors that autograd holds."""
         found = []
         own = {value for value in self._saves.values() if isinstance(value, Value)}
         for at, value in self._saves.items():
@@ -254,11 +253,11 @@ class _Rehearsal:
         increment_version(written)
 
     def _outputs(self, at: int, *args: Any, **kwargs: Any) -> Any:
-        """Return what a call returns; called in its turn, and by replays."""
+        """Return the results of a call; called by the run and by replays."""
         call, is_replay = self._run.calls[at], self._tape is not None and self._tape.replays
         inputs = _tensors_of((args, tuple(kwargs.values())))
         for each in inputs:
-            self._ledger.add(each)  # a replay may be given a copy
+            self._ledger.add(each)  # a replay may get a copy
         self._ledger.takes(call.most_bytes)
         made: dict[int, torch.Tensor] = {}
 
@@ -305,7 +304,7 @@ class _Rehearsal:
         return _filled(value, self._tensor)
 
     def _tensor(self, number: int) -> torch.Tensor:
-        """Return the tensor with a number; one that no call made is from outside, or an alias."""
+        """Return the tensor with a number; one that no call made is an input, or an alias."""
         tensor = self._live.get(number)
         if tensor is not None:
             return tensor
@@ -349,7 +348,7 @@ class _Rehearsal:
 
 
 def _held_behind(call: Call, saved: set[Value]) -> list[torch.Tensor]:
-    """List the held tensors that a call reads, directly or by calls of which nothing is saved."""
+    """List the held tensors that a call reads, directly or through unsaved calls."""
     found: list[torch.Tensor] = []
     seen: set[Value] = set()
     stack = [call]
@@ -379,7 +378,7 @@ def _made(layout: Layout) -> torch.Tensor:
 
 
 def _alias(tensor: torch.Tensor, layout: Layout, shift: int) -> torch.Tensor:
-    """Return a view that lies as a layout says; `shift` is how far the storage's start is moved."""
+    """Return a view with a layout; `shift` is the offset of the storage's start."""
     offset = layout.offset + shift
     if layout.dtype == tensor.dtype:
         return tensor.as_strided(layout.size, layout.stride, offset)

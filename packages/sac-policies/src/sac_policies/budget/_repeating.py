@@ -64,7 +64,7 @@ def inside(regions: Sequence[tuple[str, nn.Module]]) -> tuple[tuple[str, nn.Modu
 
 
 def kind_of(module: nn.Module) -> type[nn.Module]:
-    """Return the class of a module, or of what it was compiled from.
+    """Return the class of a module, or of the module inside its compiled wrapper.
 
     Example:
         >>> kind_of(nn.Linear(2, 2)).__name__
@@ -134,7 +134,7 @@ def _below(path: str, module: nn.Module, parents: Any) -> Iterator[tuple[str, nn
 def _is_block(module: nn.Module) -> bool:
     module = original(module)
     children = list(module.children())
-    if isinstance(module, nn.Sequential):  # of layers a block, of blocks a stage
+    if isinstance(module, nn.Sequential):  # of layers it is a block, of blocks a stage
         return bool(children) and not any(map(_is_block, children))
     return bool(children) and not isinstance(module, _CONTAINERS)
 

@@ -1,8 +1,8 @@
-"""Records a forward, or a whole step, as a value: calls, tensors, saved tensors, and their ends.
+"""Record a forward, or a whole step: calls, tensors, saved tensors, and their lifetimes.
 
-Nothing is checkpointed meanwhile. Saved-tensor hooks note what autograd saves, reads and
-releases; weak references note when tensors and storages are gone. A `Trace` is made from such a
-run, and `_rehearsal` predicts from it what the tape would hold under a plan.
+Nothing is checkpointed. Saved-tensor hooks record what autograd saves, reads and releases; weak
+references record when tensors and storages are freed. A `Trace` is made from such a run, and
+`_rehearsal` predicts from it what the tape would hold under a plan.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a tensor lies in memory; sparse and nested ones count as empty views of their storage.
+    """Layout of a tensor; sparse and nested ones count as empty views of their storage.
 
     Attributes:
         storage: number of its storage; -1 for a tensor without one.
@@ -83,11 +83,11 @@ class RunCall:
         args: positional arguments, with a `Place` for each tensor.
         kwargs: keyword arguments, likewise.
         inputs: numbers of the tensors among them.
-        out: what it returned, likewise.
-        written: storages that it wrote to, as its schema says.
+        out: its result, likewise.
+        written: storages that it wrote to, by its schema.
         made: numbers of the storages that it made.
-        records: whether gradients were on, or a library took care of them.
-        most_bytes: most that was allocated while it ran, over what there was before.
+        records: whether gradients were on, or a library handled them.
+        most_bytes: peak of its allocations, over the bytes before it.
         cost: work to run it again, in the recorder's unit.
     """
 
@@ -120,14 +120,14 @@ class Save:
 
 @dataclass(frozen=True)
 class Run:
-    """What happened.
+    """A recorded run.
 
     Attributes:
         calls: all operator calls, in order.
         layouts: of all tensors, by number.
         sizes: bytes of all storages, by number; 0 for those from before.
-        saves: what autograd saved.
-        events: what happened, in order.
+        saves: tensors that autograd saved.
+        events: all events, in order.
     """
 
     calls: list[RunCall] = field(default_factory=list)
@@ -137,7 +137,7 @@ class Run:
     events: list[Event] = field(default_factory=list)
 
     def forward(self) -> Iterator[RunCall]:
-        """Yield the forward's calls that do work: no bookkeeping, and nothing of FSDP's own."""
+        """Yield the forward's calls that do work, without bookkeeping and FSDP's own operators."""
         ranges = Ranges()
         for kind, number in self.events:
             if kind == "end":
@@ -152,10 +152,10 @@ class Run:
 
 
 class Recorder(WatchingMode):
-    """Records what runs.
+    """Records a run.
 
     Args:
-        unit: what the work of a call is measured in; None for no measurement.
+        unit: unit of the work of a call; None for no measurement.
         marks: divides allocations at each call; None if they are not measured.
     """
 
@@ -171,7 +171,7 @@ class Recorder(WatchingMode):
         self._in_backward = False
 
     def record(self, function: Callable[[], object]) -> Run:
-        """Call a function, which calls `forward`, and return what ran."""
+        """Call a function, which calls `forward`, and return the record."""
 
         def recorded() -> None:
             with self, saved_tensors_hooks(self._pack, self._unpack):
@@ -185,13 +185,13 @@ class Recorder(WatchingMode):
         return replace(self._run, calls=[replace(call, most_bytes=most[at]) for at, call in calls])
 
     def forward(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the forward, and note its end."""
+        """Run the forward, and record its end."""
         out = function(*args, **kwargs)
         self._run.events.append(("end", 0))
         return out
 
     def mark(self, key: Any) -> None:
-        """Note that backward begins."""
+        """Record the beginning of backward."""
         self._in_backward = key == BACKWARD
 
     def __torch_dispatch__(
@@ -201,7 +201,7 @@ class Recorder(WatchingMode):
         if self._is_own:
             return func(*args, **given)
         if not _PLAIN.issuperset(types):
-            return NotImplemented  # a subclass calls operators on the tensors inside it
+            return NotImplemented  # a subclass calls operators on its inner tensors
         if FAKE_TENSOR in types and not in_fake_mode():
             return func(*args, **given)  # DTensor propagates shardings by fake tensors
         run, at = self._run, len(self._run.calls)
@@ -256,7 +256,7 @@ class Recorder(WatchingMode):
             return known.number
         layout = self._layout(tensor)
         reads = self._read.get(layout) if layout.storage >= 0 else None
-        # Autograd makes a tensor of its own of each one that it reads.
+        # Autograd makes a separate tensor of each one that it reads.
         number = reads.pop(0) if reads else self._new(layout)
         seen = _Known(tensor, self._gone)
         seen.number = number
@@ -291,10 +291,10 @@ class Recorder(WatchingMode):
         self._settle_in_place(number)
 
     def _settle_in_place(self, storage: int) -> None:
-        """Have a result lie where the tensor did that backward would have written to.
+        """Place a result in the memory of the tensor that backward would have written to.
 
-        Autograd adds gradients in place if nobody else has the first one, and so do a few formulas,
-        but not while a mode looks on: then the tensor is freed as soon as the result is there.
+        Autograd adds gradients in place if nothing else holds the first one, and so do a few
+        formulas, but not under a mode. Then the tensor is freed as soon as the result exists.
         """
         events, layouts = self._run.events, self._run.layouts
         at = len(events) - 1
@@ -314,7 +314,7 @@ class Recorder(WatchingMode):
     # Saved tensors
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
-        """Note that autograd saves a tensor; hold an alias that is no view of it."""
+        """Record that autograd saves a tensor; hold an alias that is not a view of it."""
         places = []
         for part in parts_of(tensor):
             number = self._number(part)
@@ -333,7 +333,7 @@ class Recorder(WatchingMode):
             self._is_own = False
 
     def _unpack(self, saved: _Saved) -> torch.Tensor:
-        """Note that backward reads a tensor; return an alias that lives as long as it is read."""
+        """Record that backward reads a tensor; return an alias that lives as long as it is read."""
         for at in saved.places:
             save = self._run.saves[at]
             self._run.events.append(("read", at))
@@ -348,14 +348,14 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, FAKE_TENSOR))
 
 
 class _Known(ref[torch.Tensor]):
-    """A tensor that has a number."""
+    """A numbered tensor."""
 
     __slots__ = ("number",)
     number: int
 
 
 class _Saved:
-    """What autograd holds of a saved tensor.
+    """A saved tensor as autograd holds it.
 
     Attributes:
         tensor: an alias of it.

@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write them, and budgets that are sizes or fractions."""
+"""Sizes in bytes as text, and budgets as sizes or fractions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def parse_size(text: str) -> int:
     Powers of 1024 are spelled KiB, MiB, GiB and TiB; powers of 1000 KB, MB, GB and TB.
 
     Raises:
-        BudgetError: no number, no unit, or a unit that is not in the list.
+        BudgetError: the number or the unit is missing, or the unit is unknown.
 
     Example:
         >>> parse_size("6 GiB")
@@ -45,10 +45,10 @@ def parse_size(text: str) -> int:
 
 
 def format_size(size_bytes: int) -> str:
-    """Write a size in the largest binary unit that leaves one digit before the point.
+    """Format a size in the largest binary unit with a nonzero integer part.
 
     Raises:
-        BudgetError: no whole number of fewer than 20 digits.
+        BudgetError: not a whole number of fewer than 20 digits.
 
     Example:
         >>> format_size(14_711_520)
@@ -66,15 +66,15 @@ def format_size(size_bytes: int) -> str:
 
 
 def budget_bytes(budget: Budget, *, total_bytes: int, what: str = "budget") -> int:
-    """Turn a budget in bytes; fractions are of `total_bytes`, rounded down.
+    """Convert a budget to bytes; fractions are of `total_bytes`, rounded down.
 
     Args:
         budget: bytes, a fraction, or text.
-        total_bytes: what fractions are of.
+        total_bytes: base of fractions.
         what: name of the argument, for messages.
 
     Raises:
-        BudgetError: negative, a fraction above 1, or text that does not parse.
+        BudgetError: negative, a fraction above 1, or invalid text.
 
     Example:
         >>> budget_bytes("50%", total_bytes=1001), budget_bytes(0.25, total_bytes=1000)

@@ -17,20 +17,20 @@ from ._trace import Item, Trace
 
 
 def solve(trace: Trace, budget: Budget) -> BudgetPlan | Infeasible:
-    """Plan what to keep so that backward repeats the least work within `budget`.
+    """Plan which values to keep so that backward recomputes as little as possible within `budget`.
 
-    The bytes are those kept between forward and backward, counted exactly and never over; use
-    `plan_region` for a budget on the measured peak of a whole step.
+    The budget is for bytes kept between forward and backward, counted exactly; use `plan_region`
+    for a budget on the measured peak of a whole step.
 
     Args:
         trace: from `profile`.
-        budget: bytes (int), a fraction of what can be kept (float), "6 GiB" or "50%".
+        budget: bytes (int), a fraction of the bytes that can be kept (float), "6 GiB" or "50%".
 
     Returns:
-        A policy for `checkpoint`, or an `Infeasible` that says the smallest budget with a plan.
+        A policy for `checkpoint`, or an `Infeasible` with the smallest possible budget.
 
     Raises:
-        BudgetError: the budget is negative, above 100%, or does not parse.
+        BudgetError: the budget is negative, above 100%, or invalid.
 
     Example:
         >>> solve(Trace("ns", (), ()), "1 KiB").kept_bytes
@@ -45,7 +45,7 @@ def solve(trace: Trace, budget: Budget) -> BudgetPlan | Infeasible:
     packing = pack(sizes, costs, capacity=allowed - fixed)
     bound, kept = packing.bound, [items[n] for n in packing.taken]
     if slack := trace.slack_bytes:
-        # What several values are made of is taken to be held, unless all are kept.
+        # Values that several values are recomputed from count as held, unless all are kept.
         bound = pack(sizes, costs, capacity=allowed - fixed + slack).bound
         if trace.total_bytes() <= allowed:
             kept = list(items)
@@ -55,7 +55,7 @@ def solve(trace: Trace, budget: Budget) -> BudgetPlan | Infeasible:
 def spread(trace: Trace, nth: int) -> BudgetPlan:
     """Plan to keep every `nth` value, so that no chain of replays is long.
 
-    Which values it keeps depends on their order alone, not on what work was measured.
+    The choice depends only on their order, not on measured work.
 
     Args:
         trace: from `profile`.
@@ -72,7 +72,7 @@ def spread(trace: Trace, nth: int) -> BudgetPlan:
 
 
 def check_trace(trace: object, *, where: str) -> None:
-    """Refuse what is no trace.
+    """Refuse objects that are not traces.
 
     Raises:
         BudgetError: with what is accepted.
@@ -85,12 +85,12 @@ def check_trace(trace: object, *, where: str) -> None:
 
 
 def plan_of(trace: Trace, kept: Sequence[Item], *, bound: int) -> BudgetPlan:
-    """Write a choice of items as a plan.
+    """Make a plan from a choice of items.
 
     Args:
-        trace: what the items belong to.
+        trace: the trace of the items.
         kept: items of `trace.items()` to keep.
-        bound: no choice within the budget saves more work, in the trace's unit.
+        bound: upper bound of the saved work within the budget, in the trace's unit.
     """
     whole = sum(item.cost for item in trace.items())
     saved = {i for item in kept for i in item.ops}

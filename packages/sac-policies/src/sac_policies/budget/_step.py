@@ -83,12 +83,12 @@ class Step:
 
     def loss(self, call: Callable[..., Any]) -> torch.Tensor:
         """Run a forward through `call`; return the loss."""
-        # Each step draws the same numbers: routing and dropout decide what it takes.
+        # Each step draws the same numbers, since routing and dropout affect its memory.
         torch.manual_seed(0)
         return self._loss(call(*self._args, **self._kwargs))
 
     def run(self, call: Callable[..., Any], marks: Marked | None = None) -> None:
-        """Run a forward through `call`, and backward; gradients are not added up."""
+        """Run a forward through `call`, and backward; gradients are not accumulated."""
         self._clear()
         loss = self.loss(call)
         if marks is not None:
@@ -144,7 +144,7 @@ class Step:
         return dict(zip(spent, largest_each(list(spent.values())), strict=True))
 
     def resident(self) -> int:
-        """Bytes of parameters, buffers, batch and state, the most of all ranks. Collective."""
+        """Return bytes of parameters, buffers, batch and state; the largest rank. Collective."""
         return largest(self._resident())
 
     def available(self) -> int:
@@ -208,7 +208,7 @@ class Step:
         finally:
             try:
                 _put_back(grads, buffers)
-            except BaseException:  # Ctrl-C comes here, too, and once
+            except BaseException:  # also Ctrl-C, once
                 _put_back(grads, buffers)
                 raise
 

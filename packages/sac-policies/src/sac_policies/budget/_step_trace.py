@@ -1,4 +1,4 @@
-"""One training step as a value, and what it would take under a plan."""
+"""A recorded training step, and its predicted memory under a plan."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ._trace import Trace
 
 @dataclass(frozen=True)
 class StepTrace:
-    """A step that was run once, without checkpointing, and what it would take under plans.
+    """A step that was run once, without checkpointing, for predictions under plans.
 
     Attributes:
         trace: of its forward, to solve for plans.
@@ -35,17 +35,17 @@ class StepTrace:
     _run: Run
 
     def peak_bytes(self, plan: BudgetPlan | None = None) -> int:
-        """Predict the most memory in use during a step, in bytes.
+        """Predict the peak memory of a step, in bytes.
 
-        Counts parameters, buffers, gradients, the batch and all that forward and backward allocate;
-        not optimizer state, nor the buckets that DDP keeps.
+        Counts parameters, buffers, gradients, the batch and all allocations of forward and
+        backward, but neither optimizer state nor the buckets of DDP.
 
         Args:
             plan: for the whole model as one eager region, solved from `trace`;
                 without one, nothing is checkpointed.
 
         Raises:
-            BudgetError: no such plan, or one of another trace.
+            BudgetError: not a plan, or a plan of another trace.
         """
         if plan is not None:
             self._check(plan)
@@ -110,7 +110,7 @@ def traced_step(step: Step, unit: Unit | None) -> StepTrace:
     # The first mode of a process imports modules, whose frames would hold a forward's tensors.
     Recorder().record(partial(torch.empty, 0))
     chosen = unit or ("flops" if step.is_dry else "ns")
-    # The profiler that reads the allocator would count in times.
+    # The profiler that reads the allocator would distort times.
     timed = [recorded_forward(step.forward, chosen) for _ in range(2 if chosen == "ns" else 0)]
     recorder = Recorder(None if timed else chosen, None if step.is_dry else Marks(step.device))
     run = recorder.record(partial(step.run, partial(recorder.forward, step.model), recorder))

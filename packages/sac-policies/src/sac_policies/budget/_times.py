@@ -50,7 +50,7 @@ class Clock:
         self._read.append((key, self._now()))
 
     def spent(self, step: Callable[[], object]) -> dict[Any, int]:
-        """Run a step; return nanoseconds from each mark to the next, by key, None the first's."""
+        """Run a step; return nanoseconds between marks by key; None is the first's."""
         with no_collection():
             self.mark(None)
             step()

@@ -1,8 +1,8 @@
-"""What one forward of a region did, as a value: operators, bytes, work, what is saved.
+"""A recorded forward of a region: operators, bytes, work, saved tensors.
 
-All sizes and costs are ints, so that a plan's bytes can be checked exactly. A value that is made
-again may read tensors that autograd does not save: those are held for it, each once, until all
-values that read them are kept.
+All sizes and costs are ints, so that a plan's bytes can be checked exactly. Recomputing a value may
+read tensors that autograd does not save: those are held, each once, until all values that read
+them are kept.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class TracedOp:
     """One operator call.
 
     Attributes:
-        name: as `str(op)` spells it, "aten.mm.default".
+        name: `str(op)`, such as "aten.mm.default".
         call: number among the calls of this operator in the region, from 0.
         out_bytes: bytes of the storages it made; 0 for views and in-place operators.
         cost: work to run it again, in the trace's unit.
-        inputs: indices of the calls that made what it reads, ascending.
-        overwritten: whether a later call writes into what it made.
-        draws: whether it draws random numbers: its result is held and never made again.
+        inputs: indices of the calls that made its inputs, ascending.
+        overwritten: whether a later call writes to its result.
+        draws: whether it draws random numbers: its result is held and never recomputed.
     """
 
     name: str
@@ -42,7 +42,7 @@ class TracedOp:
 
     @property
     def key(self) -> Call:
-        """Name and call number, as plans list it."""
+        """Name and call number, as in plans."""
         return (self.name, self.call)
 
 
@@ -50,9 +50,9 @@ class Held(NamedTuple):
     """Bytes that are held in one storage.
 
     Attributes:
-        made_by: index of the call that made the storage; -1 for what the region was given, and
-            for copies and the bits of masks, which the tape makes.
-        output: which of the storages that the call made, from 0; 0 for what was given.
+        made_by: index of the call that made the storage; -1 for inputs of the region, and
+            for copies and mask bits, which the tape makes.
+        output: number of the storage among those of the call, from 0; 0 for inputs.
         storage_bytes: bytes of the storage, or of the copy or bits.
     """
 
@@ -66,11 +66,11 @@ class TracedPack:
     """One tensor that autograd saved.
 
     Attributes:
-        producer: the operator that makes it again; "" if it is held in any case.
-        made_by: index of the call that made its storage, -1 for what the region was given.
-        output: which of the storages that the call made, from 0; 0 for what was given.
-        storage_bytes: bytes that keeping it takes: of its storage, or less.
-        reads: what else is held if it is made again.
+        producer: the operator that recomputes it; "" if it is held in any case.
+        made_by: index of the call that made its storage, -1 for inputs of the region.
+        output: number of the storage among those of the call, from 0; 0 for inputs.
+        storage_bytes: bytes of keeping it: those of its storage, or less.
+        reads: other tensors held if it is recomputed.
     """
 
     producer: str
@@ -81,12 +81,12 @@ class TracedPack:
 
     @property
     def storage(self) -> tuple[int, int]:
-        """Its storage: (call, which of that call's storages)."""
+        """Its storage: (call, number among the call's storages)."""
         return (self.made_by, self.output)
 
     @property
     def held(self) -> Held:
-        """What is held if it is kept."""
+        """The tensor as held if it is kept."""
         return Held(self.made_by, self.output, self.storage_bytes)
 
 
@@ -96,7 +96,7 @@ class Item:
 
     Attributes:
         ops: their positions in `Trace.ops`.
-        kept_bytes: bytes that keeping all of them takes, over those that making them again does.
+        kept_bytes: bytes of keeping all of them, minus those held for recomputing them.
         cost: of running them again, in the trace's `unit`.
     """
 
@@ -120,23 +120,23 @@ class Trace:
     packs: tuple[TracedPack, ...]
 
     def items(self) -> tuple[Item, ...]:
-        """List what a solver chooses from: the calls that made saved tensors."""
+        """List the choices of a solver: the calls that made saved tensors."""
         weights = self._weights()
         return tuple(Item((op,), weights[op], self._replay_cost(op)) for op in weights)
 
     def fixed_bytes(self) -> int:
-        """Bytes kept where all is made again that can be; some are of what that reads."""
+        """Bytes kept if everything possible is recomputed; some are inputs of recomputation."""
         return self.bytes_kept(frozenset())
 
     def total_bytes(self) -> int:
-        """Bytes kept if everything that can be kept is."""
+        """Bytes kept if everything possible is kept."""
         return self.bytes_kept(frozenset(call for call, _ in self.replayable))
 
     def bytes_kept(self, saved: Set[int]) -> int:
-        """Bytes that a region keeps, storage by storage.
+        """Return the bytes that a region keeps, storage by storage.
 
         Args:
-            saved: the calls of which it keeps what a replay could rebuild.
+            saved: the calls whose recomputable results it keeps.
         """
         held: set[Held] = set()
         for pack in self.packs:
@@ -147,27 +147,27 @@ class Trace:
         return sum(each.storage_bytes for each in held)
 
     def is_kept(self, pack: TracedPack, saved: Set[int]) -> bool:
-        """Whether a saved tensor is kept where these calls are."""
+        """Whether a saved tensor is kept if these calls are."""
         return not pack.producer or (pack.storage in self.replayable and pack.made_by in saved)
 
     @property
     def slack_bytes(self) -> int:
-        """Most by which `fixed_bytes` and the bytes of items may be over those of a plan.
+        """Bytes by which `fixed_bytes` plus items may exceed the bytes of a plan.
 
-        They are where several values are made again of one tensor.
+        They do if several values are recomputed from one tensor.
         """
         return self.fixed_bytes() + sum(self._weights().values()) - self.total_bytes()
 
     @cached_property
     def digest(self) -> str:
-        """Sixteen hexadecimal digits of the operators and saved tensors, not of sizes or times."""
+        """Sixteen hexadecimal digits of operators and saved tensors, without sizes and times."""
         names = [op.name for op in self.ops]
         packs = [(pack.producer, *pack.storage) for pack in self.packs]
         return hashlib.sha256(json.dumps([names, packs]).encode()).hexdigest()[:16]
 
     @cached_property
     def replayable(self) -> dict[tuple[int, int], int]:
-        """Storage to bytes, for saved storages that a replay can rebuild for any reader."""
+        """Bytes of saved storages that a replay can rebuild for any reader, by storage."""
         stuck = {pack.storage for pack in self.packs if not pack.producer}
         return {
             pack.storage: pack.storage_bytes
@@ -178,7 +178,7 @@ class Trace:
         }
 
     def _weights(self) -> dict[int, int]:
-        """By call, bytes that keeping what it made takes, less those that are held for it alone."""
+        """Return, by call, the bytes of keeping its result minus those held only for it."""
         reads: dict[int, set[Held]] = {call: set() for call, _ in sorted(self.replayable)}
         always: set[Held] = set()
         for pack in self.packs:
@@ -196,7 +196,7 @@ class Trace:
         return found
 
     def _replay_cost(self, op: int) -> int:
-        """Work to run a call again with what it reads and nobody saved."""
+        """Return the work of running a call again, with unsaved inputs."""
         cost, todo, seen = self.ops[op].cost, list(self.ops[op].inputs), set(self._saved)
         while todo:
             at = todo.pop()
@@ -208,5 +208,5 @@ class Trace:
 
     @cached_property
     def _saved(self) -> frozenset[int]:
-        """Calls that made what autograd saved."""
+        """Return the calls that made saved tensors."""
         return frozenset(pack.made_by for pack in self.packs)

@@ -1,1 +1,1 @@
-"""The backend of compiled code: it tags the traced graph with what a policy decides."""
+"""The backend for compiled code: it tags the traced graph with a policy's decisions."""

@@ -27,14 +27,14 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def storage_of(tensor: torch.Tensor) -> int | None:
-    """Return a key of the storage that a tensor lies in; None for layouts without one."""
+    """Return a key of a tensor's storage; None for layouts without one."""
     if tensor.layout is not torch.strided:
         return None
     return storage_key(tensor)
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor, with its strides and its overlaps."""
+    """Copy a tensor with its strides and overlaps."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.numel() == 0:
         return tensor.clone()
     if tensor.is_contiguous():
@@ -46,7 +46,7 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tensors_among(values: Iterable[Any]) -> list[torch.Tensor]:
-    """List the tensors in an operator's arguments, those in lists too."""
+    """List the tensors in an operator's arguments, also those in lists."""
     found: list[torch.Tensor] = []
     for value in values:
         for each in value if isinstance(value, (list, tuple)) else (value,):

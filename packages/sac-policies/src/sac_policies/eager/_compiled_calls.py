@@ -1,7 +1,7 @@
 """Compiled modules in a region: each runs again as a whole, as in torch's checkpoint.
 
-The tape sees no operators of a compiled module, and its graph saves for backward whatever the
-compiler chose without knowing of a region.
+The tape sees no operators of a compiled module, and its graph saves for backward the values that
+the compiler chose, without regard to the region.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ._parted import parted
 
 
 class Region(Protocol):
-    """What a call of a compiled module reads of the region that it is in."""
+    """The parts of a region that a call of a compiled module reads."""
 
     policy: Policy
     path: ModulePath | None
@@ -95,7 +95,7 @@ def _call_of(module: nn.Module) -> _Call:
 def _run(
     inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], region: Region
 ) -> Any:
-    """Call a compiled module, and again in backward unless the policy keeps all that it makes."""
+    """Run a compiled module, and again in backward unless the policy keeps all of its results."""
     call = parted(inner, args, kwargs)
     if call is None or _keeps_all(region):
         return inner(*args, **kwargs)

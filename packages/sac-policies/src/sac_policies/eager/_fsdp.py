@@ -1,8 +1,8 @@
-"""The stretches of a region in which FSDP works and the region does not.
+"""Recognize FSDP's own code inside a region.
 
 FSDP gathers and frees parameters inside a region, in the forward but not always in the
-recomputation (pytorch#185178). Besides its own operators it allocates, casts and views. It marks
-all of that for the profiler, with ranges that dispatch modes see.
+recomputation (pytorch#185178). It also allocates, casts and views. All of that is in profiler
+ranges, which dispatch modes see.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ RANGE_OPS = frozenset({RANGE_START, RANGE_END})
 
 
 class Ranges:
-    """Profiler ranges that are open now."""
+    """Open profiler ranges."""
 
     def __init__(self) -> None:
         self._open: list[bool] = []
 
     @property
     def inside(self) -> bool:
-        """Whether one of FSDP's is open."""
+        """Whether a range of FSDP is open."""
         return any(self._open)
 
     def follow(self, op: Operator, args: tuple[Any, ...]) -> None:

@@ -1,12 +1,12 @@
 """Fingerprints of tensors, to compare a replay with the forward bit by bit.
 
-A fingerprint is the words of a tensor in a table, summed by row and column modulo 2**64; a tensor
-of few words is its own. A change of up to three words always shows; a change of more words shows
-unless every sum stays the same.
+A fingerprint is the tensor's words in a table, summed by row and column modulo 2**64; a tensor of
+few words is its own fingerprint. A change of up to three words is always detected; a change of more
+words is detected unless every sum stays the same.
 
-Each operator costs an accelerator a launch, so rows of the table overlap rather than leave words
-over, and all sums lie in one tensor. Results of comparisons are read when backward ends: reading
-one earlier would make the host wait for the device's queue at each replay.
+Each operator costs a kernel launch on an accelerator. So rows of the table overlap instead of
+leaving a remainder, and all sums are in one tensor. Results of comparisons are read at the end of
+backward: reading them earlier would synchronize with the device at each replay.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Guard:
     def check(self, tensor: torch.Tensor, error: Callable[[], Exception]) -> None:
         """Raise `error` if a tensor has other bits, or its memory was freed.
 
-        On an accelerator the result is read when backward ends. In a graph capture nothing is
+        On an accelerator the result is read at the end of backward. In a graph capture nothing is
         compared.
         """
         if is_freed(tensor) or tensor.nbytes != self._nbytes:
@@ -60,10 +60,10 @@ class Guard:
 
 
 class _Comparisons:
-    """Results of comparisons in one backward, read when it ends.
+    """Results of comparisons in one backward, read at its end.
 
     The autograd engine holds them, and drops them with a backward that fails. A nested backward
-    has its own, and the thread that ends a backward need not be one that compared.
+    has separate ones, and the thread that ends a backward may differ from the comparing one.
     """
 
     __slots__ = ("__weakref__", "_results")
@@ -72,11 +72,11 @@ class _Comparisons:
         self._results: list[tuple[torch.Tensor, Callable[[], Exception]]] = []
 
     def add(self, same: torch.Tensor, error: Callable[[], Exception]) -> None:
-        """Note a result; `error` is raised if it is False."""
+        """Record a result; `error` is raised if it is False."""
         self._results.append((same, error))
 
     def settle(self) -> None:
-        """Raise for the first that found a difference."""
+        """Raise the error of the first difference."""
         for same, error in self._results:
             if not same:
                 raise error()
@@ -87,7 +87,7 @@ _running: weakref.WeakValueDictionary[int, _Comparisons] = weakref.WeakValueDict
 
 
 def _raise_unless(same: torch.Tensor, error: Callable[[], Exception]) -> None:
-    """Raise `error` when the backward ends if `same` is False; at once outside of a backward."""
+    """Raise `error` at the end of backward if `same` is False; at once outside of a backward."""
     backward = backward_id()
     found = _running.get(backward)
     if found is None and backward >= 0:
@@ -103,13 +103,13 @@ def _raise_unless(same: torch.Tensor, error: Callable[[], Exception]) -> None:
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum up the bits of a tensor; equal tensors in equal layout have equal fingerprints.
+    """Return sums of the bits of a tensor; equal tensors of equal layout have equal fingerprints.
 
     Args:
         tensor: of any shape, strides and dtype of whole bytes.
 
     Returns:
-        int64 sums modulo 2**64 of rows, then of columns; all words where these are few.
+        int64 sums modulo 2**64 of rows, then of columns; all words if there are few.
     """
     with no_dispatch(), torch.no_grad():
         return _sums(tensor.detach())
@@ -137,18 +137,18 @@ def _sums(tensor: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=1024)
 def _table_of(words: int) -> tuple[int, int, int]:
-    """Rows and columns of a table of so many words, and the words from row to row.
+    """Return rows and columns of a table for a number of words, and the words from row to row.
 
-    Rows are longer than the steps between them by what would be left over.
+    Rows overlap by the remainder.
     """
     if words < _LEAST_WORDS:
-        return 0, words, 0  # themselves
+        return 0, words, 0  # the words themselves
     step = min(_STEPS, key=lambda each: words % each)
     return words // step, step + words % step, step
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements in one dimension, without a copy where they lie side by side."""
+    """Return the elements in one dimension, without a copy if they are contiguous."""
     if tensor.is_contiguous():
         return tensor.view(-1)
     expected = 1

@@ -1,4 +1,4 @@
-"""Masks as bits: what dropout draws is held in an eighth of a byte for each element."""
+"""Dropout masks as bits: an eighth of a byte per element."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LEAST_ELEMENTS = 1024
 
 
 class _Unpack:
-    """Makes a mask again from its bits; on the tape it is the operator of a call."""
+    """Restores a mask from its bits; on the tape it is the operator of a call."""
 
     __slots__ = ("call", "op", "shares")
 
@@ -23,7 +23,7 @@ class _Unpack:
 
 
 def takes(tensor: Any) -> bool:
-    """Whether a tensor is stored as bits: large, and its elements lie side by side."""
+    """Whether a tensor is stored as bits: it is large and contiguous."""
     return (
         type(tensor) is torch.Tensor
         and tensor.numel() >= LEAST_ELEMENTS
@@ -41,7 +41,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def packed(mask: torch.Tensor) -> torch.Tensor:
-    """Pack a mask of zeros and ones into bytes, as it lies in memory: eight planes side by side.
+    """Pack a mask of zeros and ones into bytes, as eight consecutive planes.
 
     Example:
         >>> packed(torch.ones(16, dtype=torch.bool)).tolist()
@@ -57,7 +57,7 @@ def packed(mask: torch.Tensor) -> torch.Tensor:
 def unpacked(
     bits: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the mask that was packed.
+    """Return the mask from its bits.
 
     Example:
         >>> unpacked(packed(torch.tensor([True, False, True])), (3,), (1,), torch.bool).tolist()

@@ -37,7 +37,7 @@ from ._capturing import is_capturing, refuse_old_torch
 from ._moved_stats import counters
 
 _streams: dict[torch.device, tuple[torch.Stream, torch.Stream]] = {}
-_measured = [0]  # how many measure memory; a backward's threads ask, too
+_measured = [0]  # number of running measurements; backward threads read it, too
 
 
 class NoHostMemoryError(Exception):
@@ -48,8 +48,8 @@ class MovedTensor:
     """One tensor in host memory until backward reads it.
 
     Attributes:
-        host: where its bytes are, or will be.
-        home: the device they came from.
+        host: the host copy; complete once the copy has ended.
+        home: the device that it was copied from.
     """
 
     __slots__ = (
@@ -89,7 +89,7 @@ class MovedTensor:
             except RuntimeError as error:  # torch has no class of its own for this
                 raise NoHostMemoryError from error
             self._number = counters.out(tensor.nbytes)
-            # Shares the tensor's version, also when its bytes are gone.
+            # Shares the tensor's version, also after its memory was freed.
             self._guard: torch.Tensor | None = alias(tensor)
             self._version = self._guard._version
             self._storage = storage_key(tensor)
@@ -113,11 +113,11 @@ class MovedTensor:
         counters.gone(getattr(self, "_number", -1))
 
     def is_copied(self) -> bool:
-        """Tell whether its bytes have left, without waiting."""
+        """Return whether its copy out has ended, without waiting."""
         return not self._here or self._has_ended(self._out, self._captured)
 
     def let_go(self) -> None:
-        """Hold nothing on the device."""
+        """Free the device memory."""
         with self._lock:
             if self._here and self._guard is not None:
                 out, _ = _streams_of(self.home)
@@ -128,7 +128,7 @@ class MovedTensor:
                     self._guard.data = empty
 
     def start_back(self) -> None:
-        """Start bringing the bytes back, where they have left and will be read."""
+        """Start the copy back, if it was copied out and will be read."""
         with self._lock:
             is_read = self._reader >= 0 and self._reader == backward_id()
             if not (self._here or is_read) and self._back is None:
@@ -148,7 +148,7 @@ class MovedTensor:
         counters.bytes_in += back.nbytes
 
     def is_changed(self) -> bool:
-        """Tell whether the tensor was changed in place since it was kept."""
+        """Return whether the tensor was changed in place since it was saved."""
         return self._guard is not None and self._guard._version != self._version
 
     def read(self) -> torch.Tensor:
@@ -183,7 +183,7 @@ class MovedTensor:
             return value
 
     def leave(self, storages: set[int | None]) -> None:
-        """Be done with the tensor if it lies in one of `storages`, about to be overwritten."""
+        """Stop offloading the tensor if its storage is among those about to be overwritten."""
         if self._guard is not None and self._storage in storages:
             torch.accelerator.current_stream(self.home).wait_event(self._out)
             self.let_go()
@@ -208,7 +208,7 @@ class MovedTensor:
 
 
 def is_movable(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor can be moved beside other work: it is plain, on an accelerator."""
+    """Return whether a tensor can be copied asynchronously: it is plain and on an accelerator."""
     return (
         type(tensor) is torch.Tensor
         and tensor.device.type not in ("cpu", "meta")
@@ -217,11 +217,11 @@ def is_movable(tensor: torch.Tensor) -> bool:
 
 
 class Leaving(threading.local):
-    """Values of this thread whose bytes are leaving.
+    """Values of this thread with running copies out.
 
     Attributes:
-        region: what ended last and moved values, weakly.
-        lag_bytes: by how much copies of the region that runs may fall behind.
+        region: the last region that offloaded, held weakly.
+        lag_bytes: by how much copies of the running region may fall behind.
     """
 
     def __init__(self) -> None:
@@ -232,7 +232,7 @@ class Leaving(threading.local):
         self._region_moves = False
 
     def note(self, moved: MovedTensor) -> None:
-        """Add one; let go of those that have left, and of the oldest where there are too many."""
+        """Add a value; free those that were copied, and the oldest if there are too many."""
         nbytes = moved.host.nbytes
         self._region_moves = True
         self._values.append((weakref.ref(moved), nbytes))
@@ -250,13 +250,13 @@ class Leaving(threading.local):
             self.lag_bytes = before
 
     def region_ended(self) -> bool:
-        """Let go of all values; tell whether the region moved anything."""
+        """Free all values; return whether the region offloaded anything."""
         moves, self._region_moves = self._region_moves, False
         self._settle(0)
         return moves
 
     def _settle(self, held_bytes: int) -> None:
-        """Let go of those that have left, and of the oldest while the others make that many."""
+        """Free copied values, and the oldest as long as the others exceed the limit."""
         while self._values:
             ref, first_bytes = self._values[0]
             first = ref()
@@ -274,7 +274,7 @@ leaving = Leaving()
 
 @contextmanager
 def measured() -> Iterator[None]:
-    """Let the device wait for every copy of whose end it matters, whatever has ended."""
+    """Make the device wait for every copy that affects memory, for reproducible measurements."""
     _measured[0] += 1
     try:
         yield
@@ -290,13 +290,13 @@ def _streams_of(device: torch.device) -> tuple[torch.Stream, torch.Stream]:
 
 
 def _is_capturing(stream: torch.Stream) -> bool:
-    with _On(stream):  # torch answers for the current one
+    with _On(stream):  # torch answers for the current stream
         return is_capturing(stream.device)
 
 
 class _On:
-    """Makes a stream current. A stream as a context keeps what was before in itself, so that two
-    threads could not enter the same one.
+    """Makes a stream current. `torch.Stream` as a context stores the previous stream in itself, so
+    two threads could not enter the same one.
     """
 
     __slots__ = ("_before", "_device", "_stream")

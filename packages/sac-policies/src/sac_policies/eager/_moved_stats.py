@@ -8,15 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class OffloadStats:
-    """Counts since the process began, over all devices; take differences.
+    """Counts since the process began, over all devices; use differences.
 
     Args:
-        copies_out: values that left for host memory.
+        copies_out: values copied to host memory.
         bytes_out: their bytes.
-        copies_in: values that were brought back.
+        copies_in: values copied back.
         bytes_in: their bytes.
-        late: of those copied back, how many had not been requested before they were read: backward
-            stalls for such a copy, however short it is.
+        late: values read before their copy back was requested; backward stalls for them.
         bytes_away: bytes in host memory now.
     """
 
@@ -39,12 +38,12 @@ class Counters:
         self.copies_out = self.bytes_out = self.copies_in = self.bytes_in = 0
         self.bytes_unread = 0
         self.late = 0
-        # Bytes by number: finalizers change it in the middle of other calls, so there is no sum.
+        # A dict instead of a sum, since finalizers change it in the middle of other calls.
         self._away: dict[int, int] = {}
         self._numbers = itertools.count()
 
     def out(self, nbytes: int) -> int:
-        """Count a value that leaves; return its number."""
+        """Count a value that is copied out; return its number."""
         number = next(self._numbers)
         self._away[number] = nbytes
         self.copies_out += 1
@@ -52,7 +51,7 @@ class Counters:
         return number
 
     def gone(self, number: int) -> None:
-        """Forget the value that left under this number."""
+        """Remove the value with this number."""
         self._away.pop(number, None)
 
     @property
@@ -65,7 +64,7 @@ counters = Counters()
 
 
 def offload_stats() -> OffloadStats:
-    """Return how much offloading by policies has moved so far, in this process.
+    """Return the counts of values offloaded by policies so far, in this process.
 
     Values passed to saved-tensor hooks around a region belong to the hooks, and are not counted.
 

@@ -237,7 +237,7 @@ class _Second:
         if self._error is not None:
             return
         for at, (saved, guard) in enumerate(
-            zip(self._region.saved, self._region.guards, strict=False)  # no guards: none compared
+            zip(self._region.saved, self._region.guards, strict=False)  # empty: nothing to compare
         ):
             found = saved()
             if guard is not None and found is not None and found.value is not None:

@@ -1,7 +1,7 @@
-"""Runs a few of a model's equal blocks, and puts empty tensors in the place of what others return.
+"""Run a few of a model's equal blocks, and return empty tensors for the others.
 
-Blocks are equal if their modules, plain attributes and parameters are, and what they are given. An
-attribute that is a block's own number is no difference.
+Blocks are equal if their modules, plain attributes, parameters and inputs are. An attribute with
+the block's own number may differ.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Blocks:
 
     Attributes:
         modules: the blocks.
-        input_bytes: of each one's input.
-        like: number of an equal block that runs, for each one that does not.
-        outputs: what one of the equal blocks returned, for each one that does not run.
+        input_bytes: of each block's input.
+        like: number of an equal block that runs, for each block that does not.
+        outputs: result of an equal block, for each block that does not run.
     """
 
     modules: list[nn.Module]
@@ -100,7 +100,7 @@ def find_blocks(candidates: Sequence[nn.Module], run: Callable[[], object]) -> B
 
 @contextmanager
 def _replaced(block: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
-    """Put a function in the place of a block's forward."""
+    """Replace a block's forward by a function."""
     place = called_at(block)
     before = vars(block).get(place)
     setattr(block, place, call)
@@ -114,7 +114,7 @@ def _replaced(block: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
 
 
 def _facts(block: nn.Module, number: int) -> Hashable:
-    """Return what equal blocks have in common."""
+    """Return the properties that equal blocks share."""
     found: list[Hashable] = []
     for name, module in block.named_modules():
         plain = tuple(
@@ -138,7 +138,7 @@ def _shown(value: Any) -> Hashable:
 
 
 def _layouts(out: Any) -> Any:
-    """Return the sizes, strides, dtypes and devices of a tensor or tuple; None of other outputs."""
+    """Return sizes, strides, dtypes and devices of a tensor or tuple; None for other outputs."""
     if isinstance(out, torch.Tensor):
         return torch.Size(out.shape), out.stride(), out.dtype, out.device
     if type(out) is tuple and all(isinstance(each, torch.Tensor) for each in out):

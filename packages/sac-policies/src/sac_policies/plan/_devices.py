@@ -1,9 +1,9 @@
 """Memory, speed and host link of named devices.
 
 Memory, arithmetic and bandwidth are those of the vendors' data sheets (dense bfloat16, SXM or OAM
-modules where there are several). Shares of them that kernels reach were measured on an H200 with
+modules if there are several). The fractions that kernels reach were measured on an H200 with
 torch 2.11: matmuls 690 of 989 TFLOP/s, attention 550 forward and 400 backward, copies to pinned
-host memory 55 of 64 GB/s; they are taken to be the same elsewhere.
+host memory 55 of 64 GB/s. They are assumed for all devices.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Device:
 
     Attributes:
         name: as people write it.
-        memory_bytes: what an allocator can have, without what the driver takes.
+        memory_bytes: available to the allocator, without the driver's part.
         flops: dense bfloat16 operations per second of the data sheet.
         bandwidth: bytes per second of its memory.
         link: bytes per second to host memory, each way.
-        workspace_bytes: what cuBLAS allocates for itself.
+        workspace_bytes: allocated by cuBLAS.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Device:
         return max(flops / reached, moved_bytes / (self.bandwidth * BANDWIDTH_SHARE))
 
     def copy_seconds(self, copied_bytes: int) -> float:
-        """Time of a copy to host memory, or back."""
+        """Return the time of a copy to host memory, or back."""
         return copied_bytes / (self.link * LINK_SHARE)
 
 
@@ -78,7 +78,7 @@ DEVICES: Sequence[Device] = (
 
 
 def device_named(name: str) -> Device:
-    """Return a device of the table; upper and lower case are the same.
+    """Return a device of the table, ignoring case.
 
     Raises:
         BudgetError: no device has this name.

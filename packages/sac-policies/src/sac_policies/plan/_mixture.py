@@ -1,8 +1,8 @@
-"""Adds up mixtures of levels from steps that were watched, and finds the fastest that fits.
+"""Add up mixtures of levels from recorded steps, and find the fastest that fits.
 
-What a block adds does not depend on the levels of others, so a mixture's peak and time are sums
-over spans. Mixtures have at most two levels: the lower convex hull of memory and time has no more
-between two of its corners. The first blocks keep less, because their values wait the longest.
+A block's contribution does not depend on the levels of others, so a mixture's peak and time are
+sums over spans. Mixtures have at most two levels: between two corners of the lower convex hull of
+memory and time there are no others. The first blocks keep less, because their values wait longest.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ SLICES = 16
 
 @dataclass(frozen=True)
 class Step:
-    """What a mixture takes.
+    """Memory and time of a mixture.
 
     Attributes:
         levels: names and numbers of blocks, in the order in which they run.
-        peak_bytes: most memory in use, with parameters and optimizer state.
-        causes: bytes of gradients, of activations, and of logits and loss at that moment.
+        peak_bytes: peak memory, with parameters and optimizer state.
+        causes: bytes of gradients, of activations, and of logits and loss at the peak.
         seconds: of forward, backward and the optimizer.
     """
 
@@ -35,11 +35,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Measured:
-    """Steps on single levels, and what is in memory besides.
+    """Steps on single levels, and other memory.
 
     Attributes:
         levels: by name, the spans of a step with all blocks on that level; the first is plain.
-        blocks: how many there are.
+        blocks: number of blocks.
         resident_bytes: parameters, buffers, batch, optimizer state and workspaces.
         optimizer_seconds: of the optimizer's step.
     """
@@ -50,13 +50,13 @@ class Measured:
     optimizer_seconds: float
 
     def step(self, low: str, count: int, high: str, slices: int = 1) -> Step:
-        """Return what a step takes with the first `count` blocks on one level, others on another.
+        """Return memory and time with the first `count` blocks on one level, others on another.
 
         Args:
             low: level of the first blocks.
-            count: how many are on it.
+            count: number of first blocks.
             high: level of the rest.
-            slices: of logits and loss, as `in_slices` makes them.
+            slices: number of slices of logits and loss, as of `in_slices`.
         """
         now, most, seconds = ZERO, ZERO, self.optimizer_seconds
         for span in self._spans(low, count, high):
@@ -73,7 +73,8 @@ class Measured:
     def _spans(self, low: str, count: int, high: str) -> Iterator[Span]:
         chosen = {low: _by_key(self.levels[low]), high: _by_key(self.levels[high])}
         for span in next(iter(self.levels.values())):
-            # The last block's level decides what is freed after it, and the first one's nothing.
+            # The last block's level decides what is freed after it; the first block's does not
+            # matter.
             number = span.key[1] if isinstance(span.key, tuple) else self.blocks - 1
             yield chosen[low if number < count else high][span.key]
 
@@ -106,10 +107,10 @@ def _sliced(amount: Amount, slices: int) -> Amount:
 
 
 def offloaded(spans: Sequence[Span], input_bytes: Sequence[int], copy_seconds: float) -> list[Span]:
-    """Return the spans of blocks that run again, with their inputs in host memory meanwhile.
+    """Return the spans of blocks that run again, with offloaded inputs.
 
-    A block's input leaves while the next block runs and is back one block early. What a copy
-    takes longer than the block does is waited for.
+    A block's input is copied out while the next block runs, and is back one block early. If a
+    copy takes longer than the block, the difference is waited for.
 
     Args:
         spans: of blocks that run again.
@@ -126,7 +127,7 @@ def offloaded(spans: Sequence[Span], input_bytes: Sequence[int], copy_seconds: f
             size = input_bytes[number]
             sign = -1 if direction == "forward" else 1
             grown = _more(span.grown, sign * size)
-            # In backward this block's input is there, and that of the block before it arrives.
+            # In backward this block's input is present, and that of the block before it arrives.
             most = _more(span.most, 0 if sign < 0 else 2 * size)
             seconds = max(span.seconds, size * copy_seconds)
             span = replace(span, grown=grown, most=most, seconds=seconds)

@@ -1,4 +1,4 @@
-"""Finds the model to plan for: an importable function, or a transformers config."""
+"""Find the model to plan for: an importable function, or a transformers config."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .._tensors import tensors_in
 Batch = tuple[int, int]
 """Sequences, and tokens of each."""
 OPTIMIZERS = {
-    # By name: bytes of state for each byte of a parameter, and tensors read and written in a step.
+    # By name: bytes of state per byte of a parameter, and tensors read and written in a step.
     "none": (0.0, 0),
     "sgd": (0.0, 3),
     "sgd-momentum": (1.0, 5),
@@ -39,7 +39,7 @@ class Subject:
     Attributes:
         name: of the model, for reports.
         model: on fake tensors.
-        batch: what a step is given.
+        batch: argument of a step.
         loss_of: runs a forward and returns its loss.
     """
 
@@ -50,7 +50,7 @@ class Subject:
 
 
 def parse_tokens(text: str) -> Batch:
-    """Read "32k", "4096" or "4x8k": sequences, and tokens of each.
+    """Read "32k", "4096" or "4x8k" as sequences, and tokens of each.
 
     Raises:
         BudgetError: the text is something else.
@@ -70,17 +70,17 @@ def parse_tokens(text: str) -> Batch:
 
 
 def build(source: str, batch: Batch, dtype: torch.dtype) -> Subject:
-    """Build a model and its batch; called where tensors are fake.
+    """Build a model and its batch; called under a fake mode.
 
     Args:
         source: "module:function" or "file.py:function", whose function returns a model and a
-            batch, and a loss of the output if the model has none of its own; or the name or the
+            batch, and a function for the loss if the model does not return one; or the name or the
             folder of a transformers config.
-        batch: given to the function as `batch` if it has that argument.
+        batch: passed to the function as `batch` if it has that argument.
         dtype: of a transformers model.
 
     Raises:
-        BudgetError: nothing is found under that name, or it is something else.
+        BudgetError: the source does not exist, or is something else.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -149,7 +149,7 @@ _ATTENTION = "sac_policies_plan"
 
 
 def _register_attention(transformers: Any) -> None:
-    """Have transformers call sdpa without a mask, as on a device for batches without padding.
+    """Make transformers call sdpa without a mask, as on a device for batches without padding.
 
     With fake tensors it would make a mask of tokens by tokens, since it cannot read them.
     """

@@ -1,4 +1,4 @@
-"""An estimate as text: causes of memory, levels, the recommendation, and what else would help."""
+"""An estimate as text: causes of memory, levels, the recommendation, and further options."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _said(step: Step) -> str:
 
 
 def helps(one: Estimate) -> Iterator[str]:
-    """Say what would help next, with bytes: slices, fewer tokens, offload, sharding."""
+    """List further options, with bytes: slices, fewer tokens, offload, sharding."""
     step, sliced = one.recommended, one.sliced
     if sliced and (step is None or sliced.seconds < 0.99 * step.seconds):
         gain = f"{sliced.seconds * 1e3:,.1f} ms a step" + (" instead" if step else "")
@@ -121,7 +121,7 @@ def _peak(step: Step) -> int:
 
 
 def _ranks(one: Estimate, least: Step, most: Sequence[int] = (2, 4, 8, 16, 32, 64)) -> int:
-    """Return the fewest ranks over which what the smallest step takes would fit; 0 for none."""
+    """Return the fewest ranks over which the smallest step would fit; 0 for none."""
     held = one.parameter_bytes + one.optimizer_bytes + least.causes[GRADIENTS]
     for ranks in most:
         if least.peak_bytes - held + held // ranks <= one.budget_bytes:

@@ -1,8 +1,8 @@
-"""Watches a step on fake tensors: what is allocated when and why, and what each part would take.
+"""Record a step on fake tensors: allocations with their cause, and the time of each part.
 
-A storage belongs to one cause. Storages of the tail, which is what runs after the last block until
-backward reaches it, belong to logits and loss; a storage that becomes a parameter's gradient
-belongs to gradients from then on; all others belong to activations.
+A storage has one cause. Storages of the tail, the code after the last block until backward reaches
+that block, are "logits and loss". A storage that becomes a parameter's gradient is "gradients" from
+then on. All others are "activations".
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def added(one: Amount, other: Amount, times: int = 1) -> Amount:
 
 @dataclass(frozen=True)
 class Span:
-    """What happened between two marks.
+    """The part of a step between two marks.
 
     Attributes:
-        key: START, TAIL, or what happened and the number of the block: "forward", "between" (until
+        key: START, TAIL, or an event and the number of the block: "forward", "between" (until
             the next block begins; its inputs may be freed there) or "backward".
-        grown: bytes at its end over those at its start.
-        most: the same when most was in use.
+        grown: bytes at its end minus those at its start.
+        most: the peak over its start.
         seconds: of its kernels by the roofline.
     """
 
@@ -58,7 +58,7 @@ class Span:
 
 
 class Watch(WatchingMode):
-    """Notes storages and roofline times of all operators, divided at marks."""
+    """Records storages and roofline times of all operators, divided at marks."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Watch(WatchingMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        gc.collect(0)  # fake kernels leave cycles behind that hold their arguments
+        gc.collect(0)  # fake kernels leave cycles that hold their arguments
         read, made = tensors_in((args, kwargs)), tensors_in(out)
         given = {storage_key(each) for each in read}
         new = [each for each in made if storage_key(each) not in given]
@@ -145,13 +145,13 @@ def watch_step(
     loss_of: Callable[[], torch.Tensor],
     device: Device,
 ) -> list[Span]:
-    """Run a step on fake tensors; return its spans. Gradients are dropped again.
+    """Run a step on fake tensors; return its spans. Gradients are dropped.
 
     Args:
         model: whose parameters get gradients.
-        blocks: those that do not run take as much as an equal one.
+        blocks: a block that does not run counts like an equal one.
         loss_of: runs the forward and returns its loss.
-        device: for which times are.
+        device: gives the times.
     """
     watch = Watch(device)
     with no_collection(), blocks.standing_in(), _marks(model, blocks.modules, watch), watch:

@@ -1,4 +1,4 @@
-"""What to keep, as values: rules, how they are built, matched, named, written down and read."""
+"""What to keep, as values: rules, builders, matching, names, JSON."""
 
 from sac_policies.policies._catalogue import CATALOGUE, Group
 from sac_policies.policies._decisions import Decision, from_torch, to_torch

@@ -1,4 +1,4 @@
-"""The plan that a solver returns: decisions for single calls, with what they cost."""
+"""The plan that a solver returns: decisions for single calls, with their cost."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class BudgetPlan(Plan):
     """The best decisions for a budget.
 
     Attributes:
-        kept_bytes: bytes kept between forward and backward; never above the budget.
+        kept_bytes: bytes kept between forward and backward; at most the budget.
         recompute_cost: work that backward repeats, in `unit`.
-        bound_cost: no plan within the budget repeats less; equal when the plan is optimal.
+        bound_cost: lower bound of that work within the budget; equal if the plan is optimal.
         unit: "ns" or "flops".
     """
 
@@ -43,13 +43,13 @@ class BudgetPlan(Plan):
 
 @dataclass(frozen=True)
 class Infeasible:
-    """What a solver returns when nothing fits: falsy, and says what would fit.
+    """A solver's result if nothing fits: false, with the smallest budget.
 
     Attributes:
-        budget_bytes: the budget asked for.
+        budget_bytes: the requested budget.
         smallest_bytes: the smallest budget that has a plan.
-        how: what takes no more than that; "" where a plan of the solver does.
-        helps: what would help next, with bytes; "" where only the budget is known.
+        how: levels that need `smallest_bytes`; "" for a plan of the solver.
+        helps: further options, with bytes; "" if only the budget is known.
     """
 
     budget_bytes: int
@@ -61,7 +61,7 @@ class Infeasible:
         return False
 
     def __str__(self) -> str:
-        """Say what is missing, and what would fit."""
+        """Describe the missing bytes and the smallest budget."""
         short = self.smallest_bytes - self.budget_bytes
         how = self.how and f" ({self.how})"
         helps = self.helps or "divide the batch, or offload or shard what is left"

@@ -46,7 +46,7 @@ def save_ops(*ops: OpEntry) -> Policy:
 
 
 def recompute_ops(*ops: OpEntry) -> Policy:
-    """Recompute every output of the named operators, if it is the first rule to decide.
+    """Recompute every output of the named operators, unless an earlier rule decides.
 
     Example:
         >>> recompute_ops("aten.max").answer.value
@@ -56,11 +56,11 @@ def recompute_ops(*ops: OpEntry) -> Policy:
 
 
 def save_every_nth(*ops: OpEntry, n: int, phase: int = 0) -> Policy:
-    """Save one call in `n` of the named operators, counted together from 0 in each forward.
+    """Save every n-th call of the named operators, counted together from 0 in each forward.
 
     Args:
         ops: as for `save_ops`.
-        n: distance between saved calls, calls; at least 1.
+        n: distance between saved calls; at least 1.
         phase: number of the first saved call; 0 <= phase < n.
 
     Example:
@@ -71,11 +71,11 @@ def save_every_nth(*ops: OpEntry, n: int, phase: int = 0) -> Policy:
 
 
 def save_named(*labels: str, missing_ok: bool = False) -> Policy:
-    """Save tensors to which `checkpoint_name` gave one of these names; globs are allowed.
+    """Save tensors with one of these names, given by `checkpoint_name`; globs are allowed.
 
     Args:
         labels: names, or globs over names.
-        missing_ok: accept names that no tensor is given. Otherwise the first backward raises
+        missing_ok: accept names that no tensor has. Otherwise the first backward raises
             `UnmatchedNameError` for a name that no region of its forward had.
 
     Example:
@@ -96,14 +96,14 @@ def save_modules(*paths: str, missing_ok: bool = False) -> Policy:
 
 
 def scoped(policy: Policy, *paths: str, missing_ok: bool = False) -> Policy:
-    """Ask `policy` only inside some modules.
+    """Apply `policy` only inside some modules.
 
     Args:
         policy: any policy.
         paths: globs over module paths. A glob matches a run of path components: "attn"
-            matches inside "blocks.3.attn.out" as inside "attn". Paths start below the module
+            matches inside "blocks.3.attn.out" and inside "attn". Paths start below the module
             that is checkpointed.
-        missing_ok: accept paths of no module, as where ranks hold other parts of a model.
+        missing_ok: accept paths of no module, as on ranks that hold other parts of a model.
             Otherwise the first backward raises `UnmatchedNameError` for a path that no region
             of its forward had.
 
@@ -126,7 +126,7 @@ def save_by_bytes(*, at_least: int = 0, at_most: int | None = None) -> Policy:
 
 
 def save_by_shape(*shapes: tuple[int | None, ...]) -> Policy:
-    """Save outputs of one of these shapes; None stands for any size.
+    """Save outputs of one of these shapes; None matches any size.
 
     Example:
         >>> save_by_shape((None, 256)).shapes
@@ -146,7 +146,7 @@ def save_by_flops(*, at_least: int) -> Policy:
 
 
 def offload(*what: OpEntry | Policy) -> Policy:
-    """Keep in host memory what these operators return, or what a policy would save.
+    """Keep results of these operators, or the values that a policy saves, in host memory.
 
     Args:
         what: operators as for `save_ops`, or one policy.

@@ -1,7 +1,7 @@
 """Groups of operators that policies save or recompute together, each with its reason.
 
-Names that a given torch does not have simply never match; a group as a whole is held to match
-something (see `UnmatchedEntryWarning`).
+Names that an installed torch does not have never match; a group that matches nothing causes an
+`UnmatchedEntryWarning`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ class Group:
     """A named set of operators.
 
     Attributes:
-        entry: how policies and JSON spell the group, with a leading "@".
+        entry: the group's name in policies and JSON, with a leading "@".
         why: what its members have in common.
         reasons: (operator name, overload or packet; why it is listed).
-        parts: operators that stand in for a member where torch has no kernel for the inputs.
-        instead: what to write there, as a sentence.
+        parts: operators that run instead of a member if torch has no kernel for the inputs.
+        instead: what to write then, as a sentence.
     """
 
     entry: str
@@ -31,7 +31,7 @@ class Group:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Operator names alone."""
+        """The operator names."""
         return tuple(name for name, _ in self.reasons)
 
 
@@ -173,10 +173,10 @@ _BY_ENTRY = {group.entry: group for group in CATALOGUE}
 
 
 def group_named(entry: str, *, where: str) -> Group:
-    """Look a group up by its "@name".
+    """Return the group with a "@name".
 
     Raises:
-        PolicyError: there is none of that name.
+        PolicyError: there is no such group.
     """
     if entry not in _BY_ENTRY:
         raise PolicyError(

@@ -1,4 +1,4 @@
-"""Checks of values that a user passes or that are read from JSON."""
+"""Checks of values from users and from JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def is_count(value: object) -> bool:
 
 
 def check_texts(texts: tuple[object, ...], what: str, *, where: str) -> None:
-    """Refuse an empty list, and entries that are no text.
+    """Refuse an empty list, and entries that are not text.
 
     Raises:
         PolicyError: with the entry.
@@ -48,10 +48,10 @@ def check_texts(texts: tuple[object, ...], what: str, *, where: str) -> None:
 
 
 def field_problem(kind: type, given: dict[str, Any]) -> str:
-    """Say which value does not fit the field of a dataclass; "" if all fit.
+    """Return which value does not fit the field of a dataclass; "" if all fit.
 
     Args:
-        kind: a dataclass; fields that do not take part in comparisons may not be given.
+        kind: a dataclass; fields without comparison must not be given.
         given: field name to value.
 
     Example:
@@ -94,7 +94,7 @@ def conforms(value: Any, hint: Any) -> bool:
         return type(value) in (int, float) and math.isfinite(value)
     try:
         return isinstance(value, hint) if isinstance(hint, type) else True
-    except TypeError:  # Any, list[int], a protocol: a type that cannot be asked
+    except TypeError:  # Any, list[int], a protocol: isinstance does not support these
         return True
 
 
@@ -108,7 +108,7 @@ def _items_conform(value: tuple[Any, ...], hints: tuple[Any, ...]) -> bool:
 def _hints(kind: type) -> dict[str, Any]:
     try:
         return typing.get_type_hints(kind)
-    except (NameError, TypeError, AttributeError):  # names of a scope that is gone
+    except (NameError, TypeError, AttributeError):  # names of a local scope
         return {}
 
 

@@ -1,4 +1,4 @@
-"""What is done with one value, and how torch spells it."""
+"""The decision about one value, and torch's names for it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Decision(enum.Enum):
 
     @property
     def keeps(self) -> bool:
-        """Whether the value outlives the forward, on its device or elsewhere."""
+        """Whether the value is kept until backward, on its device or elsewhere."""
         return self is not Decision.RECOMPUTE
 
 
@@ -34,7 +34,7 @@ _FROM_TORCH = {
     True: Decision.SAVE,
     False: Decision.RECOMPUTE,
 }
-# CheckpointPolicy gained its offload members after the others.
+# CheckpointPolicy gained its offload members later.
 _OFFLOADS = ("MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD")
 for _name in _OFFLOADS:
     if hasattr(CheckpointPolicy, _name):
@@ -42,7 +42,7 @@ for _name in _OFFLOADS:
 
 
 def from_torch(answer: object) -> Decision:
-    """Read a `CheckpointPolicy` or bool as a decision.
+    """Convert a `CheckpointPolicy` or bool to a decision.
 
     PREFER_ and MUST_ members mean the same: every engine follows the policy.
 
@@ -65,7 +65,7 @@ def from_torch(answer: object) -> Decision:
 
 
 def to_torch(decision: Decision | None) -> CheckpointPolicy:
-    """Spell a decision as torch does; None (no rule decided) is PREFER_RECOMPUTE.
+    """Convert a decision to torch's; None (no rule decided) is PREFER_RECOMPUTE.
 
     Raises:
         DecisionError: not a decision, or one that this torch has no member for.

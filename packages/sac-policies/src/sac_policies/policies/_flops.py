@@ -1,4 +1,4 @@
-"""Floating point operations of one operator call."""
+"""Floating-point operations of one operator call."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ._views import Operator
 def flops_of(op: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> int:
     """Count multiplications and additions; 0 for operators without a known formula.
 
-    torch's registry decides, but for attention: it lacks kernels, and before 2.13 refuses heads
-    that share keys. A formula that raises is none.
+    Uses torch's registry, except for attention: it lacks kernels, and before 2.13 refuses shared
+    key heads. A formula that raises counts as missing.
 
     Example:
         >>> a = torch.ones(2, 3)
         >>> flops_of(torch.ops.aten.mm.default, (a, a.t()), {}, a @ a.t())
         24
     """
-    from torch.utils.flop_counter import flop_registry  # brings Triton, where that is installed
+    from torch.utils.flop_counter import flop_registry  # imports Triton if it is installed
 
     packet = getattr(op, "overloadpacket", op)
     own = _ATTENTION.get(str(packet))
@@ -32,7 +32,7 @@ def flops_of(op: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any], out
         if own is not None:
             return own(*args[:4])
         return int(flop_registry[packet](*args, **kwargs, out_val=output))
-    except Exception:  # it may be anybody's, and is not what was asked for
+    except Exception:  # a user's formula may raise anything
         return 0
 
 
@@ -46,7 +46,7 @@ def _forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest:
 def _backward(
     grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> int:
-    """The first one again, and two for each."""
+    """The first product again, and two for each."""
     del grad
     *batch, s, e = query.shape
     return 2 * prod(batch) * s * key.shape[-2] * (3 * e + 2 * value.shape[-1])

@@ -1,4 +1,4 @@
-"""Follows which module is running, by torch's global forward hooks."""
+"""Track the running module with torch's global forward hooks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .._errors import PolicyError
 
 
 def root_of(function: object) -> nn.Module | None:
-    """Return the module that `function` is, is a method of, or is a partial of."""
+    """Return the module if `function` is one, is a method of one, or a partial of those."""
     if isinstance(function, nn.Module):
         return function
     if isinstance(function, functools.partial):
@@ -27,10 +27,10 @@ def root_of(function: object) -> nn.Module | None:
 
 
 class ModulePath:
-    """Path, below `root`, of the innermost module that is running; "" for `root` itself.
+    """Path, below `root`, of the innermost running module; "" for `root` itself.
 
     Attributes:
-        known: every path there is, whether it runs or not.
+        known: every path below `root`.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -45,13 +45,13 @@ class ModulePath:
         return self._running[-1]
 
     def follow(self, until: ExitStack) -> None:
-        """Follow the modules until that is closed, which runs no code of this package."""
+        """Track modules until the result is closed, without code of this package in the modules."""
         until.enter_context(self._hooks)
         self._listen()
 
     @contextmanager
     def inside_compiled(self, module: nn.Module) -> Iterator[None]:
-        """Follow no modules inside a compiled one: for each region's hooks it is compiled again."""
+        """Do not track modules inside a compiled one, which would be compiled again."""
         self._hooks.close()
         self._start(module, None)
         try:
@@ -77,7 +77,7 @@ def named_root(root: nn.Module | None) -> nn.Module:
     """Return the module that paths are relative to.
 
     Raises:
-        PolicyError: there is no module to name paths from.
+        PolicyError: there is no such module.
     """
     if root is None:
         raise PolicyError(

@@ -1,4 +1,4 @@
-"""Facts about single operators, read once from their schemas."""
+"""Facts about single operators, from their schemas."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 from ._views import Operator
 
-# What these move is not the region's: FSDP gathers and frees parameters inside a region, in
-# the forward but not always in the recomputation (pytorch#185178).
+# These move memory of FSDP, not of the region: FSDP gathers and frees parameters inside a region,
+# in the forward but not always in the recomputation (pytorch#185178).
 _NOT_OURS = frozenset({"c10d", "fsdp"})
 # Checkpointing itself runs a different number of these in forward and recomputation.
 _ALIASES = frozenset({"aten.detach.default", "aten.lift_fresh.default"})
@@ -49,16 +49,16 @@ STATISTICS = slice(3, 5)
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the engines need to know of one operator.
+    """The facts about one operator that the engines need.
 
     Attributes:
         bookkeeping: not part of the region's work: returns no tensor, or runs for torch itself.
         writes: (position or None, name) of every argument it writes to.
-        returns_written: whether it returns what it writes to.
+        returns_written: whether it returns a tensor that it writes to.
         random: whether it may advance a random number generator.
         dropout: position of an argument `dropout_p`, None without one.
-        is_view: whether it makes a view of an input, or makes its input one: what it returns
-            has the values of another tensor, at other sizes or strides.
+        is_view: whether its result is a view of an input, or it makes its input a view: the
+            values of another tensor, at other sizes or strides.
     """
 
     bookkeeping: bool = False
@@ -69,7 +69,7 @@ class Facts:
     is_view: bool = False
 
     def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """Tensors this call writes to."""
+        """Return the tensors this call writes to."""
         found = (
             kwargs.get(name) if at is None or at >= len(args) else args[at]
             for at, name in self.writes
@@ -82,7 +82,7 @@ class Facts:
         ]
 
     def draws(self, args: tuple[Any, ...]) -> bool:
-        """Whether this call advances a generator: attention without dropout does not."""
+        """Return whether this call advances a generator: attention without dropout does not."""
         if not self.random or self.dropout is None:
             return self.random
         return len(args) > self.dropout and bool(args[self.dropout])

@@ -1,4 +1,4 @@
-"""A policy that lists a decision for single operator calls, as a solver returns it."""
+"""A policy with a decision for each listed operator call, as solvers return it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Unit = Literal["ns", "flops"]
 
 @dataclass(frozen=True)
 class Plan(Policy):
-    """Decisions for named calls of one region; calls not listed have no answer.
+    """Decisions for named calls of one region; calls that are not listed have no answer.
 
     Attributes:
         choices: ((operator name, call number), decision), sorted.
@@ -44,7 +44,7 @@ class Plan(Policy):
         return self._by_call.get((str(view.op), view.index))
 
     def constant(self, op: Operator) -> Constant:
-        """No answer for an operator the plan never names."""
+        """Return no answer for operators that are not listed."""
         return DEPENDS if str(op) in self._named else None
 
     def counts(self, op: Operator) -> bool:
@@ -57,14 +57,14 @@ class Plan(Policy):
         return Decision.OFFLOAD in self._by_call.values()
 
     def unmatched(self, seen: RegionSummary) -> tuple[str, ...]:
-        """Calls that the region never came to."""
+        """Return listed calls that the region did not have."""
         calls = {str(op): count for op, count in seen.ops.items()}
         return tuple(
             f"{name}[{index}]" for (name, index), _ in self.choices if index >= calls.get(name, 0)
         )
 
     def __repr__(self) -> str:
-        """Stay short: a plan lists every call of a region."""
+        """Format briefly, since a plan lists every call of a region."""
         return f"{type(self).__name__}(digest={self.digest!r}, {len(self.choices)} calls)"
 
     @cached_property
@@ -112,7 +112,7 @@ def save_by_index(decisions: Mapping[Call, Decision] | Iterable[tuple[Call, Deci
 
 
 def _wrong(row: Any, seen: set[Call]) -> str:
-    """Say why a row is not a decision for a call; "" if it is."""
+    """Return why a row is not a decision for a call; "" if it is."""
     if not (isinstance(row, (tuple, list)) and len(row) == 2):
         return (
             f"row {shown(row)} is a {type(row).__name__}, but a row is a call and its decision. "

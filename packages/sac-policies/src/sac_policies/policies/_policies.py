@@ -1,8 +1,8 @@
 """The base class of policies, and how two of them combine.
 
-- A policy is a frozen value. It answers from the `OpView` of a call and nothing else, so equal
-  views in the same order get equal decisions, in eager and compiled code and on every rank.
-- An answer is a `Decision`, or None where no rule applies. A call without an answer is recomputed.
+- A policy is a frozen value. It answers only from the `OpView` of a call, so equal views in the
+  same order get equal decisions, in eager and compiled code and on every rank.
+- An answer is a `Decision`, or None if no rule applies. A call without an answer is recomputed.
 - Answers are ordered None < RECOMPUTE < SAVE. `|` takes the larger, `&` the smaller; `~` turns SAVE
   into RECOMPUTE and every other answer into SAVE.
 - If one side of `|` or `&` saves a value and the other offloads it, that is a `ConflictError`.
@@ -60,7 +60,7 @@ class Policy(ABC):
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the handle and what is worked out from the rest when asked for."""
+        """Leave out the handle and cached values."""
         kept = (name for name in vars(self) if name != "handle")
         own = (name for name in kept if not isinstance(_declared(self, name), cached_property))
         return {name: getattr(self, name) for name in own}
@@ -90,7 +90,7 @@ class Policy(ABC):
 
     @property
     def text(self) -> str:
-        """What messages call it."""
+        """Text for messages."""
         return repr(self)
 
     @property
@@ -104,11 +104,11 @@ class Policy(ABC):
         return any(part.reads_names for part in self.parts)
 
     def unmatched(self, seen: RegionSummary) -> tuple[str, ...]:
-        """Operators that this policy names and `seen` lacks; they give a warning."""
+        """Return operators that this policy names and `seen` lacks; they cause a warning."""
         return tuple(entry for part in self.parts for entry in part.unmatched(seen))
 
     def missing(self, seen: RegionSummary) -> tuple[Unmatched, ...]:
-        """Modules and tensors that this policy names and `seen` lacks; they are errors."""
+        """Return modules and tensors that this policy names and `seen` lacks; they are errors."""
         return tuple(name for part in self.parts for name in part.missing(seen))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -138,10 +138,10 @@ def _declared(policy: Policy, name: str) -> object:
 
 
 def check_policy(given: object, *, where: str) -> None:
-    """Refuse what is no policy.
+    """Refuse objects that are not policies.
 
     Raises:
-        PolicyError: with the way to make one.
+        PolicyError: the message says how to make one.
     """
     if not isinstance(given, Policy):
         raise PolicyError(
@@ -165,7 +165,7 @@ class _Pair(Policy):
         return self._combined(self.left.decide(view), self.right.decide(view), view.op)
 
     def constant(self, op: Operator) -> Constant:
-        """Return the combined answer where both sides have a constant one."""
+        """Return the combined answer if both sides have a constant one."""
         left, right = self.left.constant(op), self.right.constant(op)
         if left is DEPENDS or right is DEPENDS:
             return DEPENDS
@@ -187,21 +187,21 @@ class _Pair(Policy):
 
 @dataclass(frozen=True)
 class Union(_Pair):
-    """`left | right`: kept where either side keeps it."""
+    """`left | right`: kept if either side keeps it."""
 
     _choose = staticmethod(max)
 
 
 @dataclass(frozen=True)
 class Intersection(_Pair):
-    """`left & right`: kept where both sides keep it."""
+    """`left & right`: kept if both sides keep it."""
 
     _choose = staticmethod(min)
 
 
 @dataclass(frozen=True)
 class Complement(Policy):
-    """`~inner`: saves what `inner` does not keep, recomputes what it saves."""
+    """`~inner`: saves values that `inner` does not keep, recomputes values that it saves."""
 
     inner: Policy
 
@@ -217,13 +217,13 @@ class Complement(Policy):
         return _swapped(self.inner.decide(view))
 
     def constant(self, op: Operator) -> Constant:
-        """Return the swapped answer where `inner` has a constant one."""
+        """Return the swapped answer if `inner` has a constant one."""
         answer = self.inner.constant(op)
         return DEPENDS if answer is DEPENDS else _swapped(answer)
 
     @property
     def parts(self) -> tuple[Policy, ...]:
-        """The policy negated."""
+        """The negated policy."""
         return (self.inner,)
 
 
@@ -245,11 +245,11 @@ class FirstMatch(Policy):
             )
 
     def decide(self, view: OpView) -> Answer:
-        """Ask each rule in order; stop at the first answer."""
+        """Call each rule in order; return the first answer."""
         return _first(rule.decide(view) for rule in self.rules)
 
     def constant(self, op: Operator) -> Constant:
-        """Return the first answer; `DEPENDS` where an earlier rule may answer."""
+        """Return the first answer; `DEPENDS` if an earlier rule may answer."""
         return _first(rule.constant(op) for rule in self.rules)
 
     @property
@@ -263,7 +263,7 @@ def _first(answers: Iterable[Any]) -> Any:
 
 
 def first_match(*rules: Policy) -> FirstMatch:
-    """Ask each policy in turn; the first that answers decides.
+    """Combine policies: the first that has an answer decides.
 
     Example:
         >>> from sac_policies import recompute_ops, save_ops

@@ -1,4 +1,4 @@
-"""The built-in rules. Each refuses impossible values; `_builders.py` has the public functions."""
+"""The built-in rules. Each refuses invalid values; `_builders.py` has the public functions."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ class _Entries(Policy):
         return Matcher(self.entries)
 
     def unmatched(self, seen: RegionSummary) -> tuple[str, ...]:
-        """All entries if none names an operator of the region.
+        """Return all entries if none names an operator of the region.
 
-        A list is written for several models and devices, so one entry that ran is enough.
+        Lists are often written for several models and devices, so one matching entry is enough.
         """
         found = unmatched_entries(self.entries, map(_plain, seen.ops))
         return found if len(found) == len(self.entries) else ()
@@ -82,7 +82,7 @@ class OpRule(_Entries):
         return self.answer if self._names(view.op) else None
 
     def constant(self, op: Operator) -> Constant:
-        """Return the same as `decide`: it reads the operator alone."""
+        """Return the same as `decide`: it reads only the operator."""
         return self.answer if self._names(op) else None
 
     @property
@@ -123,7 +123,7 @@ class EveryNth(_Entries):
         return Decision.SAVE if number % self.n == self.phase else Decision.RECOMPUTE
 
     def constant(self, op: Operator) -> Constant:
-        """No answer for operators not named."""
+        """Return no answer for operators that are not named."""
         return DEPENDS if self._names(op) else None
 
     def counts(self, op: Operator) -> bool:
@@ -133,13 +133,13 @@ class EveryNth(_Entries):
 
 @dataclass(frozen=True, kw_only=True)
 class SourceLocated(Policy):
-    """Base of rules that note the line that made them, for messages; not part of their value."""
+    """Base of rules that record their line for messages; not part of their value."""
 
     line: str = field(default_factory=user_line, compare=False, repr=False)
 
     @property
     def text(self) -> str:
-        """Its value, and where it was written."""
+        """Its value and line."""
         return f"{self!r} (written at {self.line})"
 
 
@@ -161,7 +161,7 @@ class NameRule(SourceLocated):
         return self.answer if any(fnmatchcase(view.label, each) for each in self.labels) else None
 
     def constant(self, op: Operator) -> Constant:
-        """No answer for operators other than the one that names tensors."""
+        """Return no answer for operators other than the one that names tensors."""
         return DEPENDS if op is NAME_OP else None
 
     @property
@@ -180,7 +180,7 @@ class NameRule(SourceLocated):
 
 @dataclass(frozen=True)
 class Scoped(SourceLocated):
-    """`inner`, asked only inside modules whose path matches one of `modules`."""
+    """`inner`, applied only inside modules whose path matches one of `modules`."""
 
     inner: Policy
     modules: tuple[str, ...]
@@ -194,17 +194,17 @@ class Scoped(SourceLocated):
         return "save_modules" if self.inner == Always(Decision.SAVE) else "scoped"
 
     def decide(self, view: OpView) -> Answer:
-        """Ask `inner` inside the modules; no answer outside."""
+        """Call `inner` inside the modules; no answer outside."""
         inside = any(is_inside(view.module, each) for each in self.modules)
         return self.inner.decide(view) if inside else None
 
     def constant(self, op: Operator) -> Constant:
-        """No answer where `inner` never has one."""
+        """Return no answer if `inner` never has one."""
         return None if self.inner.constant(op) is None else DEPENDS
 
     @property
     def parts(self) -> tuple[Policy, ...]:
-        """The policy restricted."""
+        """The restricted policy."""
         return (self.inner,)
 
     @property
@@ -213,7 +213,7 @@ class Scoped(SourceLocated):
         return True
 
     def missing(self, seen: RegionSummary) -> tuple[Unmatched, ...]:
-        """Globs that match no module, and what `inner` misses."""
+        """Return globs that match no module, and missing names of `inner`."""
         mine = (
             Unmatched(each, self._builder, "module", self.line)
             for each in self.modules
@@ -248,7 +248,7 @@ class SizeRule(Policy):
 
 @dataclass(frozen=True)
 class ShapeRule(Policy):
-    """Save outputs of one of these shapes; None stands for any size."""
+    """Save outputs of one of these shapes; None matches any size."""
 
     shapes: tuple[tuple[int | None, ...], ...]
 
@@ -273,7 +273,7 @@ class ShapeRule(Policy):
 
 @dataclass(frozen=True)
 class FlopRule(Policy):
-    """Save outputs of operators that do at least so much arithmetic."""
+    """Save outputs of operators with at least so many floating-point operations."""
 
     at_least: int
 
@@ -293,7 +293,7 @@ class FlopRule(Policy):
 
 @dataclass(frozen=True)
 class Offloaded(Policy):
-    """What `inner` saves, kept in host memory instead."""
+    """Values that `inner` saves, kept in host memory instead."""
 
     inner: Policy
 
@@ -309,7 +309,7 @@ class Offloaded(Policy):
 
     @property
     def parts(self) -> tuple[Policy, ...]:
-        """The policy whose saves are moved."""
+        """The inner policy."""
         return (self.inner,)
 
     @property

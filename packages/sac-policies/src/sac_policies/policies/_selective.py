@@ -13,7 +13,7 @@ from ._views import Operator, OpView
 
 
 def is_selective(policy: Policy) -> bool:
-    """Whether torch's selective checkpointing can follow a policy: it reads operators alone.
+    """Whether torch's selective checkpointing can follow a policy: it reads only operators.
 
     Example:
         >>> from sac_policies import save_modules, save_ops
@@ -24,7 +24,7 @@ def is_selective(policy: Policy) -> bool:
 
 
 def selective(policy: Policy) -> Callable[..., Any]:
-    """Return the function that torch asks; the policy is shown no modules, names and numbers.
+    """Return the policy as a function for torch; it gets no modules, names and numbers.
 
     Example:
         >>> import torch

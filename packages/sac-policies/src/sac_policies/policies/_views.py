@@ -1,4 +1,4 @@
-"""What a policy is shown of one operator call, and the counts of its region."""
+"""A policy's view of one operator call, and the counts of its region."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
 
 
 class RegionState:
-    """How often each operator has been called in one forward of one region.
+    """Number of calls of each operator in one forward of one region.
 
-    A new one is made for every forward, so policies never carry counters.
+    A new one is made for every forward, so policies have no counters.
     """
 
     __slots__ = ("_calls",)
@@ -28,13 +28,13 @@ class RegionState:
         self._calls: dict[Operator, int] = {}
 
     def enter(self, op: Operator) -> int:
-        """Count one more call of `op`; return its index among the calls of `op`, from 0."""
+        """Count a call of `op`; return its index among the calls of `op`, from 0."""
         index = self._calls.get(op, 0)
         self._calls[op] = index + 1
         return index
 
     def calls(self) -> Mapping[Operator, int]:
-        """Calls so far of each counted operator, the current one included."""
+        """Return calls so far of each counted operator, including the current one."""
         return self._calls
 
 
@@ -42,18 +42,18 @@ class RegionState:
 class OpView:
     """One operator call as policies see it, after it ran.
 
-    Also stands in for torch's SelectiveCheckpointContext, the first argument of a
+    Also replaces torch's SelectiveCheckpointContext, the first argument of a
     plain policy function.
 
     Attributes:
         op: the operator overload.
         index: number of this call among the calls of `op` in the region, from 0.
-        output: what the operator returned (real or fake tensors), None where unknown.
+        output: result of the operator (real or fake tensors), None if unknown.
         args: positional arguments.
         kwargs: keyword arguments.
         module: path of the innermost module that ran the operator, "" for the region itself.
         label: the name given by `sac_policies.checkpoint_name`, None otherwise.
-        region: counts of the region so far, this call included.
+        region: counts of the region so far, including this call.
     """
 
     op: Operator
@@ -72,7 +72,7 @@ class OpView:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shape of each output tensor; of a nested one with -1 where its parts differ."""
+        """Shape of each output tensor; for a nested one with -1 where its parts differ."""
         return tuple(map(shape_of, self.tensors))
 
     @property
@@ -87,21 +87,21 @@ class OpView:
 
     @property
     def is_recompute(self) -> bool:
-        """Always False: policies are asked in the forward only."""
+        """Always False: policies are called in the forward only."""
         return False
 
     @property
     def op_output(self) -> Any:
-        """The output, under the name torch's context gives it."""
+        """The output, under the name in torch's context."""
         return self.output
 
 
 @dataclass(frozen=True, slots=True)
 class RegionSummary:
-    """What ran in a region so far; entries of a policy that match none of it are reported.
+    """What ran in a region so far, to report entries of a policy that match nothing.
 
     Attributes:
-        ops: operators, and how often each counted one was called.
+        ops: operators, and the number of calls of each counted one.
         labels: names given to tensors.
         modules: paths of modules in the region, whether they ran or not.
         kept: operators of which a value was kept.
@@ -115,13 +115,13 @@ class RegionSummary:
 
 @dataclass(frozen=True, slots=True)
 class Unmatched:
-    """A name that a policy has and its regions have not.
+    """A name of a policy that its regions do not have.
 
     Attributes:
         entry: the name.
-        rule: the function that the user wrote it in.
-        kind: what it names.
-        line: where it was written.
+        rule: the public function that made the rule.
+        kind: kind of the name.
+        line: line of the rule.
     """
 
     entry: str
@@ -130,7 +130,7 @@ class Unmatched:
     line: str
 
     def known(self, seen: RegionSummary) -> frozenset[str]:
-        """Names of this kind that there are."""
+        """Existing names of this kind."""
         if self.kind == "tensor":
             return seen.labels
         return frozenset(run for path in seen.modules for run in runs_of(path) if run)
