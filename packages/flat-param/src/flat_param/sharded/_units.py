@@ -22,7 +22,6 @@ from ..buffers._owners import (
     check_not_inside,
     check_owners,
     check_unowned,
-    owner_of,
 )
 from ..comm._agreement import Description, agree, describe
 from ..comm._groups import (
@@ -300,9 +299,10 @@ def _check_ties(module: nn.Module, taken: Iterable[nn.Parameter]) -> None:
         ParameterError: names both places.
     """
     for name, param in outside_units(module, taken):
-        _, theirs = owner_of(param, UNIT)
+        named = module.named_parameters(remove_duplicate=False)
+        inside = next(other for other, each in named if each is param and other != name)
         raise ParameterError(
-            f"flat_param.fully_shard: parameter '{name}' is tied to '{theirs}' in another unit, "
+            f"flat_param.fully_shard: parameter '{name}' is tied to '{inside}' in another unit, "
             "but tied parameters must share a unit. Shard their common parent only."
         )
 
