@@ -383,6 +383,15 @@ def test_a_large_attribute_written_in_place_is_refused(wrap):
         loss.backward()
 
 
+def test_a_compiled_module_inside_reads_buffers_as_they_were():
+    """Compiled code is the same in both runs."""
+    plain = nn.Sequential(ReadThenAdd())
+    wrapped = copy.deepcopy(plain)
+    wrapped[0].compile(backend="eager", fullgraph=True)
+    checkpoint_(wrapped)
+    assert_same(results(wrapped), results(plain))
+
+
 @pytest.mark.parametrize("lazy", [nn.LazyBatchNorm1d, partial(nn.LazyLinear, 8)])
 def test_a_lazy_layer_without_values_is_refused(wrap, lazy):
     """Its first forward makes them; with gradients off the module runs, and then it is right."""
