@@ -286,19 +286,6 @@ def test_nested_regions_with_contexts(saved, gradients, equal):
         assert equal(expected, gradients(changed, lambda m: m(x).exp(), x))
 
 
-def test_nothing_is_kept_where_nothing_requires_grad(wrap):
-    """Not even the inputs, which hooks around the call would see."""
-    module = wrap(nn.Sequential(nn.Linear(2, 2), nn.Tanh())).requires_grad_(False)
-    packed = []
-    with torch.autograd.graph.saved_tensors_hooks(packed.append, lambda t: t):
-        result = module(x := torch.ones(1, 2))
-    assert not result.requires_grad
-    assert not packed
-    gone = weakref.ref(x)
-    del x
-    assert gone() is None
-
-
 def test_is_recomputing_only_while_recomputing(wrap):
     """False in forward, True in the second run, False again after."""
 
