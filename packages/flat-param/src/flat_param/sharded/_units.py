@@ -20,9 +20,7 @@ from ..buffers._owners import (
     IGNORED,
     UNIT,
     Owner,
-    check_not_inside,
     check_owners,
-    check_unowned,
 )
 from ..comm._agreement import Description, agree, describe
 from ..comm._groups import (
@@ -250,9 +248,7 @@ def _plan_unit(
     specs = tuple(_local_spec(spec, param) for spec, param in zip(specs, params, strict=True))
     named = [(spec.name, param) for spec, param in zip(specs, params, strict=True)]
     check_no_grads(named)
-    check_not_inside(module, named)
-    check_owners("fully_shard", module, named, (UNIT, FLATTENED, IGNORED))
-    check_unowned("fully_shard", named, FLATTENED)
+    check_owners("fully_shard", module, named, (UNIT, FLATTENED, IGNORED), never=FLATTENED)
     check_apart("fully_shard", module, params)
     place = one_device(specs, params, mesh)
     options = replace(options, boundary=resolve(boundary, specs))
