@@ -57,6 +57,10 @@ class Twice(nn.Module):
             ["0.0", "0.1", "1.0"],
         ),
         (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [""]),
+        (
+            lambda: nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in "ab")),
+            ["0", "1"],
+        ),
         (lambda: nn.ModuleDict({"a": Mixture(), "b": Mixture()}), ["a", "b"]),
     ],
 )

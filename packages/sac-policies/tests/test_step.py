@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sac_policies import BudgetError, fit_, plan_region
-from sac_policies.budget._step import Step, check_step
+from sac_policies import BudgetError, fit_, plan_region, profile_step
+from sac_policies.budget._step import Step
 from sac_policies.budget._step_trace import traced_step
 
 
@@ -27,20 +27,6 @@ def linear() -> nn.Linear:
     """A layer with the same weights each time."""
     torch.manual_seed(0)
     return nn.Linear(3, 3)
-
-
-@pytest.mark.parametrize(
-    ("model", "loss", "said"),
-    [
-        (len, None, r"here: model <built-in function len> is a builtin_function_or_method, but"),
-        (nn.Linear, None, "Pass an nn.Module"),
-        (nn.Tanh(), 3, "here: loss 3 is a int, but it is called with the model's output"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(model: Any, loss: Any, said: str) -> None:
-    """A class is no module, a number no loss."""
-    with pytest.raises(BudgetError, match=said):
-        check_step("here", model, loss)
 
 
 ONE = torch.ones(1)
@@ -178,6 +164,30 @@ def test_interrupted_step_leaves_the_model_as_it_was() -> None:
     assert model.weight.grad is grad
     assert model.extra.grad is None
     assert torch.equal(model.table, torch.ones(512))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+MEASURED = {
+    "plan_region": lambda model, x: plan_region(model, x, 1.0),
+    "profile_step": profile_step,
+    "fit_": lambda model, x: fit_(model, x, 1.0),
+}
+
+
+@pytest.mark.parametrize("call", MEASURED.values(), ids=MEASURED)
+def test_measured_model_is_left_as_it_was(call: Any) -> None:
+    """Gradients, buffers and random state."""
+    model, x = (
+        nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)),
+        torch.randn(16, 8),
+    )
+    model(x).sum().backward()
+    grads = [p.grad for p in model.parameters()]
+    values = [each.clone() for each in (*grads, *model.buffers())]
+    state = torch.get_rng_state()
+    call(model, x)
+    assert all(p.grad is grad for p, grad in zip(model.parameters(), grads, strict=True))
+    assert all(map(torch.equal, (*grads, *model.buffers()), values))
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -139,19 +139,6 @@ def test_tags_are_eagers_decisions(policy, make_block, x):
     assert compiled == eager
 
 
-def test_compiled_code_is_tagged_whatever_engine_is_named(make_block, x):
-    """Under torch.compile there is one engine; gradients are those of eager."""
-    block = make_block()
-    policy = save_ops(MATMULS)
-
-    def run(t):
-        return checkpoint(block, t, policy=policy)
-
-    (plain,) = torch.autograd.grad(block(x).sum(), x)
-    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(torch.autograd.grad(compiled(x).sum(), x)[0], plain)
-
-
 class _Products:
     """A policy that is an object with a method; both can be called."""
 
