@@ -98,18 +98,16 @@ def check_graph(seed: int) -> str:
     return "whole" if found.policy.recompute_cost == 0 else "partial"
 
 
-def test_peak_is_within_budget_on_random_graphs() -> None:
-    """On 20 random graphs the peak, measured anew, is the one promised and within budget."""
-    outcomes = [check_graph(seed) for seed in range(20)]
-    assert outcomes.count("partial") >= 5
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_peak_is_within_budget_on_80_random_graphs() -> None:
-    """The same on 60 graphs more: every single one."""
-    outcomes = [check_graph(seed) for seed in range(20, 80)]
-    assert outcomes.count("partial") >= 15
+@pytest.mark.parametrize(
+    ("seeds", "partial"),
+    [
+        (range(20), 5),
+        pytest.param(range(20, 80), 15, marks=[pytest.mark.nightly, pytest.mark.slow]),
+    ],
+)
+def test_peak_is_within_budget_on_random_graphs(seeds: range, partial: int) -> None:
+    """The peak, measured anew, is the one promised and within budget."""
+    assert [check_graph(seed) for seed in seeds].count("partial") >= partial
 
 
 class Stack(nn.Module):

@@ -53,11 +53,8 @@ POLICIES = {
     "union": save_ops("aten.mm") | save_by_shape((2, 4, 16)),
     "intersection": save_ops(MATMULS) & save_by_bytes(at_least=1000),
     "complement": ~save_ops(MATMULS),
-    "all": save_all(),
-    "none": recompute_all(),
     "all but a name": ~save_named("hidden"),
     "names but one": save_named("*", missing_ok=True) & ~save_named("hidden"),
-    "a name": save_named("hidden"),
     "a name or an operator": save_named("hidden") | save_ops("aten.mm"),
 }
 

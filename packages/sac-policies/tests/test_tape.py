@@ -83,7 +83,8 @@ def held_bytes(out: torch.Tensor, *outside: torch.Tensor) -> int:
     known = {storage_key(each) for each in (out, *outside)}
     found = {}
     for each in gc.get_objects():
-        if isinstance(each, torch.Tensor) and not isinstance(each, nn.Parameter):
+        # Not isinstance, which reads `__class__` of every object: some warn of that.
+        if issubclass(type(each), torch.Tensor) and not issubclass(type(each), nn.Parameter):
             key = storage_key(each)
             if key not in known:
                 found[key] = each.untyped_storage().nbytes()
@@ -178,6 +179,13 @@ def test_random_operators_draw_once(xw, policy):
         return F.scaled_dot_product_attention(q, q.cos(), q.sin(), dropout_p=0.1).view(8, 8)
 
     assert agrees(run, x, w, policy=policy)
+
+
+@every_policy
+def test_noise_is_saved_before_it_is_written(policy):
+    """pytorch#193671: `rrelu` saves its noise, and its kernel fills it after that."""
+    x, w = leaf(32, 64), leaf(64, 64)
+    assert agrees(lambda t: F.rrelu(t @ w, training=True) @ w, x, w, policy=policy)
 
 
 def test_router_cannot_flip(xw):
@@ -376,26 +384,13 @@ def test_partial_backward_leaves_nothing_cached(xw):
     a, b = taped(run, x, **UNCHECKED)
     gc.collect()
     before = held_bytes(a, b, x, w)
-    torch.autograd.grad(a.sum(), w, retain_graph=True)
-    gc.collect()
-    assert held_bytes(a, b, x, w) <= before
+    for _ in range(2):
+        torch.autograd.grad(a.sum(), w, retain_graph=True)
+        gc.collect()
+        assert held_bytes(a, b, x, w) <= before
 
 
 # Policies
-
-
-class _Counts(torch.utils._python_dispatch.TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.counts: dict[str, int] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.counts[str(func)] = self.counts.get(str(func), 0) + 1
-        return func(*args, **(kwargs or {}))
-
-    def of(self, op):
-        """How often an operator ran."""
-        return self.counts.get(op, 0)
 
 
 class Two(nn.Module):
@@ -439,16 +434,16 @@ MM = "aten.mm.default"
         (save_ops("aten.mm") & ~save_modules("first"), 7),
     ],
 )
-def test_policy_decides_which_matmuls_run_again(policy, runs):
+def test_policy_decides_which_matmuls_run_again(policy, runs, counting):
     """Two in forward, four in backward, and one more for each that is not kept."""
     module, x = Two(), leaf(8, 8)
-    with _Counts() as counts:
+    with counting() as counts:
         found = grads(taped(module, x, policy=policy), x, *module.parameters())
-    assert counts.of(MM) == runs
+    assert counts[MM] == runs
     assert same(found, grads(module(x), x, *module.parameters()))
 
 
-def test_gradient_inside_region_keeps_what_backward_reads(xw):
+def test_gradient_inside_region_keeps_what_backward_reads(xw, counting):
     """The region's product and that of the gradient inside are kept, so backward runs neither."""
     x, w = xw
 
@@ -458,46 +453,12 @@ def test_gradient_inside_region_keeps_what_backward_reads(xw):
         return h.detach() * g.cos() * t.exp()
 
     out = taped(run, x, policy=save_ops("aten.mm"))
-    with _Counts() as counts:
+    with counting() as counts:
         out.sum().backward()
-    assert counts.of(MM) == 0
+    assert counts[MM] == 0
 
 
 # Other tensors and operators
-
-
-def _library() -> Any:
-    @torch.library.custom_op("sac_policies_tests::gate", mutates_args=())
-    def gate(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return F.silu(a) * b
-
-    def setup(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-
-    def backward(ctx, grad):
-        a, b = ctx.saved_tensors
-        with torch.enable_grad():
-            a, b = a.detach().requires_grad_(), b.detach().requires_grad_()
-            return torch.autograd.grad(F.silu(a) * b, (a, b), grad)
-
-    gate.register_autograd(backward, setup_context=setup)
-    return gate
-
-
-def test_custom_operator_is_replayed(xw):
-    """Of torch.library: recorded as one call, and its result is not held."""
-    gate, (x, w) = _library(), xw
-
-    def run(t):
-        y = t.exp()
-        return gate(y, y.sin()).cos() @ w
-
-    assert agrees(run, x, w)
-    gc.collect()
-    before = held_bytes(x, w)
-    out = taped(run, x, **UNCHECKED)
-    gc.collect()
-    assert held_bytes(out, x, w) == before
 
 
 def test_forward_derivative_through_region(xw):
