@@ -22,7 +22,6 @@ from ..buffers._owners import (
     check_not_inside,
     check_owners,
     check_unowned,
-    owner_of,
 )
 from ..comm._agreement import Description, agree, describe
 from ..comm._groups import (
@@ -55,7 +54,7 @@ from ._schedule import Schedule
 from ._sharded_module import ShardedModule
 from ._sharded_params import ShardedParams
 from ._state_hooks import install_module_hooks
-from ._strays import look_for_strays, watch_registrations
+from ._strays import watch_registrations
 from ._switches import check_group_size, free_after_forward
 from ._unit import Unit
 from ._unit_call import sharded_class
@@ -300,9 +299,10 @@ def _check_ties(module: nn.Module, taken: Iterable[nn.Parameter]) -> None:
         ParameterError: names both places.
     """
     for name, param in outside_units(module, taken):
-        _, theirs = owner_of(param, UNIT)
+        named = module.named_parameters(remove_duplicate=False)
+        inside = next(other for other, each in named if each is param and other != name)
         raise ParameterError(
-            f"flat_param.fully_shard: parameter '{name}' is tied to '{theirs}' in another unit, "
+            f"flat_param.fully_shard: parameter '{name}' is tied to '{inside}' in another unit, "
             "but tied parameters must share a unit. Shard their common parent only."
         )
 
@@ -330,7 +330,6 @@ def _make_unit(
         comms=comms,
         options=planned.options,
         schedule=schedule,
-        look_around=look_for_strays,
         ignored=planned.ignored,
         modules=planned.modules,
     )
