@@ -54,7 +54,7 @@ from ._schedule import Schedule
 from ._sharded_module import ShardedModule
 from ._sharded_params import ShardedParams
 from ._state_hooks import install_module_hooks
-from ._strays import look_for_strays, watch_registrations
+from ._strays import watch_registrations
 from ._switches import check_group_size, free_after_forward
 from ._unit import Unit
 from ._unit_call import sharded_class
@@ -330,7 +330,6 @@ def _make_unit(
         comms=comms,
         options=planned.options,
         schedule=schedule,
-        look_around=look_for_strays,
         ignored=planned.ignored,
         modules=planned.modules,
     )
