@@ -384,9 +384,8 @@ class Tape(TorchDispatchMode):
                 tensor, value = seen(), seen.value
                 if tensor is None or seen.version != version_of(tensor) or is_freed(tensor):
                     continue
-                if value.held is None and value.boxed is None and _reads_freed(value):
-                    value.hold(tensor if self._outer is not None else unseen_alias(tensor))
-                    self._holders.append(ref(value))
+                if _reads_freed(value):
+                    self._keep(value, tensor)
 
     # Holding
 
@@ -414,6 +413,12 @@ class Tape(TorchDispatchMode):
         self._holders.append(ref(value))
         return value
 
+    def _keep(self, value: Value, tensor: torch.Tensor) -> None:
+        """Hold a tensor that a call made."""
+        if value.held is None and value.boxed is None:
+            value.hold(tensor if self._outer is not None else unseen_alias(tensor))
+            self._holders.append(ref(value))
+
     def _copy(self, value: Value, tensor: torch.Tensor) -> None:
         """Hold a copy in place of a tensor, unless it was changed unseen or freed."""
         if value.version in (UNVERSIONED, version_of(tensor)) and not is_freed(tensor):
@@ -437,9 +442,7 @@ class Tape(TorchDispatchMode):
         region.kept.add(NAME_OP)
         for each in map(self._whole, parts_of(tensor)):
             value = self.value_of(each)
-            if value.held is None and value.boxed is None:
-                value.hold(each if self._outer is not None else unseen_alias(each))
-                self._holders.append(ref(value))
+            self._keep(value, each)
             if answer is Decision.OFFLOAD:
                 self._pending.append(ref(value))
 
