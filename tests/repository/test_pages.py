@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -128,6 +129,23 @@ def test_messages_and_names_are_found_in_the_source(part: str, pages: ModuleType
     main = re.findall(rf"^<!-- names of {package}: (.+) -->$", page, re.MULTILINE)[0].split(", ")
     assert shown[: len(main)] == [f"{package}.{name}" for name in main]
     assert [name for name, said in listed if name.rpartition(".")[2] in main and not said] == []
+
+
+@pytest.mark.parametrize("part", sorted(PARTS))
+def test_public_name_is_located_where_its_object_is_made(part: str, pages: ModuleType) -> None:
+    """Several files may define one name; the page shows the one that the package imports."""
+    package = part.replace("-", "_")
+    located = {name: pages.definition(package, name).path for name in pages.public_names(package)}
+    made: dict[str, str] = {}
+    for name in located:
+        module, _, last = f"{package}.{name}".rpartition(".")
+        found = getattr(importlib.import_module(module), last)
+        if inspect.isclass(found) or inspect.isfunction(found):
+            file = inspect.getsourcefile(inspect.unwrap(found))
+            assert file is not None
+            made[name] = Path(file).as_posix()
+    assert len(made) > 10
+    assert [name for name, file in made.items() if not file.endswith(located[name])] == []
 
 
 def test_main_name_that_a_package_lacks_is_an_error(pages: ModuleType) -> None:

@@ -6,6 +6,7 @@ the list of implementations from its entries. `mkdocs.yml` names this file as a 
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,15 @@ from mkdocs.structure.files import File, Files
 from torchparts_conformance import _pages, _results
 
 FOLDER = "conformance"
+DATE = re.compile(r"\b(\d{4})-(\d\d)-(\d\d)\b")
 
 
 def pages(docs: Path) -> dict[str, str]:
     """Return every generated page by its path below the docs folder."""
     results = _results.read(docs / FOLDER / "results.json")
     found = {
-        "results.md": _pages.results_page(results),
+        # Non-breaking hyphens: a table on a phone would divide the dates.
+        "results.md": DATE.sub("\\1\u2011\\2\u2011\\3", _pages.results_page(results)),
         "registry/index.md": _pages.list_page(docs / FOLDER / "registry"),
     }
     return {f"{FOLDER}/{name}": text for name, text in (found | _pages.requirement_pages()).items()}

@@ -83,26 +83,49 @@ def _listed(path: Path) -> list[str]:
 
 
 def definition(package: str, name: str) -> Name:
-    """Return the place of a definition, its kind, and the first sentence of its docstring."""
+    """Return the place of a definition, its kind, and the first sentence of its docstring.
+
+    It is found through imports, since several files may define one name.
+    """
     module, _, last = name.rpartition(".")
-    if last not in _definitions(package):
-        raise LookupError(f"pages: {package}.{name} is in __all__, but no file defines it.")
-    found = _definitions(package)[last]
+    source = SOURCES[package]
+    path = _module_file(source, module) if module else source / "__init__.py"
+    while last not in _definitions(path):
+        if last not in _imports(path):
+            raise LookupError(f"pages: {package}.{name} is in __all__, but no file defines it.")
+        path = _imports(path)[last]
+    found = _definitions(path)[last]
     return found._replace(name=name, kind=f"In {package}.{module}") if module else found
 
 
 @functools.lru_cache(None)
-def _definitions(package: str) -> dict[str, Name]:
-    """Return functions, classes and constants at the top of the package's files, by name."""
+def _definitions(path: Path) -> dict[str, Name]:
+    """Return functions, classes and constants at the top of a file, by name."""
     found: dict[str, Name] = {}
-    for path in sorted(SOURCES[package].rglob("*.py")):
-        place = path.relative_to(ROOT).as_posix()
-        body = ast.parse(path.read_text(encoding="utf-8")).body
-        for node, after in zip(body, [*body[1:], None], strict=True):
-            for name, kind in _defined(node):
-                row = Name(name, place, node.lineno, kind, _first_sentence(node, after))
-                if name not in found or found[name].kind == "Constants" != kind:
-                    found[name] = row  # a file may define an alias of the same name for its types
+    place = path.relative_to(ROOT).as_posix()
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    for node, after in zip(body, [*body[1:], None], strict=True):
+        for name, kind in _defined(node):
+            found[name] = Name(name, place, node.lineno, kind, _first_sentence(node, after))
+    return found
+
+
+@functools.lru_cache(None)
+def _imports(path: Path) -> dict[str, Path]:
+    """Return the file that each name is imported from, within the packages."""
+    found: dict[str, Path] = {}
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.ImportFrom) or not node.module:
+            continue
+        first, _, rest = node.module.partition(".")
+        if node.level:
+            folder, inner = path.parents[node.level - 1], node.module
+        elif first in SOURCES:
+            folder, inner = SOURCES[first], rest
+        else:
+            continue
+        file = _module_file(folder, inner.replace(".", "/")) if inner else folder / "__init__.py"
+        found.update((alias.asname or alias.name, file) for alias in node.names)
     return found
 
 

@@ -48,7 +48,7 @@ def _badge(report: Mapping[str, Any], area: str) -> Badge:
 
 
 def message(report: Mapping[str, Any], area: str) -> str:
-    """Return the text of a badge, such as `core 41 of 41; robust 12 of 30 | cpu`."""
+    """Return the text of a badge, such as `core 19 of 19; robust 12 of 19 | cpu`."""
     judged = _report.judged(report, area)
     devices = dict.fromkeys(v["device"] for v in judged)
     return ", ".join(

@@ -156,7 +156,7 @@ def _overall(report: Mapping[str, Any], verdicts: Iterable[Mapping[str, Any]]) -
 
 
 def counts_of(verdict: Mapping[str, Any]) -> str:
-    """Return how many MUSTs of a profile passed, such as `core 41 of 41 (2 not provided)`."""
+    """Return how many MUSTs of a profile passed, such as `core 17 of 17 (2 not provided)`."""
     passed, counted = verdict["must"]
     absent = f" ({verdict['not_provided']} not provided)" if verdict["not_provided"] else ""
     return f"{verdict['profile']} {passed} of {counted}{absent}"

@@ -28,10 +28,10 @@ from ..comm._capturing import is_capturing
 from ..comm._comm import Communicator
 from ..comm._groups import CommGroups
 from ..comm._trail import ORDER_BYTES, Trail, first_difference
-from ._unit import Unit
+from ._unit_params import UnitParams
 
 
-def agree_on_step(used: list[bool], unit: Unit) -> list[bool]:
+def agree_on_step(used: list[bool], unit: UnitParams) -> list[bool]:
     """Compare the order of units, and find parameters that some rank has used. Collective.
 
     Raises:
@@ -67,9 +67,9 @@ def _all_used(used: list[bool]) -> list[bool]:
     return used
 
 
-def publish(reduced: list[Unit]) -> None:
+def publish(reduced: list[UnitParams]) -> None:
     """Set `.grad` of all parameters that some rank has used. Collective."""
-    groups: dict[tuple[object, object], list[Unit]] = {}
+    groups: dict[tuple[object, object], list[UnitParams]] = {}
     for unit in reduced:
         key = (unit.comms.reduce.group, unit.comms.replicate.group)
         groups.setdefault(key, []).append(unit)
@@ -77,7 +77,7 @@ def publish(reduced: list[Unit]) -> None:
         _publish_together(units)
 
 
-def _publish_together(units: list[Unit]) -> None:
+def _publish_together(units: list[UnitParams]) -> None:
     """The same for units of the same process groups."""
     all_grads = [grads for unit in units for grads in unit.grads]
     with units[0].comms.telling_others():

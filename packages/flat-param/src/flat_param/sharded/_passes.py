@@ -20,14 +20,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from .._errors import StateError
 from .._torch_compat import backward_is_running
 from ..comm._comm import Pending
-
-if TYPE_CHECKING:
-    from ._unit import Unit
+from ._unit_params import UnitParams
 
 U = TypeVar("U")
 
@@ -44,13 +42,13 @@ class ForwardPass:
         incomplete: units of several modules that wait for the others, and which were called.
     """
 
-    running: list[Unit] = field(default_factory=list)
-    order: list[Unit] = field(default_factory=list)
-    ahead: list[Unit] = field(default_factory=list)
-    chain: dict[Unit, bool] = field(default_factory=dict)
-    incomplete: dict[Unit, set[int]] = field(default_factory=dict)
+    running: list[UnitParams] = field(default_factory=list)
+    order: list[UnitParams] = field(default_factory=list)
+    ahead: list[UnitParams] = field(default_factory=list)
+    chain: dict[UnitParams, bool] = field(default_factory=dict)
+    incomplete: dict[UnitParams, set[int]] = field(default_factory=dict)
 
-    def waits(self, unit: Unit, module: object, count: int) -> bool:
+    def waits(self, unit: UnitParams, module: object, count: int) -> bool:
         """Whether some of the `count` modules of a unit were not called, after this one."""
         called = self.incomplete.setdefault(unit, set())
         called.add(id(module))
@@ -80,13 +78,13 @@ class BackwardPass:
 
     sync: bool
     callback: weakref.ref[Callable[[], None]]
-    to_gather: list[Unit]
-    to_reduce: list[Unit]
-    units: dict[Unit, UnitBackward]
+    to_gather: list[UnitParams]
+    to_reduce: list[UnitParams]
+    units: dict[UnitParams, UnitBackward]
     is_differentiated: bool = False
-    ready: set[Unit] = field(default_factory=set)
+    ready: set[UnitParams] = field(default_factory=set)
     reducing: list[Pending] = field(default_factory=list)
-    reduced: list[Unit] = field(default_factory=list)
+    reduced: list[UnitParams] = field(default_factory=list)
     ending: bool = False
     failed: bool = False
 
@@ -122,14 +120,6 @@ class UnitBackward:
     inputs_arrived: int = 0
     freed: bool = False
     summed: bool = False
-
-
-def outdated() -> StateError:
-    """For a gradient of leaves that were replaced."""
-    return StateError(
-        "flat_param.fully_shard: this backward belongs to a forward before .to() or an interrupted "
-        "step, but full parameters have had other memory since then. Run the forward again."
-    )
 
 
 def has_old_grad(unit: str, name: str) -> StateError:

@@ -9,10 +9,8 @@ list makes a gather earlier and never adds one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ._unit import Unit
+from ._unit_params import UnitParams
 
 
 class PrefetchLists:
@@ -24,8 +22,8 @@ class PrefetchLists:
     """
 
     def __init__(self) -> None:
-        self.forward: dict[Unit, tuple[Unit, ...]] = {}
-        self.backward: dict[Unit, tuple[Unit, ...]] = {}
+        self.forward: dict[UnitParams, tuple[UnitParams, ...]] = {}
+        self.backward: dict[UnitParams, tuple[UnitParams, ...]] = {}
 
     def merge(self, other: PrefetchLists) -> None:
         """Add the lists of a nested tree."""
@@ -33,8 +31,8 @@ class PrefetchLists:
         self.backward |= other.backward
 
     def in_forward(
-        self, unit: Unit, *, begun: Sequence[Unit], last_order: Sequence[Unit]
-    ) -> list[Unit]:
+        self, unit: UnitParams, *, begun: Sequence[UnitParams], last_order: Sequence[UnitParams]
+    ) -> list[UnitParams]:
         """What to gather while `unit` computes in forward.
 
         Args:
@@ -49,18 +47,18 @@ class PrefetchLists:
         is_as_before = here + 1 < len(last_order) and last_order[here] is unit
         return [last_order[here + 1]] if is_as_before else []
 
-    def backward_order(self, order: Iterable[Unit]) -> list[Unit]:
+    def backward_order(self, order: Iterable[UnitParams]) -> list[UnitParams]:
         """Units in the order in which they are gathered for backward.
 
         Args:
             order: the one in which they come to their gradients.
         """
-        found: dict[Unit, None] = {}
+        found: dict[UnitParams, None] = {}
         for unit in order:
             found |= dict.fromkeys((unit, *self.backward.get(unit, ())))
         return list(found)
 
-    def in_backward(self, unit: Unit, queue: Sequence[Unit]) -> int:
+    def in_backward(self, unit: UnitParams, queue: Sequence[UnitParams]) -> int:
         """Return how many units of the queue to gather while `unit` computes in backward."""
         listed = self.backward.get(unit)
         if not listed:

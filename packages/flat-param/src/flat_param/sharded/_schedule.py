@@ -27,7 +27,7 @@ from ..comm._comm import CommLog
 from ._order import publish
 from ._passes import BackwardPass, ForwardPass, UnitBackward, has_old_grad, inner_first
 from ._prefetch import PrefetchLists
-from ._unit import Unit
+from ._unit_params import UnitParams
 
 _Callback = weakref.ref[Callable[[], None]]
 
@@ -45,16 +45,16 @@ class Schedule:
     """
 
     def __init__(self) -> None:
-        self.units: list[Unit] = []
+        self.units: list[UnitParams] = []
         self.log = CommLog()
         self.sync = True
         self.lists: PrefetchLists = PrefetchLists()
         self.forward: ForwardPass | None = None
         self.backward: BackwardPass | None = None
-        self._last_order: list[Unit] = []
-        self._chain: dict[Unit, bool] = {}  # of the forwards since the last backward
+        self._last_order: list[UnitParams] = []
+        self._chain: dict[UnitParams, bool] = {}  # of the forwards since the last backward
         self._chain_is_spent = False
-        self._accumulated: dict[Unit, None] = {}
+        self._accumulated: dict[UnitParams, None] = {}
         self._was_stopped = False
 
     def merge(self, other: Schedule) -> None:
@@ -71,14 +71,14 @@ class Schedule:
         """Number of nested running forwards."""
         return 0 if self.forward is None else len(self.forward.running)
 
-    def computes(self, unit: Unit) -> bool:
+    def computes(self, unit: UnitParams) -> bool:
         """Whether the module has the unit's leaves, since its forward or backward runs."""
         if self.backward is not None:
             state = self.backward.units.get(unit)
             return state is not None and state.begun and not state.freed
         return self.forward is not None and unit in self.forward.running
 
-    def was_freed(self, unit: Unit) -> None:
+    def was_freed(self, unit: UnitParams) -> None:
         """A unit was resharded: a backward that comes to it gathers it in its turn."""
         for chain in (self._chain, self._chain if self.forward is None else self.forward.chain):
             if unit in chain:
@@ -93,7 +93,7 @@ class Schedule:
 
     # Forward.
 
-    def enter(self, unit: Unit) -> None:
+    def enter(self, unit: UnitParams) -> None:
         """Record that a unit's forward begins."""
         self.settle()
         if self.backward is not None:
@@ -118,7 +118,7 @@ class Schedule:
             for unit in self.units:
                 unit.drop_leaf_grads()
 
-    def prefetch_forward(self, unit: Unit) -> None:
+    def prefetch_forward(self, unit: UnitParams) -> None:
         """Begin to gather the next units. Collective."""
         forward = self.forward
         if forward is None:
@@ -131,7 +131,7 @@ class Schedule:
                 forward.ahead.append(following)
                 following.start_gather()
 
-    def leave(self, unit: Unit, *, returns: bool, keeps: bool, module: object = None) -> None:
+    def leave(self, unit: UnitParams, *, returns: bool, keeps: bool, module: object = None) -> None:
         """A unit's forward is over.
 
         Args:
@@ -201,7 +201,7 @@ class Schedule:
         self._chain = self._both_chains(forward)
         self.forward = None
 
-    def _both_chains(self, forward: ForwardPass | None) -> dict[Unit, bool]:
+    def _both_chains(self, forward: ForwardPass | None) -> dict[UnitParams, bool]:
         if forward is None or not self._chain:
             return self._chain if forward is None else forward.chain
         before = {unit: freed for unit, freed in self._chain.items() if unit not in forward.chain}
@@ -255,7 +255,7 @@ class Schedule:
                     if param.grad is not None:
                         raise has_old_grad(unit.name, piece.name)
 
-    def standing(self, unit: Unit) -> UnitBackward:
+    def standing(self, unit: UnitParams) -> UnitBackward:
         """The state of a unit in the pass that runs."""
         current = self.backward
         if current is None or current.was_dropped:
@@ -269,14 +269,10 @@ class Schedule:
                 self._accumulated[unit] = None
         return state
 
-    @property
-    def _current(self) -> BackwardPass:
-        assert self.backward is not None
-        return self.backward
-
-    def gather_for_backward(self, unit: Unit) -> None:
+    def gather_for_backward(self, unit: UnitParams) -> None:
         """Begin to gather all units up to this one, and the next ones. Collective."""
-        queue = self._current.to_gather
+        assert self.backward is not None
+        queue = self.backward.to_gather
         if unit in queue:
             for _ in range(queue.index(unit) + 1):
                 queue.pop(0).start_gather()
@@ -284,14 +280,15 @@ class Schedule:
         for _ in range(min(self.lists.in_backward(unit, queue), len(queue))):
             queue.pop(0).start_gather()
 
-    def on_grads(self, unit: Unit) -> None:
+    def on_grads(self, unit: UnitParams) -> None:
         """A unit has all its gradients; reduce units that are next in order. Collective."""
-        current = self._current
+        current = self.backward
+        assert current is not None
         current.ready.add(unit)
         while current.to_reduce and current.to_reduce[0] in current.ready:
             self._reduce(current, current.to_reduce.pop(0))
 
-    def _reduce(self, current: BackwardPass, unit: Unit) -> None:
+    def _reduce(self, current: BackwardPass, unit: UnitParams) -> None:
         self._finish_reducing(current)
         if unit in current.units:
             current.units[unit].summed = True
@@ -304,11 +301,12 @@ class Schedule:
             pending.wait()
         current.reducing = []
 
-    def release(self, unit: Unit) -> None:
+    def release(self, unit: UnitParams) -> None:
         """Post-backward: reshard a unit whose parameters nothing reads any more."""
         frees = unit.frees_after_backward
         if frees is None:
-            current = self._current
+            current = self.backward
+            assert current is not None
             frees = current.sync or unit.frees_after_forward
             frees = frees and not current.is_differentiated
         if frees:
@@ -331,7 +329,7 @@ class Schedule:
             raise
         self.backward = None
 
-    def _publish(self, reduced: list[Unit]) -> None:
+    def _publish(self, reduced: list[UnitParams]) -> None:
         kept = [unit for unit in reduced if any(each.is_kept for each in unit.grads)]
         publish([unit for unit in reduced if unit not in kept])
         self._accumulated = dict.fromkeys(kept)

@@ -1,4 +1,4 @@
-"""One unit on this rank: it unshards parameters for the module, and reduces gradients.
+"""The forward and backward of one unit on this rank.
 
 When a unit may be resharded in backward: everything that reads its parameters leads to a gradient
 of one of its leaves, of a leaf of a unit that ran inside its forward, of its inputs, or of an
@@ -9,104 +9,34 @@ no tensor to hook.
 
 A leaf that this backward does not reach may be one of a backward inside it (reentrant checkpoints).
 Gradients are then reduced when all inputs have theirs, or at the end.
-
-Pieces get no gradient. A backward that comes to one was computed outside of the unit, where the
-piece was broadcast or reduced like a whole parameter, so it raises an error.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch import nn
 
 from .._errors import StateError
-from .._torch_compat import will_run, without_torch_function
-from ..buffers._owners import Owner
-from ..comm._capturing import is_capturing, refuse_capture
-from ..comm._comm import Communicator, Pending
-from ..comm._groups import CommGroups
-from ..layout._options import UnitOptions
-from ._guards import optimizer_steps
-from ._kept_parts import KeptParts
-from ._param_piece import ParamPiece
-from ._param_sites import ParamSite, ParamSites
-from ._passes import UnitBackward, outdated, too_late
-from ._sharded_grads import Reduction, ShardedGrads
-from ._sharded_params import ShardedParams, placement_of
-from ._tensors import InputHooks, cast_floats, hook_nodes, tensors_in
-
-if TYPE_CHECKING:
-    from ._schedule import Schedule
+from ..comm._capturing import refuse_capture
+from ._passes import UnitBackward, too_late
+from ._schedule import Schedule
+from ._sharded_grads import ShardedGrads
+from ._strays import look_for_strays
+from ._tensors import cast_floats, hook_nodes, tensors_in
+from ._unit_params import UnitParams
 
 
-class Unit:
-    """The parameters of one module, or of a list of modules, that are unsharded together.
+class Unit(UnitParams):
+    """The parameters of one module, or of a list of modules, that are unsharded together."""
 
-    Attributes:
-        name: qualified name of the module below the outermost unit, which itself has none.
-        owners: register the unit's parameters, and those it ignores.
-        parts: its segments.
-        ignored: parameters of its module, and of units inside, that are left alone; _ignored.py.
-        ignored_places: where they are registered, by `id` of a module's parameters, and key.
-        grads: gradients of the trainable segments.
-        is_unsharded: whether every leaf may be read.
-        around: units in whose forward this one has run since the last backward.
-        frees_after_forward: whether it is resharded between forward and backward.
-        frees_after_backward: whether it is after backward; None: as `Schedule.release` says.
-        reduction: how its gradients are reduced.
-        regroup: the smaller group that has the unit whole from forward to backward, if any.
-        looked_at: how many registrations there were when strays were last looked for.
-        is_by_hand: whether its user has had it gathered, and no forward or backward has begun yet.
-    """
-
-    def __init__(
-        self,
-        parts: Sequence[ShardedParams],
-        sites: Sequence[ParamSite],
-        *,
-        comms: CommGroups,
-        options: UnitOptions,
-        schedule: Schedule,
-        look_around: Callable[[Unit], None],
-        ignored: Sequence[nn.Parameter] = (),
-        modules: Sequence[nn.Module] = (),
-    ) -> None:
-        self.name = ""
-        self._modules = tuple(map(weakref.ref, modules))
-        self.looked_at = -1
-        self._look_around = look_around
-        self.owners: tuple[Owner, ...] = ()
-        self.parts = tuple(parts)
-        self.ignored = tuple(ignored)
-        self.ignored_places = frozenset(_places(modules, ignored))
-        self.sites = ParamSites(sites)
-        self.comms = comms
-        self.options = options
-        self.join(schedule)
-        self.grads: tuple[ShardedGrads, ...] = ()
-        self.around: set[Unit] = set()
-        self.frees_after_forward = True
-        self.frees_after_backward: bool | None = None
-        self.reduction = Reduction()
-        self.regroup: Communicator | None = None
-        self._kept: KeptParts | None = None
-        self.is_unsharded = False
-        self.is_by_hand = False
-        self._gathering: list[Pending | None] | None = None
-        self._version: tuple[int, int, bool] | None = None
-        self._change = ""  # of dtype or device, until all ranks have made it
-        self._nodes: list[Any] = []
-        self._piece_nodes: list[Any] = []
-        self._inputs = InputHooks(self.on_input_grad)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         # Functions, not methods: a method would keep its unit until a garbage collection.
         self.begin_forward, self.end_forward = _uncompiled_ends()
-        self._use_leaves()
 
     @property
     def schedule(self) -> Schedule:
@@ -115,175 +45,13 @@ class Unit:
         Raises:
             StateError: they are deleted.
         """
-        schedule = self._schedule()
+        schedule: Schedule | None = self._schedule()
         if schedule is None:
             raise StateError(
                 f"flat_param.fully_shard: the module of unit '{self.name}' is deleted, but what is "
                 "left of the unit was used. Keep the module until its last use."
             )
         return schedule
-
-    def join(self, schedule: Schedule) -> None:
-        """Use the schedule of a tree."""
-        self._schedule = weakref.ref(schedule)
-        for module in self.modules():
-            object.__setattr__(module, "_flat_param_schedule", schedule)
-
-    def modules(self) -> list[nn.Module]:
-        """Its modules, but those that are deleted."""
-        return [module for each in self._modules if (module := each()) is not None]
-
-    @property
-    def module_count(self) -> int:
-        """How many modules are this unit; more than one where a list was sharded."""
-        return len(self._modules)
-
-    def rename(self, name: str, label: str) -> None:
-        """Take the name that the unit has below its outermost one."""
-        self.name = name
-        self.comms.name(label)
-        if self.regroup is not None:
-            self.regroup.rename(label)
-
-    def _use_leaves(self) -> None:
-        """Hook the leaves of all parts, as they are now."""
-        known = {grads.leaves: grads for grads in self.grads}
-        trained = [part for part in self.parts if part.segment.trainable]
-        self.grads = tuple(known.get(part.leaves) or ShardedGrads(part) for part in trained)
-        self._leaf_count = sum(len(part.leaves) for part in self.parts)
-        self._nodes = []
-        for grads in self.grads:
-            self._nodes += [get_gradient_edge(leaf).node for leaf in grads.leaves]
-            for index, leaf in enumerate(() if grads.leaves in known else grads.leaves):
-                # Weak: the garbage collector does not see the reference that C++ holds to hooks. A
-                # strong hook would keep the unit, its module and its process groups alive.
-                on_grad = partial(_on_grad, weakref.ref(self), weakref.ref(grads), index)
-                leaf.register_post_accumulate_grad_hook(on_grad)
-        self._refuse_grads_of_pieces()
-        self.sites.refresh()
-
-    def _refuse_grads_of_pieces(self) -> None:
-        before, found = set(map(id, self._piece_nodes)), []
-        for part in self.parts:
-            for param, piece in zip(part.held.params, part.param_pieces, strict=True):
-                with without_torch_function():
-                    is_cut = piece.is_cut and param.requires_grad
-                    node = get_gradient_edge(param).node if is_cut else None
-                if node is not None:
-                    found.append(node)  # kept: a node and its hook last as long as a reference
-                    if id(node) not in before:
-                        node.register_prehook(partial(_refuse_grad, weakref.ref(self), piece))
-        self._piece_nodes = found
-
-    # Unshard and reshard.
-
-    def start_gather(self) -> None:
-        """Begin to unshard the parameters. Collective."""
-        if self.is_unsharded or self._gathering is not None:
-            return
-        self.take_changes()
-        if self._change:
-            change, self._change = self._change, ""
-            self.comms.share_change(change)
-        self._version = self._current_version()
-        kept, self._kept = self._kept, None
-        source = kept if kept is not None and kept.version == self._version else None
-        self._gathering = gathering = []
-        for part in self.parts:
-            gathering.append(source.start_gather(part) if source else part.start_gather())
-
-    def take_changes(self) -> None:
-        """Copy what a user put in place of parameters. Errors are raised on every rank."""
-        if self.sites.have_changed():
-            with self.comms.telling_others():
-                if self.sites.take_changes():
-                    self._version = self._kept = None
-
-    def unshard(self) -> None:
-        """Make the parameters whole. Collective, unless they are."""
-        if not self.is_unsharded:
-            self.start_gather()
-            for pending in self._gathering or ():
-                if pending is not None:
-                    pending.wait()
-            self._gathering, self.is_unsharded = None, True
-
-    @property
-    def is_gathered(self) -> bool:
-        """Whether the parameters are unsharded, or an all-gather is in flight."""
-        return self.is_unsharded or self._gathering is not None
-
-    def show(self) -> None:
-        """Show unsharded parameters between steps. Not a collective after `start_gather`."""
-        self.unshard()
-        self.sites.show()
-
-    def end_show(self) -> None:
-        """Copy parameters that were re-assigned while shown. Not a collective."""
-        self.is_by_hand = False
-        if self.sites.shows:
-            with self.comms.telling_others():
-                if self.sites.write(self.sites.checked(self.sites.end_show())):
-                    self._version = None
-
-    def _compute_with_leaves(self) -> None:
-        self.end_show()
-        self.sites.swap_in()
-
-    def reshard(self) -> None:
-        """Put the optimizer's parameters back and free the unsharded ones. Not a collective."""
-        self.end_show()
-        self.sites.swap_out()
-        if self._gathering is not None:
-            for pending in filter(None, self._gathering):
-                pending.leave()
-            # A gather that was stopped as it began may still write to its memory.
-            if len(self._gathering) < len(self.parts):
-                for part in self.parts[len(self._gathering) :]:
-                    part.remake()
-                self._use_leaves()
-        self._gathering = None
-        self.is_unsharded = False
-        self._kept = None
-        for part in self.parts:
-            part.free()
-
-    def reshard_until_backward(self) -> None:
-        """Reshard, but for what a smaller group keeps. Not a collective."""
-        kept = None if self.regroup is None else KeptParts(self.parts, self.regroup, self._version)
-        self.reshard()
-        self._kept = kept
-
-    def reshard_if_stale(self) -> None:
-        """Reshard if any parameter has changed since the gather."""
-        self.end_show()
-        if self.is_gathered:
-            self.take_changes()
-            if self.is_stale:
-                self.reshard()
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether the gather is older than the last step, or than a value that a user put there."""
-        return self.is_gathered and self._version != self._current_version()
-
-    def _current_version(self) -> tuple[int, int, bool]:
-        """Steps count on all ranks alike, also on one that has no piece to change.
-
-        A gather in a captured graph runs in replays only, so a capture counts too.
-        """
-        captured = bool(self.parts) and is_capturing(self.parts[0].device)
-        return optimizer_steps(), sum([part.version for part in self.parts]), captured
-
-    def rebind(self) -> None:
-        """Follow a change of dtype or device that `module.to()` has made to the parameters."""
-        self.reshard()
-        before = placement_of(self.parts)
-        for part in self.parts:
-            part.rebind([param.detach() for param in part.held.params])
-        if placement_of(self.parts) != before:
-            self._change = placement_of(self.parts)
-        self._use_leaves()
 
     # Forward.
 
@@ -293,14 +61,14 @@ class Unit:
         """Pre-forward: unshard, and hook the inputs. Collective."""
         if self.options.cpu_offload and self.parts:
             refuse_capture(self.name, self.parts[0].device)
-        self._look_around(self)
         schedule = self.schedule
+        look_for_strays(self, schedule)
         schedule.enter(self)
         self.unshard()
-        self._compute_with_leaves()
+        self.compute_with_leaves()
         schedule.prefetch_forward(self)
         if torch.is_grad_enabled() and schedule.backward is None:
-            self._inputs.add((args, kwargs, self.ignored))
+            self.inputs.add((args, kwargs, self.ignored))
         dtype = self.options.precision.input_dtype
         return cast_floats(args, dtype), cast_floats(kwargs, dtype)
 
@@ -318,10 +86,6 @@ class Unit:
 
     # Backward.
 
-    def count_expected(self) -> int:
-        """Leaves that will get a gradient in the backward that runs now."""
-        return sum(map(will_run, self._nodes))
-
     def _on_output_grad(self, schedule: Schedule, _: object) -> None:
         """Pre-backward. The graph keeps the schedule alive here, if nothing else does."""
         state = schedule.standing(self)
@@ -330,7 +94,7 @@ class Unit:
         state.begun = True
         schedule.gather_for_backward(self)
         self.unshard()
-        self._compute_with_leaves()
+        self.compute_with_leaves()
         self._advance(schedule, state)
 
     def on_input_grad(self) -> None:
@@ -369,30 +133,13 @@ class Unit:
         """Reduce and reshard as soon as that is right; see the module's docstring."""
         if not state.begun or state.arrived < state.expected or state.freed:
             return
-        inputs, missing = self._inputs.count, self._inputs.count - state.inputs_arrived
-        if state.expected == len(self._nodes) or (inputs and missing <= 0):
+        inputs, missing = self.inputs.count, self.inputs.count - state.inputs_arrived
+        if state.expected == len(self.nodes) or (inputs and missing <= 0):
             schedule.on_grads(self)
-        if state.inner or missing > 0 or not (inputs or state.expected == self._leaf_count):
+        if state.inner or missing > 0 or not (inputs or state.expected == self.leaf_count):
             return
         state.freed = True
         schedule.release(self)
-
-    def forget(self) -> None:
-        """Drop everything that belongs to a backward that was stopped. Not a collective."""
-        self.reshard()
-        self.drop_leaf_grads()
-        for grads in self.grads:
-            grads.forget()
-
-    def drop_leaf_grads(self) -> None:
-        """Drop gradients that the engine has left."""
-        for leaf in (leaf for grads in self.grads for leaf in grads.owner.leaves):
-            leaf.grad = None
-
-    def forget_inputs(self) -> None:
-        """No backward comes back to the forwards so far."""
-        self._inputs.clear()
-        self.around.clear()
 
 
 @cache
@@ -403,38 +150,3 @@ def _uncompiled_ends() -> tuple[Callable[..., Any], Callable[..., Any]]:
     registry must happen at every call.
     """
     return torch.compiler.disable(Unit._begin_forward), torch.compiler.disable(Unit._end_forward)
-
-
-def _places(
-    modules: Sequence[nn.Module], params: Sequence[nn.Parameter]
-) -> Iterator[tuple[int, str]]:
-    known = {id(param) for param in params}
-    for child in (one for module in modules for one in module.modules() if known):
-        for key, param in child._parameters.items():
-            if id(param) in known:
-                yield id(child._parameters), key
-
-
-def _refuse_grad(unit_ref: weakref.ref[Unit], piece: ParamPiece, _: object) -> None:
-    unit = unit_ref()
-    if unit is not None:
-        name = f"{unit.name}.{piece.name}" if unit.name else piece.name
-        raise StateError(
-            f"flat_param.fully_shard: parameter '{name}' was a piece of shape {piece.shard.shape} "
-            f"where the loss was computed with it, but only a call of its unit makes it whole, "
-            f"{tuple(piece.shard.spec.shape)}. Call that module, do not shard it by itself, or "
-            "read the parameter between its unshard() and reshard()."
-        )
-
-
-def _on_grad(
-    unit_ref: weakref.ref[Unit], grads_ref: weakref.ref[ShardedGrads], index: int, leaf: Tensor
-) -> None:
-    """A leaf has its gradient; its unit, or its buffers, may be gone."""
-    unit, grads = unit_ref(), grads_ref()
-    if unit is None:
-        return
-    if grads is None:
-        leaf.grad = None
-        raise outdated()
-    unit.on_grad(grads, index)

@@ -43,7 +43,7 @@ from ._limit import Limit
 from ._measure import Interval, Marks, highest
 from ._repeating import Seen, called_again, check_compiled, inside, kind_of, repeating
 from ._sizes import Budget, format_size
-from ._step import Loss, Step, check_step
+from ._step import Loss, Step, check_order, check_step
 from ._times import Spent
 
 _TRIES = 2
@@ -165,6 +165,7 @@ def fit_(
         >>> found.undo()
     """
     check_step("fit_", model, loss)
+    check_order("fit_", batch, budget)
     limit = Limit(budget, reserve)
     step, search = Step("fit_", model, batch, loss, optimizer), None
     fitted = [path for path, module in model.named_modules() if is_checkpointed(module)]

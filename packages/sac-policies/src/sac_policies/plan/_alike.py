@@ -25,7 +25,7 @@ _REAL = 2
 """Of equal blocks as many run, and the last."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Blocks:
     """Blocks in the order in which they run.
 
