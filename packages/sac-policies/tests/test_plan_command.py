@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from sac_policies.plan import _alike
 from sac_policies.plan._alike import Blocks
 from sac_policies.plan._devices import DEVICES, Device, device_named
 from sac_policies.plan._model import parse_tokens
-from sac_policies.plan._plan import _POLICIES, OFFLOADED, PLAIN, estimate
+from sac_policies.plan._plan import _POLICIES, HIDDEN, OFFLOADED, PLAIN, estimate
 
 from ._fitted import peak_growth
 from ._plan_subject import build
@@ -94,18 +95,34 @@ def test_equal_blocks_need_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_alike, "_REAL", 100)
     everything = estimate(source, no_workspace(), (2, 64)).uniform
     assert few == everything
-    assert sizes == [5, 5, 5, 6, 6, 6]
+    assert sizes == 5 * [5] + 5 * [6]
 
 
 def test_levels_are_ordered_and_offload_keeps_no_inputs() -> None:
     """Each level takes less memory than the one before, and no less time."""
     found = estimate(SUBJECT, no_workspace(), (4, 8192), optimizer="adamw").uniform
-    steps = list(found.values())
-    assert list(found) == [PLAIN, *_POLICIES, OFFLOADED]
+    assert list(found) == [PLAIN, *_POLICIES, OFFLOADED, HIDDEN]
+    steps = list(found.values())[:-1]
     for one, other in itertools.pairwise(steps):
         assert one.peak_bytes >= other.peak_bytes
         assert one.seconds <= other.seconds
     assert steps[0].peak_bytes > 2 * steps[-1].peak_bytes
+
+
+def test_hidden_copies_save_time_where_the_link_is_fast() -> None:
+    """A block has its own and the next values on the device; a slow link hides nothing."""
+    known, steps = no_workspace(), []
+    for factor in (0.01, 10, 1000):
+        device = replace(known, link=factor * known.link)
+        found = estimate(SUBJECT, device, (4, 8192), optimizer="none", dtype=torch.float32)
+        steps.append(found.uniform)
+    slow, fast, faster = steps
+    again = slow["runs again"].seconds
+    assert slow[HIDDEN].seconds >= again
+    assert slow[PLAIN].seconds <= faster[HIDDEN].seconds < fast[HIDDEN].seconds < again
+    for each in steps:
+        # Of four blocks, the values of two are on the device.
+        assert each[OFFLOADED].peak_bytes <= each[HIDDEN].peak_bytes < 0.8 * each[PLAIN].peak_bytes
 
 
 def test_state_of_the_optimizer_is_counted() -> None:

@@ -418,6 +418,11 @@ def _like(path: str, module: nn.Module, regions: Sequence[Region]) -> Region:
     """Return a region for a block that did not run, with what one of its class did."""
     for region in regions:
         if kind_of(region.module) is kind_of(module):
-            how = {"is_compiled": is_compiled(module), "is_taggable": is_taggable(module)}
-            return replace(region, path=path, module=module, **how)
+            return replace(
+                region,
+                path=path,
+                module=module,
+                is_compiled=is_compiled(module),
+                is_taggable=is_taggable(module),
+            )
     return Region(path, module, (), None, False, is_compiled(module))

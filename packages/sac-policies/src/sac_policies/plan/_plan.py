@@ -1,32 +1,44 @@
-"""Watches a step on each level on fake tensors, and recommends a mixture for a device."""
+"""Watches a step on each level on fake tensors, and recommends a mixture for a device.
+
+On fake tensors nothing is offloaded. Offloaded values are kept instead, and their bytes and copies
+are added afterwards.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
+from torch import nn
 
 from .._errors import BudgetError
 from .._tensors import tensors_in
 from .._torch_compat import fake_mode, storage_bytes, storage_key
+from .._torch_compat._module_calls import around_calls
 from ..budget._checkpointed import Checkpointed
-from ..budget._levels import AGAIN, INPUTS_AWAY, KEEPS, LEVELS
-from ..budget._levels import MATMULS as KEEPS_MATMULS
+from ..budget._levels import AGAIN, COSTLY, HIDDEN_AWAY, INPUTS_AWAY, KEEPS, LEVELS, MATMULS
+from ..budget._link import Link
+from ..budget._profile import profile
 from ..budget._repeating import repeating
-from ..policies._builders import save_ops
-from ..policies._catalogue import ATTENTION, CONVOLUTIONS, MATMULS
-from ._alike import find_blocks
+from ..eager._parted import parted
+from ..policies._builders import recompute_all
+from ..policies._decisions import Decision
+from ..policies._plans import Plan
+from ..policies._policies import Policy
+from ._alike import Blocks, find_blocks
 from ._devices import Device
 from ._mixture import SLICES, Measured, Step, offloaded
 from ._model import OPTIMIZERS, Batch, Subject, build
-from ._watch import watch_step
+from ._watch import Span, watch_step
 
-PLAIN, OFFLOADED = LEVELS[KEEPS], LEVELS[INPUTS_AWAY]
+PLAIN, OFFLOADED, HIDDEN = LEVELS[KEEPS], LEVELS[INPUTS_AWAY], LEVELS[HIDDEN_AWAY]
 _POLICIES = {
-    LEVELS[KEEPS_MATMULS]: save_ops(MATMULS, ATTENTION, CONVOLUTIONS),
+    LEVELS[MATMULS]: COSTLY,
     LEVELS[AGAIN]: None,
 }
 
@@ -134,15 +146,16 @@ def _estimate(
     resident = parameter_bytes + state_bytes + _bytes(tensors_in(subject.batch))
     found = find_blocks([block for _, block in repeating(model)], subject.loss_of)
     blocks = found.modules
-    levels = {PLAIN: watch_step(model, found, subject.loss_of, device)}
+    step = partial(watch_step, model, found, subject.loss_of, device)
+    levels = {PLAIN: step()}
     for name, policy in _POLICIES.items():
-        regions = [Checkpointed(block, policy=policy) for block in blocks]
-        with ExitStack() as stack:
-            for region in regions:
-                region.put()
-                stack.callback(region.undo)
-            levels[name] = watch_step(model, found, subject.loss_of, device)
-    levels[OFFLOADED] = offloaded(levels[LEVELS[AGAIN]], found.input_bytes, device.copy_seconds(1))
+        levels[name] = _checkpointed(step, ((block, policy) for block in blocks))
+    inputs, copy = found.input_bytes, device.copy_seconds(1)
+    levels[OFFLOADED] = offloaded(levels[LEVELS[AGAIN]], inputs, copy)
+    hidden = _hidden(subject, found, levels[PLAIN], device)
+    spans = _checkpointed(step, ((block, hidden[type(block)][0]) for block in blocks))
+    away = [size + hidden[type(block)][1] for block, size in zip(blocks, inputs, strict=True)]
+    levels[HIDDEN] = offloaded(spans, away, copy)
     measured = Measured(
         levels,
         len(blocks),
@@ -168,6 +181,50 @@ def _estimate(
         block_count=len(blocks),
         block_name=type(blocks[0]).__name__,
     )
+
+
+def _checkpointed(
+    step: Callable[[], list[Span]], regions: Iterable[tuple[nn.Module, Policy | None]]
+) -> list[Span]:
+    with ExitStack() as stack:
+        for block, policy in regions:
+            region = Checkpointed(block, policy=policy)
+            region.put()
+            stack.callback(region.undo)
+        return step()
+
+
+def _hidden(
+    subject: Subject, blocks: Blocks, plain: Sequence[Span], device: Device
+) -> dict[type[nn.Module], tuple[Policy, int]]:
+    """Choose for each class the values whose copies a block's forward hides, and their bytes."""
+    seconds = {span.key: span.seconds for span in plain}
+    rate = 1 / device.copy_seconds(1)
+    found: dict[type[nn.Module], tuple[Policy, int]] = {}
+
+    def begin(number: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        kind = type(blocks.modules[number])
+        away: set[int] = set()
+        if kind in found:
+            return
+        found[kind] = recompute_all(), 0
+        if parted(forward, args, kwargs) is None:
+            return
+        trace = profile(forward, *args, **kwargs)
+        link = Link(rate, rate, seconds["forward", number])
+        for item in link.hidden(trace, blocks.input_bytes[number]):
+            away.update(item.ops)
+        if away:
+            rows = sorted((trace.ops[op].key, Decision.SAVE) for op in away)
+            size = sum(size for (op, _), size in trace.replayable.items() if op in away)
+            found[kind] = Plan(tuple(rows)), size
+
+    with blocks.standing_in(), ExitStack() as stack:
+        for number, block in enumerate(blocks.modules):
+            call = partial(begin, number, block.forward)
+            stack.enter_context(around_calls(block, call, lambda _: None))
+        subject.loss_of()
+    return found
 
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> int:
