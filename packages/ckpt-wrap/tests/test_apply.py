@@ -20,7 +20,6 @@ from ckpt_wrap import (
     CheckpointWrapper,
     OffloadWrapper,
     apply_activation_checkpointing,
-    checkpoint_,
     checkpoint_wrapper,
     offload_wrapper,
 )
@@ -85,14 +84,6 @@ def test_another_kind_of_wrapper_goes_inside():
     apply_activation_checkpointing(model, offload_wrapper, check_fn=_is_linear)
     assert isinstance(model[0], CheckpointWrapper)
     assert isinstance(model[0]._checkpoint_wrapped_module, OffloadWrapper)
-
-
-def test_in_place_functions_serve_as_wrapper():
-    """`checkpoint_` can be given where a wrapper function is expected."""
-    model = _build()
-    apply_activation_checkpointing(model, checkpoint_, check_fn=_is_linear)
-    assert [n for n, _ in model.named_modules()] == [n for n, _ in _build().named_modules()]
-    assert type(model[0]) is not nn.Linear
 
 
 def test_a_failing_wrapper_leaves_the_model_alone():

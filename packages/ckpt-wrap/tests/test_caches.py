@@ -80,23 +80,6 @@ def _gradients(module, x, cache):
     return [p.grad.clone() for p in module.parameters()]
 
 
-@pytest.mark.parametrize("prefix", [0, 2])
-def test_a_cache_grows_once(wrap, prefix):
-    """Gradients are the plain ones, also over a cache that has something; twice in a row too."""
-    plain, wrapped = _decoders(wrap)
-    caches = Cache(), Cache()
-    x = torch.randn(2, 4, 8)
-    if prefix:
-        with torch.no_grad():
-            for module, cache in zip((plain, wrapped), caches, strict=True):
-                module(x[:, :prefix], cache)
-    expected = _gradients(plain, x, caches[0])
-    assert all(map(torch.equal, expected, _gradients(wrapped, x, caches[1])))
-    for a, b in zip(caches[0].layers, caches[1].layers, strict=True):
-        assert a.keys.shape == b.keys.shape == (2, 4 + prefix, 8)
-        assert torch.equal(a.keys, b.keys)
-
-
 @pytest.mark.filterwarnings("always")
 def test_cache_that_keeps_what_was_to_be_freed_is_warned_of_once(warned, recwarn):
     """By the module, the place and the class; not where the cache gets nothing with a gradient."""

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.exc import Unsupported
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 from ckpt_wrap import (
@@ -79,15 +77,6 @@ def test_equal_layers_compile_once():
             block(torch.randn(3, 8, requires_grad=True))
         counts.append(len(_graphs.seen))
     assert counts[0] == counts[1] == 1
-
-
-def test_selective_contexts_compile():
-    """A `context_fn` of torch's goes to the compiler."""
-    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
-    block = checkpoint_(Block(), context_fn=contexts)
-    x = torch.randn(3, 8, requires_grad=True)
-    torch.compile(block, fullgraph=True, backend="aot_eager")(x).sum().backward()
-    assert x.grad is not None
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])

@@ -101,55 +101,45 @@ def _kept_bytes(model, x):
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()), out
 
 
+def _kept_after_a_step(model, x):
+    model(x).square().sum().backward()
+    model.zero_grad()
+    return _kept_bytes(model, x)
+
+
 def _require_compiler(backend):
     if backend == SLOW and not any(map(shutil.which, ("c++", "g++", "clang++"))):
         pytest.skip("inductor compiles C++ here, and there is no compiler")
 
 
 @pytest.mark.parametrize(("backend", "how", "way"), CASES)
-def test_checkpoint_saves_memory_compiled(backend, how, way):
-    """No hidden activation is kept, or only those that `context_fn` names; plain gradients."""
+def test_checkpointed_blocks_keep_what_torchs_wrapper_keeps(backend, how, way):
+    """To the byte: inputs, and what `context_fn` names. Gradients are the plain model's."""
     _require_compiler(backend)
     torch.manual_seed(0)
     model = HOW[how](WAYS[way], backend)
     plain = nn.Sequential(*[Block() for _ in range(BLOCKS)])
     plain.load_state_dict(model.state_dict())
     x = torch.randn(ROWS, WIDTH)
-    model(x).square().sum().backward()
-    model.zero_grad()
-    kept, out = _kept_bytes(model, x)
-    # In eager mode torch's contexts keep the matmuls where no hook sees them.
-    named = BLOCKS * HIDDEN_BYTES if way == "context_fn" and how != "eager" else 0
-    assert named <= kept <= named + 3 * BLOCKS * INPUT_BYTES
+    kept, out = _kept_after_a_step(model, x)
     assert not counters["graph_break"]
     out.square().sum().backward()
-    plain(x).square().sum().backward()
+    kept_plain, out = _kept_after_a_step(plain, x)
+    out.square().sum().backward()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
 
-
-@pytest.mark.parametrize("how", HOW)
-def test_checkpointed_blocks_keep_what_torchs_wrapper_keeps(how):
-    """To the byte, and no hidden activation, which the plain blocks keep.
-
-    Changed in place, a compiled block is compiled again with its checkpoint inside, so the bytes
-    are the same in whichever order the two come.
-    """
-    kept = {}
-    ways = {"plain": lambda block: block, "torch": torchs.checkpoint_wrapper, **WAYS}
-    for name in ("plain", "torch", "checkpoint_", "checkpoint_wrapper"):
-        torch._dynamo.reset()
-        model = HOW[how](ways[name], QUICK)
-        model(torch.randn(ROWS, WIDTH)).sum().backward()
-        kept[name], _ = _kept_bytes(model, torch.randn(ROWS, WIDTH))
-    assert kept["checkpoint_wrapper"] == kept["torch"] <= 3 * BLOCKS * INPUT_BYTES
-    if how == "compiled, then wrapped":
-        torch._dynamo.reset()
-        kept["torch"], _ = _kept_bytes(
-            _blocks_compiled(torchs.checkpoint_wrapper, QUICK), torch.randn(ROWS, WIDTH)
-        )
-    assert kept["checkpoint_"] == kept["torch"]
-    assert kept["plain"] >= BLOCKS * 2 * HIDDEN_BYTES
+    # In eager mode torch's contexts keep the matmuls where no hook sees them.
+    named = BLOCKS * HIDDEN_BYTES if way == "context_fn" and how != "eager" else 0
+    assert named <= kept <= named + 3 * BLOCKS * INPUT_BYTES
+    assert kept_plain >= BLOCKS * 2 * HIDDEN_BYTES
+    if how == "compiled, then wrapped" and way != "checkpoint_wrapper":
+        # Changed in place, a compiled block is compiled again with its checkpoint inside.
+        how = "block.compile()"
+    options = {"context_fn": save_matmuls} if way == "context_fn" else {}
+    torch._dynamo.reset()
+    theirs = HOW[how](partial(torchs.checkpoint_wrapper, **options), backend)
+    assert kept == _kept_after_a_step(theirs, x)[0]
 
 
 class Broken(nn.Module):
@@ -171,9 +161,6 @@ class Broken(nn.Module):
         return torch.relu(y).sin()
 
 
-MAKERS = {"checkpoint_": checkpoint_, "checkpoint_wrapper": checkpoint_wrapper}
-
-
 def _step_compiled(model):
     def step(x):
         model(x).square().sum().backward()
@@ -189,14 +176,13 @@ def _compiled(model, how):
     return lambda x: model(x).square().sum().backward()
 
 
-@pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("how", ["block.compile()", "model.compile()", "step"])
 @pytest.mark.parametrize("kind", ["item", "buffer replaced and read"])
-def test_graph_break_does_not_act_twice(kind, how, make):
+def test_graph_break_does_not_act_twice(kind, how, wrap):
     """Buffers advance once for each forward, and gradients are the plain model's."""
     torch.manual_seed(0)
     plain = nn.Sequential(Broken(kind), Broken(kind))
-    model = nn.Sequential(*[MAKERS[make](b) for b in copy.deepcopy(plain)])
+    model = nn.Sequential(*[wrap(b) for b in copy.deepcopy(plain)])
     step = _compiled(model, how)
     for _ in range(2):
         x = torch.randn(16, 8)

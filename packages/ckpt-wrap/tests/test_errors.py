@@ -18,6 +18,7 @@ from ckpt_wrap import (
     RecomputeError,
     apply_activation_checkpointing,
     checkpoint_,
+    checkpoint_layers_,
     checkpoint_wrapper,
     offload_,
     offload_stats,
@@ -32,6 +33,18 @@ class Final(nn.Module):
 
     def forward(self, x):
         return x
+
+
+class OnlyHolds(nn.Module):
+    """A container of the user's own: no forward."""
+
+
+CONTAINERS = {
+    "ModuleList": lambda: nn.ModuleList([nn.ReLU()]),
+    "ModuleDict": nn.ModuleDict,
+    "ParameterList": nn.ParameterList,
+    "OnlyHolds": OnlyHolds,
+}
 
 
 def _sequential():
@@ -56,12 +69,15 @@ CASES = {
         "checkpoint_: module is [] of type list, but it must be an nn.Module. Call it for each "
         "module.",
     ),
-    "container": (
-        lambda: checkpoint_(nn.ModuleList([nn.ReLU()])),
-        ModuleError,
-        "checkpoint_: module ModuleList has no forward, but only a module that is called can be "
-        "checkpointed or offloaded. Wrap its items instead, one by one.",
-    ),
+    **{
+        f"container {kind}": (
+            lambda kind=kind: offload_(CONTAINERS[kind]()),
+            ModuleError,
+            f"offload_: module {kind} has no forward, but only a module that is called can be "
+            "checkpointed or offloaded. Wrap its items instead, one by one.",
+        )
+        for kind in CONTAINERS
+    },
     "compiled": (
         lambda: checkpoint_(torch.compile(nn.ReLU(), backend="eager")),
         ModuleError,
@@ -117,6 +133,12 @@ CASES = {
         OptionError,
         "offload_: option 'to' is 'cuda:0', but it must be 'cpu' for host memory, or the path of "
         "a folder that exists. Make the folder first.",
+    ),
+    "offload to a file": (
+        lambda: offload_(nn.ReLU(), to=__file__),
+        OptionError,
+        f"offload_: option 'to' is '{__file__}', but it must be 'cpu' for host memory, or the path "
+        "of a folder that exists. Make the folder first.",
     ),
     "offload to nothing": (
         lambda: offload_(nn.ReLU(), to=""),
@@ -176,6 +198,11 @@ def test_a_number_is_an_int_of_at_least_zero(name, value):
             "option 'context_fn' is .* must be a function that returns two context managers",
         ),
         (lambda model: checkpoint_(model, bogus=1), OptionError, "option 'bogus' needs"),
+        (
+            lambda model: checkpoint_layers_(model, lambda name, _: name in ("0", "2")),
+            ModuleError,
+            r"module '2' \(ModuleList\) has no forward",
+        ),
         (lambda model: checkpoint_(model, True), TypeError, "positional argument"),
         (lambda model: offload_(model, "cpu"), TypeError, "positional argument"),
         (lambda model: offload_(model, pin_memory=True), TypeError, "pin_memory"),
@@ -183,19 +210,16 @@ def test_a_number_is_an_int_of_at_least_zero(name, value):
 )
 def test_wrong_calls_change_nothing(call, error, message):
     """Refused before anything is changed."""
-    model = _sequential()
+    model = nn.Sequential(*_sequential(), nn.ModuleList())
+    kinds = [nn.Sequential, nn.Linear, nn.ReLU, nn.ModuleList]
     with pytest.raises(error, match=message):
         call(model)
-    assert [type(module) for module in model.modules()] == [nn.Sequential, nn.Linear, nn.ReLU]
+    assert [type(module) for module in model.modules()] == kinds
 
 
 def test_a_module_that_cannot_be_subclassed_can_be_wrapped():
-    """The next step the message gives works, and the class is left alone."""
-    module = Final()
-    with pytest.raises(ModuleError):
-        checkpoint_(module)
-    assert type(module) is Final
-    assert checkpoint_wrapper(module)._checkpoint_wrapped_module is module
+    """As the message says."""
+    assert checkpoint_wrapper(module := Final())._checkpoint_wrapped_module is module
 
 
 def test_every_error_is_of_one_family_and_of_a_builtin():

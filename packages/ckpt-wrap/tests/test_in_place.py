@@ -12,12 +12,10 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
-from torch.nn.utils import prune
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from ckpt_wrap import (
-    ModuleError,
     checkpoint_,
-    checkpoint_layers_,
     checkpoint_wrapper,
     offload_,
     offload_wrapper,
@@ -38,20 +36,42 @@ class Scaled(nn.Module):
         return torch.tanh(self.inner(x) * self.factor * scale)
 
 
-class OnlyHolds(nn.Module):
-    """A container of the user's own: no forward."""
+class Static(nn.Module):
+    """A forward that is not a plain method."""
+
+    @staticmethod
+    def forward(x):
+        return torch.tanh(x)
+
+
+class Strict(nn.Module):
+    """Refuses every attribute once it is made."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Linear(2, 2)
+        self.linear = nn.Linear(4, 4)
+        vars(self)["made"] = True
+
+    def __setattr__(self, name, value):
+        if "made" in vars(self):
+            raise RuntimeError(f"{name} is fixed")
+        super().__setattr__(name, value)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x))
 
 
-CONTAINERS = {
-    "list": lambda: nn.ModuleList([nn.Linear(2, 2), nn.ReLU()]),
-    "dict": lambda: nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.ReLU()}),
-    "parameters": lambda: nn.ParameterList([torch.zeros(2)]),
-    "own": OnlyHolds,
-}
+class Slotted(nn.Module):
+    """Keeps an attribute in a slot."""
+
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 2
+
+    def forward(self, x):
+        return torch.tanh(x) * self.scale
 
 
 @pytest.mark.parametrize("change", [checkpoint_, offload_])
@@ -70,62 +90,8 @@ def test_names_types_and_signature_stay(change):
     assert repr(changed) == repr(plain)
     assert inspect.signature(changed[0].forward) == inspect.signature(plain[0].forward)
     assert changed[0].forward.__doc__ == "Scale."
-
-
-def test_sequential_stays_a_container():
-    """Length, iteration, membership, indexing and deletion work as before."""
-    plain = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    changed = checkpoint_(copy.deepcopy(plain))
-    assert len(changed) == len(plain)
-    assert [str(item) for item in changed] == [str(item) for item in plain]
-    assert isinstance(changed[0], nn.Linear)
-    assert changed[0] in changed
-    changed[0] = nn.Tanh()
-    assert isinstance(changed[0], nn.Tanh)
-    del changed[0]
-    assert len(changed) == 1
-
-
-@pytest.mark.parametrize("kind", CONTAINERS)
-@pytest.mark.parametrize("change", [checkpoint_, offload_])
-def test_container_without_forward_is_refused(change, kind):
-    """Its forward never runs, so nothing would be saved; it stays as it is."""
-    container = CONTAINERS[kind]()
-    before = type(container)
-    with pytest.raises(ModuleError, match=r"has no forward.*Wrap its items instead, one by one"):
-        change(container)
-    assert type(container) is before
-
-
-def test_selecting_a_container_changes_nothing():
-    """The error names the container; modules before it stay as they are."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2)]))
-    with pytest.raises(ModuleError, match=r"module '1' \(ModuleList\) has no forward"):
-        checkpoint_layers_(model, lambda *_: True)
-    assert type(model[0]) is nn.Linear
-
-
-def test_swapping_a_layer_changes_forward_and_state_dict():
-    """A layer set after the fact is the one that runs and is saved."""
-    model = nn.Sequential(checkpoint_(Scaled()))
-    zero = nn.Linear(4, 4)
-    nn.init.zeros_(zero.weight)
-    nn.init.zeros_(zero.bias)
-    model.set_submodule("0.inner", zero)
-    assert not model(torch.ones(1, 4)).any()
-    assert not model.state_dict()["0.inner.weight"].any()
-    assert model.get_buffer("0.factor") == 2.0
-
-
-def test_prune_works_and_comes_off():
-    """Its hooks run, and `unwrap` gives the class back."""
-    x = torch.ones(1, 3, requires_grad=True)
-    pruned = checkpoint_(nn.Linear(3, 3))
-    prune.l1_unstructured(pruned, "weight", amount=0.5)
-    pruned(x).sum().backward()
-    assert (pruned.weight == 0).any()
-    prune.remove(pruned, "weight")
-    assert type(unwrap(pruned)) is nn.Linear
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        assert getattr(type(changed[0]), name) == getattr(Scaled, name)
 
 
 @pytest.mark.parametrize("change", [checkpoint_, offload_])
@@ -161,10 +127,12 @@ def test_unwrap_takes_every_layer_off(wrap):
     keys = {module: set(vars(module)) for module in model.modules()}
     checkpoint_(offload_(block))
     model[1][0] = wrap(wrap(inner))
-    model[1] = wrap(model[1])
+    model.alias = model[1] = wrap(model[1])
     assert unwrap(wrap(model)) is model
     assert model[0] is block
     assert model[1][0] is inner
+    assert model.alias is model[1]
+    del model.alias
     assert [type(m) for m in model.modules()] == [
         nn.Sequential,
         Scaled,
@@ -203,3 +171,38 @@ def test_the_exact_class_is_a_subclass():
         warnings.simplefilter("ignore")  # it is deprecated
         model = torch.ao.quantization.quantize_dynamic(nn.Sequential(module), {nn.Linear})
     assert type(model[0]) is type(module)
+
+
+@pytest.mark.parametrize("make", [Static, Strict, Slotted])
+@pytest.mark.parametrize("change", [checkpoint_, offload_, checkpoint_wrapper, offload_wrapper])
+def test_unusual_classes_work_and_come_back(make, change):
+    """With and without gradients, and `unwrap` gives the object with its class."""
+    module = make()
+    changed = change(module)
+    changed(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    with torch.no_grad():
+        assert changed(torch.ones(2, 4)).shape == (2, 4)
+    assert unwrap(changed) is module
+    assert type(module) is make
+
+
+@pytest.mark.parametrize("change", [checkpoint_, offload_])
+def test_a_new_instance_of_the_class_of_a_changed_module_is_plain(change):
+    """As code makes it that builds a layer like another."""
+    changed = change(nn.Linear(2, 3))
+    new = type(changed)(changed.in_features, changed.out_features)
+    new.load_state_dict(changed.state_dict())
+    x = torch.ones(1, 2)
+    assert torch.equal(new(x), nn.functional.linear(x, changed.weight, changed.bias))
+
+
+def test_a_lazy_module_can_change_when_it_has_its_parameters():
+    """Whether it is of another class by then or not."""
+    module = nn.LazyLinear(2)
+    module(torch.ones(1, 2))
+
+    class Ready(LazyModuleMixin, nn.Linear):
+        cls_to_become = None
+
+    for each in (module, Ready(2, 2)):
+        assert checkpoint_(each) is each

@@ -13,10 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_wrap import (
-    RecomputeError,
-    checkpoint_,
-)
+from ckpt_wrap import RecomputeError
 
 
 class Slotted:
@@ -218,13 +215,15 @@ def test_a_tensor_beside_what_forward_changed_is_refused_when_changed_since(wrap
         loss.backward()
 
 
-def test_a_call_that_saved_nothing_keeps_nothing():
-    """Neither tensors nor objects among the arguments."""
-    target = Record([1])
-    gone = weakref.ref(target)
-    module = checkpoint_(Changes(lambda t, x: 2).requires_grad_(False))
-    result = module(torch.ones(2, 4), target)
-    del target
+def test_nothing_is_kept_where_nothing_requires_grad(wrap):
+    """Neither objects nor tensors, which hooks around the call would see."""
+    target, x, packed = Record([1]), torch.ones(2, 4), []
+    gone = weakref.ref(target), weakref.ref(x)
+    module = wrap(Changes(lambda t, x: 2).requires_grad_(False))
+    with torch.autograd.graph.saved_tensors_hooks(packed.append, lambda t: t):
+        result = module(x, target)
+    del target, x
     gc.collect()
-    assert gone() is None
+    assert [ref() for ref in gone] == [None, None]
+    assert not packed
     assert not result.requires_grad

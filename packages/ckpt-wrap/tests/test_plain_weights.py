@@ -29,13 +29,6 @@ class Weighted(nn.Module):
         return torch.sin(y)
 
 
-class Holder:
-    """Something that is no module."""
-
-    def __init__(self, value) -> None:
-        self.value = value
-
-
 def _attribute(module, weight):
     module.weight = weight
     return lambda: module.weight
@@ -63,11 +56,6 @@ def _in_a_list(module, weight):
     return lambda: module.weights[0]
 
 
-def _in_an_object(module, weight):
-    module.holder = Holder(weight)
-    return lambda: module.holder.value
-
-
 def _closure(module, weight):
     return lambda: weight
 
@@ -78,7 +66,6 @@ PLACES = [
     _view_of_a_flat_one,
     _buffer,
     _in_a_list,
-    _in_an_object,
     _closure,
 ]
 

@@ -6,15 +6,18 @@ import contextlib
 import copy
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import set_checkpoint_early_stop
+from torch.utils.checkpoint import create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
-from ckpt_wrap import RecomputeError, checkpoint_, is_recomputing
+from ckpt_wrap import RecomputeError, checkpoint_, checkpoint_wrapper, is_recomputing
+
+aten = torch.ops.aten
 
 
 def test_random_state_outside_is_not_touched(block_class):
@@ -84,74 +87,9 @@ def test_early_stop_ends_at_the_last_saved_tensor(block_class):
     assert ran == ["tail"] * 2
 
 
-def test_nested_regions_recompute_outer_then_inner(block_class, gradients, equal):
-    """A checkpointed module inside a checkpointed module has the plain gradients."""
-    plain = nn.Sequential(block_class(), nn.Sequential(block_class(), block_class()))
-    wrapped = copy.deepcopy(plain)
-    checkpoint_(checkpoint_(wrapped)[1])
-    checkpoint_(wrapped[1][0])
-    x = torch.randn(2, 8, requires_grad=True)
-    assert equal(gradients(plain, lambda m: m(x), x), gradients(wrapped, lambda m: m(x), x))
-
-
-def test_second_backward_and_double_backward(equal):
-    """`retain_graph`, `autograd.grad` and gradients of gradients agree with the plain module."""
-    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1), nn.Sigmoid())
-    wrapped = checkpoint_(copy.deepcopy(plain))
-    x = torch.randn(2, 4, requires_grad=True)
-
-    def values(module):
-        loss = module(x).sum()
-        first = torch.autograd.grad(loss, x, retain_graph=True)
-        again = torch.autograd.grad(loss, x, create_graph=True)
-        second = torch.autograd.grad(again[0].pow(2).sum(), [x, *module.parameters()][:3])
-        return [*first, *again, *second]
-
-    assert equal(values(plain), values(wrapped))
-
-
-def test_backward_inside_the_region(equal):
-    """A module that differentiates inside its own forward can be checkpointed."""
-
-    class Inner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(3, 3)
-
-        def forward(self, x):
-            y = torch.tanh(self.linear(x))
-            (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-            return y * slope
-
-    plain = Inner()
-    wrapped = checkpoint_(copy.deepcopy(plain))
-
-    def values(module):
-        x = torch.linspace(0, 1, 6).reshape(2, 3).requires_grad_()
-        module(x).sum().backward()
-        return [x.grad, module.linear.weight.grad]
-
-    assert equal(values(plain), values(wrapped))
-
-
-def test_nothing_stays_alive_after_backward(block_class):
-    """No reference cycle keeps an input or a recomputed tensor."""
-    gc.collect()
-    gc.disable()
-    try:
-        module = checkpoint_(block_class())
-        x = torch.randn(2, 8, requires_grad=True) * 1
-        ref = weakref.ref(x)
-        module(x).sum().backward()
-        del x
-        assert ref() is None
-    finally:
-        gc.enable()
-
-
 @pytest.mark.parametrize("early_stop", [True, False])
-def test_recomputed_tensors_are_given_up_when_read(early_stop):
-    """Even where the graph is retained, and without help from the garbage collector."""
+def test_nothing_stays_alive_after_backward(early_stop):
+    """Recomputed tensors go when they are read, inputs with the graph; no cycle keeps them."""
     gc.collect()
     gc.disable()
     try:
@@ -162,10 +100,14 @@ def test_recomputed_tensors_are_given_up_when_read(early_stop):
                 lambda m, args, result: made.append(StorageWeakRef(result.untyped_storage()))
             )
         checkpoint_(module, early_stop=early_stop)
-        loss = module(torch.randn(2, 3, requires_grad=True)).sum()
+        x = torch.randn(2, 3, requires_grad=True) * 1
+        given = weakref.ref(x)
+        loss = module(x).sum()
         loss.backward(retain_graph=True)
         assert len(made) >= 6
         assert all(storage.expired() for storage in made)
+        del loss, x
+        assert given() is None
     finally:
         gc.enable()
 
@@ -217,7 +159,7 @@ def test_other_operators_in_recomputation_are_an_error():
 
 
 @pytest.mark.parametrize("functional", [True, False])
-def test_noise_that_is_written_after_it_is_saved(functional, wrap):
+def test_noise_that_is_written_after_it_is_saved(functional, layer, gradients, equal):
     """`rrelu` saves its noise before its kernel fills it."""
 
     class Noisy(nn.Module):
@@ -229,13 +171,71 @@ def test_noise_that_is_written_after_it_is_saved(functional, wrap):
             x = self.linear(x)
             return nn.functional.rrelu(x, training=True) if functional else self.act(x)
 
-    plain, found = nn.Sequential(Noisy(), Noisy()), []
-    wrapped = nn.Sequential(*[wrap(copy.deepcopy(block)) for block in plain])
-    for module in (plain, wrapped):
-        torch.manual_seed(0)
-        module(torch.ones(2048, 64)).square().sum().backward()
-        found.append([p.grad for p in module.parameters()])
-    assert all(map(torch.equal, *found))
+    plain = nn.Sequential(Noisy(), Noisy())
+    changed = nn.Sequential(*[layer(copy.deepcopy(block)) for block in plain])
+    x = torch.ones(2048, 64)
+    assert equal(gradients(plain, lambda m: m(x)), gradients(changed, lambda m: m(x)))
+
+
+def test_a_module_that_swallows_exceptions_still_stops_early():
+    """`except Exception` in the module cannot make recomputation run on."""
+
+    class Swallows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            try:
+                y = torch.tanh(x * self.weight)
+            except Exception:
+                y = torch.sin(x * self.weight)
+            return y
+
+    module = Swallows()
+    x = torch.ones(2, 3, requires_grad=True)
+    module(x).sum().backward()
+    expected = module.weight.grad.clone()
+    module.zero_grad()
+    checkpoint_(module)(x).sum().backward()
+    assert torch.equal(expected, module.weight.grad)
+
+
+class Careless(nn.Module):
+    """Catches every exception of its body and goes on, or raises another."""
+
+    def __init__(self, then=None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.then = then
+
+    def forward(self, x):
+        try:
+            y = self.linear(x)
+            return torch.tanh(y[:, :2] if is_recomputing() else y)
+        except Exception:
+            if self.then is not None:
+                raise self.then from None
+            return x
+
+
+@pytest.mark.parametrize("then", [None, KeyError("other")])
+def test_a_module_that_swallows_exceptions_cannot_hide_a_difference(then):
+    """The error is raised after all, not lost together with the gradients."""
+    loss = checkpoint_(Careless(then))(torch.ones(2, 3, requires_grad=True)).sum()
+    with pytest.raises(RecomputeError, match="saved tensor 2 of module Careless is"):
+        loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_scripted_modules_inside_a_wrapper():
+    """TorchScript saves other tensors once it has optimised: an error says so, then it works."""
+    wrapped = checkpoint_wrapper(torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Tanh())))
+    loss = wrapped(torch.randn(3, 4, requires_grad=True)).sum()
+    with contextlib.suppress(RecomputeError):
+        loss.backward()
+    wrapped(torch.randn(3, 4, requires_grad=True)).sum().backward()
+    assert wrapped.get_parameter("0.weight").grad is not None
 
 
 class Nothing(TorchDispatchMode):
@@ -271,17 +271,19 @@ def test_dispatch_mode_around_one_of_the_runs_is_no_error(in_forward):
     assert torch.equal(module.linear.weight.grad, plain.linear.weight.grad)
 
 
-def test_nothing_is_kept_where_nothing_requires_grad(wrap):
-    """Not even the inputs, which hooks around the call would see."""
-    module = wrap(nn.Sequential(nn.Linear(2, 2), nn.Tanh())).requires_grad_(False)
-    packed = []
-    with torch.autograd.graph.saved_tensors_hooks(packed.append, lambda t: t):
-        result = module(x := torch.ones(1, 2))
-    assert not result.requires_grad
-    assert not packed
-    gone = weakref.ref(x)
-    del x
-    assert gone() is None
+@pytest.mark.parametrize("saved", [[], [aten.addmm], [aten.tanh], [aten.addmm, aten.tanh]], ids=str)
+def test_nested_regions_with_contexts(saved, gradients, equal):
+    """One inside another, each with a selective `context_fn`; two steps."""
+    inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    plain = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), inner, nn.Tanh(), nn.Dropout())
+    changed = copy.deepcopy(plain)
+    operators = [operator.default for operator in saved]
+    options = {"context_fn": partial(create_selective_checkpoint_contexts, operators)}
+    checkpoint_(checkpoint_(changed, **options)[2], **options)
+    x = torch.randn(3, 6, requires_grad=True)
+    for _ in range(2):
+        expected = gradients(plain, lambda m: m(x).exp(), x)
+        assert equal(expected, gradients(changed, lambda m: m(x).exp(), x))
 
 
 def test_is_recomputing_only_while_recomputing(wrap):

@@ -7,7 +7,6 @@ import types
 
 import pytest
 import torch
-from torch import nn
 
 from ckpt_wrap import _torch_compat as compat
 
@@ -59,13 +58,6 @@ def test_missing_private_names_leave_the_fallbacks(monkeypatch):
     assert compat._find_no_dispatch() is contextlib.nullcontext
 
 
-def test_edges_list_every_alias():
-    """A shared child is listed under each name."""
-    shared = nn.ReLU()
-    model = nn.Sequential(shared, shared)
-    assert [name for name, _ in compat.edges(model)] == ["0", "1"]
-
-
 def test_selective_contexts_bypass_hooks_where_torch_asks():
     """An answer that was given stays; a torch that does not ask is told nothing."""
     for given, expected in ((None, False), (True, True)):
@@ -75,12 +67,3 @@ def test_selective_contexts_bypass_hooks_where_torch_asks():
     silent = types.SimpleNamespace()
     compat.bypass_hooks(silent)
     assert not vars(silent)
-
-
-def test_what_fully_shard_makes_is_told_by_where_its_class_comes_from():
-    """Without importing FSDP2."""
-    sharded = type(
-        "FSDPLinear", (nn.Linear,), {"__module__": "torch.distributed.fsdp._fully_shard"}
-    )
-    assert compat.is_sharded(sharded(1, 1))
-    assert not compat.is_sharded(nn.Linear(1, 1))

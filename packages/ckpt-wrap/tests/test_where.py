@@ -138,11 +138,12 @@ def test_a_context_that_suppresses_an_exception():
         module(torch.ones(2, 5, requires_grad=True))
 
 
+@pytest.mark.parametrize("min_bytes", [1, 1024])
 @pytest.mark.parametrize("how", OFFLOADS)
-def test_a_kept_tensor_changed_in_place(how, tmp_path):
-    """Below `min_bytes`, so it stayed."""
+def test_a_saved_tensor_changed_in_place(how, min_bytes, tmp_path):
+    """Whether it was kept or has left."""
     change, where = OFFLOADS[how]
-    model = change(Model(Block()), to=str(tmp_path))
+    model = change(Model(Block()), to=tmp_path, min_bytes=min_bytes)
     scale = torch.ones(3, requires_grad=True) * 1
     loss = model(_x(), scale=scale).sum()
     with torch.no_grad():

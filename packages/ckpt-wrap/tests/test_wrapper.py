@@ -9,29 +9,25 @@ from torch.nn.utils import prune
 
 from ckpt_wrap import (
     CheckpointWrapper,
+    checkpoint_,
     checkpoint_wrapper,
+    offload_,
     offload_wrapper,
+    unwrap,
 )
 
 WRAPPERS = [checkpoint_wrapper, offload_wrapper]
 
 
-class Versioned(nn.Module):
-    _version = 2
-
+class Flagged(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(2, 2)
         self.register_buffer("count", torch.zeros(2))
         self.flag = 1
-        self.seen = []
 
     def forward(self, x):
         return self.linear(x) * self.flag
-
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
-        self.seen.append(local_metadata.get("version"))
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
 
 def test_load_errors_use_the_users_names():
@@ -71,7 +67,7 @@ def test_load_hooks_registered_on_the_wrapper_run(root):
 
 def test_setting_and_deleting_reach_the_inner_module():
     """Layers, flags, parameters and buffers set through the wrapper are those that count."""
-    model = nn.Sequential(checkpoint_wrapper(Versioned()))
+    model = nn.Sequential(checkpoint_wrapper(Flagged()))
     zero = nn.Linear(2, 2)
     nn.init.zeros_(zero.weight)
     nn.init.zeros_(zero.bias)
@@ -131,11 +127,14 @@ def test_attributes_with_underscores_are_those_of_the_module(wrapper, name):
     assert getattr(wrapper(inner), name) == 3
 
 
-def test_prune_works_through_a_wrapper():
-    """Code that reaches into a module's parameters finds them at the wrapper."""
-    model = nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2)))
-    x = torch.ones(1, 2)
+@pytest.mark.parametrize("change", [checkpoint_, offload_, *WRAPPERS])
+def test_prune_works_and_comes_off(change):
+    """It reaches into a module's parameters and hooks."""
+    model = nn.Sequential(change(nn.Linear(3, 3)))
     prune.l1_unstructured(model[0], "weight", amount=0.5)
-    model(x).sum().backward()
+    model(torch.ones(1, 3)).sum().backward()
+    assert (model[0].weight == 0).any()
     assert model[0].weight_orig.grad is not None
     assert list(dict(model.named_parameters())) == ["0.bias", "0.weight_orig"]
+    prune.remove(model[0], "weight")
+    assert type(unwrap(model)[0]) is nn.Linear

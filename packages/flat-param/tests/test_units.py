@@ -92,7 +92,7 @@ def clip_bytes(world: int) -> int:
 def test_fully_shard_stopped_anywhere_can_be_called_again_or_says_what_to_do(
     ranks: Callable[..., list[Any]], world: int, stride: int
 ) -> None:
-    """Meta parameters are on meta again; once the first one is cut, every use is refused."""
+    """Meta parameters are on meta again; once the first one is cut, the package refuses it."""
     for result in ranks(world, "interrupted", "sharding", stride, timeout_s=60):
         assert result["places"] > 100
         assert result["refused"] > 0

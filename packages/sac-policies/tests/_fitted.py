@@ -22,7 +22,7 @@ def training(model: nn.Module, **given: Any) -> list[torch.Tensor]:
     for step in range(2):
         torch.manual_seed(step)
         model.zero_grad()
-        out = model(ROWS, **given)
+        out = model(**{"x": ROWS, **given})
         (out["loss"] if "loss" in out else out["scores"].square().sum()).backward()
         found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
         found += [b.clone() for b in model.buffers()]

@@ -17,10 +17,18 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from sac_policies import checkpoint, recompute_all, save_ops
+from sac_policies import (
+    checkpoint,
+    offload,
+    recompute_all,
+    save_all,
+    save_by_bytes,
+    save_every_nth,
+    save_ops,
+)
 
 SIZE = 6
-MODES = ("nothing", "matmuls", "subset")
+MODES = ("nothing", "matmuls", "subset", "others")
 MATMULS = ("aten.mm", "aten.addmm", "aten.bmm")
 _OPERATORS = """
     mm addmm bmm sin cos mul add add_ mul_ view t slice select cat clone relu_ copy_ gelu tanh
@@ -402,8 +410,12 @@ def policy_of(seed: int, mode: str) -> Any:
     if mode == "matmuls":
         return save_ops(*MATMULS)
     choose = random.Random(seed)
-    some = choose.sample(OPERATORS, choose.randrange(1, 12))
-    return save_ops(*(f"aten.{each}" for each in some))
+    names = [f"aten.{each}" for each in choose.sample(OPERATORS, choose.randrange(1, 12))]
+    some = save_ops(*names)
+    if mode == "subset":
+        return some
+    others = [~some, offload(some), save_all(), save_by_bytes(at_most=140)]
+    return choose.choice([*others, save_every_nth(*names, n=2)])
 
 
 # After the forward: nothing in most programs.

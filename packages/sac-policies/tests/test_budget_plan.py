@@ -32,18 +32,6 @@ def plan(**changed: Any) -> BudgetPlan:
 
 
 @pytest.mark.parametrize(
-    "changed",
-    [
-        {},
-        {"kept_bytes": 0, "recompute_cost": 0, "bound_cost": 0},
-    ],
-)
-def test_possible_plan_is_made(changed: dict[str, Any]) -> None:
-    """Zero is a number of bytes."""
-    assert plan(**changed).kept_bytes in (0, 8)
-
-
-@pytest.mark.parametrize(
     ("changed", "said"),
     [
         ({"kept_bytes": -1}, "none may be negative"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
@@ -29,6 +27,8 @@ from sac_policies import (
     scoped,
 )
 from sac_policies._torch_compat._dispatch import LETS_COMPILE
+
+from ._kept import kept_bytes
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor:UserWarning",  # dynamo's
@@ -70,20 +70,6 @@ def adapted(block: nn.Module, x: Tensor) -> Tensor:
     """Run a block in torch's checkpoint with an adapted policy."""
     make = context_fn(save_ops(MATMULS))
     return torch_checkpoint(block, x, use_reentrant=False, context_fn=make)
-
-
-def kept_bytes(forward: Callable[[], Tensor]) -> int:
-    """Bytes that a forward leaves for backward, by the profiler's records."""
-    for _ in range(2):
-        forward().sum().backward()
-    gc.collect()
-    cpu = [ProfilerActivity.CPU]
-    with profile(activities=cpu, profile_memory=True, acc_events=True) as found:
-        out = forward()
-    events = found.profiler.kineto_results.events()
-    size = sum(event.nbytes() for event in events if event.name() == "[memory]")
-    del out
-    return size
 
 
 def measured(run: Run, backend: str = "aot_eager_decomp_partition") -> tuple[Any, ...]:

@@ -54,6 +54,17 @@ def test_wrong_order_of_arguments_prints_no_tensor_values(call):
     assert "0.123" not in str(caught.value)
 
 
+@pytest.mark.parametrize("search", [sac_policies.fit_, sac_policies.plan_region])
+@pytest.mark.parametrize(("budget", "batch"), [("70%", VALUES), (0.7, {"x": VALUES})])
+def test_budget_before_batch_is_answered_with_the_order(search, budget, batch):
+    """In one sentence, with the right call."""
+    said = (
+        rf"the order is model, batch, budget\. Write {search.__name__}\(model, batch, {budget!r}\)"
+    )
+    with pytest.raises(sac_policies.BudgetError, match=said):
+        search(nn.Linear(3, 3), budget, batch)
+
+
 X = torch.ones(2, 4, requires_grad=True)
 KEEP = sac_policies.save_ops("aten.addmm")
 
@@ -94,26 +105,3 @@ def test_group_or_operator_is_a_policy_that_saves_it(policy):
     """As in a list of one."""
     rows = sac_policies.report(nn.Linear(4, 4), X, policy=policy).kept
     assert [row.op for row in rows] == ["aten.addmm.default"]
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: sac_policies.save_ops("aten.nothing_like_it"),
-        lambda: sac_policies.save_every_nth("aten.mm", n=0),
-        lambda: sac_policies.policies.from_json("[]"),
-        lambda: sac_policies.first_match(),
-        lambda: sac_policies.policies.from_torch("save"),
-        lambda: sac_policies.policies.as_policy(3),
-        lambda: ~sac_policies.offload("aten.mm"),
-        lambda: sac_policies.scoped("attn", sac_policies.save_all()),
-        lambda: sac_policies.first_match([sac_policies.save_all()]),
-        lambda: sac_policies.save_modules(["attn"]),
-        lambda: sac_policies.checkpoint_name(3, 4),
-        lambda: sac_policies.solve(3, 1),
-    ],
-)
-def test_messages_have_place_rule_and_next_step(make):
-    """`sac_policies.<function>: <thing>, but <rule>. <Next step>.`"""
-    with pytest.raises(SacError, match=r"^sac_policies\.\w+: .*, but [^.]+.*\. .+[.?]$"):
-        make()

@@ -1,9 +1,12 @@
-"""A model of which torch.compile has compiled blocks, or all: fitted in place."""
+"""`fit_` on models with compiled blocks, and on compiled models."""
 
 from __future__ import annotations
 
+import copy
+import functools
+import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,11 +15,14 @@ from functorch.compile import aot_function, make_boxed_func
 from torch import nn
 
 from sac_policies import BudgetError, fit_
-from sac_policies.budget import InPlaceFit
+from sac_policies._torch_compat._module_calls import graph_breaks, original
+from sac_policies.budget import Infeasible, InPlaceFit
+from sac_policies.budget._checkpointed import Tagged, is_checkpointed
+from sac_policies.budget._levels import AGAIN, KEEPS, LEVELS
 from sac_policies.budget._repeating import repeating
 
-from ._blocks import stack
-from ._fitted import BATCH, training
+from ._blocks import Block, stack
+from ._fitted import BATCH, ROWS, own_forwards, training
 
 # The compiler looks for gradients of the values that a block is given.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -24,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 STEPS = 2
 """That `training` runs."""
 ONCE_MORE_UNDER_A_MODE = torch.__version__.startswith("2.9.")
-"""The step in which operators are noted: torch 2.9 guards on modes that pass compiled code by."""
+"""Torch 2.9 compiles again for the step of each fit_ in which operators are noted."""
 
 
 class Counting:
@@ -64,27 +70,143 @@ def _compile(model: Any, how: str, backend: Any) -> None:
             model.blocks[number] = torch.compile(block, backend=backend)
 
 
+def kept_bytes(forward: Callable[[], Any]) -> int:
+    """Bytes of the storages that autograd saves."""
+    seen: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        seen[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = forward()
+    del out
+    return sum(seen.values())
+
+
 @pytest.mark.parametrize("how", ["in place", "wrapped"])
-def test_compiled_blocks_run_again_as_they_were_compiled(how: str) -> None:
-    """Kernels are kept, nothing is compiled anew, and gradients are those of compiled blocks."""
+def test_compiled_blocks_take_three_levels(how: str) -> None:
+    """Predictions hold, gradients are unchanged, and all tagged blocks share one new graph."""
     model, backend = stack(), Counting()
     _compile(model, how, backend)
     expected = training(model)
-    graphs = backend.graphs
-    found = fit_(model, BATCH, "70%")
+    graphs, breaks, found = backend.graphs, graph_breaks(), set()
+    smallest = fit_(model, BATCH, 1000)
+    assert isinstance(smallest, Infeasible)
+    for budget in ("75%", smallest.smallest_bytes):  # the smallest has both other levels
+        fitted = fit_(model, BATCH, budget)
+        assert isinstance(fitted, InPlaceFit)
+        assert fitted.peak_bytes <= fitted.budget_bytes
+        assert abs(fitted.predicted_bytes - fitted.peak_bytes) <= 0.02 * fitted.peak_bytes
+        before = backend.runs
+        assert all(map(torch.equal, training(model), expected))
+        levels = [each.level for each in fitted.regions]
+        again = levels.count(LEVELS[AGAIN])
+        assert backend.runs - before == STEPS * (len(fitted.regions) + again)
+        found |= set(levels)
+        fitted.undo()
+        before = backend.runs
+        assert all(map(torch.equal, training(model), expected))
+        assert backend.runs - before == STEPS * len(fitted.regions)
+    assert found == set(LEVELS[: AGAIN + 1])
+    assert graph_breaks() == breaks
+    watched = 3 * len(model.blocks) if ONCE_MORE_UNDER_A_MODE else 0
+    assert backend.graphs - graphs <= 1 + watched
+
+
+@pytest.mark.parametrize("how", ["in place", "wrapped"])
+def test_ten_tagged_blocks_share_their_graphs(how: str) -> None:
+    """They save half of the bytes: inputs and products. Undoing brings back the first graph."""
+    model, backend = stack(10), Counting()
+    _compile(model, how, backend)
+    expected, plain = training(model), kept_bytes(lambda: model(ROWS))
+    graphs, breaks = backend.graphs, graph_breaks()
+    blocks = list(model.blocks)
+    before = [dict(vars(original(block))) for block in blocks]
+    tagged = [Tagged(block) for block in blocks]
+    for each in tagged:
+        each.put()
+    assert all(map(is_checkpointed, blocks))
+    assert all(map(torch.equal, training(model), expected))
+    assert kept_bytes(lambda: model(ROWS)) < 0.55 * plain
+    assert (backend.graphs - graphs, graph_breaks() - breaks) == (1, 0)
+    for each in tagged:
+        each.undo()
+    assert [dict(vars(original(block))) for block in blocks] == before
+    assert not any(map(is_checkpointed, blocks))
+    assert kept_bytes(lambda: model(ROWS)) == plain
+    assert backend.graphs - graphs == 1
+
+
+def test_undone_tags_inside_a_wrapper_keep_everything() -> None:
+    """A forward that was put around them since then stays, and calls the block's own."""
+    model = stack()
+    _compile(model, "in place", "aot_eager")
+    expected, plain = training(model), kept_bytes(lambda: model(ROWS))
+    tagged = [Tagged(block) for block in model.blocks]
+    for each in tagged:
+        each.put()
+        each.module.forward = functools.partial(each.module.forward)  # type: ignore[method-assign]
+    assert kept_bytes(lambda: model(ROWS)) < plain
+    for each in tagged:
+        each.undo()
+    assert own_forwards(model) == [f"blocks.{number}" for number in range(4)]
+    assert kept_bytes(lambda: model(ROWS)) == plain
+    assert all(map(torch.equal, training(model), expected))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_of_tagged_blocks_is_checkpointed(copied: Callable[[nn.Module], Any]) -> None:
+    """Copies of compiled modules are not compiled; their regions run eagerly on own weights."""
+    model = stack()
+    _compile(model, "in place", "aot_eager")
+    for block in model.blocks:
+        Tagged(block).put()
+    twin = copied(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    plain = stack()
+    assert kept_bytes(lambda: twin(ROWS)) < kept_bytes(lambda: plain(ROWS))
+    assert all(map(torch.equal, training(twin), training(plain)))
+
+
+class Remembering(Block):
+    """A block that compiles in one graph, but not inside a checkpoint."""
+
+    def forward(self, x: torch.Tensor, *, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Apply it, and keep the input."""
+        self.last = x.detach()
+        return super().forward(x, mask=mask)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_blocks_that_take_no_tags_have_two_levels(fullgraph: bool) -> None:
+    """The compiler breaks their graph or raises; other levels are measured without tags."""
+    model = stack()
+    for block in model.blocks:
+        block.__class__ = Remembering
+        block.compile(backend="aot_eager", fullgraph=fullgraph)
+    expected = training(model)
+    found = fit_(model, BATCH, "50%")
     assert isinstance(found, InPlaceFit)
-    assert {each.level for each in found.regions} == {"keeps everything", "runs again"}
-    assert found.peak_bytes <= found.budget_bytes
-    assert abs(found.predicted_bytes - found.peak_bytes) <= 0.02 * found.peak_bytes
-    before = backend.runs
+    assert {each.level for each in found.regions} <= {LEVELS[KEEPS], LEVELS[AGAIN]}
     assert all(map(torch.equal, training(model), expected))
-    again = sum(each.level == "runs again" for each in found.regions)
-    assert backend.runs - before == STEPS * (len(found.regions) + again)
-    found.undo()
-    before = backend.runs
+
+
+@pytest.mark.parametrize("how", ["in place", "wrapped"])
+def test_patched_forwards_are_not_tagged(how: str) -> None:
+    """They run inside of the region that runs again."""
+    model = stack()
+    for block in model.blocks:
+        block.forward = functools.partial(block.forward)  # type: ignore[method-assign]
+    _compile(model, how, "aot_eager")
+    expected = training(model)
+    found = fit_(model, BATCH, "50%")
+    assert isinstance(found, InPlaceFit)
+    assert {each.level for each in found.regions} <= {LEVELS[KEEPS], LEVELS[AGAIN]}
     assert all(map(torch.equal, training(model), expected))
-    assert backend.runs - before == STEPS * len(found.regions)
-    assert backend.graphs - graphs <= (len(found.regions) if ONCE_MORE_UNDER_A_MODE else 0)
 
 
 def test_undo_leaves_what_was_compiled() -> None:
@@ -109,7 +231,7 @@ def test_a_block_alone_may_be_compiled() -> None:
     found = fit_(model, BATCH, "55%")
     assert isinstance(found, InPlaceFit)
     levels = {each.path: each.level for each in found.regions}
-    assert levels["blocks.1"] in ("keeps everything", "runs again")
+    assert levels["blocks.1"] in LEVELS[: AGAIN + 1]
     assert all(map(torch.equal, training(model), expected))
 
 

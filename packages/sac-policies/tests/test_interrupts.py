@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import sac_policies
 from sac_policies import Policy, checkpoint, checkpoint_name, save_named, save_ops, scoped
-from sac_policies.eager import _run, _tape
+from sac_policies.eager import _tape
 from sac_policies.policies import _names
 
 _POLICY = save_ops("aten.addmm")
@@ -128,17 +128,3 @@ def test_interrupt_at_any_call_leaves_nothing_behind(policy, equal):
     assert at > 20
     gc.collect()
     assert not any(each() is not None for each in alive)
-
-
-def test_region_that_cannot_be_entered_listens_to_no_names(monkeypatch):
-    """Interrupted half-way in, it leaves nothing that would hear of the next naming."""
-
-    def interrupted():
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(_run, "saved_tensor_hooks", interrupted)
-    x = torch.ones(2, requires_grad=True)
-    with pytest.raises(KeyboardInterrupt):
-        checkpoint(torch.sin, x, policy=save_named("wave", missing_ok=True))
-    assert _names._listeners.stack == []
-    assert _get_current_dispatch_mode_stack() == []

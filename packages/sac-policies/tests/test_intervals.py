@@ -74,14 +74,6 @@ def test_several_outputs_begin_backward_once() -> None:
     assert keys_of(two, [two], step) == [None, (0, 0, False), (0, 0, None), (0, 0, True)]
 
 
-def test_marks_are_gone_after_an_error() -> None:
-    """Forwards are restored."""
-    model = stack(2)
-    with pytest.raises(RuntimeError), marked(list(model.blocks), Marks(CPU)):
-        model(torch.ones(2, 5))
-    assert own_forwards(model) == []
-
-
 def _search(model: nn.Module, step: Step) -> _Search:
     """Over the outermost blocks."""
     return _Search(model, step, next(iter(_divisions(model, step))))

@@ -8,10 +8,12 @@ from torch import nn
 
 from sac_policies.budget._levels import (
     AGAIN,
+    COSTLY,
     HIDDEN_AWAY,
     INPUTS_AWAY,
     KEEPS,
     LEVELS,
+    MATMULS,
     OPERATORS,
     Region,
 )
@@ -37,6 +39,26 @@ def test_a_level_that_a_region_cannot_have_is_another(operators, wrote, done):
     assert [each.policy is None for each in found] == [
         each.level in ("keeps everything", "runs again") for each in found
     ]
+
+
+@pytest.mark.parametrize(
+    ("wrote", "rewrites", "is_taggable", "done"),
+    [
+        ((), False, True, (KEEPS, MATMULS, AGAIN)),
+        ((), False, False, (KEEPS, KEEPS, AGAIN)),
+        (("mean",), False, True, (KEEPS, KEEPS, AGAIN)),
+        ((), True, True, (KEEPS, KEEPS, KEEPS)),
+        (None, False, True, (KEEPS, KEEPS, KEEPS)),
+    ],
+)
+def test_compiled_regions_keep_everything_where_they_cannot_do_less(
+    wrote, rewrites, is_taggable, done
+):
+    """All compiled regions that keep matmuls share one policy."""
+    region = Region("block", nn.Linear(2, 2), MM, wrote, rewrites, True, is_taggable)
+    found = [region.at(level) for level in range(AGAIN + 1)]
+    assert [each.level for each in found] == [LEVELS[level] for level in done]
+    assert [each.policy for each in found] == [COSTLY if n == MATMULS else None for n in done]
 
 
 def test_values_that_hide_are_offloaded_beside_inputs():

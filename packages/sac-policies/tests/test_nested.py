@@ -131,17 +131,6 @@ def test_report_tells_of_them(layout: torch.layout, policy: Any) -> None:
         assert str(told)
 
 
-def test_error_of_the_function_stays_its_own() -> None:
-    """One that has nothing to do with its nested tensors."""
-
-    def fails(rows: Tensor) -> Tensor:
-        body(rows)
-        raise ValueError("mine")
-
-    with pytest.raises(ValueError, match="mine"):
-        report(fails, given(torch.jagged), policy=recompute_all())
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_profile_tells_of_them(layout: torch.layout) -> None:
     """Jagged ones have tensors without data inside, which no device is waited for."""

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from sac_policies import EngineError, MutationError, RecomputeError, checkpoint, recompute_all
-from sac_policies._options import refused_option, split
 
 UNCHECKED = {"determinism_check": "none"}
 
@@ -82,13 +81,3 @@ def test_unknown_check_is_refused(check: Any) -> None:
     accepted = r"determinism_check .+ one of \('default', 'bits', 'none'\)"
     with pytest.raises(EngineError, match=accepted):
         checkpoint(Body(), leaf(), policy=recompute_all(), determinism_check=check)
-
-
-def test_options_are_parted_from_keyword_arguments() -> None:
-    """Those of torch's checkpoint, and no others."""
-    given = {"scale": 2, "determinism_check": "none", "debug": True}
-    assert split(given) == ({"scale": 2}, {"determinism_check": "none", "debug": True})
-    assert split({}) == ({}, {})
-    assert refused_option({"early_stop": False}) == ""
-    assert "reentrant" in refused_option({"use_reentrant": True})
-    assert "context_fn" in refused_option({"context_fn": None})

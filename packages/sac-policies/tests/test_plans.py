@@ -35,9 +35,9 @@ def test_digest_tells_plans_apart():
 
 
 def test_digest_is_sixteen_hexadecimal_digits():
-    """Of a plan that was written by hand and of one that was solved."""
-    solved = solve(Trace("ns", (), ()), 0)
-    for plan in (plan_of({MM: Decision.SAVE}), solved):
+    """Of a plan that was written by hand, of one that was solved, and of a trace."""
+    trace = Trace("ns", (), ())
+    for plan in (plan_of({MM: Decision.SAVE}), solve(trace, 0), trace):
         assert re.fullmatch("[0-9a-f]{16}", plan.digest)
 
 

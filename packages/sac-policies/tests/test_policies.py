@@ -21,32 +21,27 @@ MM = torch.ops.aten.mm.default
 SIN = torch.ops.aten.sin.default
 
 
+SAVE, RECOMPUTE = Decision.SAVE, Decision.RECOMPUTE
+
+
 def _decide(policy, op=MM):
     return policy.decide(OpView(op, 0))
 
 
-def test_union_saves_what_either_side_saves():
-    """`|` takes the larger answer."""
-    assert _decide(save_ops("aten.mm") | recompute_ops("aten.mm")) is Decision.SAVE
-
-
-def test_intersection_saves_what_both_sides_save():
-    """`&` takes the smaller answer, None below all."""
-    assert _decide(save_ops("aten.mm") & save_all()) is Decision.SAVE
-    assert _decide(save_ops("aten.sin") & save_all()) is None
-
-
-def test_complement_swaps_saving_and_the_rest():
-    """`~` saves what is not saved."""
-    assert _decide(~save_ops("aten.mm")) is Decision.RECOMPUTE
-    assert _decide(~save_ops("aten.mm"), SIN) is Decision.SAVE
-
-
-def test_first_match_stops_at_the_first_answer():
-    """An earlier rule hides a later one, and only where it speaks."""
-    policy = first_match(recompute_ops("aten.mm"), save_all())
-    assert _decide(policy) is Decision.RECOMPUTE
-    assert _decide(policy, SIN) is Decision.SAVE
+@pytest.mark.parametrize(
+    ("policy", "of_mm", "of_sin"),
+    [
+        (save_ops("aten.mm") | recompute_ops("aten.mm"), SAVE, None),
+        (save_ops("aten.mm") & save_all(), SAVE, None),
+        (save_ops("aten.sin") & save_all(), None, SAVE),
+        (~save_ops("aten.mm"), RECOMPUTE, SAVE),
+        (first_match(recompute_ops("aten.mm"), save_all()), RECOMPUTE, SAVE),
+    ],
+    ids=["union", "intersection", "less", "complement", "first"],
+)
+def test_policies_combine(policy, of_mm, of_sin):
+    """`|` takes the larger answer, `&` the smaller, `~` swaps, `first_match` stops at one."""
+    assert [_decide(policy), _decide(policy, SIN)] == [of_mm, of_sin]
 
 
 def test_saving_and_offloading_one_value_is_a_conflict():

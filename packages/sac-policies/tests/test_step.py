@@ -11,9 +11,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sac_policies import BudgetError, fit_, plan_region
-from sac_policies.budget._step import Step, check_step
-from sac_policies.budget._step_trace import traced_step
+from sac_policies import BudgetError, fit_, plan_region, profile_step
+from sac_policies.budget._step import Step
 
 
 def made(batch: Any = None, loss: Any = None, model: nn.Module | None = None) -> Step:
@@ -27,20 +26,6 @@ def linear() -> nn.Linear:
     """A layer with the same weights each time."""
     torch.manual_seed(0)
     return nn.Linear(3, 3)
-
-
-@pytest.mark.parametrize(
-    ("model", "loss", "said"),
-    [
-        (len, None, r"here: model <built-in function len> is a builtin_function_or_method, but"),
-        (nn.Linear, None, "Pass an nn.Module"),
-        (nn.Tanh(), 3, "here: loss 3 is a int, but it is called with the model's output"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(model: Any, loss: Any, said: str) -> None:
-    """A class is no module, a number no loss."""
-    with pytest.raises(BudgetError, match=said):
-        check_step("here", model, loss)
 
 
 ONE = torch.ones(1)
@@ -143,13 +128,6 @@ def test_peak_has_what_is_there_and_what_grows() -> None:
     assert step.peak(model) == peaks[0] + 110 * 4
 
 
-def test_trace_is_of_one_forward_in_the_unit_asked_for() -> None:
-    """And is the same for all ranks, here one."""
-    traces = {unit: traced_step(made(), unit).trace for unit in ("flops", "ns")}
-    assert all(trace.unit == unit for unit, trace in traces.items())
-    assert [op.name for op in traces["ns"].ops].count("aten.addmm.default") == 1
-
-
 def test_device_is_that_of_the_parameters_or_the_cpu() -> None:
     """A model without any is on the CPU."""
     assert made(model=nn.Tanh()).device == torch.device("cpu")
@@ -178,6 +156,30 @@ def test_interrupted_step_leaves_the_model_as_it_was() -> None:
     assert model.weight.grad is grad
     assert model.extra.grad is None
     assert torch.equal(model.table, torch.ones(512))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+MEASURED = {
+    "plan_region": lambda model, x: plan_region(model, x, 1.0),
+    "profile_step": profile_step,
+    "fit_": lambda model, x: fit_(model, x, 1.0),
+}
+
+
+@pytest.mark.parametrize("call", MEASURED.values(), ids=MEASURED)
+def test_measured_model_is_left_as_it_was(call: Any) -> None:
+    """Gradients, buffers and random state."""
+    model, x = (
+        nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)),
+        torch.randn(16, 8),
+    )
+    model(x).sum().backward()
+    grads = [p.grad for p in model.parameters()]
+    values = [each.clone() for each in (*grads, *model.buffers())]
+    state = torch.get_rng_state()
+    call(model, x)
+    assert all(p.grad is grad for p, grad in zip(model.parameters(), grads, strict=True))
+    assert all(map(torch.equal, (*grads, *model.buffers()), values))
     assert torch.equal(torch.get_rng_state(), state)
 
 

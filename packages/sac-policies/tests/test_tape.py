@@ -12,10 +12,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from sac_policies import (
-    MutationError,
     RecomputeError,
     checkpoint,
     checkpoint_name,
@@ -23,7 +21,6 @@ from sac_policies import (
     offload,
     recompute_all,
     recompute_ops,
-    report,
     save_all,
     save_by_bytes,
     save_by_flops,
@@ -86,7 +83,8 @@ def held_bytes(out: torch.Tensor, *outside: torch.Tensor) -> int:
     known = {storage_key(each) for each in (out, *outside)}
     found = {}
     for each in gc.get_objects():
-        if isinstance(each, torch.Tensor) and not isinstance(each, nn.Parameter):
+        # Not isinstance, which reads `__class__` of every object: some warn of that.
+        if issubclass(type(each), torch.Tensor) and not issubclass(type(each), nn.Parameter):
             key = storage_key(each)
             if key not in known:
                 found[key] = each.untyped_storage().nbytes()
@@ -94,19 +92,6 @@ def held_bytes(out: torch.Tensor, *outside: torch.Tensor) -> int:
 
 
 # Gradients
-
-
-@every_policy
-def test_chain_is_bit_identical(xw, policy):
-    """Matmuls, element-wise operators, views, a norm, a softmax."""
-    x, w = xw
-
-    def run(t):
-        y = F.layer_norm(t @ w, (8,))
-        a, b = (y @ w.t()).chunk(2, -1)
-        return torch.cat([F.silu(a) * b, a.softmax(-1)], -1).view(4, 16).sin()
-
-    assert agrees(run, x, w, policy=policy)
 
 
 def test_write_through_separate_counter_is_bit_identical(xw):
@@ -145,21 +130,6 @@ def test_autocast_in_forward_or_backward_only(xw, policy):
     assert same(*found)
 
 
-@every_policy
-def test_double_backward_is_bit_identical(xw, policy):
-    """Through replayed values."""
-    x, w = xw
-
-    def second(out):
-        first = torch.autograd.grad(out.sum(), x, create_graph=True)[0]
-        return list(torch.autograd.grad(first.square().sum(), (x, w)))
-
-    def run(t):
-        return ((t @ w).sin() * t).cos()
-
-    assert same(second(taped(run, x, policy=policy)), second(run(x)))
-
-
 def test_deep_chain_does_not_recurse(xw):
     """5,000 operators between two saved tensors."""
     x, w = xw
@@ -178,13 +148,6 @@ def test_inference_tensor_is_read_again(xw):
     with torch.inference_mode():
         constant = torch.randn(8, 8)
     assert agrees(lambda t: (t + constant).sin() * w, x, w)
-
-
-def test_without_gradients_runs_plainly(xw):
-    """Under no_grad, and in inference mode."""
-    x, w = xw
-    with torch.no_grad():
-        assert not taped(lambda t: t @ w, x).requires_grad
 
 
 # Python, random numbers, integers
@@ -216,6 +179,13 @@ def test_random_operators_draw_once(xw, policy):
         return F.scaled_dot_product_attention(q, q.cos(), q.sin(), dropout_p=0.1).view(8, 8)
 
     assert agrees(run, x, w, policy=policy)
+
+
+@every_policy
+def test_noise_is_saved_before_it_is_written(policy):
+    """pytorch#193671: `rrelu` saves its noise, and its kernel fills it after that."""
+    x, w = leaf(32, 64), leaf(64, 64)
+    assert agrees(lambda t: F.rrelu(t @ w, training=True) @ w, x, w, policy=policy)
 
 
 def test_router_cannot_flip(xw):
@@ -265,32 +235,7 @@ def test_dropout_mask_is_held_as_bits(inplace):
     assert same(grads(out, x), grads(F.dropout(x, 0.3).sin(), x))
 
 
-def test_batch_norm_updates_its_statistics_once(xw):
-    """In training; in evaluation it is replayed."""
-    x, w = xw
-    found = []
-    for run in (taped, lambda function, t: function(t)):
-        torch.manual_seed(0)
-        norm = nn.BatchNorm1d(8)
-        trained = grads(run(lambda t, norm=norm: norm(t @ w).sin(), x), x, w)
-        norm.eval()
-        evaluated = grads(run(lambda t, norm=norm: norm(t @ w).sin(), x), x, w)
-        found.append([*trained, *evaluated, norm.running_mean, norm.running_var])
-    assert same(*found)
-
-
 # Changes after the region
-
-
-def test_write_to_input_after_region_is_refused(xw):
-    """Plain autograd saved another value of it, so it would run."""
-    x, w = xw
-    given = x * 1.0
-    out = taped(lambda t: t.sin().exp() @ w, given)
-    with torch.no_grad():
-        given.mul_(2)
-    with pytest.raises(MutationError, match=r"\[8, 8\].*changed in place after the region"):
-        out.sum().backward()
 
 
 def test_unchecked_region_compares_no_bits(xw):
@@ -317,32 +262,6 @@ def test_data_replaced_in_region_is_noticed(xw):
 
 
 # Nesting
-
-
-def test_torch_checkpoint_around_region(xw):
-    """The function around runs a second time; the region's gradients are the same."""
-    x, w = xw
-
-    def around(t):
-        return taped(lambda u: ((u @ w).sin() @ w).cos(), t.exp(), policy=save_ops("aten.mm"))
-
-    out = torch_checkpoint(around, x, use_reentrant=False)
-    assert same(grads(out, x, w), grads(((x.exp() @ w).sin() @ w).cos(), x, w))
-
-
-def test_inner_region_follows_its_own_policy(xw):
-    """A matmul that only the inner policy saves is not run again."""
-    x, w = xw
-    inner = save_ops("aten.mm")
-
-    def run(t):
-        return taped(lambda u: (u @ w).sin(), t.exp(), policy=inner).cos() @ w
-
-    assert agrees(run, x, w)
-    with _Counts() as counts:
-        out = taped(run, x).sum()
-        out.backward()
-    assert counts.of("aten.mm.default") == 2 + 4  # none again: the outer product is unread
 
 
 def test_hooks_around_region_get_what_is_held(xw):
@@ -465,26 +384,13 @@ def test_partial_backward_leaves_nothing_cached(xw):
     a, b = taped(run, x, **UNCHECKED)
     gc.collect()
     before = held_bytes(a, b, x, w)
-    torch.autograd.grad(a.sum(), w, retain_graph=True)
-    gc.collect()
-    assert held_bytes(a, b, x, w) <= before
+    for _ in range(2):
+        torch.autograd.grad(a.sum(), w, retain_graph=True)
+        gc.collect()
+        assert held_bytes(a, b, x, w) <= before
 
 
 # Policies
-
-
-class _Counts(torch.utils._python_dispatch.TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.counts: dict[str, int] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.counts[str(func)] = self.counts.get(str(func), 0) + 1
-        return func(*args, **(kwargs or {}))
-
-    def of(self, op):
-        """How often an operator ran."""
-        return self.counts.get(op, 0)
 
 
 class Two(nn.Module):
@@ -528,81 +434,31 @@ MM = "aten.mm.default"
         (save_ops("aten.mm") & ~save_modules("first"), 7),
     ],
 )
-def test_policy_decides_which_matmuls_run_again(policy, runs):
+def test_policy_decides_which_matmuls_run_again(policy, runs, counting):
     """Two in forward, four in backward, and one more for each that is not kept."""
     module, x = Two(), leaf(8, 8)
-    with _Counts() as counts:
+    with counting() as counts:
         found = grads(taped(module, x, policy=policy), x, *module.parameters())
-    assert counts.of(MM) == runs
+    assert counts[MM] == runs
     assert same(found, grads(module(x), x, *module.parameters()))
 
 
-# Other tensors and operators
-
-
-def _library() -> Any:
-    @torch.library.custom_op("sac_policies_tests::gate", mutates_args=())
-    def gate(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return F.silu(a) * b
-
-    def setup(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-
-    def backward(ctx, grad):
-        a, b = ctx.saved_tensors
-        with torch.enable_grad():
-            a, b = a.detach().requires_grad_(), b.detach().requires_grad_()
-            return torch.autograd.grad(F.silu(a) * b, (a, b), grad)
-
-    gate.register_autograd(backward, setup_context=setup)
-    return gate
-
-
-def test_custom_operator_is_replayed(xw):
-    """Of torch.library: recorded as one call, and its result is not held."""
-    gate, (x, w) = _library(), xw
-
-    def run(t):
-        y = t.exp()
-        return gate(y, y.sin()).cos() @ w
-
-    assert agrees(run, x, w)
-    gc.collect()
-    before = held_bytes(x, w)
-    out = taped(run, x, **UNCHECKED)
-    gc.collect()
-    assert held_bytes(out, x, w) == before
-
-
-def test_jagged_tensor_is_flattened():
-    """A nested tensor of the jagged layout is a wrapper around a dense one."""
-    x, w = leaf(10, 8), leaf(8, 8)
-    offsets = torch.tensor([0, 3, 10])
-
-    def run(t):
-        nested = torch.nested.nested_tensor_from_jagged(t, offsets)
-        return ((nested @ w).sin() * 2).cos().values()
-
-    assert agrees(run, x, w)
-
-
-def test_parametrized_flags():
-    """Masked attention: a truth-valued mask from outside is held once, as it is."""
-    x, mask = leaf(1, 2, 16, 16), torch.ones(16, 16, dtype=torch.bool).tril()
-
-    def run(t):
-        scores = (t @ t.transpose(-1, -2)).masked_fill(~mask, float("-inf"))
-        return scores.softmax(-1) @ t
-
-    assert agrees(run, x)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_compiled_function_inside_region(xw):
-    """Counts as one operator, whose saved tensors are held."""
+def test_gradient_inside_region_keeps_what_backward_reads(xw, counting):
+    """The region's product and that of the gradient inside are kept, so backward runs neither."""
     x, w = xw
-    compiled = torch.compile(lambda t: (t @ w).sin().exp(), backend="aot_eager")
-    assert agrees(lambda t: compiled(t.cos()) * w, x, w)
+
+    def run(t):
+        h = (t @ w).sin()
+        (g,) = torch.autograd.grad(h.sum(), t)
+        return h.detach() * g.cos() * t.exp()
+
+    out = taped(run, x, policy=save_ops("aten.mm"))
+    with counting() as counts:
+        out.sum().backward()
+    assert counts[MM] == 0
+
+
+# Other tensors and operators
 
 
 def test_forward_derivative_through_region(xw):
@@ -622,43 +478,3 @@ def test_saved_tensors_are_readable_outside_backward(xw):
     x, w = xw
     out = taped(lambda t: (t @ w).exp().sin(), x)
     assert torch.equal(out.grad_fn._saved_self, (x @ w).exp())
-
-
-# The report
-
-
-def test_report_lists_what_is_held():
-    """The sum of its rows is what is held, the same at each call."""
-    x, w = leaf(64, 64), leaf(64, 64)
-
-    def run(t):
-        y = F.dropout(t @ w, 0.5).sin()
-        return ((y @ w).sin() + y.argmax()) @ w
-
-    found = report(run, x, policy=save_ops("aten.mm"))
-    again = report(run, x, policy=save_ops("aten.mm"))
-    assert [row.held_bytes for row in found.rows] == [row.held_bytes for row in again.rows]
-    assert sum(row.held_bytes for row in found.rows) == found.held_bytes
-    by_op = {(row.op, row.index): row for row in found.rows}
-    assert [by_op[MM, at].read for at in range(3)] == [True, True, False]
-    assert by_op[MM, 0].held_bytes == 64 * 64 * 4
-    assert "random" in by_op["aten.bernoulli_.float", 0].why
-    assert "1 mm not held: backward does not need it" in str(found)
-
-
-def test_report_says_why_results_are_held():
-    """Integers and what is made without gradients."""
-    x = leaf(64, 64)
-
-    def run(t):
-        with torch.no_grad():
-            scale = t.exp()
-        values, places = (t * scale).topk(4, -1)
-        return values.sin() * t.gather(1, places)
-
-    found = report(run, x, policy=NOTHING)
-    whys = {row.op: row.why for row in found.kept_anyway}
-    assert whys == {
-        "aten.exp.default": "it was made without gradients",
-        "aten.topk.default": "integer results are held",
-    }

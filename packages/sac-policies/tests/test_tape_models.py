@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from sac_policies import checkpoint, recompute_all, save_ops
+
+from ._kept import kept_bytes
 
 KEPT = ("aten.mm", "aten.addmm", "aten.bmm")
 MATMULS = [getattr(torch.ops.aten, each.partition(".")[2]).default for each in KEPT]
@@ -79,21 +79,6 @@ def _gradients(kind: str, run: Run) -> list[torch.Tensor | None]:
     return [each.grad for each in model.parameters()]
 
 
-def _kept(step: Callable[[], torch.Tensor]) -> int:
-    """Count the bytes that a forward leaves allocated, with its output."""
-    # Not by the sums of the profiler's events: it gives a record to each event that runs at the
-    # time, so that a collective in another thread counts it again.
-    for _ in range(2):
-        step().sum().backward()
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
-        out = step()
-    events = seen.profiler.kineto_results.events()
-    size = sum(event.nbytes() for event in events if event.name() == "[memory]")
-    del out
-    return size
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bert", "t5", "mixtral", "mamba"])
 def test_model_is_bit_identical(kind):
@@ -149,9 +134,14 @@ swiglu.register_autograd(_swiglu_backward, setup_context=_save_inputs)
 def test_tape_keeps_no_more_than_selective_checkpoint(gate):
     """With the same matmuls saved; a custom operator is replayed as others are."""
     module, x = _Gated(gate), torch.randn(512, 64, requires_grad=True)
-    taped = _kept(lambda: _taped(save_ops(*KEPT), "none", module, x))
-    assert taped <= _kept(lambda: _selective(module, x))
-    nothing = _kept(lambda: _taped(recompute_all(), "none", module, x))
+    grads = [
+        torch.autograd.grad(run(module, x).sum(), [x, *module.parameters()])
+        for run in (_plainly, functools.partial(_taped, recompute_all(), "default"))
+    ]
+    assert all(map(torch.equal, *grads))
+    taped = kept_bytes(lambda: _taped(save_ops(*KEPT), "none", module, x))
+    assert taped <= kept_bytes(lambda: _selective(module, x))
+    nothing = kept_bytes(lambda: _taped(recompute_all(), "none", module, x))
     assert nothing <= 1.02 * x.nbytes  # the output
 
 

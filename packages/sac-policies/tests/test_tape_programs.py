@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
+from . import _tape_programs as programs
+
 PROGRAMS = 100
-_spec = importlib.util.spec_from_file_location(
-    "_tape_programs", Path(__file__).with_name("_tape_programs.py")
-)
-assert _spec is not None
-assert _spec.loader is not None
-programs = sys.modules["_tape_programs"] = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(programs)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -6,11 +6,8 @@ from collections import OrderedDict, deque, namedtuple
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch import nn
 
-from sac_policies import _tensors, recompute_all, report
+from sac_policies import recompute_all, report
 from sac_policies._tensors import tensors_in
 
 
@@ -51,33 +48,6 @@ def test_container_that_holds_itself_is_read_once():
     assert [id(each) for each in tensors_in(root)] == [id(a)]
     inner = Batch(a=a)
     assert len(tensors_in([inner, inner])) == 2
-
-
-class Marked(torch.Tensor):
-    """A tensor of a model's own."""
-
-
-LEAVES = st.sampled_from(
-    [torch.ones(1), nn.Parameter(torch.ones(1)), torch.ones(1).as_subclass(Marked)]
-)
-
-
-@given(
-    st.recursive(
-        LEAVES | st.sampled_from([None, 1, 2.0, "text", torch.float32, object()]),
-        lambda inside: (
-            st.lists(inside, max_size=3)
-            | st.lists(inside, max_size=3).map(tuple)
-            | st.lists(inside, max_size=3).map(Rows)
-            | st.dictionaries(st.sampled_from("ba"), inside)
-            | st.tuples(inside, inside).map(lambda pair: Pair(*pair))
-        ),
-        max_leaves=12,
-    )
-)
-def test_short_way_gives_what_pytree_gives(value):
-    """Most values lie in tuples, lists and dicts of Python's own, which are read directly."""
-    assert list(map(id, tensors_in(value))) == list(map(id, _tensors._tensors(value, set())))
 
 
 @pytest.mark.parametrize("kind", [dict, Batch])

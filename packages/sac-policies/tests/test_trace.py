@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from sac_policies.budget import Item, Trace, TracedOp, TracedPack
@@ -70,11 +68,6 @@ def test_saved_values_that_the_region_was_given_are_nobodys_choice() -> None:
     trace = Trace("ns", ops, (TracedPack("MmBackward0", -1, 0, 400),))
     assert trace.replayable == {}
     assert trace.items() == ()
-
-
-def test_digest_is_sixteen_hexadecimal_digits() -> None:
-    """As its documentation says, so that logs and file names can rely on it."""
-    assert re.fullmatch("[0-9a-f]{16}", TRACE.digest)
 
 
 @pytest.mark.parametrize("kind", [TracedOp, TracedPack, Item])

@@ -28,9 +28,12 @@ _phase = _Phase()
 def is_recomputing() -> bool:
     """Whether the current thread is running a checkpointed module again, for its backward.
 
-    For counters and logs. Buffers need no guard: if recomputation skips a write to a buffer, a
-    later read in the same forward gets the wrong value. Always False in compiled code, which is the
-    same in both runs.
+    For logs and counters, also counters in buffers that forward does not read. Always False in
+    compiled code, which is the same in both runs.
+
+    Buffers need no guard. Do not guard a write to a buffer that the same forward reads later:
+    recomputation skips the write, reads the old value, and gradients are wrong without an error.
+    An error would refuse counters as well, because the buffers that a forward reads are not known.
 
     Example:
         >>> is_recomputing()

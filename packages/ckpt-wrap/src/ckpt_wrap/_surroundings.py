@@ -9,13 +9,15 @@ To tell the two apart, the state of each module is noted at the end of each run.
 between that note and the state at the start of the next run was made by other code.
 
 Tensors are not looked at here, see `_module_state`.
+
+Each run looks at every module two or three times, so that loop calls no Python function for the
+attributes that most modules have.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,9 +32,8 @@ _HOOKS = {
     "_forward_hooks": "the forward hooks",
     "_forward_pre_hooks": "the forward pre-hooks",
 }
-_NOT_READ = (
-    (frozenset(vars(nn.Module())) | {"_ckpt_wrap"}) - _HOOKS.keys() - {"training", "_modules"}
-)
+_TABLES = frozenset({"_modules", *_HOOKS})
+_NOT_READ = (frozenset(vars(nn.Module())) | {"_ckpt_wrap"}) - _TABLES - {"training"}
 _ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device})
 _MISSING = object()
 
@@ -40,9 +41,10 @@ _MISSING = object()
 class _Ledger:
     """The state of one module at the end of the last run, and when other code changed it."""
 
-    def __init__(self, module: nn.Module, forget: Callable[[Any], object]) -> None:
-        self.ref = weakref.ref(module, forget)
-        self.last: Look | None = None
+    def __init__(self, module: nn.Module, last: Look) -> None:
+        key = id(module)
+        self.ref = weakref.ref(module, lambda _: _ledgers.pop(key, None))
+        self.last = last
         self.changed: dict[str, int] = {}  # time by name of attribute
 
 
@@ -74,7 +76,7 @@ class Surroundings:
         """Forward starts. Note changes by other code, if an earlier forward waits for backward."""
         self._modules = modules
         if self._module is not None and _pending.get(self._module):
-            self._note_changes([self._look(module) for module in modules])
+            self._note_changes(self._look())
 
     def end(self) -> None:
         """Forward has ended, and backward will recompute it."""
@@ -92,12 +94,12 @@ class Surroundings:
         """
         if self._looks is None:
             return
-        now = [self._look(module) for module in self._modules]
+        now = self._look()
         if now == self._looks:
             return
         self._note_changes(now)
         for module, then, look in zip(self._modules, self._looks, now, strict=True):
-            changed = _ledger(module).changed
+            changed = _ledgers[id(module)].changed
             for name in _differences(then, look):
                 if changed.get(name, 0) > self._end:
                     raise self._error(module, name, then, look)
@@ -108,34 +110,46 @@ class Surroundings:
             self._note()
 
     def _note(self) -> list[Look]:
-        looks = []
-        for module in self._modules:
-            ledger, look = _ledger(module), self._look(module)
-            if ledger.last != look:  # else share one dict between calls
-                ledger.last = look
-            looks.append(ledger.last)
+        looks = self._look()
+        for index, module in enumerate(self._modules):
+            key = id(module)
+            ledger = _ledgers.get(key)
+            if ledger is None:
+                _ledgers[key] = _Ledger(module, looks[index])
+            elif ledger.last == looks[index]:
+                looks[index] = ledger.last  # calls share one dict
+            else:
+                ledger.last = looks[index]
         return looks
 
     def _note_changes(self, looks: list[Look]) -> None:
         if is_checkpointing():  # the changes are those of a forward around this one
             return
         for module, look in zip(self._modules, looks, strict=True):
-            ledger = _ledger(module)
-            if ledger.last is not None and ledger.last != look:
+            ledger = _ledgers.get(id(module))
+            if ledger is not None and ledger.last != look:
                 for name in _differences(ledger.last, look):
                     ledger.changed[name] = next(_time)
                 ledger.last = look
 
-    def _look(self, module: nn.Module) -> Look:
-        found = {
-            name: value if type(value) in _ATOMS else _mark(value)
-            for name, value in vars(module).items()
-            if name not in _NOT_READ
-        }
-        if module is self._module and not self._own_hooks:
-            for name in _HOOKS:
-                found.pop(name, None)
-        return found
+    def _look(self) -> list[Look]:
+        looks: list[Look] = []
+        for module in self._modules:
+            look: Look = {}
+            for name, value in vars(module).items():
+                if name in _NOT_READ:
+                    continue
+                if type(value) in _ATOMS:
+                    look[name] = value
+                elif name in _TABLES and isinstance(value, dict):
+                    look[name] = (*value, *map(id, value.values()))
+                else:
+                    look[name] = _mark(value)
+            if module is self._module and not self._own_hooks:
+                for name in _HOOKS:
+                    look.pop(name, None)
+            looks.append(look)
+        return looks
 
     def _error(self, module: nn.Module, name: str, then: Look, now: Look) -> RecomputeError:
         path = path_of(module, self._module)
@@ -155,14 +169,6 @@ class Surroundings:
 def _differences(then: Look, now: Look) -> list[str]:
     names = then.keys() | now.keys()
     return [name for name in names if then.get(name, _MISSING) != now.get(name, _MISSING)]
-
-
-def _ledger(module: nn.Module) -> _Ledger:
-    key = id(module)
-    ledger = _ledgers.get(key)
-    if ledger is None:
-        ledger = _ledgers[key] = _Ledger(module, lambda _: _ledgers.pop(key, None))
-    return ledger
 
 
 def _mark(value: Any) -> Any:

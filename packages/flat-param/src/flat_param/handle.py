@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ._errors import ParameterError, StateError
 from .buffers._overlap import check_apart
-from .buffers._owners import FLATTENED, UNIT, check_unowned
+from .buffers._owners import check_unowned
 from .buffers._views import ParamViews, allocate, memory_order, param_views, unflatten
 from .comm._comm import CommLog, Communicator
 from .comm._exit import dropped_at_exit
@@ -360,8 +360,7 @@ class FlatParamHandle:
         check_found(params, found, module)
         check_apart("FlatParamHandle", module, found)
         named = [(spec.name, param) for spec, param in zip(specs, found, strict=True)]
-        check_unowned("FlatParamHandle", named, UNIT)
-        check_unowned("FlatParamHandle", named, FLATTENED)
+        check_unowned("FlatParamHandle", named)
         strides = tuple(tuple(param.stride()) for param in found)
         contiguities = tuple(is_truly_contiguous(param) for param in found)
         layout = self._plan(specs, self._aligned_numel)

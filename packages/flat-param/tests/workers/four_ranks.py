@@ -138,7 +138,7 @@ def check_module_called_past_its_unit_is_named(rank: int, world: int) -> None:
     reference = PastUnits()
     loss_of(reference, ids).backward()
     model = _past(unit=False)
-    text = "Linear computes with it, but only a call of unit 'blocks.0' makes it whole, (15, 7)."
+    text = "linear computes with it, but only a call of unit 'blocks.0' makes it whole, (15, 7)."
     raises(flat_param.StateError, text, lambda: loss_of(model, share(ids, rank)))
     assert whole_bytes(model) == 0
     model = _past(unit=True)

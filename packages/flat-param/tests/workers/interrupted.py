@@ -191,9 +191,6 @@ def run_sharding(rank: int, world: int, stride: int) -> dict[str, Any]:
 
     def refuses(model: nn.Module) -> bool:
         uses = (
-            lambda: model(torch.ones(1, 8)),
-            model.state_dict,
-            lambda: model.load_state_dict({}, strict=False),
             lambda: flat_param.fully_shard(model),
             lambda: flat_param.fully_shard(nn.Sequential(model)),
             lambda: flat_param.full_state_dict(nn.Sequential(model)),
@@ -206,7 +203,7 @@ def run_sharding(rank: int, world: int, stride: int) -> dict[str, Any]:
     for at in range(1, places + 1, stride):
         model = on_meta(world)
         Interrupter(at).run(step(model))
-        if type(model).__name__.startswith("Half"):
+        if type(vars(model).get("_flat_param")) is object:  # the placeholder of a unit
             refused += 1
             right = refuses(model)
         else:

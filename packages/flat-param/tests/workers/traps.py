@@ -229,7 +229,7 @@ def check_product_with_a_piece_is_refused(rank: int, world: int) -> None:
     model = Scale()
     for module in (model.norm, model):
         flat_param.fully_shard(module)
-    text = "parameter 'norm.weight' was a piece of shape (4,) where the loss was computed with it"
+    text = "parameter 'weight' is a piece of shape (4,) where the loss was computed with it"
     for _ in range(2):
         raises(flat_param.StateError, text, lambda: model(torch.ones(3, 8)).sum().backward())
         assert all(param.grad is None for param in model.parameters())

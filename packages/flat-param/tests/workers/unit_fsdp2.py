@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
-from _harness import options_of, raises, run_checks, whole_state
+from _harness import options_of, run_checks, whole_state
 from _whole import whole_grads
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
 
-from flat_param import StateError, fully_shard
+from flat_param import fully_shard
 
 LOW = torch.bfloat16
 
@@ -178,16 +177,6 @@ def check_accumulated_sums_are_divided_once(rank: int, world: int) -> None:
             model(torch.full((2, 4), rank + 2.0)).sum().backward()
             grads.append(whole_grads(model)["weight"])
         assert torch.equal(grads[0] * world, grads[1] * 4)
-
-
-def check_factors_that_are_none_are_refused(rank: int, world: int) -> None:
-    """The previous factor stays."""
-    model = fully_shard(nn.Linear(2, 2))
-    model.set_gradient_divide_factor(2)
-    for factor in (0, -1.0, float("inf"), float("nan"), True, "2"):
-        text = f"factor is {factor!r}, but sums of gradients are divided by it. Pass a finite"
-        raises(StateError, text, partial(model.set_gradient_divide_factor, factor))
-    assert model._flat_param.reduction.factor == 2
 
 
 class Decoder(nn.Module):

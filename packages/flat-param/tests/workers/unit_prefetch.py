@@ -172,9 +172,12 @@ def check_wrong_lists_are_refused_by_name(rank: int, world: int) -> None:
     cases = [
         (model.blocks[1], "modules is one ShardedBlock, but it must be a list of sharded modules."),
         (None, "modules is one NoneType, but it must be a list of sharded modules."),
-        ([model.blocks[1], plain().head], "modules[1], of type Linear, is not sharded, but only"),
-        ([block], "modules[0], of type ShardedBlock, is this unit itself, but a list has"),
-        ([other.blocks[1]], "modules[0], of type ShardedBlock, is of another tree, but a list has"),
+        (
+            [model.blocks[1], plain().head],
+            "modules has ['ShardedBlock', 'Linear'], but a list has other",
+        ),
+        ([block], "modules has ['ShardedBlock'], but a list has other units of the same tree."),
+        ([other.blocks[1]], "modules has ['ShardedBlock'], but a list has other units of the"),
     ]
     for name in ("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"):
         for modules, text in cases:

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
-from flat_param import StateError, fully_shard
+from flat_param import fully_shard
 
 
 class Layer(nn.Module):
@@ -302,16 +302,6 @@ def check_comm_hook_of_uneven_parts_and_units(rank: int, world: int) -> None:
 def _zeros(state: None, full: Tensor, part: Tensor) -> None:
     assert full.numel() == dist.get_world_size() * part.numel()
     part.zero_()
-
-
-def check_hooks_that_are_none_are_refused(rank: int, world: int) -> None:
-    """And leave what was there."""
-    model = by_us()
-    text = "flat_param.set_all_reduce_hook: hook is 3, but it is called with gradients. Pass a"
-    raises(StateError, text, lambda: model.set_all_reduce_hook(3))
-    text = "flat_param.register_comm_hook: hook is 'x', but it is called with gradients. Pass a"
-    raises(StateError, text, lambda: model.register_comm_hook(None, "x"))
-    step(model, rank, 1)
 
 
 def check_whole_parameters_stay_after_backward_as_fsdp2s(rank: int, world: int) -> None:

@@ -72,53 +72,59 @@ def owner_of(param: nn.Parameter, kind: str) -> tuple[Owner | None, str]:
     return (None, "") if name is None else (owner, name)
 
 
-def check_not_inside(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Refuse a module whose parameters a unit around it has already sharded.
-
-    Raises:
-        ParameterError: names the first such parameter in both.
-    """
-    for name, param in named:
-        owner, theirs = owner_of(param, UNIT)
-        if owner is not None and owner.is_around(module):
-            raise ParameterError(
-                f"flat_param.fully_shard: parameter '{name}' is divided already, as '{theirs}' of "
-                "the unit around this module, but inner modules must become units first. Call "
-                "fully_shard on this one before the one around it."
-            )
-
-
 def check_owners(
     caller: str,
     module: nn.Module,
     named: Iterable[tuple[str, nn.Parameter]],
     kinds: Sequence[str],
+    *,
+    never: str = "",
 ) -> None:
-    """Refuse a parameter of an owner that is neither inside nor around the module.
+    """Refuse parameters that the module cannot move, because another owner does.
+
+    An owner beside the module is refused, and a unit around it: inner modules become units first.
+
+    Args:
+        caller: the public function, for the message.
+        module: that will own the parameters.
+        named: the parameters with their names.
+        kinds: of owners to look for.
+        never: a kind that is refused wherever it is.
 
     Raises:
-        ParameterError: names the parameter in both.
+        ParameterError: names the first such parameter in both.
     """
     for name, param in named:
         for kind in kinds:
             owner, theirs = owner_of(param, kind)
-            if owner is not None and owner.is_beside(module):
+            if owner is None:
+                continue
+            if owner.is_beside(module):
                 raise ParameterError(
                     f"flat_param.{caller}: parameter '{name}' is tied to '{theirs}' in {kind} "
                     "beside this module, but tied parameters are moved together. Flatten or shard "
                     "their common parent."
                 )
+            if kind == never:
+                raise ParameterError(f"flat_param.{caller}: parameter '{name}' {_WHY_NOT[kind]}")
+            if kind == UNIT and owner.is_around(module):
+                raise ParameterError(
+                    f"flat_param.{caller}: parameter '{name}' is divided already, as '{theirs}' "
+                    "of the unit around this module, but inner modules must become units first. "
+                    "Call fully_shard on this one before the one around it."
+                )
 
 
-def check_unowned(caller: str, named: Iterable[tuple[str, nn.Parameter]], kind: str) -> None:
-    """Refuse a parameter of any owner of a kind.
+def check_unowned(caller: str, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Refuse a parameter of any unit or flattened module.
 
     Raises:
         ParameterError: names the parameter.
     """
     for name, param in named:
-        if owner_of(param, kind)[0] is not None:
-            raise ParameterError(f"flat_param.{caller}: parameter '{name}' {_WHY_NOT[kind]}")
+        for kind, why in _WHY_NOT.items():
+            if owner_of(param, kind)[0] is not None:
+                raise ParameterError(f"flat_param.{caller}: parameter '{name}' {why}")
 
 
 _WHY_NOT = {

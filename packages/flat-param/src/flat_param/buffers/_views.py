@@ -113,7 +113,7 @@ def param_view(buffer: Tensor, layout: FlatLayout, index: int) -> Tensor:
 
 def param_views(buffer: Tensor, layout: FlatLayout) -> tuple[Tensor, ...]:
     """All parameters' views, in layout order; see `param_view`."""
-    return tuple(param_view(buffer, layout, index) for index in range(len(layout.specs)))
+    return tuple([param_view(buffer, layout, index) for index in range(len(layout.specs))])
 
 
 def over(memory: UntypedStorage, view: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .._errors import VectorError
 from ..buffers._overlap import check_apart
-from ..buffers._owners import FLATTENED, UNIT, Owner, check_owners, check_unowned
+from ..buffers._owners import FLATTENED, UNIT, Owner, check_owners
 from ..layout._layout import plan_segments
 from ..layout._spec import check_grads, check_one_device, collect_params
 from ._aliasing import Tree, registered
@@ -215,8 +215,7 @@ class FlatSegments:
             self._is_stale = True
 
     def _check_owners(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        check_owners("FlatParams", self.module, named, (UNIT, FLATTENED))
-        check_unowned("FlatParams", named, UNIT)
+        check_owners("FlatParams", self.module, named, (UNIT, FLATTENED), never=UNIT)
 
     def _check_apart(self, params: Sequence[nn.Parameter]) -> None:
         """Refuse tensors that share another parameter's memory."""

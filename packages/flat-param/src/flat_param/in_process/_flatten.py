@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from .._errors import ParameterError, StateError
-from ..buffers._owners import FLATTENED, UNIT, check_owners, check_unowned, owner_of
+from ..buffers._owners import FLATTENED, UNIT, check_owners, owner_of
 from ..layout._arguments import check_is_module
 from ..layout._layout import DEFAULT_ALIGN_BYTES
 from ._flat_params import FlatParams
@@ -118,8 +118,7 @@ def _check(module: nn.Module) -> None:
                 f"flat_param.flatten: parameter '{name}' is computed from another tensor, but only "
                 "a leaf can be moved into a buffer. Remove what computes it."
             )
-    check_owners("flatten", module, module.named_parameters(), (UNIT, FLATTENED))
-    check_unowned("flatten", module.named_parameters(), UNIT)
+    check_owners("flatten", module, module.named_parameters(), (UNIT, FLATTENED), never=UNIT)
     for name, submodule in module.named_modules():
         if hasattr(submodule, "_flat_param"):
             raise ParameterError(

@@ -13,8 +13,10 @@ from functools import partial
 from torch import nn
 
 from .._errors import StateError
-from ._half_sharded import HalfShardedModule
 from ._unit import Unit
+
+STOPPED = object()
+"""Placeholder for the unit of a module while `fully_shard` cuts its parameters."""
 
 
 class UnshardHandle:
@@ -81,9 +83,13 @@ def units_below(module: nn.Module) -> Iterator[Unit]:
     """The units of a module and of those inside it."""
     found: set[Unit] = set()
     for child in module.modules():
-        if isinstance(child, HalfShardedModule):
-            child.refuse()
         unit = getattr(child, "_flat_param", None)
+        if unit is STOPPED:
+            raise StateError(
+                f"flat_param.fully_shard: {type(child).__name__} was only partly sharded when it "
+                "was interrupted, but a rank cannot put its pieces back together. Build the module "
+                "again on every rank, and shard that."
+            )
         if isinstance(unit, Unit) and unit not in found:
             found.add(unit)
             yield unit

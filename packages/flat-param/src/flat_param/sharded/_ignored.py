@@ -15,7 +15,7 @@ from typing import TypeGuard
 from torch import nn
 
 from .._errors import ParameterError
-from ..buffers._owners import FLATTENED, IGNORED, UNIT, Owner, check_not_inside, check_owners
+from ..buffers._owners import FLATTENED, IGNORED, UNIT, Owner, check_owners
 
 
 def find_ignored(
@@ -40,7 +40,6 @@ def find_ignored(
     names = {param: name for name, param in module.named_parameters()}
     found = dict.fromkeys(param for param in given if _is_of_module(param, names))
     named = [(names[param], param) for param in found]
-    check_not_inside(module, named)
     check_owners("fully_shard", module, named, (UNIT, FLATTENED))
     divided = dict.fromkeys(owned)
     for param in found:

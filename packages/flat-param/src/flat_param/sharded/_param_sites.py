@@ -62,11 +62,11 @@ class ParamSites:
 
     def refresh(self) -> None:
         """Read parameters and leaves again, after they were replaced."""
-        self._entries = tuple(
+        self._entries = [
             (site.registry, site.key, site.part.held.params[site.index], leaf)
             for site in self._param_sites
             for leaf in (site.part.leaves[site.index],)
-        )
+        ]
 
     def swap_in(self) -> None:
         """Set the leaves in the module."""

@@ -2,7 +2,8 @@
 
 Elementwise functions work as on any tensor, and their results are pieces too. A function that reads
 the whole tensor (a norm, a sum, a matmul) would silently give this rank's value, so it raises.
-Optimizers that need full tensors are detected by the functions they call.
+Optimizers that need full tensors are detected by the functions they call. If any other function
+fails, as a layer that is called past its unit does, the error names the piece.
 
 A piece has as many dimensions as the whole parameter, see layout/_param_shard.py.
 """
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from .._errors import ParameterError
+from .._errors import FlatParamError, ParameterError, StateError
 from .._torch_compat import allow_foreach, without_torch_function
 from ..layout._param_shard import stays_whole
 
@@ -116,8 +117,14 @@ def _call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         for tensor, piece in _pieces_in(args):
             if _is_wrong(name, tensor, piece, args, kwargs):
                 raise _refused(name, piece)
-    with without_torch_function():
-        found = func(*args, **kwargs)
+    try:
+        with without_torch_function():
+            found = func(*args, **kwargs)
+    except (RuntimeError, IndexError, ValueError) as error:
+        for _, piece in _pieces_in((*args, *kwargs.values())):
+            if not isinstance(error, FlatParamError) and not _is_all(piece):
+                raise outside_unit(piece, f"{name} computes with it") from error
+        raise
     if type(found) is not Tensor or (name == "__get__" and func not in _VIEWS):
         return found
     first = next(_pieces_in(args), None)
@@ -166,6 +173,17 @@ def _is_wrong(
         return True
     together = prod(shape[first:])  # rows of a piece, or blocks that an optimizer has viewed it as
     return cut.atom_numel % max(together, 1) != 0
+
+
+def outside_unit(piece: ParamPiece, where: str) -> StateError:
+    """For a piece that was used like the whole parameter, outside the forward of its unit."""
+    return StateError(
+        f"flat_param.fully_shard: parameter '{piece.name}' is a piece of shape {piece.shard.shape} "
+        f"where {where}, but only a call of {piece.comm.unit} makes it whole, "
+        f"{tuple(piece.shard.spec.shape)}. Call that module, make the module that computes with it "
+        "a unit of its own, do not shard it by itself, or read the parameter between unshard() and "
+        "reshard()."
+    )
 
 
 def _refused(name: str, piece: ParamPiece) -> ParameterError:

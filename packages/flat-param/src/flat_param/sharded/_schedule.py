@@ -269,14 +269,10 @@ class Schedule:
                 self._accumulated[unit] = None
         return state
 
-    @property
-    def _current(self) -> BackwardPass:
-        assert self.backward is not None
-        return self.backward
-
     def gather_for_backward(self, unit: UnitParams) -> None:
         """Begin to gather all units up to this one, and the next ones. Collective."""
-        queue = self._current.to_gather
+        assert self.backward is not None
+        queue = self.backward.to_gather
         if unit in queue:
             for _ in range(queue.index(unit) + 1):
                 queue.pop(0).start_gather()
@@ -286,7 +282,8 @@ class Schedule:
 
     def on_grads(self, unit: UnitParams) -> None:
         """A unit has all its gradients; reduce units that are next in order. Collective."""
-        current = self._current
+        current = self.backward
+        assert current is not None
         current.ready.add(unit)
         while current.to_reduce and current.to_reduce[0] in current.ready:
             self._reduce(current, current.to_reduce.pop(0))
@@ -308,7 +305,8 @@ class Schedule:
         """Post-backward: reshard a unit whose parameters nothing reads any more."""
         frees = unit.frees_after_backward
         if frees is None:
-            current = self._current
+            current = self.backward
+            assert current is not None
             frees = current.sync or unit.frees_after_forward
             frees = frees and not current.is_differentiated
         if frees:

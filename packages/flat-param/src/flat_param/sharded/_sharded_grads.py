@@ -134,7 +134,7 @@ class ShardedGrads:
         if how.in_place is not None:
             self._reduce_by(how.in_place, self._staged(full), self._reduced)
             return Pending(self.comms.reduce, "comm_hook").then(self._release)
-        factor = how.factor or float(self.comms.world_size)
+        factor = float(self.comms.world_size if how.factor is None else how.factor)
         if full.dtype == torch.float16:
             full.div_(self.comms.world_size)  # a sum over many ranks may exceed float16's range
             factor /= self.comms.world_size

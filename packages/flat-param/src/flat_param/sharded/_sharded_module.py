@@ -170,13 +170,10 @@ class ShardedModule(nn.Module):
         FSDP2; every rank must set the same. Applies to all reductions from now on.
 
         Args:
-            factor: above 0, finite; 1 gives sums; None restores the mean.
-
-        Raises:
-            StateError: it is not such a number.
+            factor: above 0; 1 gives sums; None restores the mean.
         """
-        unit, known = self._flat_param, _switches.checked_factor(factor)
-        unit.reduction = replace(unit.reduction, factor=known)
+        unit = self._flat_param
+        unit.reduction = replace(unit.reduction, factor=factor)
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], object] | None) -> None:
         """Set a function that changes this unit's own sums in place before the division.
@@ -187,12 +184,9 @@ class ShardedModule(nn.Module):
         Args:
             hook: called with this rank's part of a sum, `(shard,)`, in the reduce dtype, once for
                 each dtype of the unit's parameters; None removes it.
-
-        Raises:
-            StateError: it is not a function.
         """
-        unit, known = self._flat_param, _switches.checked_hook(hook, "set_all_reduce_hook")
-        unit.reduction = replace(unit.reduction, on_sum=known)
+        unit = self._flat_param
+        unit.reduction = replace(unit.reduction, on_sum=hook)
 
     def register_comm_hook(self, state: object, hook: Callable[..., object] | None) -> None:
         """Set a function that reduces gradients of this unit and those inside. Not a collective.
@@ -207,13 +201,9 @@ class ShardedModule(nn.Module):
             hook: called as `hook(state, full, part)`: this rank's gradients, `(ranks * shard,)`, in
                 the reduce dtype, and the buffer for its part of the result, `(shard,)`; if a rank
                 has all, as `hook(state, full)`, to be changed in place. None restores the default.
-
-        Raises:
-            StateError: it is not a function.
         """
-        known = _switches.checked_hook(hook, "register_comm_hook")
+        own = None if hook is None else partial(hook, state)
         for unit in self._units():
-            own = known and partial(known, state)
             unit.reduction = replace(unit.reduction, in_place=own)
 
     def set_modules_to_forward_prefetch(self, modules: list[ShardedModule]) -> None:

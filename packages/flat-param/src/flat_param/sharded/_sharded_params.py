@@ -89,12 +89,12 @@ class ShardedParams:
 
     def _mark_pieces(self) -> None:
         world_size = self.plan.world_size
-        known: tuple[ParamPiece, ...] = getattr(self, "param_pieces", ())
+        known: Sequence[ParamPiece] = getattr(self, "param_pieces", ())
         segment = PieceSegment(self.plan, self.comms.gather, self.device)
-        self.param_pieces = tuple(
+        self.param_pieces = [
             ParamPiece(piece, index, segment, self.places[index])
             for index, piece in enumerate(self.pieces)
-        )
+        ]
         for piece_now, before in zip(self.param_pieces, known, strict=False):
             piece_now.follow(before)
         for index, (piece, param) in enumerate(zip(self.pieces, self.held.params, strict=True)):
@@ -109,9 +109,11 @@ class ShardedParams:
 
     def _ranks_with(self, place: DTensorPlace | None) -> tuple[Communicator, ...]:
         """Return communicators to all ranks that step a parameter together with this one."""
-        axes = () if place is None else (place.mesh.get_group(at) for at in range(place.mesh.ndim))
-        beside = (Communicator(each, log=self.comms.log) for each in axes)
-        return (self.comms.reduce, self.comms.replicate, *beside)
+        known = (self.comms.reduce, self.comms.replicate)
+        if place is None:
+            return known
+        axes = map(place.mesh.get_group, range(place.mesh.ndim))
+        return (*known, *[Communicator(each, log=self.comms.log) for each in axes])
 
     def _make_full(self) -> None:
         dtype = self.options.precision.compute_dtype(self.shard.dtype)
@@ -122,10 +124,12 @@ class ShardedParams:
             self.full = torch.empty(self.plan.numel, dtype=dtype, device=self.device)
         # `.data` gives each leaf a version counter: filling the buffer again before backward must
         # not look like a change of the weights that autograd saved.
-        self.leaves = tuple(
+        views = param_views(self.full, self.segment.layout)
+        leaves = [
             nn.Parameter(self.placed(index, view.data), requires_grad=self.segment.trainable)
-            for index, view in enumerate(param_views(self.full, self.segment.layout))
-        )
+            for index, view in enumerate(views)
+        ]
+        self.leaves = tuple(leaves)
         self.free()
 
     def placed(self, index: int, local: Tensor) -> Tensor:

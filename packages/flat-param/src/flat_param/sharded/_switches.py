@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Hashable, Iterable, Sequence
 
 from torch import Tensor
 
 from .._errors import StateError
 from ..comm._groups import comm_of_part
 from ._unit import Unit
-
-_Hook = TypeVar("_Hook", bound=Callable[..., object])
 
 
 def checked_choice(value: object, function: str) -> bool:
@@ -28,35 +24,6 @@ def checked_choice(value: object, function: str) -> bool:
             "whether or not. Pass True or False."
         )
     return bool(value)
-
-
-def checked_factor(factor: float | None) -> float | None:
-    """The factor, if it is a finite number above 0, or None.
-
-    Raises:
-        StateError: it is not.
-    """
-    is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
-    if factor is not None and not (is_number and 0 < factor < math.inf):
-        raise StateError(
-            f"flat_param.set_gradient_divide_factor: factor is {factor!r}, but sums of gradients "
-            "are divided by it. Pass a finite number above 0, or None for the number of ranks."
-        )
-    return factor
-
-
-def checked_hook(hook: _Hook | None, function: str) -> _Hook | None:
-    """The hook, if it is a function or None.
-
-    Raises:
-        StateError: it cannot be called.
-    """
-    if hook is not None and not callable(hook):
-        raise StateError(
-            f"flat_param.{function}: hook is {hook!r}, but it is called with gradients. "
-            "Pass a function, or None for none."
-        )
-    return hook
 
 
 def check_tree(unit: Unit, *, recurse: bool) -> None:
@@ -122,22 +89,12 @@ def listed_units(unit: Unit, modules: object, function: str) -> tuple[Unit, ...]
             "list of sharded modules. Pass a list, such as [module]; an empty one for the default."
         )
     modules = tuple(modules)
-    for index, module in enumerate(modules):
-        wrong = _wrong_to_list(unit, module)
-        if wrong:
-            raise StateError(
-                f"flat_param.{function}: modules[{index}], of type {type(module).__name__}, "
-                f"{wrong}."
-            )
-    return tuple(module._flat_param for module in modules)
-
-
-def _wrong_to_list(unit: Unit, module: object) -> str:
-    other = getattr(module, "_flat_param", None)
-    if not isinstance(other, Unit):
-        return "is not sharded, but only units are gathered. Call fully_shard on it first"
-    if other is unit:
-        return "is this unit itself, but a list has the units after it. Take it from the list"
-    if other.schedule is not unit.schedule:
-        return "is of another tree, but a list has units of this one. Shard what is around both"
-    return ""
+    others = [getattr(module, "_flat_param", None) for module in modules]
+    units = tuple(other for other in others if isinstance(other, Unit) and other is not unit)
+    if len(units) < len(modules) or any(each.schedule is not unit.schedule for each in units):
+        raise StateError(
+            f"flat_param.{function}: modules has {[type(module).__name__ for module in modules]}, "
+            "but a list has other units of the same tree. Call fully_shard on each, and on a "
+            "module around them."
+        )
+    return units

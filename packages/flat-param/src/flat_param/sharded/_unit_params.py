@@ -28,6 +28,7 @@ from ._guards import optimizer_steps
 from ._kept_parts import KeptParts
 from ._param_piece import ParamPiece
 from ._param_sites import ParamSite, ParamSites
+from ._piece_tensors import outside_unit
 from ._sharded_grads import Reduction, ShardedGrads
 from ._sharded_params import ShardedParams, placement_of
 from ._tensors import InputHooks
@@ -303,15 +304,8 @@ def _places(
 
 
 def _refuse_grad(unit_ref: weakref.ref[UnitParams], piece: ParamPiece, _: object) -> None:
-    unit = unit_ref()
-    if unit is not None:
-        name = f"{unit.name}.{piece.name}" if unit.name else piece.name
-        raise StateError(
-            f"flat_param.fully_shard: parameter '{name}' was a piece of shape {piece.shard.shape} "
-            f"where the loss was computed with it, but only a call of its unit makes it whole, "
-            f"{tuple(piece.shard.spec.shape)}. Call that module, do not shard it by itself, or "
-            "read the parameter between its unshard() and reshard()."
-        )
+    if unit_ref() is not None:
+        raise outside_unit(piece, "the loss was computed with it")
 
 
 def _on_grad(

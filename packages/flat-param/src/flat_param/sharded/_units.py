@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._errors import ParameterError, StateError
+from .._torch_compat import without_torch_function
 from ..buffers._dtensors import check_places, local_of, place_of_dtensor
 from ..buffers._overlap import check_apart
 from ..buffers._owners import (
@@ -19,9 +20,7 @@ from ..buffers._owners import (
     IGNORED,
     UNIT,
     Owner,
-    check_not_inside,
     check_owners,
-    check_unowned,
 )
 from ..comm._agreement import Description, agree, describe
 from ..comm._groups import (
@@ -44,9 +43,8 @@ from ..layout._layout import Segment, plan_segments
 from ..layout._options import UnitOptions, precision_of
 from ..layout._shard import plan_shard
 from ..layout._spec import ParamSpec, collect_params, place_of
-from ._by_hand import units_at_rest
+from ._by_hand import STOPPED, units_at_rest
 from ._guards import install_guards, mark_replaced
-from ._half_sharded import half_sharded
 from ._ignored import find_ignored, outside_units, own_ignored
 from ._materialize import broadcast_module, check_init, materialize, move_buffers
 from ._param_sites import ParamSite
@@ -151,24 +149,25 @@ def fully_shard(
         values = [local_of(param) for param in params.values()]
         broadcast_module(root, values, comms.reduce, comms.replicate)
     classes, before = [type(each) for each in modules], _memory_of(root, params)
-    for each, cls in zip(modules, classes, strict=True):
-        each.__class__ = half_sharded(cls)
+    for each in modules:
+        object.__setattr__(each, "_flat_param", STOPPED)
     try:
-        unit = _make_unit(planned, params, comms, schedule)
+        with without_torch_function():
+            unit = _make_unit(planned, params, comms, schedule)
         free_after_forward([unit], reshard_after_forward)
         _join(modules, unit, planned.inner, " and ".join(cls.__name__ for cls in classes))
         install_guards()
         watch_registrations()
         install_module_hooks(root, unit)
         for each, cls in zip(modules, classes, strict=True):
-            object.__setattr__(each, "_flat_param", unit)
             each.__class__ = sharded_class(ShardedModule, cls, {})
+            object.__setattr__(each, "_flat_param", unit)
     except BaseException:
         if _memory_of(root, params) == before:
             for each, cls in zip(modules, classes, strict=True):
+                each.__class__ = cls
                 for name in ("_flat_param", "_flat_param_schedule"):
                     each.__dict__.pop(name, None)
-                each.__class__ = cls
         raise
     return module
 
@@ -232,14 +231,14 @@ def _plan_unit(
     ignored_params: Iterable[nn.Parameter] | None,
 ) -> _UnitPlan:
     """Check everything that can be wrong with a module, and describe it for other ranks."""
+    module = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+    inner = tuple(units_at_rest(module))
     for each in modules:
         if isinstance(each, ShardedModule):
             raise StateError(
                 f"flat_param.fully_shard: {type(each).__name__} is sharded already, but a module "
                 "is one unit. Shard its parts first and then the module around them."
             )
-    module = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-    inner = tuple(units_at_rest(module))
     taken = [param for unit in inner for part in unit.parts for param in part.params]
     beside = [param for unit in inner for param in unit.ignored]
     given = () if ignored_params is None else ignored_params
@@ -249,9 +248,7 @@ def _plan_unit(
     specs = tuple(_local_spec(spec, param) for spec, param in zip(specs, params, strict=True))
     named = [(spec.name, param) for spec, param in zip(specs, params, strict=True)]
     check_no_grads(named)
-    check_not_inside(module, named)
-    check_owners("fully_shard", module, named, (UNIT, FLATTENED, IGNORED))
-    check_unowned("fully_shard", named, FLATTENED)
+    check_owners("fully_shard", module, named, (UNIT, FLATTENED, IGNORED), never=FLATTENED)
     check_apart("fully_shard", module, params)
     place = one_device(specs, params, mesh)
     options = replace(options, boundary=resolve(boundary, specs))

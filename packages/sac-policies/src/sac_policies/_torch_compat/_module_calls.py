@@ -45,6 +45,27 @@ def is_compiled(module: nn.Module) -> bool:
     return original(module) is not module or called_at(module) != "forward"
 
 
+def is_taggable(module: nn.Module) -> bool:
+    """Whether a module, or the one inside its compiled wrapper, has its class's forward.
+
+    Example:
+        >>> is_taggable(nn.Linear(2, 2))
+        True
+    """
+    return "forward" not in vars(original(module))
+
+
+def graph_breaks() -> int:
+    """Return how often torch.compile has broken a graph in this process.
+
+    Example:
+        >>> graph_breaks() >= 0
+        True
+    """
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return sum(dynamo.counters["graph_break"].values()) if dynamo else 0
+
+
 def compiled_in(root: nn.Module) -> list[nn.Module]:
     """List the compiled modules of a tree, none inside another.
 

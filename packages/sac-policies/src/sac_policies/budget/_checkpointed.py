@@ -6,6 +6,8 @@
   leaves them unchanged: running statistics count a batch once.
 - A second forward runs with the hooks, modes and switches (attributes that are a bool or a str)
   that the modules had at the end of the first one.
+- The region of a compiled block that keeps matmuls is inside of its compiled code. The compiler
+  compares functions, so the forward is a method of one class, and equal blocks share their code.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from types import MethodType
 from typing import Any
 
 import torch
@@ -21,11 +24,11 @@ from torch import nn
 from .._checkpoint import checkpoint, run_again
 from .._tensors import tensors_in
 from .._torch_compat import in_func_transform, set_versions
-from .._torch_compat._module_calls import Switches, called_at, switches_of
+from .._torch_compat._module_calls import Switches, called_at, original, switches_of
 from ..eager._moved import leaving
 from ..policies._names import checkpoint_name
 from ..policies._policies import Policy
-from ._levels import INPUT
+from ._levels import COSTLY, INPUT
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -83,23 +86,48 @@ class Checkpointed:
 
     def put(self) -> None:
         """Replace the module's forward."""
-        setattr(self.module, self.place, self)
+        setattr(self.module, self.place, self._replacement())
 
     def undo(self) -> None:
         """Restore the module's forward; inside a wrapper, only call it from now on."""
         self.is_undone = True
         _in_use.discard(self)
-        if vars(self.module).get(self.place) is self:
+        if vars(self.module).get(self.place) == self._replacement():
             if self.was_replaced:
                 setattr(self.module, self.place, self.forward)
             else:
                 delattr(self.module, self.place)
+
+    def _replacement(self) -> Callable[..., Any]:
+        return self
 
     def _around(self) -> Contexts:
         """Return contexts for the first forward and the second; called before the first."""
         first, second = ExitStack(), _AsInForward(self.module, self.wrote)
         first.callback(second.note)
         return first, second
+
+
+class Tagged(Checkpointed):
+    """The forward of a compiled module, tagged for the compiler to keep matmuls.
+
+    Args:
+        module: the compiled module, whose forward is its class's.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(original(module), policy=COSTLY)
+        self.place, self.was_replaced = "forward", False
+        self.forward = type(self.module).forward
+
+    def tagged(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward as a region, unless that is undone."""
+        if self.is_undone:
+            return self.forward(self.module, *args, **kwargs)
+        return checkpoint(self.forward, self.module, *args, policy=COSTLY, **kwargs)
+
+    def _replacement(self) -> Callable[..., Any]:
+        return self.tagged
 
 
 class _InputsNamed:
@@ -160,8 +188,11 @@ def _copy(values: list[torch.Tensor], buffers: list[torch.Tensor]) -> None:
 
 def region_of(module: nn.Module) -> Checkpointed | None:
     """Return the region that replaces a module's forward; None if there is none."""
-    found = (each for each in vars(module).values() if isinstance(each, Checkpointed))
-    return next(found, None)
+    for each in (*vars(module).values(), vars(original(module)).get("forward")):
+        region = each.__self__ if isinstance(each, MethodType) else each
+        if isinstance(region, Checkpointed):
+            return region
+    return None
 
 
 def is_checkpointed(module: nn.Module) -> bool:

@@ -21,7 +21,7 @@ from ._limit import Limit
 from ._profile import check_unit
 from ._sizes import Budget
 from ._solve import solve, spread
-from ._step import Loss, Step, check_step
+from ._step import Loss, Step, check_order, check_step
 from ._step_trace import StepTrace, traced_step
 
 
@@ -92,6 +92,7 @@ def plan_region(
         True
     """
     check_step("plan_region", model, loss)
+    check_order("plan_region", batch, budget)
     check_unit(unit, where="plan_region")
     limit = Limit(budget, reserve)
     step = Step("plan_region", model, batch, loss, optimizer)

@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from .._errors import BudgetError, RecomputeError
-from .._torch_compat._module_calls import around_calls, is_compiled
+from .._torch_compat._module_calls import around_calls, graph_breaks, is_compiled, is_taggable
 from ..policies._budget_plan import Infeasible
 from ._agree import check_equal, from_first_rank, largest
-from ._checkpointed import Checkpointed, is_checkpointed, region_of, release
+from ._checkpointed import Checkpointed, Tagged, is_checkpointed, region_of, release
 from ._helps import what_helps
 from ._hidden import Hidden, hidden_by
 from ._intervals import Measured, Steps, marked
@@ -34,6 +34,7 @@ from ._levels import (
     KEEPING,
     KEEPS,
     LEVELS,
+    MATMULS,
     OPERATORS,
     Region,
     RegionFit,
@@ -42,7 +43,7 @@ from ._limit import Limit
 from ._measure import Interval, Marks, highest
 from ._repeating import Seen, called_again, check_compiled, inside, kind_of, repeating
 from ._sizes import Budget, format_size
-from ._step import Loss, Step, check_step
+from ._step import Loss, Step, check_order, check_step
 from ._times import Spent
 
 _TRIES = 2
@@ -164,6 +165,7 @@ def fit_(
         >>> found.undo()
     """
     check_step("fit_", model, loss)
+    check_order("fit_", batch, budget)
     limit = Limit(budget, reserve)
     step, search = Step("fit_", model, batch, loss, optimizer), None
     fitted = [path for path, module in model.named_modules() if is_checkpointed(module)]
@@ -220,6 +222,7 @@ class _Search:
                 seen.wrote[path],
                 path in seen.rewrites,
                 is_compiled(modules[path]),
+                is_taggable(modules[path]),
             )
             for path, ops in seen.operators.items()
         ]
@@ -314,17 +317,34 @@ class _Search:
             self._regions[at] = replace(each, hidden=plan, hidden_bytes=size)
 
     def _learn(self) -> None:
-        """Run the first step of each level, which compares bits. Collective.
+        """Run the first step of each level, which compiles or compares bits. Collective.
 
-        If a second forward has other bits on any rank, no region runs again.
+        If a second forward has other bits on any rank, no region runs again. If compiled code with
+        tags has graph breaks on any rank, no compiled region is tagged.
         """
         for level in range(1, self._levels):
             self.put((level,) * len(self._regions))
-            if level not in HOLDING:
+            if level in HOLDING:
+                if largest(self._varies()):
+                    self._replace(wrote=None)
+            elif level == MATMULS and any(each.is_compiled for each in self._regions):
+                if largest(self._breaks()):
+                    self._replace(is_taggable=False)
+            else:
                 self._step.run(self._model)
-            elif largest(self._varies()):
-                self._regions = [replace(each, wrote=None) for each in self._regions]
-                self._idle = [replace(each, wrote=None) for each in self._idle]
+
+    def _replace(self, **changes: Any) -> None:
+        self._regions = [replace(each, **changes) for each in self._regions]
+        self._idle = [replace(each, **changes) for each in self._idle]
+
+    def _breaks(self) -> bool:
+        """Whether the compiler refuses tagged code, as with side effects, or breaks its graph."""
+        before = graph_breaks()
+        try:
+            self._step.run(self._model)
+        except RuntimeError:  # if the compiler did not raise it, later steps raise it again
+            return True
+        return graph_breaks() > before
 
     def _varies(self) -> bool:
         """Whether a second forward differs from the first, as with noise that a router draws."""
@@ -381,7 +401,9 @@ class _Search:
 def _put(region: Region, level: int) -> RegionFit:
     does = region.at(level)
     release(region.module)
-    if does.level != LEVELS[KEEPS]:
+    if region.is_compiled and does.policy is not None:
+        Tagged(region.module).put()
+    elif does.level != LEVELS[KEEPS]:
         Checkpointed(
             region.module,
             policy=does.policy,
@@ -396,5 +418,6 @@ def _like(path: str, module: nn.Module, regions: Sequence[Region]) -> Region:
     """Return a region for a block that did not run, with what one of its class did."""
     for region in regions:
         if kind_of(region.module) is kind_of(module):
-            return replace(region, path=path, module=module, is_compiled=is_compiled(module))
+            how = {"is_compiled": is_compiled(module), "is_taggable": is_taggable(module)}
+            return replace(region, path=path, module=module, **how)
     return Region(path, module, (), None, False, is_compiled(module))

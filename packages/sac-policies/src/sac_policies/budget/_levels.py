@@ -9,6 +9,8 @@ from torch import nn
 
 from .._torch_compat._module_calls import original
 from ..policies._builders import offload, recompute_all, save_named, save_ops
+from ..policies._catalogue import ATTENTION, CONVOLUTIONS
+from ..policies._catalogue import MATMULS as PRODUCTS
 from ..policies._plans import Plan
 from ..policies._policies import Policy
 
@@ -29,6 +31,8 @@ KEEPING = (HIDDEN_AWAY, INPUTS_AWAY, AGAIN, MATMULS, KEEPS)
 """Levels by how much they keep on the device, least first."""
 HOLDING = (AGAIN,)
 """Levels with a second forward, which holds its arguments."""
+COSTLY = save_ops(PRODUCTS, ATTENTION, CONVOLUTIONS)
+"""Policy of compiled blocks that keep matmuls: one object, since compiled code depends on it."""
 INPUT = "sac_policies.input"
 """Name of a block's inputs on levels that offload."""
 
@@ -63,7 +67,9 @@ class Region:
         wrote: names of buffers that it writes to; None if it cannot run again, because it
             replaces buffers or gives other results the second time.
         rewrites: whether it writes to tensors in its arguments.
-        is_compiled: whether it is compiled: then it either runs again or keeps everything.
+        is_compiled: whether it is compiled: then it keeps everything, keeps matmuls by tags in
+            its graph, or runs again.
+        is_taggable: whether its compiled code, if any, takes tags.
         hidden: calls whose values can be offloaded behind its forward.
         hidden_bytes: bytes of those values and of its inputs.
     """
@@ -74,6 +80,7 @@ class Region:
     wrote: tuple[str, ...] | None
     rewrites: bool
     is_compiled: bool = False
+    is_taggable: bool = False
     hidden: Plan | None = None
     hidden_bytes: int = 0
 
@@ -86,8 +93,7 @@ class Region:
         if level == KEEPS:
             return LEVELS[KEEPS], None
         if self.is_compiled:
-            runs_again = level >= AGAIN and not self.rewrites and self.wrote is not None
-            return LEVELS[AGAIN if runs_again else KEEPS], None
+            return self._compiled_at(level)
         if level == MATMULS and self.operators:
             return LEVELS[MATMULS], save_ops(*self.operators)
         if level == AGAIN and self.wrote is not None:
@@ -97,3 +103,12 @@ class Region:
             hidden = self.hidden if level == HIDDEN_AWAY else None
             return LEVELS[level], inputs if hidden is None else inputs | hidden
         return OPERATORS, recompute_all()
+
+    def _compiled_at(self, level: int) -> tuple[str, Policy | None]:
+        if self.rewrites or self.wrote is None:
+            return LEVELS[KEEPS], None
+        if level >= AGAIN:
+            return LEVELS[AGAIN], None
+        if self.is_taggable and not self.wrote:
+            return LEVELS[MATMULS], COSTLY
+        return LEVELS[KEEPS], None

@@ -16,11 +16,9 @@ from .._tensors import tensors_in
 from .._torch_compat import lies_in_storage
 from .._torch_compat._module_calls import around_calls, is_compiled, original
 from .._watching_mode import WatchingMode
-from ..policies._builders import save_ops
-from ..policies._catalogue import ATTENTION, CONVOLUTIONS, MATMULS
 from ..policies._decisions import Decision
+from ._levels import COSTLY
 
-_COSTLY = save_ops(MATMULS, ATTENTION, CONVOLUTIONS)
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -184,7 +182,7 @@ class Seen(WatchingMode):
             self.rewrites.add(path)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._inside and _COSTLY.constant(func) is Decision.SAVE:
+        if self._inside and COSTLY.constant(func) is Decision.SAVE:
             self.operators[self._inside[-1]][func] = None
         return func(*args, **(kwargs or {}))
 

@@ -44,6 +44,15 @@ def check_step(where: str, model: object, loss: object) -> None:
         )
 
 
+def check_order(where: str, batch: object, budget: object) -> None:
+    """Raise a `BudgetError` if budget and batch are in the wrong order."""
+    if isinstance(batch, (str, float)) and not isinstance(budget, (str, int, float)):
+        raise BudgetError(
+            f"sac_policies.{where}: batch is {shown(batch)} and budget is {shown(budget)}, but the "
+            f"order is model, batch, budget. Write {where}(model, batch, {batch!r})."
+        )
+
+
 class Step:
     """One forward and backward of a model on one batch.
 

@@ -5,17 +5,29 @@ from __future__ import annotations
 import copy
 import sys
 import threading
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from ckpt_wrap import (
-    OffloadStats,
-    is_recomputing,
-    offload_,
-    offload_stats,
-)
+from ckpt_wrap import OffloadStats, is_recomputing, offload_, offload_stats
+
+Pair = namedtuple("Pair", "first second")
+
+
+@dataclass
+class Batch:
+    x: torch.Tensor
+    scale: torch.Tensor
+    note: str = "kept"
+
+
+@dataclass(frozen=True)
+class Frozen:
+    inner: Batch
 
 
 class Body(nn.Module):
@@ -39,60 +51,120 @@ def _block():
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh())
 
 
-def _generated(run, x):
-    return (run(x) * factor for factor in (1, 2))
+def _generated(run, x, scale):
+    return (run(x) * factor for factor in (1, scale))
 
 
-def _nothing(run, x):
-    return None
+def _nested(run, batch, extra=None):
+    y = run(batch["a"][0]) * batch["pair"].first
+    return {"a": y, "none": None, "list": [batch["pair"].first * extra["n"][0], 1, (y * 2,)]}
 
 
-def _mixed(run, x):
-    return {"a": run(x), "none": None, "list": [x, 1, (run(x) * 2,)]}
+def _data_class(run, frozen):
+    batch = frozen.inner
+    assert batch.note == "kept"
+    return Batch(run(batch.x) * batch.scale, batch.scale * 2)
 
 
-CALLS = {
-    "generator": (_generated, lambda result: sum(result).sum()),
-    "dict": (_mixed, lambda r: r["a"].sum() + r["list"][0].sum() + r["list"][2][0].sum()),
-    "its input": (lambda run, x: (x, run(x)), lambda r: r[0].sum() + r[1].sum()),
-    "a view": (lambda run, x: run(x).view(-1)[1:], lambda r: r.sum()),
-    "by keyword": (lambda run, *, x: run(x), lambda r: r.sum()),
-    "a scalar": (lambda run, x: run(x).sum(), lambda r: r),
-    "complex": (lambda run, x: torch.fft.fft(run(x)), lambda r: r.abs().sum()),
+def _product(run, x, scale):
+    return run(x) * scale
+
+
+FORMS = {  # what forward does, and how it is called
+    "positional": (_product, lambda m, x, s: m(x, s)),
+    "keyword only": (
+        lambda run, x, *, scale=None: run(x) * scale,
+        lambda m, x, s: m(x, scale=s),
+    ),
+    "all keywords": (_product, lambda m, x, s: m(scale=s, x=x)),
+    "nested": (
+        _nested,
+        lambda m, x, s: m(OrderedDict(a=[x, 1], pair=Pair(s, None)), extra={"n": [2]}),
+    ),
+    "data class": (_data_class, lambda m, x, s: m(Frozen(Batch(x, s)))),
+    "generator": (_generated, lambda m, x, s: list(m(x, s))),
+    "its input": (lambda run, x, s: (x, run(x) * s), lambda m, x, s: m(x, s)),
+    "a view": (lambda run, x, s: (run(x) * s).view(-1)[1:], lambda m, x, s: m(x, s)),
+    "a scalar": (lambda run, x, s: (run(x) * s).sum(), lambda m, x, s: m(x, s)),
+    "complex": (lambda run, x, s: torch.fft.fft(run(x) * s), lambda m, x, s: m(x, s).abs()),
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_results_of_any_kind(layer, name, equal):
-    """The gradients are the plain module's."""
-    call, loss = CALLS[name]
-    plain = Body(call)
-    gradients = []
-    for module in (plain, layer(copy.deepcopy(plain))):
-        x = _x()
-        loss(module(x=x) if name == "by keyword" else module(x)).backward()
-        gradients.append([x.grad, *(p.grad for p in module.parameters())])
-    assert equal(*gradients)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("inputs_require_grad", [True, False])
+def test_arguments_and_results_of_any_form(layer, form, inputs_require_grad, gradients, equal):
+    """Gradients are the plain module's, wherever tensors are, and if no input requires grad."""
+    forward, call = FORMS[form]
+    plain = Body(forward)
+    changed = layer(copy.deepcopy(plain))
+    x = _x().detach().requires_grad_(inputs_require_grad)
+    scale = torch.full((2, 4), 0.5, requires_grad=inputs_require_grad)
+    expected = gradients(plain, lambda m: call(m, x, scale), x, scale)
+    assert len(expected) == (4 if inputs_require_grad else 2)
+    assert equal(expected, gradients(changed, lambda m: call(m, x, scale), x, scale))
+
+
+def test_packed_sequences_are_rebuilt(layer, gradients, equal):
+    """A packed sequence, a named tuple with a constructor of its own, goes in and out."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.GRU(4, 4, batch_first=True)
+
+        def forward(self, packed):
+            return self.rnn(packed)[0]
+
+    x = torch.randn(2, 5, 4, requires_grad=True)
+
+    def call(module):
+        packed = pack_padded_sequence(x, torch.tensor([5, 3]), batch_first=True)
+        return pad_packed_sequence(module(packed), batch_first=True)[0]
+
+    plain = Recurrent()
+    changed = layer(copy.deepcopy(plain))
+    assert equal(gradients(plain, call, x), gradients(changed, call, x))
+
+
+def test_keywords_named_like_options_reach_the_module(layer):
+    """No keyword of the module is taken for an option."""
+    names = ("debug", "early_stop", "determinism_check", "context_fn", "preserve_rng_state")
+    names += ("use_reentrant", "function", "args", "kwargs", "module", "options")
+    given, seen = dict.fromkeys(names, "mine"), []
+
+    def forward(run, x, **kwargs):
+        seen.append(kwargs)
+        return run(x)
+
+    layer(Body(forward))(_x(), **given).sum().backward()
+    assert all(kwargs == given for kwargs in seen)
+    assert seen
 
 
 def test_no_result_and_no_input(layer):
     """None is returned as it is; a module without inputs gets its gradients."""
-    assert layer(Body(_nothing))(_x()) is None
+    assert layer(Body(lambda run, x: None))(_x()) is None
     module = layer(Body(lambda run: run(torch.ones(2, 4))))
     module().sum().backward()
     assert all(p.grad is not None for p in module.parameters())
 
 
-def test_backward_twice_is_torchs_error(layer):
-    """With `retain_graph` it works, without it the plain module's error comes."""
-    module, x = layer(_block()), _x()
-    loss = module(x).sum()
-    loss.backward(retain_graph=True)
-    first = x.grad.clone()
-    loss.backward()
-    assert torch.equal(x.grad, 2 * first)
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+def test_gradients_of_gradients_and_several_backwards(layer, equal):
+    """As the plain module's; without `retain_graph`, the second backward is torch's error."""
+
+    def values(module, x):
+        loss = module(x).sum()
+        first = torch.autograd.grad(loss, x, retain_graph=True)
+        again = torch.autograd.grad(loss, x, create_graph=True)
+        slope = again[0].pow(2).sum()
+        second = torch.autograd.grad(slope, [x, *module.parameters()][:2], retain_graph=True)
         loss.backward()
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            loss.backward()
+        return [*first, *again, *second, x.grad]
+
+    plain = _block()
+    assert equal(values(plain, _x()), values(layer(copy.deepcopy(plain)), _x()))
 
 
 @pytest.mark.parametrize("in_recomputation", [False, True])
