@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ckpt_wrap import CheckpointImpl, checkpoint_, checkpoint_wrapper
 
@@ -38,6 +39,21 @@ def test_a_builtin_function_is_a_checkpoint_fn():
 def _echo(function, *args, **kwargs):
     """What it was given, as a checkpoint function; nothing is called."""
     return function, args, kwargs
+
+
+class Times(nn.Module):
+    """Takes a keyword that is named like an option."""
+
+    def forward(self, x, *, debug=1):
+        return x * debug
+
+
+def test_a_keyword_named_like_an_option_of_torchs_function():
+    """It reaches the module, and its gradient is there."""
+    wrapped = checkpoint_wrapper(Times(), checkpoint_fn=torch_checkpoint, use_reentrant=True)
+    x = torch.ones(2, requires_grad=True)
+    wrapped(torch.ones(2), debug=x).sum().backward()
+    assert torch.equal(x.grad, torch.ones(2))
 
 
 def test_options_of_a_given_function_are_passed_to_it():

@@ -109,14 +109,16 @@ class Tied(Layer):
 
 
 class GuardsAnother(Layer):
-    """Guards a counter that it does not read, and has a layer that writes a buffer."""
+    """Guards counters that it does not read, and has a layer that writes a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = Centre()
+        self.steps = 0
 
     def use(self, y):
         if not is_recomputing():
+            self.steps += 1
             self.b.add_(len(y))
         return self.inner(y)
 
