@@ -52,7 +52,7 @@ def put_back_on_error(module: nn.Module, optimizer: Optimizer | None) -> Iterato
             unit.reshard()
         # Last: these call methods of the module, which may fail.
         for key, value in extra.items():
-            owner_of_extra(module, key).set_extra_state(value)
+            place_of(module, key)[1].set_extra_state(value)
         raise
 
 
@@ -67,8 +67,3 @@ def _copied(value: Any) -> Any:
 def is_extra(key: str) -> bool:
     """Whether a key of a state dict is for a module's `get_extra_state()`."""
     return key.rpartition(".")[2] == EXTRA
-
-
-def owner_of_extra(module: nn.Module, key: str) -> nn.Module:
-    """Return the module whose extra state has this key."""
-    return place_of(module, key)[1]
