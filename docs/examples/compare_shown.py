@@ -221,4 +221,4 @@ def plot(rows: list[Row], config: Config, out: Path) -> None:
     axes.plot([size], [half.recompute_cost], "o", label=f"chosen: {size:.2f} MiB")
     axes.legend()
     axes.set(xlabel="kept, MiB", ylabel="work repeated in backward, FLOP", title=title)
-    figure.savefig(out / "pareto_of_a_block.png", dpi=120)
+    figure.savefig(out / "budgets_of_a_block.png", dpi=120)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from sac_policies import MATMULS, PolicyError, save_ops
-from sac_policies.policies import _matching
 from sac_policies.policies._matching import (
     Matcher,
     entry_of,
@@ -157,19 +156,3 @@ def test_dots_stand_between_names_only(entry):
     """An entry with others names nothing, now or later."""
     with pytest.raises(PolicyError, match=r"is not a name, but operators have letters and"):
         save_ops(entry)
-
-
-def test_registered_operators_are_listed_only_for_names_that_are_none(monkeypatch):
-    """A policy is made often, as in each step; listing every operator of torch takes long."""
-    listed = []
-
-    def listing():
-        listed.append(True)
-        return ["aten::mm"]
-
-    monkeypatch.setattr(_matching, "registered_operators", listing)
-    save_ops("aten.mm", "aten.add.Tensor", "aten::sin", "aten.s*", "@matmuls")
-    assert not listed
-    with pytest.raises(PolicyError, match=r"Did you mean 'aten\.mm'"):
-        save_ops("aten.mmm")
-    assert listed

@@ -18,7 +18,7 @@ from ckpt_wrap._torch_compat import may_have_function_mode
 
 
 class _Phase(threading.local):
-    runs = 0  # of checkpointed modules: forwards and recomputations
+    runs = 0  # counts forwards and recomputations of checkpointed modules that are running
     recomputations = 0
 
 
@@ -66,7 +66,7 @@ RngStates = tuple[tuple[torch.device | torch.Generator, torch.Tensor], ...]
 
 
 class AmbientState(NamedTuple):
-    """State around one forward; `rng` is empty where random state is not preserved."""
+    """State around one forward; `rng` is empty if random state is not preserved."""
 
     rng: RngStates
     autocast: tuple[tuple[str, bool, torch.dtype, bool], ...]

@@ -97,7 +97,7 @@ def _select(model: nn.Module, check_fn: Callable[[nn.Module], bool], policy: Any
 
 
 def _select_bottom_up(model: nn.Module, policy: Callable[..., bool]) -> Targets:
-    """Call the policy on children before parents, with the elements left unwrapped."""
+    """Call the policy on children before parents, with the count of elements not wrapped yet."""
     targets: Targets = {}
     wrapped_numel: dict[nn.Module, int] = {}
 
@@ -123,7 +123,7 @@ def _select_bottom_up(model: nn.Module, policy: Callable[..., bool]) -> Targets:
 
 
 def _replace(model: nn.Module, wrappers: dict[nn.Module, nn.Module]) -> None:
-    """Set each wrapper at all places of its module, unless it has one of that kind."""
+    """Put each wrapper in all places of its module, unless it has a wrapper of that kind."""
     around: dict[nn.Module, list[type]] = {}
     for wrapper in model.modules():
         if isinstance(wrapper, ActivationWrapper):

@@ -86,7 +86,7 @@ class Arguments:
 
 
 class _Copier:
-    """Copies nested values, each object once, with other leaves."""
+    """Copies nested values, with an index instead of each tensor. Each object is copied once."""
 
     def __init__(self, replace: Callable[[Any], Any]) -> None:
         self._replace = replace
@@ -109,7 +109,7 @@ class _Copier:
             return new
         try:
             new = copy.copy(value)
-        except Exception:  # by its own copy methods
+        except Exception:  # raised by its own copy methods
             return value
         if new is value:
             return value
@@ -119,7 +119,7 @@ class _Copier:
         return new
 
     def _fill(self, new: Any, depth: int) -> None:
-        # With the methods of the builtin classes: subclasses may override their own.
+        # Call the methods of the builtin classes: subclasses may override their own.
         if isinstance(new, dict):
             for key in list(dict.keys(new)):
                 dict.__setitem__(new, key, self(dict.__getitem__(new, key), depth))

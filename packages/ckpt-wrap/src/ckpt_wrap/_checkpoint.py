@@ -14,11 +14,10 @@ A region follows these rules:
 
 - Tensors saved in a region are handled by the innermost region alone.
 - The inputs of a region are saved after forward returns, and only if forward saved something. They
-  are saved as autograd saves any tensor: version-checked, and seen by the hooks that are active
-  around the region, those of an outer region among them. Together with the first point, nested
-  regions need no code of their own: reading a saved tensor of an inner region reads that region's
-  inputs, which are saved tensors of the outer region, which recomputes first.
-- A recomputed tensor is given up when the saved tensor that it replaces is read. A second backward
+  are saved as autograd saves any tensor: version-checked, and seen by hooks around the region.
+- Nested regions need no special code. Reading a saved tensor of the inner region reads its inputs.
+  The outer region saved these, so it recomputes first.
+- A recomputed tensor is dropped when the saved tensor that it replaces is read. A second backward
   recomputes again.
 - The n-th tensor saved in recomputation replaces the n-th saved in forward. Both must have the same
   shape, dtype, device and type of autograd node.
@@ -153,7 +152,7 @@ class Call:
             self.arguments.generators,
             preserve_rng_state=options.preserve_rng_state,
         )
-        self._live: list[torch.Tensor] | None = None  # the inputs while forward runs
+        self._live: list[torch.Tensor] | None = None  # the inputs, while forward runs
         self._versions: list[int] = []
         self._saved: list[Saved | None] = []  # None: changed by forward
 
@@ -245,12 +244,12 @@ _RESHAPES: dict[str | None, str] = dict.fromkeys(
 class EnoughRecomputed(Exception):
     """Ends a recomputation early.
 
-    An `Exception`, so that hooks registered with `always_call=True` still run.
+    It is an `Exception` so that hooks registered with `always_call=True` still run.
     """
 
 
 class SavedSlot:
-    """Replaces one saved tensor in the graph; has its value from recomputation to reading."""
+    """Replaces a saved tensor in the graph; has its value from recomputation until it is read."""
 
     __slots__ = ("__weakref__", "value")
 
@@ -259,7 +258,7 @@ class SavedSlot:
 
 
 class Region:
-    """The saved tensors of one call, none of which is kept."""
+    """The saved tensors of one call, each replaced by a slot."""
 
     def __init__(self, call: Call) -> None:
         override = early_stop_override()
@@ -269,7 +268,7 @@ class Region:
         self._slots: list[weakref.ref[SavedSlot]] = []
         self._metadata: list[Metadata] = []
         self._node = -1  # number of the node that saved last
-        self._unwritten = -2  # of the last node that saved a tensor before writing it, possibly
+        self._unwritten = -2  # number of the last node that may write a tensor after saving it
         self.finished = False
 
     @property
@@ -299,7 +298,7 @@ class Region:
         return value
 
     def error(self, found: int | str, expected: int) -> RecomputeError:
-        """Make the error if recomputation saved another number of tensors."""
+        """Return the error for a recomputation that saved another number of tensors."""
         return RecomputeError(
             f"ckpt_wrap.checkpoint_: module {self._call.where} saved {found} tensors in "
             f"recomputation, but {expected} in forward. Make its forward depend on its inputs only."
@@ -307,7 +306,7 @@ class Region:
 
     @property
     def last_may_be_unwritten(self) -> bool:
-        """Whether the operator that saved last may have saved before it wrote.
+        """Whether the last operator may write a tensor after saving it.
 
         Recomputation then continues to the next saved tensor, or to the end of forward. That is
         cheap: a matmul would have saved a tensor.
@@ -330,7 +329,7 @@ class Region:
 
 
 class _SecondRun:
-    """Gives each tensor that recomputation saves to its slot."""
+    """Stores each tensor that recomputation saves in its slot."""
 
     def __init__(self, region: Region, expected: int) -> None:
         self._region = region
@@ -417,8 +416,8 @@ def _described(metadata: Metadata) -> str:
 
 
 def _may_be_unwritten(tensor: torch.Tensor) -> bool:
-    """Whether the operator that saves the tensor may write it afterwards.
+    """Whether the operator that saves the tensor may write to it afterwards.
 
-    Results require grad when they are saved, and are written by then.
+    A result that requires grad is complete when it is saved.
     """
     return tensor.is_floating_point() and not tensor.requires_grad and not is_parameter_view(tensor)

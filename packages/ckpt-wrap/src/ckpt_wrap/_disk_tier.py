@@ -1,8 +1,8 @@
-"""A folder as the place tensors go to.
+"""Offload to a folder.
 
-Each storage is written to a file of its own, which is mapped and then loses its name at once. So
-the system frees the bytes when the mapping ends, also where the process is killed, and a forked
-process keeps what it shares with its parent.
+Each storage is written to a separate file, which is mapped and unlinked at once. So the system
+frees the bytes when the mapping ends, also if the process is killed. A forked process can still
+read the files that it shares with its parent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _FileStored(Stored):
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
-        self._mapped: mmap.mmap | None = None  # no tensor: its bytes are not in memory
+        self._mapped: mmap.mmap | None = None  # no tensor, or its bytes would count as memory
         self._device = torch.device("cpu")
 
     def take(self, source: torch.Tensor) -> None:
@@ -55,18 +55,18 @@ class DiskTier:
             pass
 
     def takes(self, device: torch.device) -> bool:
-        """Whether the tensors of this device are to be moved."""
+        """Whether tensors of this device are offloaded."""
         return device.type != "meta"
 
     def place(self) -> Stored:
-        """A place for the bytes of a storage, before it takes them."""
+        """Return a place for the bytes of a storage."""
         return _FileStored(self._folder)
 
 
 def _write(folder: str, source: torch.Tensor) -> mmap.mmap:
     """Write the bytes of a flat tensor to a file, and map it."""
     with tempfile.NamedTemporaryFile(prefix="ckpt_wrap-", dir=folder, buffering=0) as file:
-        # Not through the mapping: a full disk would show as a signal that ends the process.
+        # Not through the mapping: a full disk would raise a signal that ends the process.
         left = memoryview((ctypes.c_char * source.numel()).from_address(source.data_ptr()))
         while left:
             left = left[file.write(left) :]

@@ -1,6 +1,6 @@
 """The errors of this package, and how their messages name a module.
 
-A message begins with `ckpt_wrap.<function>: `, and says how to go on.
+A message begins with `ckpt_wrap.<function>: ` and ends with what to do.
 """
 
 from __future__ import annotations

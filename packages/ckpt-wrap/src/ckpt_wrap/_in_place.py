@@ -129,10 +129,10 @@ def offload_(
     min_bytes: int = 1024,
     max_bytes_away: int | None = None,
 ) -> M:
-    """Offload a module in place: what its forward saves for backward is kept elsewhere.
+    """Offload a module in place: tensors that its forward saves for backward move elsewhere.
 
-    Under `torch.compile` it is an error, because the compiler decides what to keep, and where.
-    Under `torch.func`, in `torch.export` and inside a checkpointed module, which keeps nothing,
+    Under `torch.compile` it is an error, because the compiler decides what to save, and where.
+    Under `torch.func`, in `torch.export` and inside a checkpointed module, which saves nothing,
     the module runs as it is.
 
     Args:
@@ -218,8 +218,8 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def become(module: M, **change: Any) -> M:
-    """Change a module in place, by fields of `Behaviour`."""
-    # Not by getattr: a module may look in others for the attributes it does not have.
+    """Change a module in place; `change` gives new values for fields of its `Behaviour`."""
+    # Not by getattr: a module may look up missing attributes in other objects.
     wanted = replace(vars(module).get(STATE) or Behaviour(), **change)
     _set_class(module, _changed_class(type(module)))
     vars(module)[STATE] = wanted
@@ -251,7 +251,7 @@ _CLASS: Any = vars(object)["__class__"]
 
 
 def _set_class(module: object, kind: Any) -> None:
-    """Set the class of a module, bypassing its `__setattr__`."""
+    """Set the class of a module without calling its `__setattr__`."""
     _CLASS.__set__(module, kind)
 
 
@@ -296,7 +296,7 @@ def _subclass_of(base: Any) -> Any:
 
 
 def _rebuild(make: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Module:
-    """Make an instance for pickle and copy to fill: of the plain class, then changed."""
+    """Make an empty instance for pickle and copy, and change its class."""
     module = make(*args)
     _set_class(module, _changed_class(type(module)))
     return module

@@ -1,9 +1,9 @@
 """Checkpoint the modules of a model that a rule selects, or its repeated blocks.
 
-A model's blocks are the entries of an `nn.ModuleList` or `nn.Sequential` of which at least two have
-the same class, and submodules. Of nested lists the outermost counts, unless its entries grow with
-the depth of the model: these are stages, and the lists inside them count. Lists of experts are no
-blocks: each token runs only some of them.
+A model's blocks are the entries of an `nn.ModuleList` or `nn.Sequential` that have submodules; at
+least two must have the same class. Of nested lists the outermost counts, unless its entries grow
+with the depth of the model: these are stages, and the lists inside them count. Lists of experts do
+not count, since each token runs only some of them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ckpt_wrap._wrapper import ActivationWrapper, is_wrapper
 
 Rule = Callable[[str, nn.Module], bool | Mapping[str, Any] | None]
 Selected = list[tuple[str, nn.Module, Mapping[str, Any]]]
-_STAGES_GROW = 3.0  # the largest entry has so many times the parameters of the smallest
+_STAGES_GROW = 3.0  # the largest entry has that many times the parameters of the smallest
 
 
 def checkpoint_layers_(
@@ -134,7 +134,7 @@ Blocks = list[tuple[str, nn.Module]]
 
 
 def find_layers(model: nn.Module, prefix: str = "") -> list[Blocks]:
-    """Lists of repeated blocks, each with the names and modules of its blocks."""
+    """Yield lists of repeated blocks, each with the names and modules of its blocks."""
     groups = _groups(model, prefix)
     if groups and not _are_stages(groups):
         return groups
@@ -146,7 +146,7 @@ def find_layers(model: nn.Module, prefix: str = "") -> list[Blocks]:
 
 
 def _groups(container: nn.Module, prefix: str) -> list[Blocks]:
-    """The entries of a list by class, where a class is repeated."""
+    """Return the entries of a list by class, for classes that are repeated."""
     if not isinstance(container, (nn.ModuleList, nn.Sequential)):
         return []
     blocks = [

@@ -1,13 +1,13 @@
 """The state of a module that recomputation reads: buffers, tensor attributes and parameters.
 
-In recomputation, buffers and tensor attributes have their values before forward, also if that or
-another forward has written to them. Afterwards the module has its previous tensors, unchanged. So
+In recomputation, buffers and tensor attributes have their values before forward, even if this or
+another forward wrote to them. Afterwards the module has its previous tensors, unchanged. So
 buffers advance once.
 
 Before forward, small tensors and the floating-point buffers of modules in training mode are copied.
 Copies of small ones are always kept, because operators such as batch normalization write without
-changing the version counter. Copies of large ones are kept if the version changed. A tensor that
-forward wrote in place without a copy is an error in recomputation.
+changing the version counter. Copies of large ones are kept if the version changed. If forward wrote
+to a tensor in place and there is no copy, recomputation raises an error.
 
 Parameters are not copied: one that was written in place or replaced is an error.
 """
@@ -65,7 +65,7 @@ class _Entry:
         self.before = self.version = version_of(tensor)
         is_state = self.is_buffer and self.module.training and tensor.is_floating_point()
         if tensor.grad_fn is None and (is_state or tensor.numel() <= _SMALL):
-            # One tensor at two places stays one tensor.
+            # A tensor that is in two places gets one copy.
             if id(tensor) not in copies:
                 copies[id(tensor)] = _copy(tensor)
             self.copied = copies[id(tensor)]
@@ -83,7 +83,7 @@ class _Entry:
             self.version = version_of(self.value)
 
     def put(self, fresh: dict[int, torch.Tensor]) -> None:
-        """Set the value; one tensor at two places stays one tensor."""
+        """Set the value for recomputation; a tensor that is in two places gets one value."""
         tensor = self.value
         if tensor is not self.tensor:  # a copy that recomputation may write to
             if id(tensor) not in fresh:

@@ -42,7 +42,7 @@ from ckpt_wrap._torch_compat import (
     version_of,
 )
 
-Unpack = Callable[[], torch.Tensor]  # the object in the graph instead of a saved tensor
+Unpack = Callable[[], torch.Tensor]  # is in the graph instead of a saved tensor
 
 
 class OffloadCall:
@@ -150,8 +150,8 @@ class OffloadCall:
     def _send_pending(self) -> None:
         """Start copying the tensors that an earlier operator saved.
 
-        An operator may save a tensor before it writes it, as `rrelu` does with its noise. Results
-        require grad when they are saved, and are written by then.
+        An operator may write a tensor after saving it, as `rrelu` does with its noise. A result
+        that requires grad is complete when it is saved.
         """
         pending, self._pending = self._pending, []
         for storage in pending:
@@ -183,17 +183,17 @@ def _warn_of_no_device() -> None:
 
 
 class Offload:
-    """Runs functions and keeps what they save elsewhere.
+    """Runs functions and offloads the tensors that they save.
 
-    It does nothing, and the function runs as it is, while gradients are off, inside a
-    checkpointed module (nothing is kept there), under `torch.func` (which allows no hooks) and
-    while `torch.export` traces.
+    The function runs as it is while gradients are off, inside a checkpointed module (which saves
+    nothing), under `torch.func` (which allows no hooks) and while `torch.export` traces.
 
     Raises:
         OffloadError: the folder cannot be written to.
 
     Warns:
-        UserWarning: it goes to host memory, and there is no accelerator. Once in a process.
+        UserWarning: tensors would go to host memory, but there is no accelerator. Once in a
+            process.
     """
 
     def __init__(self, options: OffloadOptions, name: str = "") -> None:
@@ -208,7 +208,7 @@ class Offload:
         return Offload, (self.options, self.name)
 
     def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """`function(*args, **kwargs)`, with its saved tensors kept elsewhere."""
+        """Call `function(*args, **kwargs)` and offload the tensors that it saves."""
         if not torch.is_grad_enabled() or is_exporting():
             return function(*args, **kwargs)
         if torch.compiler.is_compiling():
@@ -216,7 +216,8 @@ class Offload:
             raise OffloadError(_COMPILED)  # in the frame after the break, which is not compiled
         if self._scheduler.tier.idle or is_checkpointing() or active_transform() is not None:
             return function(*args, **kwargs)
-        # Around a checkpoint, the function is the checkpoint and the module comes after it.
+        # If it is around a checkpoint, the function is the checkpoint, and the module is its first
+        # argument.
         inside = owner(function) is None and bool(args) and callable(args[0])
         called = args[0] if inside else function
         where = describe(called, self.name)

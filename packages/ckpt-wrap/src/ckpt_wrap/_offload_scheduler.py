@@ -1,14 +1,14 @@
 """The order in which storages leave and come back, over all calls of a model.
 
-- A storage leaves when it is saved, and is away once the copy is made. The device waits for the
-  copy, never the host: when the next call ends, or once more than `INFLIGHT_BYTES` are leaving. So
-  the bytes held do not grow with how far the host is ahead of the device.
+- A storage starts to leave when it is saved. Its source is freed when the next call ends, or once
+  more than `INFLIGHT_BYTES` are leaving; the device waits for the copy, never the host. So the
+  bytes held do not grow with how far the host is ahead of the device.
 - The first read of a call's storages starts fetching the storages of the call before it.
-- Each thread that runs forward has an order. Calls keep it, whichever threads run backward.
-- The lock of an order guards its lists. A storage's lock is taken inside it, never the other way
-  about; finalizers take neither.
-- An order holds storages by weak references: they go when the graph releases them.
-- A storage that would exceed `max_bytes_away` stays, also when there is room again.
+- Each thread that runs forward has an order. Calls belong to it, whichever threads run backward.
+- The lock of an order guards its lists. A storage's lock is taken inside it, never the reverse.
+  Finalizers take neither.
+- An order holds storages by weak references, so they go when the graph releases them.
+- A storage that would exceed `max_bytes_away` stays, even if there is room later.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ INFLIGHT_BYTES = 1 << 30
 
 class _Leaving(NamedTuple):
     ref: weakref.ref[OffloadedStorage]
-    bytes_before: int  # that left before it
+    bytes_before: int  # total of the storages that left earlier
     call: int
 
 
@@ -51,13 +51,13 @@ class CallOrder:
         self._sent_bytes = 0
 
     def leaves(self, storage: OffloadedStorage) -> None:
-        """Note that a storage has begun to leave."""
+        """Record that a storage has begun to leave."""
         with self.lock:
             self._leaving.append(_Leaving(weakref.ref(storage), self._sent_bytes, self.calls))
             self._sent_bytes += storage.nbytes
 
     def settle(self, before_call: int = 0) -> None:
-        """Release copied sources, those of calls before one, and the oldest beyond the bound."""
+        """Free sources: copied ones, those of earlier calls, and the oldest beyond the bound."""
         if not self._leaving:
             return
         with self.lock:
@@ -73,7 +73,7 @@ class CallOrder:
 
 
 class CallStorages:
-    """The storages made in one call, and those of the call before it."""
+    """The storages saved in one call, and a reference to the call before it."""
 
     def __init__(self, order: CallOrder) -> None:
         with order.lock:
@@ -85,7 +85,7 @@ class CallStorages:
             order.latest = weakref.ref(self)
 
     def add(self, storage: OffloadedStorage) -> None:
-        """Note a storage, without keeping it."""
+        """Add a weak reference to a storage."""
         self._storages.append(weakref.ref(storage))
 
     def alive(self) -> Iterator[OffloadedStorage]:
@@ -94,7 +94,7 @@ class CallStorages:
 
 
 class OffloadScheduler:
-    """What all calls with the same options share: the tier, and the storages that left."""
+    """State shared by all calls with the same options: the tier, and the storages that left."""
 
     def __init__(self, tier: HostTier | DiskTier, options: OffloadOptions) -> None:
         self.tier = tier
@@ -102,7 +102,7 @@ class OffloadScheduler:
         self.storages: weakref.WeakValueDictionary[Any, OffloadedStorage] = (
             weakref.WeakValueDictionary()
         )
-        self.away: dict[int, int] = {}  # bytes by the number that a storage left under
+        self.away: dict[int, int] = {}  # bytes by number of the storage
         self._room = threading.RLock()  # taken before a storage's lock
         self._local = threading.local()
 
@@ -129,7 +129,7 @@ class OffloadScheduler:
         return False
 
     def read_from(self, call: CallStorages, storage: OffloadedStorage) -> None:
-        """Backward reads this storage of this call: fetch those of the call before it."""
+        """Backward reads a storage of a call: fetch the storages of the call before it."""
         order = call.order
         order.settle()
         storage.start_fetch(late=True)

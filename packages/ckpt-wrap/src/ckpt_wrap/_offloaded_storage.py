@@ -1,4 +1,4 @@
-"""The bytes of one storage on their way elsewhere and back, and counts of what was moved.
+"""One storage that is offloaded and fetched, and counts of the copies.
 
 | state | `source` | `stored` | reading it |
 |---|---|---|---|
@@ -6,9 +6,9 @@
 | leaving | yes | yes | gives the source |
 | away | no | yes | fetches the bytes |
 
-Each storage has a lock, because several threads may run backward through what one forward saved.
-The lock may be held while finalizers of other storages run, which take no lock. It is reentrant, so
-that a thread can go on after an exception from outside.
+Each storage has a lock, because several threads may run backward through one graph. Finalizers of
+other storages may run while the lock is held; they take no lock. It is reentrant, so that a thread
+can continue after an asynchronous exception.
 """
 
 from __future__ import annotations
@@ -58,19 +58,20 @@ class OffloadStats:
 class Counters:
     """The counts of one module.
 
-    Threads and finalizers count too, so no line reads a count, calls something, and writes it.
+    Other threads and finalizers count too, so no line calls something between reading and writing a
+    count.
 
     Args:
-        away_of_all: bytes by number of everything with the same options that is away.
+        away_of_all: bytes by number, of all storages with the same options that are away.
     """
 
     def __init__(self, away_of_all: dict[int, int]) -> None:
         self.counts = OffloadStats()
         self._away_of_all = away_of_all
-        self._away: dict[int, int] = {}  # bytes by the number that a storage left under
+        self._away: dict[int, int] = {}  # bytes by number of the storage
 
     def out(self, number: int, nbytes: int) -> None:
-        """A storage left, under a number of its own."""
+        """Count a storage that left; `number` identifies it."""
         self._away[number] = self._away_of_all[number] = nbytes
         self.counts.copies_out += 1
         self.counts.bytes_out += nbytes
@@ -79,13 +80,13 @@ class Counters:
             self.counts.peak_bytes_away = away
 
     def back(self, nbytes: int, late: bool) -> None:
-        """A storage was brought back; `late` if it was read when it was asked for."""
+        """Count a storage that was fetched; `late` if backward waited for it."""
         self.counts.copies_in += 1
         self.counts.bytes_in += nbytes
         self.counts.late += late
 
     def gone(self, number: int) -> None:
-        """The storage of this number was released, if it had left."""
+        """Forget the storage with this number, if it left."""
         self._away_of_all.pop(number, None)
         self._away.pop(number, None)
 
@@ -95,7 +96,7 @@ class Counters:
 
 
 class Stored:
-    """The bytes of one storage, somewhere else; here, a place that has them after `take`.
+    """The bytes of one storage, elsewhere.
 
     The defaults are those of a place that has all bytes when `take` returns.
     """
@@ -105,11 +106,11 @@ class Stored:
         raise NotImplementedError
 
     def copied(self) -> bool:
-        """Whether the source is no longer read."""
+        """Whether the source is not read any more."""
         return True
 
     def release_source(self) -> None:
-        """Release the source, in the order of the device's work."""
+        """Release the source after the device's present work."""
 
     def fetch(self) -> torch.Tensor:
         """Start bringing the bytes back; call `wait_fetched` before using them."""
@@ -119,7 +120,7 @@ class Stored:
         """Make the device's later work wait for the fetched bytes."""
 
     def discard(self) -> None:
-        """Forget the bytes, and those that were fetched, if there are any."""
+        """Drop the bytes, and the fetched ones if there are any."""
         raise NotImplementedError
 
 
@@ -142,7 +143,7 @@ class OffloadedStorage:
         self.where = where  # the module that saved it first, for messages
 
     def leave(self, stored: Stored) -> bool:
-        """Start copying the source to a place; whether it began to leave now.
+        """Start copying the source to a place; return False if it stays.
 
         Raises:
             OffloadError: it cannot be stored.
@@ -159,23 +160,23 @@ class OffloadedStorage:
             return True
 
     def copied(self) -> bool:
-        """Whether nothing reads the source any more."""
+        """Whether the source is not read any more."""
         with self._lock:
             return self.source is None or (self.stored is not None and self.stored.copied())
 
     def drop_source(self) -> None:
-        """Be away; the device's later work waits for the copy, if it has not ended."""
+        """Drop the source; the device's later work waits for the copy, if it has not ended."""
         with self._lock:
             if self.source is not None and self.stored is not None:
                 self.source = None
-                # The guard keeps the version counter alone.
+                # The guard keeps only the version counter.
                 self._guard.data = torch.empty(0, dtype=self._guard.dtype, device=self.device)
                 self.stored.release_source()
 
     def shares(self, tensor: torch.Tensor) -> bool:
         """Whether this tensor of the same storage can use this copy, too.
 
-        Its bytes must not have changed since the copy was made. The version says so only for
+        Its bytes must not have changed since the copy was made. The version tells that only for
         tensors with the same version counter.
         """
         return self._owner() is counter_owner(tensor) and self.version == version_of(tensor)

@@ -70,7 +70,8 @@ class OffloadOptions:
         if self.to == "cpu":
             return
         is_path = isinstance(self.to, (str, os.PathLike))
-        # Absolute: the process may change its working directory before backward.
+        # The process may change its working directory before backward, so the path is made
+        # absolute.
         folder = os.path.abspath(os.path.expanduser(self.to)) if is_path else ""
         if not os.path.isdir(folder) or not self.to:
             raise OptionError(

@@ -26,7 +26,7 @@ from torch import nn
 from ckpt_wrap._ambient import is_checkpointing
 from ckpt_wrap._errors import RecomputeError, path_of
 
-Look = dict[str, Any]  # marks by name of attribute; equal marks mean an equal attribute
+Look = dict[str, Any]  # marks by name of attribute; equal marks mean an unchanged attribute
 
 _HOOKS = {
     "_forward_hooks": "the forward hooks",
@@ -45,7 +45,7 @@ class _Ledger:
         key = id(module)
         self.ref = weakref.ref(module, lambda _: _ledgers.pop(key, None))
         self.last = last
-        self.changed: dict[str, int] = {}  # time by name of attribute
+        self.changed: dict[str, int] = {}  # when each attribute was changed, by name
 
 
 _ledgers: dict[int, _Ledger] = {}  # by id of the module
@@ -73,13 +73,13 @@ class Surroundings:
         self._end = 0
 
     def begin(self, modules: list[nn.Module]) -> None:
-        """Forward starts. Note changes by other code, if an earlier forward waits for backward."""
+        """Start a forward; record changes by other code if an earlier one awaits its backward."""
         self._modules = modules
         if self._module is not None and _pending.get(self._module):
             self._note_changes(self._look())
 
     def end(self) -> None:
-        """Forward has ended, and backward will recompute it."""
+        """End a forward that backward will recompute."""
         if self._module is None:
             return
         self._looks = self._note()
@@ -87,7 +87,7 @@ class Surroundings:
         _pending.setdefault(self._module, weakref.WeakSet()).add(self)
 
     def require_unchanged(self) -> None:
-        """Recomputation starts.
+        """Check at the start of a recomputation.
 
         Raises:
             RecomputeError: other code has changed something since the forward ended.
@@ -105,7 +105,7 @@ class Surroundings:
                     raise self._error(module, name, then, look)
 
     def end_again(self) -> None:
-        """Recomputation has ended."""
+        """End a recomputation."""
         if self._looks is not None:
             self._note()
 
@@ -123,7 +123,7 @@ class Surroundings:
         return looks
 
     def _note_changes(self, looks: list[Look]) -> None:
-        if is_checkpointing():  # the changes are those of a forward around this one
+        if is_checkpointing():  # a forward around this one made the changes
             return
         for module, look in zip(self._modules, looks, strict=True):
             ledger = _ledgers.get(id(module))

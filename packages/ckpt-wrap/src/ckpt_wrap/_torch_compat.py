@@ -1,11 +1,10 @@
-"""The only file that touches names torch does not promise to keep.
+"""The only file that uses private names of torch.
 
-Each function tries torch's private name once, when this file is imported, and has a fallback
-built from public names that gives the same answer, only slower.
-`tests/test_torch_compat.py` runs both.
+Each function looks up torch's private name once, when this file is imported. Its fallback is built
+from public names and gives the same answer, only slower. `tests/test_torch_compat.py` runs both.
 
-The dicts of an `nn.Module` (`_modules`, `_parameters`, `_buffers`) and `_load_from_state_dict` are
-what its subclasses build on, in torch and everywhere; they are used where they are needed.
+Subclasses of `nn.Module` everywhere build on its dicts (`_modules`, `_parameters`, `_buffers`) and
+on `_load_from_state_dict`, so other files use these directly.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def _find_is_exporting() -> Callable[[], bool]:
     return lambda: torch.compiler._is_exporting_flag
 
 
-# Whether torch.export is tracing; right inside of what torch.compile traces, too.
+# Whether torch.export is tracing; also right inside code that torch.compile traces.
 is_exporting = _find_is_exporting()
 
 
@@ -77,7 +76,7 @@ class Saved(Protocol):
     """A tensor kept the way autograd keeps one: version-checked, seen by outer hooks."""
 
     def unpack(self) -> torch.Tensor:
-        """The tensor, or RuntimeError where it was changed in place since it was saved."""
+        """Return the tensor; RuntimeError if it was changed in place since it was saved."""
         ...
 
 
@@ -95,7 +94,7 @@ class _SaveOnly(torch.autograd.Function):
 
 
 class SavedByNode:
-    """`Saved` from public names: the only saved tensor of a node that nothing runs."""
+    """`Saved`, from public names: a node whose backward never runs saves the tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         anchor = torch.empty((), requires_grad=True)
@@ -104,7 +103,7 @@ class SavedByNode:
             self._output: Any = _SaveOnly.apply(anchor, tensor)
 
     def unpack(self) -> torch.Tensor:
-        """The tensor, or RuntimeError where it was changed in place since it was saved."""
+        """Return the tensor; RuntimeError if it was changed in place since it was saved."""
         tensor: torch.Tensor = self._output.grad_fn.saved_tensors[0]
         return tensor
 
@@ -128,7 +127,7 @@ may_have_function_mode: Callable[[], Any] = getattr(
 
 def _find_no_dispatch() -> Callable[[], AbstractContextManager[Any]]:
     guard: Any = getattr(torch._C, "_DisableTorchDispatch", nullcontext)
-    # Without it, and where it is no context, modes see the copies of buffers too.
+    # Without this guard, modes also see the copies of buffers.
     return guard if hasattr(guard, "__enter__") else nullcontext
 
 
@@ -141,7 +140,7 @@ def unseen_by_modes(tensor: torch.Tensor) -> AbstractContextManager[Any]:
     return _no_dispatch() if plain else nullcontext()
 
 
-# What `torch.func` is differentiating or mapping right now, or None; it allows no hooks then.
+# The active transform of `torch.func`, or None. Under a transform no hooks are allowed.
 active_transform: Callable[[], Any] = getattr(
     getattr(torch._C, "_functorch", None), "peek_interpreter_stack", lambda: None
 )
@@ -153,9 +152,10 @@ def early_stop_override() -> bool | None:
 
 
 def bypass_hooks(context: Any) -> None:
-    """Let torch's selective context keep results as they are, past the hooks around it.
+    """Let torch's selective context keep results itself instead of passing them to outer hooks.
 
-    Torch up to 2.13 always does; newer torch takes a region's own hooks for the user's, and warns.
+    Torch up to 2.13 always does so. Newer torch mistakes a region's own hooks for the user's, and
+    warns.
     """
     if getattr(context, "respect_saved_tensors_hooks", False) is None:
         context.respect_saved_tensors_hooks = False
@@ -167,7 +167,7 @@ def edges(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether `fully_shard` was called on the module; without importing it."""
+    """Whether `fully_shard` was called on the module. Does not import it."""
     return any(k.__module__.startswith("torch.distributed.fsdp") for k in type(module).__mro__)
 
 
@@ -185,14 +185,14 @@ def run_torch_policy(policy: Any, model: nn.Module) -> dict[nn.Module, dict[str,
 
 
 def storage_key(tensor: torch.Tensor) -> Any:
-    """A hashable that is equal for tensors of the same storage, and for no others while kept."""
+    """Return a hashable that is equal for tensors of one storage only, while it is kept."""
     return StorageWeakRef(tensor.untyped_storage())
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often the tensor was changed in place; shared by all its views and detached copies.
+    """Count of in-place changes; shared by all views and detached copies of the tensor.
 
-    Always 0 for an inference tensor, which does not count it.
+    Always 0 for an inference tensor, which has no count.
     """
     try:
         return tensor._version
@@ -240,7 +240,7 @@ next_node_number: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr"
 
 
 def is_custom_node(node: Any) -> bool:
-    """Whether a node of the autograd graph is of a `torch.autograd.Function`."""
+    """Whether a node of the graph belongs to a `torch.autograd.Function`."""
     return isinstance(node, _CustomNode)
 
 
@@ -248,11 +248,11 @@ _CustomNode: Any = getattr(torch._C, "_FunctionBase", ())
 
 
 def counter_owner(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor whose version counter `tensor` uses: its base if it is a view, else itself.
+    """Return the tensor whose version counter `tensor` uses: its base if it is a view, else itself.
 
-    Tensors of one storage may have different counters: the parts that `unsafe_chunk` and
-    `unsafe_split` return, and `tensor.data`. A detached tensor shares its source's counter, but
-    counts as an owner here, because torch does not tell.
+    Tensors of one storage may have different counters: the results of `unsafe_chunk` and
+    `unsafe_split`, and `tensor.data`. A detached tensor shares its source's counter, but counts as
+    an owner here, because torch does not expose the source.
     """
     base = getattr(tensor, "_base", None)
     return tensor if base is None else base

@@ -1,11 +1,11 @@
-"""The drop-in layer, a module that holds the wrapped module and acts like it.
+"""The drop-in layer: a module that holds the wrapped module and acts like it.
 
 - Names: the wrapper adds nothing to the names of parameters, buffers, modules and state-dict
   entries. Only attribute paths and `named_children` show the wrapped module.
-- The wrapper has the state-dict hooks of the wrapped module and its `state_dict`, and looks up its
-  parameters and buffers. So `get_buffer`, `prune` and `functional_call` reach through it.
+- The wrapper shares the state-dict hooks and the `state_dict` of the wrapped module, and looks up
+  its parameters and buffers. So `get_buffer`, `prune` and `functional_call` reach through it.
 - Attributes that the wrapper's class or instance does not define are the wrapped module's.
-- Loading: a state dict loads whether or not its keys carry the prefix.
+- A state dict loads whether or not its keys carry the prefix.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class ActivationWrapper(nn.Module):
         own.update((name, getattr(inner, name)) for name in _SHARED)
         own["_parameters"] = InnerDict(inner._parameters)
         own["_buffers"] = InnerDict(inner._buffers)
-        if type(self).state_dict is ActivationWrapper.state_dict:  # spares a call
+        if type(self).state_dict is ActivationWrapper.state_dict:  # saves a call
             own["state_dict"] = inner.state_dict
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -140,9 +140,9 @@ class ActivationWrapper(nn.Module):
         return name in own or name == WRAPPED_MODULE or hasattr(type(self), name)
 
     def __getattr__(self, name: str) -> Any:
-        # An instance made by __new__ alone has no _modules yet; looking for one must not recurse.
+        # An instance made by __new__ alone has no _modules yet; looking it up must not recurse.
         modules = self.__dict__.get("_modules", {})
-        # Nor are methods such as __deepcopy__ the wrapper's: they would copy the wrapped module.
+        # Special methods, such as __deepcopy__, of the wrapped module would copy that module alone.
         special = name.startswith("__") and name.endswith("__")
         if special or WRAPPED_MODULE not in modules:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -192,7 +192,7 @@ class CheckpointWrapper(ActivationWrapper):
             checkpoint_fn=checkpoint_fn,
             **options,
         )
-        # Straight into the instance: setattr would set them on the wrapped module.
+        # Set in the instance's dict: setattr would set them on the wrapped module.
         self.__dict__.update(checkpoint_impl=checkpoint_impl, checkpoint_fn=made, _caller=made)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from _harness import raises, run_checks
 from _states import (
     UNUSED,
@@ -217,6 +218,38 @@ def _load(model: Any, path: str, optimizer: Any = None) -> None:
     flat_param.load_sharded(model, path, optimizer=optimizer)
 
 
+class Inner(nn.Module):
+    """Its names begin with `model.`, as those of language models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.model(x)
+        return y
+
+
+def check_folders_of_plain_models(rank: int, world: int) -> None:
+    """A bare state dict, and an optimizer's state by position as torch gives it."""
+    one = Inner()
+    optimizer = torch.optim.AdamW(one.parameters(), lr=0.5)
+    one(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    dcp.save(one.state_dict(), checkpoint_id=at("bare"))
+    state = {"model": one.state_dict(), "optim": optimizer.state_dict()}
+    dcp.save(state, checkpoint_id=at("position"))
+    for name in ("bare", "position"):
+        other = flat_param.fully_shard(Inner())
+        fresh = torch.optim.AdamW(other.parameters())
+        flat_param.load_sharded(other, at(name), optimizer=fresh if name == "position" else None)
+        found = flat_param.full_state_dict(other, optimizer=fresh)
+        same(found["model"], one.state_dict())
+    assert fresh.param_groups[0]["lr"] == 0.5
+    for param, key in ((one.model.weight, "model.weight"), (one.model.bias, "model.bias")):
+        same(found["optim"]["state"][key], optimizer.state[param])
+
+
 class Inheriting(torch.optim.AdamW):
     """Steps as its base class does, whose step torch gives hooks, too."""
 
@@ -259,7 +292,7 @@ def check_error_of_one_rank_is_one_of_all(rank: int, world: int) -> None:
     before = sorted(os.listdir(path))
     if rank:
         optimizer.state[model.embed.weight]["odd"] = torch.ones(3)
-    text = "optimizer state 'odd'" if rank else "rank 1 cannot save its part"
+    text = "optimizer state 'odd'" if rank else "rank 1 has failed"
     kind = StateError if rank else CheckpointError
     raises(kind, text, lambda: flat_param.save_sharded(model, path, optimizer=optimizer))
     for victim, name in ((1, "write_data"), (0, "finish")):

@@ -42,10 +42,8 @@ def _needed(owner: Any, name: str) -> Any:
 
 
 def default_store() -> Any:
-    """The store of the default process group; without it, errors name a dead rank's group only."""
-    c10d = getattr(dist, "distributed_c10d", None)
-    look_up: Callable[[], Any] | None = getattr(c10d, "_get_default_store", None)
-    return None if look_up is None else look_up()
+    """The store of the default process group."""
+    return _needed(dist.distributed_c10d, "_get_default_store")()
 
 
 def drop_default_group_arguments() -> None:
@@ -136,6 +134,13 @@ def make_wrapper(cls: Any, size: torch.Size, stride: tuple[int, ...], local: Ten
     return Tensor._make_wrapper_subclass(
         cls, size, strides=stride, dtype=local.dtype, device=local.device
     )
+
+
+def set_element(nested: Any, path: tuple[Any, ...], value: Any) -> None:
+    """Put a value at its path in nested dicts and lists, as torch's checkpoints name paths."""
+    from torch.distributed.checkpoint._traverse import set_element
+
+    set_element(nested, path, value)
 
 
 @contextmanager

@@ -129,23 +129,19 @@ class CheckedWriter(FileSystemWriter):
         _sync_folder(folder)
 
     def remove_others(self) -> None:
-        """Delete folders of other saves after this one has become the checkpoint."""
-        remove_saves(Path(self.path), keep=self._folder.name)
+        """Delete folders and drafts of other saves after this one has become the checkpoint."""
+        path, own = Path(self.path), self._folder.name
+        for each in path.iterdir():
+            if each.name.startswith(SAVE_PREFIX) and each.name != own:
+                shutil.rmtree(each, ignore_errors=True)
+            elif each.name.startswith(f"{METADATA}-") and each.name != f"{METADATA}-{own}":
+                each.unlink(missing_ok=True)
 
     def remove(self) -> None:
         """Delete the folder of this save."""
         shutil.rmtree(self._folder, ignore_errors=True)
         with suppress(OSError):
             (Path(self.path) / f"{METADATA}-{self._folder.name}").unlink(missing_ok=True)
-
-
-def remove_saves(path: Path, *, keep: str) -> None:
-    """Delete folders and drafts of all saves but one."""
-    for each in path.iterdir():
-        if each.name.startswith(SAVE_PREFIX) and each.name != keep:
-            shutil.rmtree(each, ignore_errors=True)
-        elif each.name.startswith(f"{METADATA}-") and each.name != f"{METADATA}-{keep}":
-            each.unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -201,21 +197,13 @@ class CheckedReader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
         """Read as torch does; every entry comes from `_slice_file`."""
-        try:
-            done = super().read_data(plan, planner)
-            if plan.items and not self._checked:
-                raise CheckpointError(
-                    f"flat_param.load_sharded: torch {torch.__version__} reads checkpoints in "
-                    "another way, so checksums were not compared. Use torch 2.9 to 2.15."
-                )
-            return done
-        except CheckpointError:
-            raise
-        except (OSError, ValueError, EOFError, pickle.UnpicklingError, RuntimeError) as error:
+        done = super().read_data(plan, planner)
+        if plan.items and not self._checked:
             raise CheckpointError(
-                f"flat_param.load_sharded: '{self.path}' cannot be read ({_first_line(error)}). A "
-                "file that it names is missing, cut short or damaged: load another checkpoint."
-            ) from error
+                f"flat_param.load_sharded: torch {torch.__version__} reads checkpoints in "
+                "another way, so checksums were not compared. Use torch 2.9 to 2.15."
+            )
+        return done
 
     def _slice_file(self, file: Any, sinfo: Any) -> Any:
         """The bytes of an entry, after its checksum was compared."""

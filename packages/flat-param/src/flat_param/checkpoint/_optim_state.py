@@ -32,31 +32,21 @@ class NamedParam:
     piece: ParamPiece | None
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the whole parameter."""
-        return tuple(self.param.shape) if self.piece is None else self.piece.shape
-
-    @property
     def speaks(self) -> bool:
         """Whether this rank is the first with elements of the parameter."""
         return self.piece is None or self.piece.comm.rank == self.piece.first_holder
 
 
-def named_params(module: nn.Module) -> dict[nn.Parameter, NamedParam]:
-    """Return the module's parameters under their first names; see `NamedParam`."""
-    sites = dict(named_sites(module))
-    named: dict[nn.Parameter, NamedParam] = {}
-    for name, param in module.named_parameters():
-        site = sites.get(name)
-        piece = None if site is None else site.part.param_pieces[site.index]
-        named[param] = NamedParam(name, param, piece)
-    return named
+def pieces_of(module: nn.Module) -> dict[str, ParamPiece]:
+    """The piece of each sharded parameter, under all of its names."""
+    return {name: site.part.param_pieces[site.index] for name, site in named_sites(module)}
 
 
 def optimizer_params(module: nn.Module, optimizer: Optimizer) -> list[list[NamedParam]]:
-    """The optimizer's parameters by group."""
+    """The optimizer's parameters by group, under their first names."""
     check_is_optimizer("state_dict", optimizer)
-    named = named_params(module)
+    pieces = pieces_of(module)
+    named = {p: NamedParam(name, p, pieces.get(name)) for name, p in module.named_parameters()}
     groups = []
     for position, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
@@ -96,14 +86,6 @@ def shared_rows(params: Iterable[NamedParam], optimizer: Optimizer) -> str:
     return ""
 
 
-def group_options(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return every group's options, without its parameters."""
-    return [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
-
-
 def named_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """State by name with shards, as `get_optimizer_state_dict` returns it. Not a collective.
 
@@ -121,27 +103,41 @@ def named_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, 
             values = None if named.piece.skips else values
         if values:
             state[named.name] = dict(values)
-    return {"state": state, "param_groups": _named_groups(optimizer, groups)}
-
-
-def _named_groups(optimizer: Optimizer, groups: list[list[NamedParam]]) -> list[dict[str, Any]]:
-    options = group_options(optimizer)
-    return [
-        {**opts, "params": [named.name for named in group]}
-        for opts, group in zip(options, groups, strict=True)
-    ]
+    names = [[named.name for named in group] for group in groups]
+    pairs = zip(optimizer.param_groups, names, strict=True)
+    return {"state": state, "param_groups": [{**group, "params": own} for group, own in pairs]}
 
 
 def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load state by name, or by position. Not a collective for whole tensors."""
+    """Load state by name or by position, through the optimizer's own `load_state_dict`.
+
+    Not a collective.
+    """
     groups = optimizer_params(module, optimizer)
-    names = _names_by_key(state["param_groups"], groups)
-    by_name = _by_name(state["state"], names, groups)
+    flat = [named for group in groups for named in group]
+    names = names_by_key(state["param_groups"], groups)
+    by_name = _by_name(state.get("state", {}), names, groups)
     saved = [{**g, "params": [names[key] for key in g["params"]]} for g in state["param_groups"]]
-    load_named_state(optimizer, groups, by_name, options=options_by_name(saved, groups, optimizer))
+    options = _options_by_name(saved, groups, optimizer)
+    found = state_of(optimizer)
+    given = {
+        named.name: _given(by_name[named.name], named, found.get(named.param, {}))
+        for named in flat
+        if named.name in by_name
+    }
+    position = {named.name: index for index, named in enumerate(flat)}
+    merged = [
+        {**opts, "params": [position[named.name] for named in group]}
+        for group, opts in zip(groups, options, strict=True)
+    ]
+    sharded = {named.name for named in flat if named.piece is not None}
+    new = {position[name]: dict((by_name if name in sharded else given)[name]) for name in given}
+    optimizer.load_state_dict({"state": new, "param_groups": merged})
+    for named in flat:
+        _keep_codes(optimizer.state.get(named.param, {}), given.get(named.name, {}))
 
 
-def _names_by_key(
+def names_by_key(
     saved: Sequence[Mapping[str, Any]], groups: list[list[NamedParam]]
 ) -> dict[Any, str]:
     """The name of each parameter that the groups of a state dict list, by its key there.
@@ -178,16 +174,13 @@ def _by_name(
     return found
 
 
-def options_by_name(
+def _options_by_name(
     saved: Sequence[Mapping[str, Any]], groups: list[list[NamedParam]], optimizer: Optimizer
 ) -> list[dict[str, Any]]:
     """The saved options of each of the optimizer's groups, which may be in another order."""
-    by_name: dict[str, dict[str, Any]] = {}
-    for each in saved:
-        kept = {key: value for key, value in each.items() if key not in _OF_PARAMS}
-        by_name.update(dict.fromkeys(each["params"], kept))
+    by_name = {name: _options_in(each) for each in saved for name in each["params"]}
     found = []
-    for position, (group, own) in enumerate(zip(groups, group_options(optimizer), strict=True)):
+    for position, (group, own) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
         known = [named.name for named in group if named.name in by_name]
         if group and not known:
             raise StateError(
@@ -195,7 +188,7 @@ def options_by_name(
                 f"(the first is '{group[0].name}') is in a saved group. Build the optimizer with "
                 "groups of the same parameters, or load without it."
             )
-        options = by_name[known[0]] if known else own
+        options = by_name[known[0]] if known else _options_in(own)
         for name in known[1:]:
             if by_name[name] != options:
                 raise _other_options(position, (known[0], options), (name, by_name[name]))
@@ -203,8 +196,8 @@ def options_by_name(
     return found
 
 
-_OF_PARAMS = ("params", "param_names")
-"""Keys of a group that list its parameters; the others are options."""
+def _options_in(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _other_options(
@@ -217,36 +210,6 @@ def _other_options(
         f"'{name_2}', which were saved in groups with different options ({', '.join(keys)}). "
         "Build the optimizer with groups of the same parameters."
     )
-
-
-def load_named_state(
-    optimizer: Optimizer,
-    groups: list[list[NamedParam]],
-    by_name: Mapping[str, Mapping[str, Any]],
-    *,
-    options: list[dict[str, Any]],
-) -> None:
-    """Give the optimizer its state, through its own `load_state_dict`."""
-    flat = [named for group in groups for named in group]
-    position = {named.name: index for index, named in enumerate(flat)}
-    found = state_of(optimizer)
-    now = {named.name: found.get(named.param, {}) for named in flat}
-    given = {
-        named.name: _given(by_name[named.name], named, now[named.name])
-        for named in flat
-        if named.name in by_name
-    }
-    merged = []
-    for group, opts in zip(groups, options, strict=True):
-        plain = {key: value for key, value in opts.items() if key not in _OF_PARAMS}
-        merged.append({**plain, "params": [position[named.name] for named in group]})
-    sharded = {named.name for named in flat if named.piece is not None}
-    state = {
-        position[name]: dict(by_name[name] if name in sharded else given[name]) for name in given
-    }
-    optimizer.load_state_dict({"state": state, "param_groups": merged})
-    for named in flat:
-        _keep_codes(optimizer.state.get(named.param, {}), given.get(named.name, {}))
 
 
 def state_of(optimizer: Optimizer) -> Any:

@@ -134,18 +134,12 @@ def _prepare(
             state = _on_host(state)
     except Exception as raised:
         error = raised
+    world.agree(error)
     word = uuid.uuid4().hex[:12]
     now = _steps_of(module) if step is None else step
-    notes = world.comm.share(("" if error is None else str(error), os.fspath(path), now, word))
-    if error is not None:
-        raise error
+    notes = world.comm.share((os.fspath(path), now, word))
     for rank, note in zip(world.ranks, notes, strict=True):
-        if note[0]:
-            raise CheckpointError(
-                f"flat_param.save_sharded: rank {rank} cannot save its part, so none was saved. "
-                f"Its error: {note[0]}"
-            )
-        for what, at in (("path", 1), ("step", 2)):
+        for what, at in (("path", 0), ("step", 1)):
             if note[at] != notes[0][at]:
                 raise CheckpointError(
                     f"flat_param.save_sharded: the {what} is {_short(notes[0][at])} on rank "
@@ -153,7 +147,7 @@ def _prepare(
                     "save one state. Call it after the same step on all ranks, or pass step=."
                 )
     writers = world.for_thread() if snapshot else world
-    return lambda: _write(state, path, notes[0][3], writers)
+    return lambda: _write(state, path, notes[0][2], writers)
 
 
 def _short(told: Any) -> Any:

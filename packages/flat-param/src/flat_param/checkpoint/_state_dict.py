@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +14,14 @@ from torch.optim import Optimizer
 from .._errors import StateError
 from ..buffers._dtensors import as_dtensor, is_dtensor
 from ..layout._arguments import check_is_module
-from ..sharded._by_hand import units_below
 from ..sharded._full_params import named_sites
-from ._optim_state import load_optimizer_state, named_optimizer_state, optimizer_params
+from ..sharded._param_piece import ParamPiece
+from ._optim_state import (
+    load_optimizer_state,
+    named_optimizer_state,
+    optimizer_params,
+    pieces_of,
+)
 from ._put_back import put_back_on_error
 from ._world import World
 
@@ -44,8 +50,7 @@ def full_state_dict(
         StateError: optimizer state cannot be cut.
     """
     check_is_module("full_state_dict", module)
-    world = World(module, "full_state_dict") if _is_sharded(module) else None
-    keeps = world is None or not rank0_only or world.is_first
+    world = World(module, "full_state_dict", plain=True)
     error: Exception | None = None
     state: dict[str, Any] = {}
     try:
@@ -54,27 +59,21 @@ def full_state_dict(
             state["optim"] = named_optimizer_state(module, optimizer)
     except Exception as raised:
         error = raised
-    if world is not None:
-        world.agree(error)
-        if optimizer is not None:
-            _complete(state["optim"]["state"], module, optimizer, world)
-    elif error is not None:
-        raise error
-    gather = _Gather(keeps=keeps, on_host=offload_to_cpu)
-    state["model"] = gather.all_of(state["model"])
+    world.agree(error)
+    keeps = world.is_first or not rank0_only
+    whole = partial(_whole, keeps=keeps, on_host=offload_to_cpu)
+    state["model"] = {name: whole(value) for name, value in state["model"].items()}
     if optimizer is not None:
-        values = state["optim"]["state"]
-        state["optim"]["state"] = {name: gather.all_of(own) for name, own in values.items()}
+        state["optim"]["state"] = {
+            name: {key: whole(value) for key, value in values.items()}
+            for name, values in _complete(state["optim"]["state"], module, optimizer, world).items()
+        }
     return state if keeps else {part: {} for part in state}
-
-
-def _is_sharded(module: nn.Module) -> bool:
-    return next(units_below(module), None) is not None
 
 
 def _complete(
     state: dict[str, dict[str, Any]], module: nn.Module, optimizer: Optimizer, world: World
-) -> None:
+) -> dict[str, dict[str, Any]]:
     """Add empty shards and values of other ranks, so that all gather the same. Collective."""
     named = {each.name: each for group in optimizer_params(module, optimizer) for each in group}
     note = {
@@ -96,19 +95,18 @@ def _complete(
                         f"{value.size} and {value.dtype} on another. Step the same optimizer on "
                         "all ranks."
                     )
-    mine = dict(state)
-    state.clear()
-    for name in (each for each in named if each in found):
+
+    def filled(name: str, key: str, value: Any) -> Any:
         piece = named[name].piece
-        own = mine.get(name, {})
-        state[name] = {}
-        for key, value in found[name].items():
-            if key in own:
-                state[name][key] = own[key]
-            elif isinstance(value, _Shard) and piece is not None:
-                state[name][key] = value.empty(piece)
-            else:
-                state[name][key] = value
+        if key in state.get(name, {}):
+            return state[name][key]
+        return value.empty(piece) if isinstance(value, _Shard) and piece is not None else value
+
+    return {
+        name: {key: filled(name, key, value) for key, value in found[name].items()}
+        for name in named
+        if name in found
+    }
 
 
 @dataclass(frozen=True)
@@ -134,28 +132,13 @@ def _described(value: Any, speaks: bool) -> Any:
     return value if speaks else None
 
 
-class _Gather:
-    """Gathers the tensors of a state dict.
-
-    Args:
-        keeps: whether this rank keeps them.
-        on_host: whether it keeps them in CPU memory.
-    """
-
-    def __init__(self, *, keeps: bool, on_host: bool) -> None:
-        self._keeps, self._on_host = keeps, on_host
-
-    def all_of(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Gather all values of a dict. Collective."""
-        whole = {key: self._whole(value) for key, value in values.items()}
-        return whole if self._keeps else {}
-
-    def _whole(self, value: Any) -> Any:
-        if is_dtensor(value):
-            value = value.full_tensor()
-        if not self._keeps:
-            return None
-        return value.cpu() if self._on_host and isinstance(value, Tensor) else value
+def _whole(value: Any, *, keeps: bool, on_host: bool) -> Any:
+    """A value as a whole tensor; None on ranks that do not keep it. Collective for shards."""
+    if is_dtensor(value):
+        value = value.full_tensor()
+    if not keeps:
+        return None
+    return value.cpu() if on_host and isinstance(value, Tensor) else value
 
 
 def load_full_state_dict(
@@ -183,40 +166,29 @@ def load_full_state_dict(
             f"flat_param.load_full_state_dict: state is a {type(state).__name__}, but it must be a "
             "state dict. Pass what full_state_dict returned, or use load_sharded for a path."
         )
-    world = World(module, "load_full_state_dict") if _is_sharded(module) else None
+    world = World(module, "load_full_state_dict", plain=True)
     if not isinstance(state.get("model"), Mapping):
         state = {"model": state}
     with put_back_on_error(module, optimizer):
         error: Exception | None = None
         try:
-            if world is not None:
-                state = _from_first(state, module, optimizer, world)
-            load_whole(module, state, optimizer)
+            load_named(module, _from_first(state, module, world), optimizer)
         except Exception as raised:
             error = raised
-        if world is not None:
-            world.agree(error)
-        elif error is not None:
-            raise error
+        world.agree(error)
 
 
-def load_whole(module: nn.Module, state: Mapping[str, Any], optimizer: Optimizer | None) -> None:
-    """Load full tensors, see `load_full_state_dict`. Not a collective."""
-    if not isinstance(state.get("model"), Mapping):
-        state = {"model": state}
+def load_named(module: nn.Module, state: Mapping[str, Any], optimizer: Optimizer | None) -> None:
+    """Load `model` and `optim` of a state by name, shards or whole tensors. Not a collective.
+
+    A tied parameter may have one of its names.
+    """
     if optimizer is not None and "optim" not in state:
         raise StateError(
             "flat_param.load_full_state_dict: the state has no 'optim' next to 'model', from "
             "which an optimizer is loaded. Leave the optimizer out."
         )
-    load_model(module, state["model"])
-    if optimizer is not None:
-        load_optimizer_state(module, optimizer, state["optim"])
-
-
-def load_model(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load a module's state dict, which may have one of several names of a tied parameter."""
-    known = dict(state)
+    known = dict(state["model"])
     for names in tied_names(module):
         given = next((name for name in names if name in known), None)
         for name in names:
@@ -230,6 +202,8 @@ def load_model(module: nn.Module, state: Mapping[str, Any]) -> None:
         module.load_state_dict(known)
     except RuntimeError as error:
         raise StateError(f"flat_param.load_state_dict: {error}") from error
+    if optimizer is not None:
+        load_optimizer_state(module, optimizer, state["optim"])
 
 
 def tied_names(module: nn.Module) -> list[list[str]]:
@@ -244,88 +218,61 @@ def tied_names(module: nn.Module) -> list[list[str]]:
     return [own for own in names.values() if len(own) > 1]
 
 
-def _from_first(
-    state: Mapping[str, Any], module: nn.Module, optimizer: Optimizer | None, world: World
-) -> Mapping[str, Any]:
+def _from_first(state: Mapping[str, Any], module: nn.Module, world: World) -> Mapping[str, Any]:
     """The state; this rank's part of it if only the first rank has it. Collective."""
-    empty = not any(len(part) for part in state.values())
-    told = world.comm.share(empty)
-    if not any(told[1:]) or told[0]:
+    is_empty = world.comm.share(not any(len(part) for part in state.values()))
+    if is_empty[0] or not any(is_empty):
         return state
-    outline = _shared_outline(state, world)
-    params = {} if optimizer is None else _params_by_name(module, optimizer)
-    sites = dict(named_sites(module))
-    found: dict[str, Any] = {"model": {}}
-    if "optim" in outline:
-        found["optim"] = {"state": {}, "param_groups": outline["optim"]["param_groups"]}
-    for path, info in outline["tensors"]:
-        whole = _sent(state, path, info, world)
-        part, *keys = path
-        if part == "model":
-            (name,) = keys
-            site = sites.get(name)
-            piece = None if site is None else site.part.param_pieces[site.index]
-            found["model"][name] = _cut(whole, piece)
-        elif optimizer is not None:
-            name, key = keys
-            found["optim"]["state"].setdefault(name, {})[key] = _cut(whole, params.get(name))
-    return found
-
-
-_BAD = (
-    "flat_param.load_full_state_dict: the first rank's state cannot be sent ({}). Pass what "
-    "full_state_dict returns."
-)
-
-
-def _shared_outline(state: Mapping[str, Any], world: World) -> dict[str, Any]:
-    """Return the outline of the first rank's state, or its error, on all ranks. Collective."""
-    outline: dict[str, Any] | None = None
+    error: Exception | None = None
+    outline: dict[str, Any] = {}
     try:
-        outline = _outline(state) if world.is_first else None
-    except Exception as error:
-        world.comm.share(repr(error))
-        raise StateError(_BAD.format(repr(error))) from error
-    found = world.comm.share(outline)[0]
-    if isinstance(found, str):
-        raise StateError(_BAD.format(found))
-    return dict(found)
-
-
-def _params_by_name(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    groups = optimizer_params(module, optimizer)
-    return {named.name: named.piece for group in groups for named in group}
-
-
-def _tensors(state: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for name, value in state["model"].items():
-        yield ("model", name), value
-    for name, values in state.get("optim", {}).get("state", {}).items():
-        for key, value in values.items():
-            yield ("optim", name, key), value
-
-
-def _outline(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys and values of a state, with descriptions of its tensors."""
-    outline: dict[str, Any] = {"tensors": [(path, _info(value)) for path, value in _tensors(state)]}
-    if "optim" in state:
-        outline["optim"] = {"param_groups": state["optim"]["param_groups"]}
+        outline = _outline(state) if world.is_first else {}
+    except Exception as raised:
+        error = StateError(
+            f"flat_param.load_full_state_dict: the first rank's state cannot be sent ({raised!r}). "
+            "Pass what full_state_dict returns."
+        )
+    world.agree(error)
+    outline = world.comm.share(outline)[0]
+    pieces = pieces_of(module)
+    sources = _slots(state if world.is_first else outline)
+    for (values, key, name), (source, _, _) in zip(_slots(outline), sources, strict=True):
+        values[key] = cut(_sent(source[key], values[key], world), pieces.get(name))
     return outline
 
 
-def _info(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.dim():
-        return _Shard(value.dtype, tuple(value.shape))
-    return value
+def _outline(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state with descriptions of its tensors in their place."""
+    outline: dict[str, Any] = {"model": _described_all(state["model"])}
+    if "optim" in state:
+        values = {name: _described_all(own) for name, own in state["optim"]["state"].items()}
+        outline["optim"] = {"state": values, "param_groups": state["optim"]["param_groups"]}
+    return outline
 
 
-def _sent(state: Mapping[str, Any], path: tuple[str, ...], info: Any, world: World) -> Any:
+def _described_all(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _Shard(value.dtype, tuple(value.shape))
+        if isinstance(value, Tensor) and value.dim()
+        else value
+        for key, value in values.items()
+    }
+
+
+def _slots(state: Mapping[str, Any]) -> Iterator[tuple[Any, str, Any]]:
+    """Each value of a state: its dict, its key there, and the name of its parameter."""
+    for name in state["model"]:
+        yield state["model"], name, name
+    for name, values in state.get("optim", {}).get("state", {}).items():
+        for key in values:
+            yield values, key, name
+
+
+def _sent(value: Any, info: Any, world: World) -> Any:
     """A value of the first rank. Collective if it is a tensor."""
     if not isinstance(info, _Shard):
         return info
     if world.is_first:
-        part, name, *rest = path
-        value = state["model"][name] if part == "model" else state["optim"]["state"][name][rest[0]]
         sent = value.detach().cpu().contiguous()
     else:
         sent = torch.empty(info.size, dtype=info.dtype)
@@ -334,11 +281,11 @@ def _sent(state: Mapping[str, Any], path: tuple[str, ...], info: Any, world: Wor
     return sent
 
 
-def _cut(whole: Any, piece: Any) -> Any:
-    """Return this rank's part of a full tensor as a shard, or the tensor."""
-    if piece is None or not isinstance(whole, Tensor) or not piece.is_cut:
+def cut(whole: Any, piece: ParamPiece | None) -> Any:
+    """This rank's part of a whole tensor as a shard; other values unchanged."""
+    if piece is None or not isinstance(whole, Tensor) or not piece.is_cut or not whole.dim():
         return whole
-    if tuple(whole.shape) != piece.shape or not whole.dim():
+    if tuple(whole.shape) != piece.shape:
         return whole
     return piece.present(piece.elements(whole))
 

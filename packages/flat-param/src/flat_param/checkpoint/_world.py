@@ -21,17 +21,20 @@ class World:
     Args:
         module: sharded, or with sharded modules inside.
         function: the public function, for messages.
+        plain: accept a module that is not sharded, as a world of this rank alone.
     """
 
-    def __init__(self, module: nn.Module, function: str) -> None:
-        if next(units_below(module), None) is None:
+    def __init__(self, module: nn.Module, function: str, *, plain: bool = False) -> None:
+        is_sharded = next(units_below(module), None) is not None
+        if not is_sharded and not plain:
             raise StateError(
                 f"flat_param.{function}: {type(module).__name__} is not sharded. Call fully_shard "
                 "first."
             )
         self.function = function
-        self.ranks = _ranks_of(module)
-        self.comm = Communicator(_checkpoint_group(self.ranks, "caller"), log=CommLog())
+        self.ranks = _ranks_of(module) if is_sharded else (0,)
+        group = _checkpoint_group(self.ranks, "caller") if is_sharded else None
+        self.comm = Communicator(group, log=CommLog())
 
     def for_thread(self) -> World:
         """The same ranks with a separate group, for another thread. Collective."""

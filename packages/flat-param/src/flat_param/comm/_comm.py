@@ -246,25 +246,25 @@ class Communicator:
         if not pending.by_gloo:
             work.wait()  # orders the current stream; the backend's watchdog names dead ranks
             return
+        assert self.board is not None, "it has a group"
         polls = 0
         try:
             while not self._finished_within(work, what, timedelta(seconds=_POLL_S)):
-                trouble = "" if self.board is None else self.board.trouble()
+                trouble = self.board.trouble()
                 if trouble:
                     raise self._fault(what, trouble)
                 polls += 1
                 if polls % _POLLS_OF_A_DEADLOCK == 0:
-                    self._look_for_deadlock(pending)
+                    self._look_for_deadlock(pending, self.board)
         finally:
-            if polls >= _POLLS_OF_A_DEADLOCK and self.board is not None:
+            if polls >= _POLLS_OF_A_DEADLOCK:
                 self.board.stop_waiting()
 
-    def _look_for_deadlock(self, pending: Pending) -> None:
-        if self.board is None or self.trail is None:
-            return
-        reason = self.board.deadlock(wait_here(self.trail, pending.label, pending.number))
+    def _look_for_deadlock(self, pending: Pending, board: FaultDetector) -> None:
+        assert self.trail is not None, "it has a group"
+        reason = board.deadlock(wait_here(self.trail, pending.label, pending.number))
         if reason:
-            self.board.diagnosis(reason)
+            board.diagnosis(reason)
             raise CommError(
                 f"flat_param.fully_shard: {reason}, but all ranks must run the same units in the "
                 "same order. Look for a unit that only some ranks have called, and restart from "
@@ -323,10 +323,9 @@ class Communicator:
         return known
 
     def _fault(self, what: str, reason: str) -> CommError:
-        board = self.board
-        diagnosis = "" if board is None else board.diagnosis(reason)
+        assert self.board is not None, "it has a group"
         return CommError(
-            f"flat_param.{what}: {diagnosis or 'a rank'} did not complete the collective"
+            f"flat_param.{what}: {self.board.diagnosis(reason)} did not complete the collective"
             f"{' of ' + self.unit if self.unit else ''}, but every rank of the group must. "
             f"Restart from the last checkpoint. ({reason.splitlines()[0]})"
         )

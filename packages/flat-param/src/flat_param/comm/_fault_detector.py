@@ -1,52 +1,72 @@
-"""Find out which rank is gone after a collective has failed.
+"""Messages between the ranks of a group through its store: failures, refusals, changes.
 
-A rank whose collective fails raises an alarm in the store of the process group. Every waiting rank
-sees it within a second and answers, and the error names the ranks that do not. Nothing is written
-while collectives complete.
+They tell a rank why a collective that it waits for never ends. While collectives complete, and no
+rank refuses or changes, nothing is written or read.
+
+- A rank whose collective fails raises an alarm. Every waiting rank sees it within a second and
+  answers, and the error names the ranks that do not.
+- A rank that raises before a collective, or whose parameters were cast or moved, writes that under
+  a number that counts its own refusals or changes. Ranks that run the same program refuse and
+  change equally often. A message under the number after a rank's last one is another rank's alone.
+- After a change, a rank waits before its next collective until all ranks have made that change.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import Counter
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 
 from .._torch_compat import default_store
-from ._peer_messages import PeerMessages
 from ._trail import Wait, deadlock
 
 _ANSWER_S = 3.0
+_PAUSE_S = 0.02
+
+_posted: Counter[tuple[tuple[int, ...], str]] = Counter()
 
 
-class FaultDetector(PeerMessages):
-    """Diagnoses failures in one group. Its methods do nothing if there is no store."""
+@dataclass(frozen=True)
+class FaultDetector:
+    """Messages and diagnoses in one group. No method is a collective, except `share_change`.
+
+    Attributes:
+        store: a `torch.distributed.Store` of all ranks.
+        ranks: global ranks of the group.
+        rank: this process, as a global rank.
+    """
+
+    store: Any
+    ranks: tuple[int, ...]
+    rank: int
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> FaultDetector:
-        """The detector of a group. Not a collective."""
+        """The detector of a group."""
         return cls(default_store(), tuple(dist.get_process_group_ranks(group)), dist.get_rank())
 
     def trouble(self) -> str:
         """Why a collective may never end, in the words of the rank that failed; empty if unknown.
 
-        Not a collective.
+        That is a refusal or a change of another rank that this one has not made, or the alarm.
         """
-        if self.store is None:
-            return ""
         try:
-            unshared = self.unshared()
-            if not unshared and self.store.check([_key("alarm")]):
+            for kind in ("refusal", "change"):
+                key = self._key(kind, _posted[self.ranks, kind] + 1)
+                if self.store.check([key]):
+                    return str(self.store.get(key).decode())
+            if self.store.check([_key("alarm")]):
                 return str(self.store.get(_key("alarm")).decode())
-            return unshared
         except RuntimeError:
             return "the store is gone"
+        return ""
 
     def deadlock(self, mine: Wait) -> str:
-        """Post what this rank waits for; say which ranks wait for each other for ever."""
-        if self.store is None:
-            return ""
+        """Post this rank's wait; return which ranks wait for each other for ever, or ""."""
         try:
             mine.post(self.store)
             return deadlock(self.store, mine)
@@ -55,29 +75,40 @@ class FaultDetector(PeerMessages):
 
     def stop_waiting(self) -> None:
         """Remove what `deadlock` has posted."""
-        if self.store is not None:
-            with suppress(RuntimeError):
-                Wait.over(self.store, self.rank)
+        with suppress(RuntimeError):
+            Wait.over(self.store, self.rank)
 
     def refuse(self, reason: str) -> None:
-        """Say why this rank does not start its next collective. Not a collective."""
-        if self.store is not None:
-            with suppress(RuntimeError):  # without the store, the others find this rank gone
-                super().refuse(reason)
+        """Write why this rank does not start its next collective."""
+        with suppress(RuntimeError):  # without the store, the others find this rank gone
+            self.store.set(self._next("refusal"), f"rank {self.rank}: {reason}")
 
-    def share_change(self, change: str, *, trouble: Callable[[], str] | None = None) -> str:
-        """Wait until all ranks have made a change; return what is wrong, or ""."""
-        if self.store is None:
-            return ""
-        return super().share_change(change, trouble=trouble or self.trouble)
+    def share_change(self, change: str) -> str:
+        """Wait until all ranks have made a change. Collective through the store.
+
+        Args:
+            change: the change, in the same words on every rank.
+
+        Returns:
+            What is wrong; empty if every rank made the same change.
+        """
+        key = self._next("change")
+        first: str = self.store.compare_set(key, "", f"rank {self.rank}: {change}").decode()
+        if first.partition(": ")[2] != change:
+            return first
+        count = f"{key}/ranks"
+        here = self.store.add(count, 1)
+        deadline = time.monotonic() + self.store.timeout.total_seconds()
+        while here < len(self.ranks):
+            reason = self.trouble()
+            if reason or time.monotonic() > deadline:
+                return reason or f"only {here} of {len(self.ranks)} ranks made the change in time"
+            time.sleep(_PAUSE_S)
+            here = self.store.add(count, 0)
+        return ""
 
     def diagnosis(self, reason: str) -> str:
-        """Raise the alarm, wait at most three seconds for answers, and name the silent ranks.
-
-        Not a collective.
-        """
-        if self.store is None:
-            return f"one of ranks {_listed(set(self.ranks) - {self.rank})}"
+        """Raise the alarm, wait at most three seconds for answers, and name the silent ranks."""
         try:
             told = reason if reason.startswith("rank ") else f"rank {self.rank}: {reason}"
             self.store.set(_key("alarm"), told)
@@ -85,7 +116,8 @@ class FaultDetector(PeerMessages):
             silent = self._silent()
         except RuntimeError:
             return "rank 0, whose store no longer answers,"
-        return f"rank {_listed(silent)}" if silent else "no rank is gone, but one"
+        names = ", ".join(str(rank) for rank in sorted(silent))
+        return f"rank {names}" if names else "no rank is gone, but one"
 
     def _silent(self) -> set[int]:
         silent = set(self.ranks)
@@ -95,10 +127,13 @@ class FaultDetector(PeerMessages):
             time.sleep(0.05)
         return silent
 
+    def _next(self, kind: str) -> str:
+        _posted[self.ranks, kind] += 1
+        return self._key(kind, _posted[self.ranks, kind])
+
+    def _key(self, kind: str, number: int) -> str:
+        return f"flat_param/{kind}/{'-'.join(map(str, self.ranks))}/{number}"
+
 
 def _key(name: str) -> str:
     return f"flat_param/fault/{name}"
-
-
-def _listed(ranks: set[int]) -> str:
-    return ", ".join(str(rank) for rank in sorted(ranks))

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from .._errors import FlatParamError, ParameterError, StateError
@@ -42,6 +43,8 @@ _WHOLE = {
 }
 """Functions that need whole tensors in any case, by name."""
 
+_OPTIMIZERS = ("_foreach_", "_fused_")
+_OTHER_ERRORS = (FlatParamError, torch.OutOfMemoryError, torch.AcceleratorError)
 _JOINS = {"cat", "stack", "concat", "concatenate", "hstack", "vstack"}
 
 
@@ -121,9 +124,12 @@ def _call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         with without_torch_function():
             found = func(*args, **kwargs)
     except (RuntimeError, IndexError, ValueError) as error:
-        for _, piece in _pieces_in((*args, *kwargs.values())):
-            if not isinstance(error, FlatParamError) and not _is_all(piece):
-                raise outside_unit(piece, f"{name} computes with it") from error
+        if not isinstance(error, _OTHER_ERRORS) and not name.startswith(_OPTIMIZERS):
+            # A write to a piece, as by an optimizer, is no computation of a module.
+            read = args[1:] if name.endswith("_") or name.startswith("__i") else args
+            for _, piece in _pieces_in((*read, *kwargs.values())):
+                if not _is_all(piece):
+                    raise outside_unit(piece, f"{name} computes with it") from error
         raise
     if type(found) is not Tensor or (name == "__get__" and func not in _VIEWS):
         return found

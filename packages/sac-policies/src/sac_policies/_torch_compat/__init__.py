@@ -7,7 +7,6 @@ unused fallback would never be tested.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -79,23 +78,9 @@ def saved_tensor_hooks() -> Hooks | None:
     return found
 
 
-def _view_guard() -> Any:
-    return _key_guard(torch._C.DispatchKey.ADInplaceOrView, False)
-
-
-class _Guards(threading.local):
-    def __init__(self) -> None:  # per thread: creating one costs as much as the alias
-        self.guard = _view_guard()
-
-
-_guards = _Guards()
-
-
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """Return a detached alias that shares the version counter, also below autograd."""
-    # A subclass may run Python in detach, which may make another alias.
-    guard = _guards.guard if type(tensor) is torch.Tensor else _view_guard()
-    with guard:
+    with _key_guard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
 

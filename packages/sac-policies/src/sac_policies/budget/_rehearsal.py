@@ -134,7 +134,8 @@ class _RehearsedTape(Tape):
 
     def read(self, value: Value) -> torch.Tensor:
         """Return a saved value, as backward reads it."""
-        return self._replay.read(value, caches=not self._is_open)
+        held = value.now() if value.held is not None else None
+        return self._replay.read(value, -1, caches=not self._is_open) if held is None else held
 
     def end(self) -> None:
         """End the region."""
@@ -152,7 +153,7 @@ class _RehearsedTape(Tape):
     def note_mask(self, mask: torch.Tensor, version: int) -> None:
         """Count the bits, and the temporary bytes of packing them."""
         super().note_mask(mask, version)
-        seen = self._known.get(id(mask))
+        seen = self.known.get(id(mask))
         if seen is not None and isinstance(seen.value, Call):
             seen.value.recorder = _Unpacked(self._ledger)
             self._ledger.takes(_packing_bytes(mask))
@@ -244,6 +245,7 @@ class _Rehearsal:
         recorder = Recorder(call.op, tape.region.policy)
         recorder.call = partial(self._outputs, at)
         torch.set_grad_enabled(call.records)
+        tape.forget_gone()
         if tape.is_away:
             recorder.call(*args, **kwargs)
             tape.follow_range(call.op, tuple(args))

@@ -21,11 +21,17 @@ from ..policies._policies import DEPENDS, Constant, Policy
 from ..policies._views import Operator
 from ._aliasing import tensors_among, version_of
 from ._fsdp import RANGE_OPS
-from ._values import Call, Item, Value
+from ._values import Call, Item, Seen, Value
 
 
 class Tape(Protocol):
-    """The methods of a tape that recorders call."""
+    """The parts of a tape that recorders use.
+
+    Attributes:
+        known: the tensors that have a value, by `id`.
+    """
+
+    known: dict[int, Seen]
 
     def value_of(self, tensor: torch.Tensor) -> Value:
         """Return the value of a tensor; hold an unknown tensor."""
@@ -101,6 +107,7 @@ class Recorder:
 
     __slots__ = (
         "_is_view",
+        "_lists",
         "_positions",
         "_short",
         "answer",
@@ -128,7 +135,7 @@ class Recorder:
         self._short = "" if schema is None else schema.name.partition("::")[2]
         self.shares = self.facts.is_view or (self.is_aten and self._short in _UNSAFE_VIEWS)
         self._is_view = self.facts.is_view
-        self._positions = _tensor_positions(schema)
+        self._positions, self._lists = _tensor_positions(schema)
         self.run, self.why = self._kind(schema)
 
     @property
@@ -172,7 +179,10 @@ class Recorder:
             return self._held, ""
         if self.keeps:
             return self._held, ""
-        return (self._single if _returns_one(schema) else self._several), "integer results are held"
+        run = self._several
+        if _returns_one(schema):
+            run = self._view if self._is_view else self._single
+        return run, "integer results are held"
 
     def _kind_of_write(self, schema: Any) -> tuple[Run, str]:
         first = schema.arguments[0].alias_info if schema.arguments else None
@@ -204,22 +214,27 @@ class Recorder:
         out = self.call(*args, **kwargs) if kwargs else self.call(*args)
         if self.asks and self._keeps(tape, out, args, kwargs):
             return out
-        if self._records():
-            if self._is_view:
-                version = version_of(args[0])
-            else:
-                version = 0
-                dtype = out.dtype
-                if not (dtype.is_floating_point or dtype.is_complex) and self._cuts(args, dtype):
-                    return out
-            tape.note(out, self._recorded(tape, args, kwargs), version)
+        if not (_is_grad_enabled() or self._is_called_by_library()):
+            return out
+        dtype = out.dtype
+        if dtype.is_floating_point or dtype.is_complex or not self._cuts(args, dtype):
+            tape.note(out, self._recorded(tape, args, kwargs), 0)
+        return out
+
+    def _view(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record a view, also without gradients: DTensor makes views in autograd functions."""
+        out = self.call(*args, **kwargs) if kwargs else self.call(*args)
+        if self.asks:
+            self._keeps(tape, out, args, kwargs)
+        tape.note(out, self._recorded(tape, args, kwargs), version_of(args[0]))
         return out
 
     def _several(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self.call(*args, **kwargs) if kwargs else self.call(*args)
         if self.asks and self._keeps(tape, out, args, kwargs):
             return out
-        if self._records() and type(out) in (tuple, list):
+        is_recorded = _is_grad_enabled() or self._is_view or self._is_called_by_library()
+        if is_recorded and type(out) in (tuple, list):
             self._note_items(tape, args, kwargs, out)
         return out
 
@@ -327,28 +342,28 @@ class Recorder:
         self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any], copies: bool = False
     ) -> Call:
         inputs: list[Value] = []
-        values, count, value_of = list(args), len(args), tape.value_of
-        for at, is_list in self._positions:
+        values, count, known = list(args), len(args), tape.known
+        for at in self._positions:
             if at >= count:
                 break
-            arg = values[at]
-            if is_list:
-                values[at] = _listed(tape, arg, inputs)
-            elif isinstance(arg, torch.Tensor):
-                value = values[at] = value_of(arg)
+            arg = args[at]
+            if isinstance(arg, torch.Tensor):
+                seen = known.get(id(arg))
+                if seen is not None and seen() is arg and seen.version == arg._version:
+                    value = seen.value
+                else:
+                    value = tape.value_of(arg)
+                values[at] = value
                 inputs.append(value)
+        for at in self._lists:
+            if at < count:
+                values[at] = _listed(tape, args[at], inputs)
         named = None
         if kwargs:
             named = {name: _listed(tape, arg, inputs) for name, arg in kwargs.items()}
         return Call(self, values, named, inputs, copies)
 
-    def _records(self) -> bool:
-        """Whether a call is recorded: a view always, others while gradients are on.
-
-        DTensor makes views inside autograd functions, where gradients are off.
-        """
-        if _is_grad_enabled() or self._is_view:
-            return True
+    def _is_called_by_library(self) -> bool:
         return not self.is_aten and is_called_by_library(4)
 
     def _cuts(self, args: tuple[Any, ...], dtype: torch.dtype) -> bool:
@@ -373,14 +388,16 @@ def _listed(tape: Tape, arg: Any, inputs: list[Value]) -> Any:
 
 
 @lru_cache(maxsize=4096)
-def _positions_of(types: tuple[str, ...]) -> tuple[tuple[int, bool], ...]:
-    return tuple((at, "[" in each) for at, each in enumerate(types) if "Tensor" in each)
+def _positions_of(types: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    tensors = [at for at, each in enumerate(types) if "Tensor" in each]
+    lists = [at for at in tensors if "[" in types[at]]
+    return tuple(at for at in tensors if at not in lists), tuple(lists)
 
 
-def _tensor_positions(schema: Any) -> tuple[tuple[int, bool], ...]:
-    """Positions of arguments that may be tensors, and whether they are lists."""
+def _tensor_positions(schema: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Positions of arguments that may be tensors, and of those that are lists of them."""
     if schema is None:
-        return ()
+        return (), ()
     return _positions_of(tuple(str(each.type) for each in schema.arguments))
 
 

@@ -44,7 +44,7 @@ from ._masks import UNPACK, packed, takes
 from ._moved import MovedTensor, NoHostMemoryError, is_movable, leaving
 from ._observed import Observed
 from ._recorders import Recorder, Table
-from ._values import Call, Replay, Value, changed, want
+from ._values import Call, Replay, Seen, Value, changed, want
 
 _PLAIN = frozenset((torch.Tensor, nn.Parameter))
 
@@ -116,15 +116,6 @@ class Region:
         return RegionSummary(calls, frozenset(self.labels), paths, frozenset(kept))
 
 
-class _Seen(ref[torch.Tensor]):
-    """A weak reference to a tensor that has a value while it is at this version."""
-
-    __slots__ = ("key", "value", "version")
-    key: int
-    value: Value
-    version: int
-
-
 class _Flattened:
     """A saved wrapper subclass: values of the tensors inside it."""
 
@@ -182,14 +173,14 @@ class Tape(TorchDispatchMode):
         self._runs = region.table.runs
         self._outer = outer
         self._is_open = True
-        self._known: dict[int, _Seen] = {}
-        self._gone = _forget_in(self._known)
+        self.known: dict[int, Seen] = {}
+        self._gone: list[Seen] = []
+        self._note_gone = self._gone.append
         self._holders: list[ref[Value]] = []
         self._storages: set[int | None] | None = None
         self._ranges = Ranges()
         self._is_away = False
         self._unversioned: set[int | None] = set()
-        self._saved_alone: WeakSet[Value] = WeakSet()
         self.takes_fakes = in_fake_mode()
         self._replay = Replay()
         self._queued = -1
@@ -239,7 +230,8 @@ class Tape(TorchDispatchMode):
     def _end(self) -> None:
         """Forget all tensors; pack held ones by the hooks around the region."""
         self._is_open = False
-        self._known.clear()
+        self.known.clear()
+        self._gone.clear()
         self._marked.clear()
         self._pending.clear()
         if leaving.region_ended():
@@ -265,27 +257,28 @@ class Tape(TorchDispatchMode):
 
     def value_of(self, tensor: torch.Tensor) -> Value:
         """Return the value of a tensor; hold an unknown tensor."""
-        seen = self._known.get(id(tensor))
-        try:
-            version = tensor._version
-        except RuntimeError:
-            version = UNVERSIONED
-        if seen is not None and seen.version == version and seen() is tensor:
-            return seen.value
-        return self._hold(tensor, version)
+        return self.known_value(tensor) or self._hold(tensor, version_of(tensor))
 
     def known_value(self, tensor: torch.Tensor) -> Value | None:
         """Return the value of a tensor, None if it is unknown."""
-        seen = self._known.get(id(tensor))
-        if seen is None or seen.version != version_of(tensor) or seen() is not tensor:
+        seen = self.known.get(id(tensor))
+        if seen is None or seen() is not tensor or seen.version != tensor._version:
             return None
         return seen.value
 
     def note(self, tensor: torch.Tensor, value: Value, version: int) -> None:
-        """Note the value of a tensor at this version."""
-        seen = _Seen(tensor, self._gone)
-        seen.key, seen.value, seen.version = id(tensor), value, version
-        self._known[seen.key] = seen
+        """Note the value of a tensor at this version; an inference tensor stays unknown."""
+        if version != UNVERSIONED:
+            seen = Seen(tensor, self._note_gone)
+            seen.key, seen.value, seen.version = id(tensor), value, version
+            self.known[seen.key] = seen
+
+    def forget_gone(self) -> None:
+        """Forget tensors that were freed, so that what their values hold is freed too."""
+        while self._gone:
+            seen = self._gone.pop()
+            if self.known.get(seen.key) is seen:
+                del self.known[seen.key]
 
     def note_mask(self, mask: torch.Tensor, version: int) -> None:
         """Hold a mask as bits."""
@@ -311,14 +304,14 @@ class Tape(TorchDispatchMode):
             return
         with no_dispatch():
             storages = {storage_of(each) for each in written}
-            for seen in list(self._known.values()):
+            for seen in list(self.known.values()):
                 tensor = seen()
                 if tensor is not None and storage_of(tensor) in storages:
-                    self._known.pop(seen.key, None)
+                    self.known.pop(seen.key, None)
             tensor = None
             live = self._live_holders()
             for value in live:
-                if value.held is None or not (is_seen or value not in self._saved_alone):
+                if value.held is None or (value.is_alone and not is_seen):
                     continue
                 if storage_of(value.held) in storages:
                     self._copy(value, value.held)
@@ -342,7 +335,7 @@ class Tape(TorchDispatchMode):
             return
         with self._lock:
             for value in self._live_holders():
-                is_skipped = value.is_saved if is_seen else value in self._saved_alone
+                is_skipped = value.is_saved if is_seen else value.is_alone
                 if value.held is not None and not is_skipped and storage_of(value.held) in storages:
                     self._copy(value, value.held)
 
@@ -387,13 +380,12 @@ class Tape(TorchDispatchMode):
         Backward may read them before FSDP gathers the parameters again.
         """
         with no_dispatch():
-            for seen in list(self._known.values()):
+            for seen in list(self.known.values()):
                 tensor, value = seen(), seen.value
                 if tensor is None or seen.version != version_of(tensor) or is_freed(tensor):
                     continue
-                if value.held is None and value.boxed is None and _reads_freed(value):
-                    value.hold(tensor if self._outer is not None else unseen_alias(tensor))
-                    self._holders.append(ref(value))
+                if _reads_freed(value):
+                    self._keep(value, tensor)
 
     # Holding
 
@@ -421,6 +413,12 @@ class Tape(TorchDispatchMode):
         self._holders.append(ref(value))
         return value
 
+    def _keep(self, value: Value, tensor: torch.Tensor) -> None:
+        """Hold a tensor that a call made."""
+        if value.held is None and value.boxed is None:
+            value.hold(tensor if self._outer is not None else unseen_alias(tensor))
+            self._holders.append(ref(value))
+
     def _copy(self, value: Value, tensor: torch.Tensor) -> None:
         """Hold a copy in place of a tensor, unless it was changed unseen or freed."""
         if value.version in (UNVERSIONED, version_of(tensor)) and not is_freed(tensor):
@@ -444,9 +442,7 @@ class Tape(TorchDispatchMode):
         region.kept.add(NAME_OP)
         for each in map(self._whole, parts_of(tensor)):
             value = self.value_of(each)
-            if value.held is None and value.boxed is None:
-                value.hold(each if self._outer is not None else unseen_alias(each))
-                self._holders.append(ref(value))
+            self._keep(value, each)
             if answer is Decision.OFFLOAD:
                 self._pending.append(ref(value))
 
@@ -499,23 +495,22 @@ class Tape(TorchDispatchMode):
         if type(tensor) not in _PLAIN and is_wrapper(tensor):
             return _Flattened(tensor, self._pack_part)
         value = self.saved(tensor, tensor.requires_grad)
-        is_made_again = value.held is None and value.boxed is None
-        if self.region.checks and is_made_again and value.guard is None:
+        if self.region.checks and value.guard is None:
+            is_made_again = value.held is None and value.boxed is None
             with no_dispatch():
                 is_dense = tensor.layout is torch.strided and not tensor.is_nested
-                if is_dense and not is_fake(tensor):
+                if is_made_again and is_dense and not is_fake(tensor):
                     value.guard = Guard(_resolved(tensor))
         return value
 
     def saved(self, tensor: torch.Tensor, needs_grad: bool) -> Value:
         """Return the value of a tensor that autograd saves; hold an unknown tensor."""
-        known = None if needs_grad else self.known_value(tensor)
-        is_alone = known is None or (not self._marked and _views_held(known))
-        if is_alone and not needs_grad:
+        value = self.known_value(tensor)
+        if not needs_grad and (value is None or (not self._marked and _views_held(value))):
             value = self._held(tensor, version_of(tensor))
-            self._saved_alone.add(value)
-        else:
-            value = known or self.value_of(tensor)
+            value.is_alone = True
+        elif value is None:
+            value = self._hold(tensor, version_of(tensor))
         value.is_saved = True
         want(value)
         if self._pending:
@@ -533,7 +528,7 @@ class Tape(TorchDispatchMode):
 
     def _unpack(self, saved: Any) -> torch.Tensor:
         watch = self.region.watch
-        if watch.is_due:
+        if watch.missing and not watch.running:
             raise watch.error()
         if type(saved) is _Flattened:
             return saved.restored(self._unpack)
@@ -542,8 +537,10 @@ class Tape(TorchDispatchMode):
             offloads = self._moved or self._earlier is not _nothing
             if offloads and (backward < 0 or backward != self._asked):
                 self._ask_back(backward)
-            tensor = self._replay.read(saved, caches=not self._is_open)
-            if self._replay.has_cached and (backward < 0 or self._queued != backward):
+            if saved.held is not None:
+                return saved.now()
+            tensor = self._replay.read(saved, backward, caches=not self._is_open)
+            if self._replay.cached and (backward < 0 or self._queued != backward):
                 self._queued = backward
                 if not after_backward(self._replay.drop):
                     self._replay.drop()
@@ -566,6 +563,8 @@ def _dispatch(
                 return func(*args, **kwargs) if kwargs else func(*args)
             if kind not in _PLAIN:
                 return NotImplemented
+    if self._gone:
+        self.forget_gone()
     if self._is_away:
         out = func(*args, **kwargs) if kwargs else func(*args)
         self.follow_range(func, args)
@@ -671,13 +670,3 @@ def _reads_freed(value: Value) -> bool:
                 done.add(each)
                 waiting.append(each)
     return False
-
-
-def _forget_in(known: dict[int, _Seen]) -> Callable[[Any], None]:
-    """Make the callback of a dead tensor. It must not refer to the tape, which would be a cycle."""
-
-    def gone(seen: _Seen) -> None:
-        if known.get(seen.key) is seen:
-            del known[seen.key]
-
-    return gone

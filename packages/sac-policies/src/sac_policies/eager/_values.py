@@ -14,7 +14,6 @@ from weakref import ref
 import torch
 
 from .._errors import MutationError
-from .._torch_compat import backward_id
 from .._torch_compat._dispatch import below_autograd, no_torch_function
 from ._aliasing import UNVERSIONED, copy_of, version_of
 from ._guards import Guard
@@ -29,8 +28,9 @@ class Value:
         boxed: reads the result of saved-tensor hooks around the region; None without them.
         cached: a replayed tensor that later reads of this backward need.
         readers: number of times the value is saved, or read by a call that backward may need.
-        left: number of these readers that have not read it in this backward.
+        reads: how many of these read it in this backward.
         is_saved: whether autograd saved it.
+        is_alone: whether it is held only because autograd saved it.
         guard: compares a replay with the bits of the forward; None if bits are not compared.
     """
 
@@ -40,9 +40,10 @@ class Value:
         "cached",
         "guard",
         "held",
+        "is_alone",
         "is_saved",
-        "left",
         "readers",
+        "reads",
         "version",
     )
 
@@ -52,8 +53,8 @@ class Value:
         self.boxed: Callable[[], torch.Tensor] | None = None
         self.cached: torch.Tensor | None = None
         self.guard: Guard | None = None
-        self.readers = self.left = 0
-        self.is_saved = False
+        self.readers = self.reads = 0
+        self.is_saved = self.is_alone = False
 
     @property
     def made_by(self) -> Call | None:
@@ -79,6 +80,15 @@ class Value:
     def hold(self, tensor: torch.Tensor) -> None:
         """Hold a tensor with these bits; no call makes them again."""
         self.held, self.version = tensor, version_of(tensor)
+
+
+class Seen(ref[torch.Tensor]):
+    """A weak reference to a tensor that has a value while it is at this version."""
+
+    __slots__ = ("key", "value", "version")
+    key: int
+    value: Value
+    version: int
 
 
 class Recorded(Protocol):
@@ -113,8 +123,8 @@ class Call(Value):
         copies: bool = False,
     ) -> None:
         self.held = self.boxed = self.cached = self.guard = None
-        self.version = self.readers = self.left = 0
-        self.is_saved = False
+        self.version = self.readers = self.reads = 0
+        self.is_saved = self.is_alone = False
         self.recorder, self.args, self.kwargs, self.inputs = recorder, args, kwargs, inputs
         self.items: list[ref[Item] | None] | None = None
         self.copies = copies
@@ -132,7 +142,14 @@ class Call(Value):
 
     def run(self, made: dict[Value, torch.Tensor]) -> Any:
         """Call the operator again; `made` has the values that are neither held nor cached."""
-        args = [_read(arg, made) if type(arg) in _READ else arg for arg in self.args]
+        args = self.args.copy()
+        for at, arg in enumerate(args):
+            kind = type(arg)
+            if kind in _VALUES:
+                tensor = made.get(arg)
+                args[at] = arg.now() if tensor is None else tensor
+            elif kind is list:
+                args[at] = _read(arg, made)
         if self.copies:
             args[0] = copy_of(args[0])
         if self.kwargs:
@@ -162,7 +179,7 @@ class Item(Value):
         self.whole = None
 
 
-_READ = frozenset({Value, Call, Item, list})
+_VALUES = frozenset({Value, Call, Item})
 
 
 def _read(arg: Any, made: dict[Value, torch.Tensor]) -> Any:
@@ -187,20 +204,21 @@ def changed(tensor: torch.Tensor) -> MutationError:
 def want(value: Value) -> None:
     """Count one more reader of a value, and of those that its call reads."""
     value.readers += 1
-    value.left += 1
-    call = value.made_by
-    if value.held is not None or call is None or call.wanted:
+    if value.held is not None or value.boxed is not None:
+        return
+    call = value if type(value) is Call else value.made_by
+    if call is None or call.wanted:
         return
     stack = [call]
     call.wanted = True
     while stack:
         for each in stack.pop().inputs:
             each.readers += 1
-            each.left += 1
-            call = each.made_by
-            if each.held is None and call is not None and not call.wanted:
-                call.wanted = True
-                stack.append(call)
+            if each.held is None and each.boxed is None:
+                call = each if type(each) is Call else each.made_by
+                if call is not None and not call.wanted:
+                    call.wanted = True
+                    stack.append(call)
 
 
 class Replay:
@@ -208,53 +226,48 @@ class Replay:
 
     Attributes:
         runs: whether a replay runs now.
+        cached: the cached values.
     """
 
-    __slots__ = ("_backward", "_cached", "runs")
+    __slots__ = ("_backward", "cached", "runs")
 
     def __init__(self) -> None:
-        self._cached: list[ref[Value]] = []
+        self.cached: list[ref[Value]] = []
         self._backward = -1
         self.runs = False
 
-    def read(self, value: Value, *, caches: bool) -> torch.Tensor:
-        """Return the tensor of a value that a node saved.
+    def read(self, value: Value, backward: int, *, caches: bool) -> torch.Tensor:
+        """Return the tensor of a value that a node saved and that is not held.
 
         Args:
             value: which one.
+            backward: number of the running backward.
             caches: whether values with other readers may be cached.
 
         Raises:
             MutationError: a tensor that it is made of was changed in place.
         """
-        if value.held is not None:
-            return value.now()  # type: ignore[return-value]  # it is held
-        if backward_id() != self._backward:
+        if backward != self._backward:
             self.drop()
-            self._backward = backward_id()
+            self._backward = backward
         tensor = value.now()
         if tensor is None:
             is_ready = type(value) is Call and _reads_held(value)
             tensor = (self._made_at_once if is_ready else self._made)(value, caches)
-        value.left -= 1
-        if value.left <= 0:
-            value.cached, value.left = None, value.readers
+        value.reads += 1
+        if value.reads >= value.readers:
+            value.cached, value.reads = None, 0
         if not caches:
             self.drop()
         return tensor
 
-    @property
-    def has_cached(self) -> bool:
-        """Whether values are cached."""
-        return bool(self._cached)
-
     def drop(self) -> None:
         """Forget what was cached."""
-        for each in self._cached:
+        for each in self.cached:
             value = each()
             if value is not None:
-                value.cached, value.left = None, value.readers
-        self._cached.clear()
+                value.cached, value.reads = None, 0
+        self.cached.clear()
 
     def _made_at_once(self, root: Value, caches: bool) -> torch.Tensor:
         """Make a value by one call whose inputs are all held."""
@@ -265,7 +278,7 @@ class Replay:
                 tensor: torch.Tensor = root.run({})
         finally:
             self.runs = before
-        if caches and not root.recorder.shares and root.left > 1:
+        if caches and not root.recorder.shares and root.readers - root.reads > 1:
             self._cache(root, tensor)
         return tensor
 
@@ -277,43 +290,56 @@ class Replay:
             for each in call.inputs:
                 if each.held is None:
                     readers[each] = readers.get(each, 0) + 1
-        borrowed: set[Value] = set()
+        borrowed: set[Value] = set()  # results that share memory with a held tensor
         before, self.runs = self.runs, True
         try:
             with below_autograd(), no_torch_function():
                 for call in order:
-                    self._run(call, made, readers, borrowed, caches)
+                    out = call.run(made)
+                    if call.recorder.shares:
+                        base = call.inputs[0]
+                        if base.held is not None or base in borrowed:
+                            borrowed.update(_results(call))
+                    if call.items is None:
+                        made[call] = out
+                    else:
+                        self._sort(call, out, made, readers, caches and call not in borrowed)
+                    out = None
+                    self._count_reads(call, made, readers, borrowed if caches else None)
         finally:
             self.runs = before
         tensor = made[root]
-        if caches and root not in borrowed and root.left > 1:
+        if caches and root not in borrowed and root.readers - root.reads > 1:
             self._cache(root, tensor)
         return tensor
 
-    def _run(
+    def _count_reads(
         self,
         call: Call,
         made: dict[Value, torch.Tensor],
         readers: dict[Value, int],
-        borrowed: set[Value],
-        caches: bool,
+        borrowed: set[Value] | None,
     ) -> None:
-        """Run one call; add results that share memory with a held tensor to `borrowed`."""
-        out = call.run(made)
-        if call.recorder.shares:
-            base = call.inputs[0]
-            if base.held is not None or base in borrowed:
-                borrowed.update(_results(call))
-        if call.items is None:
-            made[call] = out
-        else:
-            self._sort(call, out, made, readers, caches and call not in borrowed)
+        """Drop the inputs that no later call of this replay reads, or cache them for later reads.
+
+        Args:
+            call: the call that has run.
+            made: values of this replay.
+            readers: how many calls are still to read each value.
+            borrowed: values not to cache; None to cache none.
+        """
         for each in call.inputs:
-            if each.held is None:
-                each.left -= 1
-                left = readers[each] = readers[each] - 1
-                if not left:  # the last read in this replay
-                    self._let_go(each, made.pop(each), caches and each not in borrowed)
+            if each.held is not None:
+                continue
+            each.reads += 1
+            left = readers[each] = readers[each] - 1
+            if left:
+                continue
+            tensor = made.pop(each)
+            if each.reads >= each.readers:
+                each.cached, each.reads = None, 0
+            elif borrowed is not None and each.cached is None and each not in borrowed:
+                self._cache(each, tensor)
 
     def _sort(
         self,
@@ -330,19 +356,12 @@ class Replay:
                 continue
             if value in readers:
                 made[value] = tensor
-            elif caches and value.left > 0 and value.cached is None:
+            elif caches and value.readers > value.reads and value.cached is None:
                 self._cache(value, tensor)
-
-    def _let_go(self, value: Value, tensor: torch.Tensor, caches: bool) -> None:
-        """Drop a value, or cache it for readers to come."""
-        if value.left <= 0:
-            value.cached, value.left = None, value.readers
-        elif caches and value.cached is None:
-            self._cache(value, tensor)
 
     def _cache(self, value: Value, tensor: torch.Tensor) -> None:
         value.cached, value.version = tensor, version_of(tensor)
-        self._cached.append(ref(value))
+        self.cached.append(ref(value))
 
 
 def _reads_held(call: Call) -> bool:
@@ -354,9 +373,10 @@ def _reads_held(call: Call) -> bool:
 
 def _results(call: Call) -> list[Value]:
     """List the values that a call makes."""
-    found: list[Value] = [call]
-    found += [each for each in (item() for item in call.items or () if item is not None) if each]
-    return found
+    if call.items is None:
+        return [call]
+    found = [item() for item in call.items if item is not None]
+    return [call, *(each for each in found if each is not None)]
 
 
 def _order(root: Value, made: dict[Value, torch.Tensor]) -> list[Call]:
@@ -377,11 +397,12 @@ def _order(root: Value, made: dict[Value, torch.Tensor]) -> list[Call]:
         for each in reversed(call.inputs):  # the first is made first
             if each.held is not None or each in made:
                 continue
-            tensor = each.now()
-            if tensor is not None:
-                made[each] = tensor
-                continue
-            maker = each.made_by
+            if each.cached is not None:
+                tensor = each.now()
+                if tensor is not None:
+                    made[each] = tensor
+                    continue
+            maker = each if type(each) is Call and each.boxed is None else each.made_by
             if maker is None:
                 made[each] = _unboxed(each)
             elif maker not in done:

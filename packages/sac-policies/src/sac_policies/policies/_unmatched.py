@@ -53,11 +53,6 @@ class Watch:
         """Whether no forward of this function has ended yet."""
         return id(subject_of(function)) not in self._known
 
-    @property
-    def is_due(self) -> bool:
-        """Whether a name is missing and no running region could still have it."""
-        return bool(self.missing) and not self.running
-
     def forward_traced(self, seen: RegionSummary) -> None:
         """Warn after a trace whose operators differ from those of earlier traces."""
         ran = frozenset(_names(seen))
