@@ -153,9 +153,8 @@ def _estimate(
     inputs, copy = found.input_bytes, device.copy_seconds(1)
     levels[OFFLOADED] = offloaded(levels[LEVELS[AGAIN]], inputs, copy)
     hidden = _hidden(subject, found, levels[PLAIN], device)
-    spans = _checkpointed(step, ((block, hidden[type(block)][0]) for block in blocks))
-    away = [size + hidden[type(block)][1] for block, size in zip(blocks, inputs, strict=True)]
-    levels[HIDDEN] = offloaded(spans, away, copy)
+    spans = _checkpointed(step, zip(blocks, (policy for policy, _ in hidden), strict=True))
+    levels[HIDDEN] = offloaded(spans, [size for _, size in hidden], copy)
     measured = Measured(
         levels,
         len(blocks),
@@ -196,35 +195,37 @@ def _checkpointed(
 
 def _hidden(
     subject: Subject, blocks: Blocks, plain: Sequence[Span], device: Device
-) -> dict[type[nn.Module], tuple[Policy, int]]:
-    """Choose for each class the values whose copies a block's forward hides, and their bytes."""
+) -> list[tuple[Policy, int]]:
+    """Choose the values whose copies a block's forward hides; return their bytes with the inputs.
+
+    Blocks of one class with equally large inputs offload the same values.
+    """
     seconds = {span.key: span.seconds for span in plain}
     rate = 1 / device.copy_seconds(1)
-    found: dict[type[nn.Module], tuple[Policy, int]] = {}
+    kinds = list(zip(map(type, blocks.modules), blocks.input_bytes, strict=True))
+    found: dict[tuple[type[nn.Module], int], tuple[Policy, int]] = {}
 
     def begin(number: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        kind = type(blocks.modules[number])
-        away: set[int] = set()
+        kind, input_bytes = kinds[number], blocks.input_bytes[number]
         if kind in found:
             return
-        found[kind] = recompute_all(), 0
+        found[kind] = recompute_all(), input_bytes
         if parted(forward, args, kwargs) is None:
             return
         trace = profile(forward, *args, **kwargs)
         link = Link(rate, rate, seconds["forward", number])
-        for item in link.hidden(trace, blocks.input_bytes[number]):
-            away.update(item.ops)
+        away = {op for item in link.hidden(trace, input_bytes) for op in item.ops}
         if away:
             rows = sorted((trace.ops[op].key, Decision.SAVE) for op in away)
             size = sum(size for (op, _), size in trace.replayable.items() if op in away)
-            found[kind] = Plan(tuple(rows)), size
+            found[kind] = Plan(tuple(rows)), input_bytes + size
 
     with blocks.standing_in(), ExitStack() as stack:
         for number, block in enumerate(blocks.modules):
             call = partial(begin, number, block.forward)
             stack.enter_context(around_calls(block, call, lambda _: None))
         subject.loss_of()
-    return found
+    return [found[kind] for kind in kinds]
 
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> int:
