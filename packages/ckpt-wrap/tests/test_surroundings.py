@@ -123,3 +123,37 @@ def test_a_change_of_another_module_is_no_error(wrap):
     _step(module, lambda block: other.eval())
     _inner(module).heat = 3.0
     _step(module)
+
+
+class _Twice(nn.Module):
+    """Calls its block with two values of one attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x):
+        self.block.heat = 1.0
+        x = self.block(x)
+        self.block.heat = 2.0
+        return self.block(x)
+
+
+def test_a_forward_around_changes_an_attribute():
+    """An error, also if the module around is checkpointed too; if only that one is, it is right."""
+    x = torch.ones(2, 4)
+    model = _Twice()
+    model.block.dropout.p = 0.0
+    model(x).sum().backward()
+    outside = copy.deepcopy(model)
+    outside.zero_grad()
+    checkpoint_(outside)(x).sum().backward()
+    for one, other in zip(model.parameters(), outside.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    for is_around in (False, True):
+        nested = copy.deepcopy(model)
+        checkpoint_(nested.block)
+        if is_around:
+            checkpoint_(nested)
+        with pytest.raises(RecomputeError, match=r"'heat' of .* from 1.0 to 2.0"):
+            nested(x).sum().backward()

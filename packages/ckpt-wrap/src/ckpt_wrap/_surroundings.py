@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpt_wrap._ambient import is_checkpointing
 from ckpt_wrap._errors import RecomputeError, path_of
 
 Look = dict[str, Any]  # marks by name of attribute; equal marks mean an unchanged attribute
@@ -123,8 +122,6 @@ class Surroundings:
         return looks
 
     def _note_changes(self, looks: list[Look]) -> None:
-        if is_checkpointing():  # a forward around this one made the changes
-            return
         for module, look in zip(self._modules, looks, strict=True):
             ledger = _ledgers.get(id(module))
             if ledger is not None and ledger.last != look:
