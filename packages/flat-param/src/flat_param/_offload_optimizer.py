@@ -176,7 +176,7 @@ def _check(optimizer: Optimizer, bucket_numel: int) -> None:
 
 
 class _Stored(NamedTuple):
-    """A stored tensor, and the device of the state that it holds."""
+    """A stored tensor, and the device that its state belongs on."""
 
     tensor: Tensor
     device: torch.device
@@ -247,7 +247,7 @@ class _Buckets:
             self._interrupted = None, ""
 
     def _of(self, groups: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Parameter groups of one bucket each, of parameters with gradients."""
+        """Split parameter groups into buckets of parameters with gradients."""
         for group in groups:
             trained = [param for param in group["params"] if param.grad is not None]
             for params in self._runs(trained):
@@ -307,7 +307,7 @@ class _Buckets:
         self._show(state, moved)
 
     def _places(self, state: State, params: Iterable[Tensor]) -> list[_Moved]:
-        """The state to move, each with the stored tensor that it goes to."""
+        """Pair each state tensor to move with its stored tensor."""
         values = {
             (param, key): value
             for param in params
@@ -348,7 +348,7 @@ def _receive(
 
 
 class _Moved(NamedTuple):
-    """State and the stored tensor that it is copied to."""
+    """State and the stored tensor for it."""
 
     slot: tuple[Tensor, str]
     value: Tensor

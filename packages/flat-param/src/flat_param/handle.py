@@ -43,9 +43,9 @@ _TENSORS = ("_local_shard", "_full_param_padded")
 
 
 class HandleShardingStrategy(Enum):
-    """How a handle divides its flat parameter; the names of torch's private class.
+    """How a handle divides its flat parameter; the names are those of torch's private class.
 
-    `FULL_SHARD`, `SHARD_GRAD_OP`, `NO_SHARD` and `HYBRID_SHARD`; see `Strategy`.
+    `FULL_SHARD`, `SHARD_GRAD_OP`, `NO_SHARD` and `HYBRID_SHARD` mean what they mean in FSDP1.
     """
 
     FULL_SHARD = auto()
@@ -56,7 +56,7 @@ class HandleShardingStrategy(Enum):
 
 
 class ParamInfo(NamedTuple):
-    """Where an original parameter lives."""
+    """Location of an original parameter."""
 
     param_name: str
     module: nn.Module
@@ -64,7 +64,7 @@ class ParamInfo(NamedTuple):
 
 
 class SharedParamInfo(NamedTuple):
-    """A further place of a tied parameter, and its first ("prim") place."""
+    """Another location of a tied parameter, and its first ("prim") location."""
 
     param_name: str
     module: nn.Module
@@ -75,7 +75,7 @@ class SharedParamInfo(NamedTuple):
 
 
 class ShardParamInfo(NamedTuple):
-    """What a shard holds of one parameter; indices into the parameter include the last one."""
+    """The part of one parameter in a shard; indices into the parameter include the last one."""
 
     in_shard: bool
     offset_in_shard: int | None
@@ -94,14 +94,14 @@ class _MetadataFields(NamedTuple):
 
 
 class FlatParamShardMetadata(_MetadataFields):
-    """What one shard holds, parameter by parameter; padding is counted in no field.
+    """Contents of one shard, parameter by parameter; no field counts padding.
 
     Attributes:
         param_names: qualified names.
-        param_shapes: whole shapes.
-        param_strides: strides before flattening; None where the source did not record them.
+        param_shapes: full shapes.
+        param_strides: strides before flattening; None if the source did not record them.
         param_contiguities: whether each was contiguous; None likewise.
-        param_numels: whole numels.
+        param_numels: full numels.
         param_offsets: `(first, last)` element in the shard, last included.
 
     Example:
@@ -134,7 +134,7 @@ class FlatParamShardMetadata(_MetadataFields):
 
 
 class FlatParameter(nn.Parameter):
-    """A parameter that holds several flattened ones, with what is needed to tell them apart."""
+    """A parameter that holds several flattened ones, with the metadata to separate them."""
 
     _num_params: int
     _shapes: tuple[torch.Size, ...]
@@ -156,20 +156,20 @@ class FlatParameter(nn.Parameter):
     _layout: FlatLayout
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle values and metadata; the module the parameter belongs to stays behind."""
+        """Pickle values and metadata, without the module of the parameter."""
         skip = (*_PLACES, *_TENSORS)
         known = {name: value for name, value in vars(self).items() if name not in skip}
         return _rebuild, (self.detach(), self.requires_grad, known)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParameter:
-        """Copy values and metadata; likewise."""
+        """Copy values and metadata, without the module of the parameter."""
         known = self.__reduce_ex__(2)[1][2]
         copied = memo[id(self)] = _rebuild(self.detach().clone(), self.requires_grad, known)
         return copied
 
 
 def is_truly_contiguous(tensor: torch.Tensor) -> bool:
-    """Contiguous, and with unit stride last, which a 1x1 channels-last kernel does not have."""
+    """Contiguous, with unit stride last, which a 1x1 channels-last kernel does not have."""
     return tensor.is_contiguous() and (tensor.dim() == 0 or tensor.stride(-1) == 1)
 
 
@@ -186,7 +186,7 @@ def _frozen(value: Any) -> Any:
 
 
 def refusal(first: Tensor, tensor: Tensor, *, same_grad: bool) -> str:
-    """Why two tensors cannot share a flat parameter, in torch's words; empty where they can."""
+    """Return why two tensors cannot share a flat parameter, in torch's words; "" if they can."""
     if isinstance(tensor, FlatParameter):
         return "Cannot flatten a `FlatParameter`"
     if not (tensor.is_floating_point() or tensor.is_complex()):
@@ -222,7 +222,7 @@ def check_found(
 
 
 def shard_part(first: int, last: int, start: int, end: int) -> ShardParamInfo:
-    """What `[start, end]` holds of a parameter at `[first, last]`."""
+    """Return the part of a parameter at `[first, last]` that lies in `[start, end]`."""
     if not (start <= last and end >= first):
         return ShardParamInfo(False, None, None, None, None)
     begin, stop = max(start - first, 0), min(last, end) - first
@@ -230,7 +230,7 @@ def shard_part(first: int, last: int, start: int, end: int) -> ShardParamInfo:
 
 
 def param_info(module: nn.Module, name: str) -> ParamInfo:
-    """The place that a qualified name stands for."""
+    """Return the location of a qualified name."""
     path, owner, attribute = place_of(module, name)
     return ParamInfo(attribute, owner, path)
 
@@ -238,7 +238,7 @@ def param_info(module: nn.Module, name: str) -> ParamInfo:
 def shared_param_infos(
     module: nn.Module, specs: Sequence[ParamSpec]
 ) -> tuple[SharedParamInfo, ...]:
-    """The further places of tied parameters."""
+    """Return the further locations of tied parameters."""
     return tuple(
         SharedParamInfo(*param_info(module, alias), *param_info(module, spec.name))
         for spec in specs
@@ -247,7 +247,7 @@ def shared_param_infos(
 
 
 def set_attribute(module: nn.Module, name: str, value: Tensor) -> None:
-    """Replace a parameter by a tensor, or the other way round."""
+    """Replace a parameter by a tensor, or a tensor by a parameter."""
     if hasattr(module, name):
         delattr(module, name)
     setattr(module, name, value)
@@ -259,12 +259,12 @@ class FlatParamHandle:
     Args:
         params: the parameters to flatten; non-empty; all of them in the module.
         fully_sharded_module: the module whose walk gives their order and names.
-        device: where they are used; default: where they are.
+        device: where they are used; default: their device.
         sharding_strategy: NO_SHARD keeps the flat parameter whole on every rank.
-        offload_params: keep the shard on CPU; on a CPU device that is where it is.
+        offload_params: keep the shard on CPU; no effect on a CPU device.
         mp_param_dtype: dtype of the unsharded parameters; default: their own.
         mp_reduce_dtype: dtype in which gradients are reduced; default: `mp_param_dtype`.
-        keep_low_precision_grads: kept for the signature; see `fully_shard`.
+        keep_low_precision_grads: accepted and ignored; see `fully_shard`.
         process_group: ranks that share the parameters; default: this one alone.
         use_orig_params: keep the original parameter objects, aligned to 16 bytes each.
         fsdp_extension: must be None.
@@ -385,7 +385,7 @@ class FlatParamHandle:
         self._held: ParamViews | None = None  # while the module has parameters
 
     def flatten_tensors(self, tensors: Sequence[Tensor], aligned_numel: int) -> Tensor:
-        """Copy tensors into one new flat tensor, laid out as the flat parameter is.
+        """Copy tensors into one new flat tensor with the layout of the flat parameter.
 
         Raises:
             ParameterError: empty, negative alignment, or tensors that cannot share a tensor.
@@ -403,13 +403,13 @@ class FlatParamHandle:
     def flatten_tensors_into_flat_param(
         self, tensors: Sequence[Tensor], aligned_numel: int, requires_grad: bool
     ) -> FlatParameter:
-        """`flatten_tensors`, as a flat parameter without metadata."""
+        """`flatten_tensors`, returned as a flat parameter without metadata."""
         return FlatParameter(self.flatten_tensors(tensors, aligned_numel), requires_grad)
 
     # Copying
 
     def _deepcopy_module(self, memo: dict[int, Any]) -> nn.Module:
-        """Copy the module as one of parameters, and flatten the copy with a handle of its own."""
+        """Copy the module with plain parameters, and flatten the copy with a separate handle."""
         module, flat = self._fully_sharded_module, self.flat_param
         if not self._whole:
             raise StateError(
@@ -446,14 +446,14 @@ class FlatParamHandle:
     def _get_shard_metadata(
         self, unsharded_start_idx: int, unsharded_end_idx: int
     ) -> tuple[ShardParamInfo, ...]:
-        """What `[start, end]` of the unsharded flat parameter holds; both ends included."""
+        """Return metadata of the parameters in `[start, end]` of the full flat parameter."""
         return tuple(
             shard_part(first, stop - 1, unsharded_start_idx, unsharded_end_idx)
             for first, stop in self.flat_param._layout.ranges
         )
 
     def shard_metadata(self) -> FlatParamShardMetadata:
-        """What this rank's shard holds, parameters without a part left out."""
+        """Return the contents of this rank's shard, without parameters that have no part in it."""
         flat = self.flat_param
         held = [index for index, info in enumerate(flat._shard_param_infos) if info.in_shard]
         parts = [flat._shard_param_infos[index] for index in held]
@@ -467,7 +467,7 @@ class FlatParamHandle:
         )
 
     def _get_flat_param_offsets(self) -> list[tuple[int, int]]:
-        """`(first, last)` of every stretch, padding included."""
+        """Return `(first, last)` of every range, padding included."""
         ends = [0]
         for numel in self.flat_param._numels_with_padding:
             ends.append(ends[-1] + numel)
@@ -475,7 +475,7 @@ class FlatParamHandle:
 
     @staticmethod
     def _get_unpadded_shard(tensor: Tensor, rank: int, world_size: int) -> tuple[Tensor, int]:
-        """This rank's part of a flat tensor, a view, and how many elements it lacks."""
+        """Return this rank's part of a flat tensor as a view, and how many elements it lacks."""
         flat = tensor.reshape(-1)
         size = -(-flat.numel() // world_size)
         part = flat[size * rank : size * (rank + 1)]
@@ -483,7 +483,7 @@ class FlatParamHandle:
 
     @staticmethod
     def _get_shard(tensor: Tensor, rank: int, world_size: int) -> tuple[Tensor, int]:
-        """This rank's part, zero-padded to equal length; a copy where it is not the whole."""
+        """Return this rank's part, zero-padded to equal length; a copy unless it is the whole."""
         part, lacking = FlatParamHandle._get_unpadded_shard(tensor, rank, world_size)
         if world_size == 1:
             return part, 0
@@ -491,7 +491,7 @@ class FlatParamHandle:
 
     @staticmethod
     def _get_sharded_size(tensor: Tensor, rank: int, world_size: int) -> torch.Size:
-        """The size of a rank's part, padding included."""
+        """Return the size of a rank's part, padding included."""
         return torch.Size([-(-tensor.numel() // world_size)])
 
     @property
@@ -504,10 +504,10 @@ class FlatParamHandle:
 
     @contextlib.contextmanager
     def unflatten_as_params(self) -> Iterator[None]:
-        """Within, the module's attributes are parameters that share the flat memory.
+        """Context in which the module's attributes are parameters that share the flat memory.
 
         Raises:
-            StateError: this rank holds a part; nothing has changed then.
+            StateError: this rank holds only a part; then nothing has changed.
         """
         if not self._whole and self.world_size > 1:
             raise StateError(
@@ -521,13 +521,13 @@ class FlatParamHandle:
             self._use_unsharded_views(as_params=False)
 
     def param_module_names(self) -> Iterator[tuple[str, str]]:
-        """`(parameter name, module name)` of every place, tied ones included."""
+        """Yield `(parameter name, module name)` of every location, tied ones included."""
         for info in self.flat_param._param_infos:
             yield info.param_name, info.module_name
         yield from self.shared_param_module_names()
 
     def shared_param_module_names(self) -> Iterator[tuple[str, str]]:
-        """`(parameter name, module name)` of the further places of tied parameters."""
+        """Yield `(parameter name, module name)` of the further locations of tied parameters."""
         for info in self.flat_param._shared_param_infos:
             yield info.param_name, info.module_name
 
@@ -543,7 +543,7 @@ class FlatParamHandle:
         self._set_shared()
 
     def _use_sharded_views(self) -> None:
-        """Parameters: whole where this rank has the whole, otherwise the parts it has."""
+        """Set parameters: whole if this rank has the whole, otherwise its parts."""
         flat, views = self.flat_param, self._views_of_params()
         params = flat._params or [
             nn.Parameter(view, requires_grad=flat.requires_grad) for view in views
@@ -603,12 +603,12 @@ class FlatParamHandle:
 
     @property
     def uses_sharded_strategy(self) -> bool:
-        """Whether ranks hold parts rather than the whole."""
+        """Whether ranks hold parts instead of the whole."""
         return self._sharding_strategy is not HandleShardingStrategy.NO_SHARD
 
     @property
     def _shard_is_whole(self) -> bool:
-        """Whether `unshard` has nothing to do: one rank, and no cast."""
+        """Whether `unshard` does nothing: one rank, and no cast."""
         if not self.uses_sharded_strategy:
             return True
         return self.world_size == 1 and self._fwd_bwd_param_dtype == self._orig_param_dtype
@@ -633,7 +633,7 @@ class FlatParamHandle:
             self._use_sharded_views()
 
     def init_flat_param_attributes(self) -> None:
-        """Note the shard, and place it where it belongs; call it after `shard`."""
+        """Record the shard and move it to its device; call it after `shard`."""
         shard = self.flat_param.detach()
         if self._offload_params:
             shard = shard.cpu()
@@ -656,8 +656,8 @@ class FlatParamHandle:
     def unshard(self) -> None:
         """Make the flat parameter whole and the module's attributes views of it.
 
-        Collective where ranks hold parts: every rank of the group calls it. With original
-        parameters kept, values that were put in their place since are taken in first.
+        Collective if ranks hold parts: every rank of the group calls it. With original parameters
+        kept, values that were assigned since are copied in first.
 
         Raises:
             ParameterError: an original parameter changed its shape; names it.
@@ -674,11 +674,11 @@ class FlatParamHandle:
         self._use_unsharded_views(as_params=False)
 
     def post_unshard(self) -> None:
-        """Nothing is left to free; kept for the call order of the source."""
+        """Does nothing; exists for the call order of the source."""
 
     @torch.no_grad()
     def reshard(self, free_unsharded_flat_param: bool) -> None:
-        """Go back to the shard; not a collective."""
+        """Keep only the shard; not a collective."""
         flat = self.flat_param
         if self._shard_is_whole:
             return
@@ -689,12 +689,13 @@ class FlatParamHandle:
             self._use_sharded_views()
 
     def post_reshard(self) -> None:
-        """Nothing is left to free; kept for the call order of the source."""
+        """Does nothing; exists for the call order of the source."""
 
     def is_sharded(self, tensor: Tensor) -> bool:
         """Whether a tensor has the shard's size and not the whole one's; never for NO_SHARD.
 
-        With one rank the two sizes are equal, and `shard` was the last call unless `unshard` was.
+        With one rank the two sizes are equal; the answer is then whether the flat parameter is
+        sharded.
         """
         if not self.uses_sharded_strategy or "_sharded_size" not in vars(self.flat_param):
             return False
@@ -703,7 +704,7 @@ class FlatParamHandle:
         )
 
     def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
-        """Move or cast the flat parameter, as `Tensor.to` takes it, and renew the views."""
+        """Move or cast the flat parameter, like `Tensor.to`, and renew the views."""
         self._writeback_orig_params()
         self.flat_param.data = self.flat_param.to(*args, **kwargs)
         if self._whole:

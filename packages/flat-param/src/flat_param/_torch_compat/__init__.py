@@ -73,7 +73,7 @@ def current_backward() -> int:
 
 
 def backward_is_running() -> bool:
-    """Whether this thread is inside a backward pass."""
+    """Whether a backward pass is running in this thread."""
     return current_backward() != -1
 
 

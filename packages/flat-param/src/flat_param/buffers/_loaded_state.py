@@ -1,8 +1,8 @@
 """Refuse optimizer steps with state that was made for other parameters.
 
-torch loads state by position and compares no shapes. If the number of parameters happens to agree,
-as for a module before and after sharding, fused kernels read as many elements as the parameter now
-has: of another parameter, or past the end.
+torch loads state by position and compares no shapes. The number of parameters may agree by chance,
+as for a module before and after sharding. Fused kernels then read as many elements of the state as
+the parameter has now, beyond the state's end or in another parameter's state.
 
 - Each optimizer is checked before its first step, and before the first step after each load.
 - torch's elementwise optimizers have only counts and state of the parameter's shape. Any other

@@ -77,7 +77,7 @@ def _fill(file: BinaryIO, memory: memoryview) -> None:
 
 
 class CheckedWriter(FileSystemWriter):
-    """Writes a checkpoint beside the last one, see Note [Layout on disk].
+    """Writes a checkpoint next to the previous one, see Note [Layout on disk].
 
     Args:
         path: of the checkpoint.
@@ -263,7 +263,7 @@ def _metadata_in(data: bytes, path: Path) -> Metadata:
     file = io.BytesIO(data)
     try:
         metadata = _MetadataUnpickler(file).load()
-        if file.tell() != len(data):  # a damaged mark of the checksum
+        if file.tell() != len(data):  # a damaged checksum
             raise ValueError("they end before the file does")
     except CheckpointError:
         raise
@@ -340,7 +340,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         )
 
     def _member(self, owner: Any, name: Any) -> Any:
-        """A memory format by name, as Python 3.11 before 3.11.4 pickles it."""
+        """Return a memory format by name, as Python 3.11 before 3.11.4 pickles it."""
         of = ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING")
         if owner is not self._made.get(of) or type(name) is not str:
             raise CheckpointError(

@@ -213,9 +213,9 @@ def _other_options(
 
 
 def state_of(optimizer: Optimizer) -> Any:
-    """An optimizer's state, without the check of offloaded optimizers for interrupted steps.
+    """Return an optimizer's state, without the check of offloaded optimizers for interrupted steps.
 
-    Wrapped optimizers, such as accelerate's, have it in another object.
+    Wrapped optimizers, such as accelerate's, keep the state in another object.
     """
     if "state" in vars(optimizer):
         return vars(optimizer)["state"]

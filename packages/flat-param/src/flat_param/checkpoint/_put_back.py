@@ -57,7 +57,7 @@ def put_back_on_error(module: nn.Module, optimizer: Optimizer | None) -> Iterato
 
 
 def _copied(value: Any) -> Any:
-    """A deep copy, if there is one: the module may go on changing the value."""
+    """Return a deep copy if the value has one, since the module may change the value later."""
     try:
         return copy.deepcopy(value)
     except Exception:

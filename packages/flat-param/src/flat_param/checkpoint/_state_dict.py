@@ -219,7 +219,7 @@ def tied_names(module: nn.Module) -> list[list[str]]:
 
 
 def _from_first(state: Mapping[str, Any], module: nn.Module, world: World) -> Mapping[str, Any]:
-    """The state; this rank's part of it if only the first rank has it. Collective."""
+    """Return the state. If only the first rank has it, return this rank's part. Collective."""
     is_empty = world.comm.share(not any(len(part) for part in state.values()))
     if is_empty[0] or not any(is_empty):
         return state
@@ -269,7 +269,7 @@ def _slots(state: Mapping[str, Any]) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _sent(value: Any, info: Any, world: World) -> Any:
-    """A value of the first rank. Collective if it is a tensor."""
+    """Return the first rank's value. Collective if it is a tensor."""
     if not isinstance(info, _Shard):
         return info
     if world.is_first:

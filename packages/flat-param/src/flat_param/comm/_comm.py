@@ -44,7 +44,7 @@ _POLLS_OF_A_DEADLOCK = 4
 def _gather_notes(
     note: Any, group: dist.ProcessGroup | None, world_size: int, device: torch.device | None
 ) -> list[Any]:
-    """Every rank's note; torch's `all_gather_object` needs numpy."""
+    """Gather every rank's note. Not by torch's `all_gather_object`, which needs numpy."""
     data = torch.frombuffer(bytearray(pickle.dumps(note)), dtype=torch.uint8).to(device)
     size = torch.tensor([data.numel()], device=device)
     sizes = [torch.empty_like(size) for _ in range(world_size)]
@@ -213,7 +213,7 @@ class Communicator:
     ) -> Pending:
         """Reduce `tensor` over ranks in place. Collective.
 
-        `of_unit`: whether it belongs to the communicator's unit, or to several units.
+        `of_unit`: True if the tensor belongs to the communicator's unit, False if to several units.
         """
         if self.world_size == 1:
             return Pending(self, "all_reduce")

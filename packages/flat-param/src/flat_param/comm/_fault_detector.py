@@ -74,7 +74,7 @@ class FaultDetector:
             return ""
 
     def stop_waiting(self) -> None:
-        """Remove what `deadlock` has posted."""
+        """Remove the message that `deadlock` posted."""
         with suppress(RuntimeError):
             Wait.over(self.store, self.rank)
 

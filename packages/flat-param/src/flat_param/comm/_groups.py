@@ -99,7 +99,10 @@ def make_comm_groups(mesh: DeviceMesh | None, *, log: CommLog) -> CommGroups:
 
 
 def meeting_comms(mesh: DeviceMesh | None) -> tuple[Communicator, ...]:
-    """Communicators to all ranks that shard together, which are not counted. Not a collective."""
+    """Return communicators to all ranks that shard together; their calls are not counted.
+
+    Not a collective.
+    """
     return tuple(Communicator(group, log=CommLog()) for group in _meeting_groups(mesh))
 
 
@@ -157,9 +160,9 @@ def _one_group(mesh: DeviceMesh | None) -> _Group:
 
 
 def comm_of_part(comms: CommGroups, size: int) -> Communicator:
-    """This rank and its neighbours, `size` of the ranks that divide a unit.
+    """Return a communicator to this rank and its neighbours: `size` ranks of those of a unit.
 
-    Collective for them at the first call.
+    Collective over these ranks in the first call.
     """
     group = cast(_Group, comms.gather.group)
     first = comms.gather.rank // size * size
@@ -169,5 +172,5 @@ def comm_of_part(comms: CommGroups, size: int) -> Communicator:
 
 
 def _twin(group: _Group) -> _Group:
-    """A second group of the same ranks."""
+    """Return a second process group of the same ranks."""
     return derived_group(group, "twin", dist.get_process_group_ranks(group))

@@ -125,7 +125,7 @@ class Wait:
 
     @staticmethod
     def of(store: Any, rank: int) -> Wait | None:
-        """What a rank has written."""
+        """Return the entries that a rank has written."""
         text = store.get(_key(rank)).decode() if store.check([_key(rank)]) else ""
         return Wait(**json.loads(text)) if text else None
 

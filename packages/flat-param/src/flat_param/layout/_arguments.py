@@ -34,7 +34,7 @@ def path_of(function: str, path: object) -> Path:
 
 
 def check_is_optimizer(function: str, optimizer: object) -> None:
-    """Refuse a class, a state dict or a module in an optimizer's place."""
+    """Refuse a class, a state dict or a module that was passed as an optimizer."""
     if not hasattr(optimizer, "param_groups") or isinstance(optimizer, type):
         raise ParameterError(
             f"flat_param.{function}: optimizer is {_kind_of(optimizer)}, but it must be an "

@@ -50,13 +50,13 @@ aten = torch.ops.aten
 
 
 class ShardOwners:
-    """The ranks that have the other elements of a tensor. Copies of a shard share it.
+    """The ranks with the other elements of a tensor. Copies of a shard share it.
 
     Args:
         comm: to these ranks.
-        device: where collectives take tensors from.
-        ranges: gives `[start, stop)` of each rank.
-        place: how tensor parallelism has cut the tensor before; None if it has not.
+        device: device of tensors in collectives.
+        ranges: returns `[start, stop)` of each rank.
+        place: placement by tensor parallelism; None without it.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class ShardOwners:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """A mesh of the ranks."""
+        """Return a mesh of the ranks."""
         return _mesh_of(self.comm.group, self.device.type)
 
     def gather(self, local: Tensor, extent: Extent) -> Tensor:
-        """The whole tensor, on the device of `local`. Collective."""
+        """Return the full tensor, on the device of `local`. Collective."""
         ranges = self.ranges()
         longest = max(stop - start for start, stop in ranges)
         start, stop = ranges[self.comm.rank]
@@ -87,7 +87,7 @@ class ShardOwners:
         self.comm.all_gather(_as_bytes(rows.view(-1)), _as_bytes(mine)).wait()
         found = [row[: stop - start] for row, (start, stop) in zip(rows, ranges, strict=True)]
         flat = torch.cat(found).to(local.device)
-        # Row-major: torch broadcasts whole tensors as they lie in memory.
+        # Row-major: torch broadcasts full tensors in memory order.
         whole = flat.view(extent.outer_shape).permute(inverse(extent.order)).contiguous()
         if self.place is None:
             return whole
@@ -96,7 +96,7 @@ class ShardOwners:
         return gathered
 
     def cut(self, whole: Tensor, extent: Extent) -> Tensor | None:
-        """A copy of this rank's elements; None where `whole` is not of the tensor's shape."""
+        """Return a copy of this rank's elements; None if `whole` has another shape."""
         if self.place is not None:
             whole = self.place.local_of_value(whole)
         elif isinstance(whole, DTensor) and not isinstance(whole, FlatShard):
@@ -175,7 +175,7 @@ class FlatShard(Chunks, DTensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub has no class
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """For calls that come from C++."""
+        """Refuse calls that come from C++."""
         kwargs, self = dict(kwargs or {}), args[0] if args else None
         if isinstance(self, cls) and func in DISPATCHED:
             kwargs.pop("memory_format", None)
@@ -201,7 +201,7 @@ class FlatShard(Chunks, DTensor):
         return rebuild_shard, (self._local_tensor, *fields_of(self._extent))
 
     def to_local(self, **kwargs: Any) -> Tensor:
-        """This rank's elements, 1-D. A whole tensor that is copied there is cut."""
+        """Return this rank's elements, 1-D. A whole tensor that is copied into them is cut."""
         local = self._local_tensor.detach().as_subclass(_Elements)
         local._shard = self
         return local
@@ -226,13 +226,13 @@ class FlatShard(Chunks, DTensor):
 
 
 class _Elements(Tensor):
-    """The local tensor of a shard, to which torch's checkpoint code copies whole tensors."""
+    """The local tensor of a shard, into which torch's checkpoint code copies full tensors."""
 
     __torch_function__ = no_torch_function
     _shard: FlatShard
 
     def copy_(self, other: Tensor, non_blocking: bool = False) -> Tensor:
-        """Copy elements, or this rank's part of a whole tensor."""
+        """Copy elements, or this rank's part of a full tensor."""
         shard = self._shard
         if tuple(other.shape) == shard._extent.size:
             shard._fill(other)
@@ -241,9 +241,9 @@ class _Elements(Tensor):
 
 
 def local_elements(value: Tensor, extent: Extent, owners: ShardOwners) -> Tensor:
-    """This rank's elements, 1-D, of any value that a state dict may have for a tensor.
+    """Return this rank's elements, 1-D, of any value that a state dict may have for a tensor.
 
-    Collective where `value` is a shard of other elements, or a DTensor of another layout.
+    Collective if `value` is a shard with other elements, or a DTensor with another layout.
 
     Args:
         value: a whole tensor, a DTensor, a shard, or a shard that was pickled.
@@ -274,8 +274,8 @@ def local_elements(value: Tensor, extent: Extent, owners: ShardOwners) -> Tensor
 
 
 def flat_view(tensor: Tensor, like: Tensor) -> Tensor:
-    """The elements of a tensor in the memory order of `like`, 1-D; a view where it can be."""
-    with without_torch_function():  # a piece becomes a plain tensor
+    """Return the elements of a tensor in the memory order of `like`, 1-D; a view if possible."""
+    with without_torch_function():  # converts a piece to a plain tensor
         tensor = tensor.detach()
     if tensor.numel() < 2 or tensor.stride() == like.stride():
         return tensor.as_strided((tensor.numel(),), (1,))

@@ -128,7 +128,7 @@ def _over_ranks(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def by_comm(grads: list[Tensor]) -> dict[Spread, list[Tensor]]:
-    """Gradients by the ranks over which they are spread, in order of first appearance."""
+    """Group gradients by the ranks over which they are sharded, in order of first appearance."""
     known: dict[object, Spread] = {}
     lists: dict[Spread, list[Tensor]] = {}
     for grad in grads:
@@ -144,7 +144,7 @@ def groups_of(comms: Spread) -> tuple[object, ...]:
 
 
 def _found_by_all(original: Callable[..., dict[Any, Tensor]]) -> Callable[..., dict[Any, Tensor]]:
-    """The search for overflow, shared with the ranks of the unit. Collective."""
+    """Combine the ranks' searches for an overflow. Collective."""
 
     def unscale_grads_(
         scaler: Any, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, *rest: Any
@@ -163,7 +163,7 @@ def _found_by_all(original: Callable[..., dict[Any, Tensor]]) -> Callable[..., d
                 comm.all_reduce(largest, dist.ReduceOp.MAX, of_unit=False).wait()
             for each in found.values():
                 each.copy_(largest)
-            found.setdefault(found_inf.device, largest)  # a rank may have nothing of any parameter
+            found.setdefault(found_inf.device, largest)  # a rank may have no piece of any parameter
         return found
 
     return unscale_grads_

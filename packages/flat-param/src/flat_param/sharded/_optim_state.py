@@ -164,7 +164,7 @@ def no_place(
 def _taking(original: Callable[..., None]) -> Callable[..., None]:
     @wraps(original)
     def load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        # After all other hooks: a user's hook may change the order of the state.
+        # Runs after all other hooks: a user's hook may change the order of the state.
         hook = optimizer.register_load_state_dict_pre_hook(_take_all)
         try:
             original(optimizer, state_dict)

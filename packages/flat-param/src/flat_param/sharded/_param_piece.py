@@ -38,7 +38,7 @@ class PieceSegment:
         self.steps = 0
 
     def ranges(self, index: int) -> tuple[tuple[int, int], ...]:
-        """`[start, stop)` of one parameter by rank."""
+        """Return `[start, stop)` of one parameter by rank."""
         return tuple(held.get(index, (0, 0)) for held in self._held)
 
     @cached_property
@@ -53,11 +53,11 @@ class ParamPiece:
     Args:
         shard: the piece.
         index: of the parameter in its segment.
-        segment: with which it is laid out.
-        place: how tensor parallelism has cut the parameter; None if it has not.
+        segment: its segment.
+        place: placement by tensor parallelism; None without it.
 
     Attributes:
-        has_grad: whether other ranks have a gradient, where the optimizer skips this one.
+        has_grad: whether other ranks have a gradient, if the optimizer skips this one.
         is_stepped: whether they have optimizer state.
     """
 
@@ -104,7 +104,7 @@ class ParamPiece:
 
     @property
     def leaves_ranks_out(self) -> bool:
-        """Whether the optimizer steps the parameter on those ranks only that have elements."""
+        """Whether the optimizer steps the parameter only on ranks that have elements."""
         return self.is_cut and keeps_dims(self.plan)
 
     @property
@@ -119,7 +119,7 @@ class ParamPiece:
 
     @cached_property
     def extent(self) -> Extent:
-        """The elements here."""
+        """The elements of this rank."""
         shard = self.shard
         return extent_of(shard.spec, shard.start, shard.stop, self.place, shard.spec.name)
 
@@ -139,7 +139,7 @@ class ParamPiece:
         return block_rows(self.plan, self.index, self.shard.start, self.shard.stop)
 
     def present(self, local: Tensor) -> Tensor:
-        """Elements here, 1-D, as a state dict has them."""
+        """Return this rank's elements, 1-D, in the form of a state dict."""
         from ._flat_shard import FlatShard
 
         if self.is_cut:
@@ -149,7 +149,7 @@ class ParamPiece:
         return whole if self.place is None else self.place.over(whole)
 
     def present_rows(self, rows: Tensor) -> FlatShard:
-        """State with a row for each block here, `(rows, ...)`."""
+        """Return state with one row per block of this rank, `(rows, ...)`."""
         from ._flat_shard import FlatShard, ShardOwners
 
         each = rows[:1].numel() if len(rows) else rows.new_empty(1, *rows.shape[1:]).numel()

@@ -150,10 +150,10 @@ def too_late(name: str) -> StateError:
 
 
 def inner_first(order: Iterable[U], around: Callable[[U], Container[U]]) -> list[U]:
-    """Units in the order in which backward has all their gradients.
+    """Return units in the order in which backward completes their gradients.
 
-    A unit that begins in forward with an embedding, and ends with a head, has its last gradient
-    when those of all units inside it are there.
+    A unit that begins in forward with an embedding, and ends with a head, gets its last gradient
+    after all units inside it.
 
     Args:
         order: the reverse of the order in which their forwards ended: each before those inside it.

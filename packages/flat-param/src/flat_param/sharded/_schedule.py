@@ -210,7 +210,7 @@ class Schedule:
     # Backward.
 
     def begin_backward(self) -> BackwardPass:
-        """The pass that runs; at the first gradient, a new one."""
+        """Return the running pass; the first gradient starts a new one."""
         current = self.backward
         if current is not None:
             if not current.was_dropped:
@@ -368,9 +368,10 @@ class Schedule:
 
 
 def _on_end(schedule_ref: weakref.ref[Schedule], callback: _Callback) -> None:
-    """A backward is over; if its pass is not, put the optimizer's parameters back at once.
+    """Handle the end of a backward. If its pass is incomplete, restore the optimizer's parameters.
 
-    The rest waits for `settle`, which may raise. The pass that runs may be another's.
+    `settle` does the rest later, since it may raise. The running pass may belong to another
+    backward.
     """
     schedule = schedule_ref()
     current = None if schedule is None else schedule.backward

@@ -32,7 +32,7 @@ def watch_registrations() -> None:
 
 
 def _count(module: nn.Module, name: str, registered: Any) -> None:
-    if not torch.compiler.is_compiling():  # a traced count would be compiled anew in each call
+    if not torch.compiler.is_compiling():  # traced, it would be compiled anew in each call
         _registrations[0] += 1
 
 

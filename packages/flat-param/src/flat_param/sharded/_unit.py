@@ -35,15 +35,15 @@ class Unit(UnitParams):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Functions, not methods: a method would keep its unit until a garbage collection.
+        # Functions, not methods: a method would keep its unit alive until a garbage collection.
         self.begin_forward, self.end_forward = _uncompiled_ends()
 
     @property
     def schedule(self) -> Schedule:
-        """Of its tree. It has all units, so the units' modules keep it alive, not the units.
+        """The schedule of the unit's tree. It holds all units, so modules keep it alive, not units.
 
         Raises:
-            StateError: they are deleted.
+            StateError: the modules of the tree were deleted.
         """
         schedule: Schedule | None = self._schedule()
         if schedule is None:
@@ -110,14 +110,14 @@ class Unit(UnitParams):
             self._advance(schedule, state)
 
     def on_inner_grads(self) -> None:
-        """A unit that ran inside this one's forward has all its gradients."""
+        """Handle that a unit inside this one's forward has all its gradients."""
         schedule = self.schedule
         state = schedule.standing(self)
         state.inner -= 1
         self._advance(schedule, state)
 
     def on_grad(self, grads: ShardedGrads, index: int) -> None:
-        """A leaf of the unit has its gradient."""
+        """Handle the gradient of a leaf."""
         schedule = self.schedule
         state = schedule.standing(self)
         if state.summed:

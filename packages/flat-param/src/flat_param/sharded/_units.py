@@ -1,4 +1,4 @@
-"""`fully_shard` turns a module into a sharded unit, in place, by swapping its class."""
+"""`fully_shard`: turn a module into a sharded unit, in place, by changing its class."""
 
 from __future__ import annotations
 
@@ -79,26 +79,26 @@ def fully_shard(
     """Shard a module's parameters over ranks, in place, and return the module.
 
     Call it on inner modules first, then on the module around them, in the same way on every rank.
-    Each inner module becomes a unit; the remaining parameters belong to the outer unit. Parameters
-    keep their identity, so an optimizer made before still trains, and one made after sees this
-    rank's pieces; a DTensor is replaced by a plain parameter, so make optimizers after that.
+    Each inner module becomes a unit; the remaining parameters belong to the outer unit. Parameter
+    objects stay the same, so an optimizer made before still trains them, and one made after gets
+    this rank's pieces. DTensors are replaced by plain parameters, so make optimizers after that.
     Collective: every rank of the world must call it.
 
     Args:
-        module: any kind that is called, or a list of modules that become one unit; its parameters
+        module: any module that is called, or a list of modules that become one unit; its parameters
             are on one device, or on meta.
         mesh: ranks to shard over. With two axes (replicate, shard) it is HSDP: parameters are
             replicated over the first and sharded over the second, which may have one rank. Meta
             and CPU parameters are moved to its device. Default: all ranks, and the parameters'
             device.
-        reshard_after_forward: True frees whole parameters between forward and backward (ZeRO-3),
-            False keeps them (ZeRO-2), a number of ranks keeps them among as many; see
+        reshard_after_forward: True frees full parameters between forward and backward (ZeRO-3),
+            False keeps them (ZeRO-2), a number of ranks keeps them sharded over that many; see
             `ShardedModule.set_reshard_after_forward`.
         mp_policy: torch's `MixedPrecisionPolicy`.
         offload_policy: torch's `CPUOffloadPolicy` keeps shards, gradients and optimizer state in
-            CPU memory, page-locked unless it says otherwise.
-        ignored_params: parameters that stay as they are: full, separate on each rank, with
-            gradients that are not reduced. Those of units inside are left alone, too.
+            CPU memory, page-locked by default.
+        ignored_params: parameters that stay full and separate on each rank, with gradients that are
+            not reduced. Those of units inside are ignored, too.
         boundary: "element", or "row", "tensor" or `Blocks` for optimizers that need those whole; or
             `by_name`, for each parameter.
         init_fn: called on each module whose meta parameters have been allocated; default:
@@ -113,7 +113,7 @@ def fully_shard(
     Raises:
         ParameterError: a weight is tied to one in another unit, is flattened or has a gradient
             already, parameters share memory, devices are mixed, or an ignored one is not a
-            parameter that the unit may leave alone.
+            parameter that the unit may ignore.
         StateError: the module is sharded already or is never called, there is no process group, or
             an argument is of another kind.
         CommError: ranks have different modules or settings, or one of them raised. Then nothing has
@@ -123,7 +123,7 @@ def fully_shard(
     def plan() -> _UnitPlan:
         modules = modules_of(module)
         check_placement(shard_placement_fn)
-        # The boundary waits until it is known for what parameters.
+        # The boundary is resolved once the parameters are known.
         options = UnitOptions(precision_of(mp_policy), "element", *check_offload(offload_policy))
         copies = group_sizes(mesh)
         check_group_size(reshard_after_forward, copies[1])
@@ -177,7 +177,7 @@ def _memory_of(module: nn.Module, names: Iterable[str]) -> list[int]:
 
 
 def _join(modules: Sequence[nn.Module], unit: Unit, inner: Sequence[Unit], name: str) -> None:
-    """Make one tree of a unit and those inside it, and name them all."""
+    """Join a unit and those inside it to one tree, and name all of them."""
     schedule = unit.schedule
     for nested in inner:
         schedule.merge(nested.schedule)
@@ -196,18 +196,18 @@ def _join(modules: Sequence[nn.Module], unit: Unit, inner: Sequence[Unit], name:
 
 @dataclass(frozen=True)
 class _UnitPlan:
-    """What a call of `fully_shard` will do, known before anything is changed.
+    """The plan of a `fully_shard` call, made before anything is changed.
 
     Attributes:
-        modules: that become one unit.
-        root: the module, or what has all of them as children.
+        modules: modules that become one unit.
+        root: the module, or a container of all of them.
         options: of the unit.
-        device: where it computes.
-        specs: its parameters; those of nested units are theirs.
-        segments: how they are laid out.
+        device: of its full parameters.
+        specs: its parameters, without those of nested units.
+        segments: their layout.
         inner: the nested units.
-        ignored: parameters that it leaves alone, those of nested units too.
-        description: what every rank must have alike.
+        ignored: parameters that it ignores, also those of nested units.
+        description: must be equal on every rank.
     """
 
     modules: tuple[nn.Module, ...]
@@ -230,7 +230,7 @@ def _plan_unit(
     others: Mapping[str, object],
     ignored_params: Iterable[nn.Parameter] | None,
 ) -> _UnitPlan:
-    """Check everything that can be wrong with a module, and describe it for other ranks."""
+    """Check a module completely, and describe it for other ranks."""
     module = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     inner = tuple(units_at_rest(module))
     for each in modules:
@@ -273,10 +273,10 @@ def _local_spec(spec: ParamSpec, param: nn.Parameter) -> ParamSpec:
 
 
 def _as_planned(module: nn.Module, spec: ParamSpec) -> nn.Parameter:
-    """The parameter that was planned, which `init_fn` may have filled but not changed otherwise.
+    """Return a planned parameter; `init_fn` may have filled it but not changed it otherwise.
 
     Raises:
-        ParameterError: it is another than was planned.
+        ParameterError: it differs from the plan.
     """
     param = module.get_parameter(spec.name)
     found = (tuple(local_of(param).shape), param.dtype, param.requires_grad)

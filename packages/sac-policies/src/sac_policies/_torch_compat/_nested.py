@@ -22,7 +22,7 @@ def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
 def _size(tensor: torch.Tensor, dim: int) -> int:
     try:
         size = tensor.size(dim)
-    except RuntimeError:  # it has none
+    except RuntimeError:  # it has no shape
         return RAGGED
     return size if type(size) is int else RAGGED
 

@@ -1,15 +1,14 @@
 """Predicts a step in which regions are on different levels, from steps on single levels.
 
 A step is divided where a region begins: in forward where it is called, in backward where the
-gradient of its output is known. What happens until the next region begins belongs to the region.
-The part after the last call, with the model's head and the loss, is the tail. A region's part does
-not depend on the levels of other regions, so a mixture is put together from measured steps.
+gradient of its output is known. The part until the next region begins belongs to the region. The
+part after the last call, with the model's head and the loss, is the tail. A region's part does not
+depend on the levels of other regions, so a mixture is put together from measured steps.
 
-The tail is an exception. Others than autograd may hold tensors until then, as a cache holds keys
-and values, and the tail frees those that no region keeps. The bytes of a region's tensors go by
-that region's level, and by those levels on which regions hold their arguments, the cache among
-them. Bytes from before all regions go by all levels. If the allocator gives sums alone, they are
-divided evenly.
+The tail is an exception. Objects such as a cache may hold tensors until then, and the tail frees
+those that no region keeps. The bytes of a region's tensors depend on that region's level, and on
+levels on which other regions hold their arguments, such as the cache. Bytes from before all regions
+depend on all levels. If the allocator reports only sums, they are divided evenly.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ def _between(
 
 
 def highest(intervals: Iterable[Interval]) -> int:
-    """Return the peak over the bytes before the first interval.
+    """Return the peak, counted from the bytes before the first interval.
 
     Example:
         >>> highest([Interval(None, 8, 16), Interval("block", -8, 12)])
@@ -210,7 +210,7 @@ def _quiet() -> Iterator[None]:
     if _LOG_LEVEL in os.environ:
         yield
         return
-    os.environ[_LOG_LEVEL] = "6"  # above its messages of every step
+    os.environ[_LOG_LEVEL] = "6"  # a higher level than its messages of every step
     try:
         yield
     finally:

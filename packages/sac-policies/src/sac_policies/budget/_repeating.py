@@ -23,11 +23,12 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def repeating(model: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
-    """Return the outermost modules of classes of which a container has several, by path.
+    """Return the modules that repeat, outermost first, with their paths.
 
-    Modules of these classes count wherever they are. Modules without children do not count, nor
-    containers of blocks, whose blocks do. If no container has several of one class, any parent may;
-    else the model is one region.
+    A module repeats if a container has several modules of its class. Other modules of that class
+    count wherever they are. Modules without children do not count, nor containers of blocks, whose
+    blocks do. If no container has several of one class, any parent may; else the model is one
+    region.
 
     Example:
         >>> block = lambda: nn.TransformerEncoderLayer(8, 2)
@@ -132,7 +133,7 @@ def _below(path: str, module: nn.Module, parents: Any) -> Iterator[tuple[str, nn
 def _is_block(module: nn.Module) -> bool:
     module = original(module)
     children = list(module.children())
-    if isinstance(module, nn.Sequential):  # of layers it is a block, of blocks a stage
+    if isinstance(module, nn.Sequential):  # a block of layers, or a stage of blocks
         return bool(children) and not any(map(_is_block, children))
     return bool(children) and not isinstance(module, _CONTAINERS)
 

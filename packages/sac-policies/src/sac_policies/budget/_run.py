@@ -201,9 +201,9 @@ class Recorder(WatchingMode):
         if self._is_own:
             return func(*args, **given)
         if not _PLAIN.issuperset(types):
-            return NotImplemented  # a subclass calls operators on its inner tensors
+            return NotImplemented  # a tensor subclass calls operators on its inner tensors
         if FAKE_TENSOR in types and not in_fake_mode():
-            return func(*args, **given)  # DTensor propagates shardings by fake tensors
+            return func(*args, **given)  # DTensor uses fake tensors to propagate shardings
         run, at = self._run, len(self._run.calls)
         records = torch.is_grad_enabled() or is_called_by_library(2)
         inputs = tuple(map(self._number, tensors_in((args, given))))
@@ -244,7 +244,7 @@ class Recorder(WatchingMode):
         return self._run.layouts[self._number(tensor)].storage
 
     def _result(self, tensor: torch.Tensor) -> Place:
-        """Number a result; the call made every storage that was unknown before."""
+        """Number a result. Storages that were unknown before were made by this call."""
         storage = storage_under(tensor)
         if storage is not None and storage not in self._storages:
             self._new_storage(storage, storage.nbytes())
@@ -293,8 +293,9 @@ class Recorder(WatchingMode):
     def _settle_in_place(self, storage: int) -> None:
         """Place a result in the memory of the tensor that backward would have written to.
 
-        Autograd adds gradients in place if nothing else holds the first one, and so do a few
-        formulas, but not under a mode. Then the tensor is freed as soon as the result exists.
+        If nothing else holds the first gradient, autograd adds the next one in place, and a few
+        formulas write in place too. Under a mode they do not, and the tensor is freed as soon as
+        the result exists.
         """
         events, layouts = self._run.events, self._run.layouts
         at = len(events) - 1

@@ -1,4 +1,4 @@
-"""The best plan for a budget.
+"""Find the plan with the least recomputation for a budget.
 
 A value is kept or its operator runs again: a 0/1 knapsack over bytes and work. `_knapsack` solves
 it in integers.

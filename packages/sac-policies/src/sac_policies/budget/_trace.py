@@ -154,7 +154,7 @@ class Trace:
     def slack_bytes(self) -> int:
         """Bytes by which `fixed_bytes` plus items may exceed the bytes of a plan.
 
-        They do if several values are recomputed from one tensor.
+        They exceed it if several values are recomputed from one tensor.
         """
         return self.fixed_bytes() + sum(self._weights().values()) - self.total_bytes()
 
@@ -178,7 +178,7 @@ class Trace:
         }
 
     def _weights(self) -> dict[int, int]:
-        """Return, by call, the bytes of keeping its result minus those held only for it."""
+        """Return the bytes of each call's result, minus bytes that are held only for the call."""
         reads: dict[int, set[Held]] = {call: set() for call, _ in sorted(self.replayable)}
         always: set[Held] = set()
         for pack in self.packs:

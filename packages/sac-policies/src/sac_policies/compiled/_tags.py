@@ -32,11 +32,11 @@ _TAGS = ("recompute", "ac_graph_id")
 
 
 class _TagMode(TorchDispatchMode):
-    """What both modes share; not compiled, since they run while compiling."""
+    """Base of both modes; not compiled, since they run during compilation."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Stay out of compiled callables inside the region."""
+        """Ignore compiled callables inside the region."""
         return True
 
     supports_higher_order_operators = True
@@ -50,7 +50,7 @@ class TagForward(_TagMode):
     """Traces a region and tags its nodes.
 
     Attributes:
-        ac_graph_id: number of the region, set by torch; None where it does not.
+        ac_graph_id: number of the region, set by torch; None if it is not set.
     """
 
     def __init__(self, policy: Policy, values: _Values) -> None:
@@ -66,7 +66,7 @@ class TagForward(_TagMode):
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        # Where no node of another graph lends its metadata, what was written would stay for good.
+        # If no node of another graph provides metadata, these changes would stay permanently.
         super().__exit__(*error)
         meta = node_meta()
         for tag in _TAGS:
@@ -116,7 +116,7 @@ class TagForward(_TagMode):
 
 
 class TagRecompute(_TagMode):
-    """Hands back what was traced, operator by operator."""
+    """Returns the traced values, operator by operator."""
 
     def __init__(self, values: _Values) -> None:
         super().__init__(values)

@@ -62,8 +62,8 @@ class Guard:
 class _Comparisons:
     """Results of comparisons in one backward, read at its end.
 
-    The autograd engine holds them, and drops them with a backward that fails. A nested backward
-    has separate ones, and the thread that ends a backward may differ from the comparing one.
+    The autograd engine holds them, and drops them if the backward fails. A nested backward has
+    separate results. The thread that ends a backward may not be the one that compared.
     """
 
     __slots__ = ("__weakref__", "_results")

@@ -77,7 +77,7 @@ class MovedTensor:
         self._back: torch.Tensor | None = None
         self._arrived: torch.Event | None = None
         self._captured = self._back_captured = False
-        self._reader = -1  # the backward that read it last
+        self._reader = -1  # the last backward that read it
         self._lock = threading.RLock()
         self.home = tensor.device
         with no_dispatch():
@@ -86,7 +86,7 @@ class MovedTensor:
             refuse_old_torch(self._captured)
             try:
                 self.host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-            except RuntimeError as error:  # torch has no class of its own for this
+            except RuntimeError as error:  # torch raises no special class for this
                 raise NoHostMemoryError from error
             self._number = counters.out(tensor.nbytes)
             # Shares the tensor's version, also after its memory was freed.
@@ -290,7 +290,7 @@ def _streams_of(device: torch.device) -> tuple[torch.Stream, torch.Stream]:
 
 
 def _is_capturing(stream: torch.Stream) -> bool:
-    with _On(stream):  # torch answers for the current stream
+    with _On(stream):  # torch's query is about the current stream
         return is_capturing(stream.device)
 
 

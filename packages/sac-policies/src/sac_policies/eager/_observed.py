@@ -16,10 +16,10 @@ Call = tuple[str, int]
 
 
 class Observed:
-    """Notes which call made each storage, and which values are held after the forward.
+    """Records which call made each storage, and the values held after the forward.
 
     Attributes:
-        moved_from: the calls of which a result was copied to the host.
+        moved_from: calls with a result that was copied to the host.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Observed:
         self._values: list[ref[Value]] = []
 
     def called(self, recorder: Recorder, index: int, out: Any) -> None:
-        """Note the storages that a call made."""
+        """Record the storages that a call made."""
         if recorder.shares:
             return
         tensors = tensors_in(out)
@@ -39,26 +39,26 @@ class Observed:
                 self._made[key] = (str(recorder.op), index), _reason(recorder, is_float)
 
     def replaced(self, held: torch.Tensor, original: torch.Tensor) -> None:
-        """Note that a tensor is held for what made another."""
+        """Record that a tensor is held instead of another one."""
         made = self._made.get(storage_key(original))
         self._made.pop(storage_key(held), None)
         if made is not None:
             self._made[storage_key(held)] = made
 
     def moved(self, tensor: torch.Tensor) -> None:
-        """Note that a tensor is copied to the host."""
+        """Record that a tensor is copied to the host."""
         made = self._made.get(storage_key(tensor))
         if made is not None:
             self.moved_from.add(made[0])
 
     def ended(self, values: list[ref[Value]]) -> None:
-        """Note the values that hold tensors."""
+        """Record the values that hold tensors."""
         self._values += values
 
     def held(self) -> dict[Call, tuple[int, str]]:
-        """Return the bytes held of each call's results, and why if the policy does not keep them.
+        """Return the bytes held of each call's results, and why.
 
-        Each storage counts once; what the region was given does not count.
+        Each storage counts once; inputs of the region do not count.
         """
         found: dict[Call, tuple[int, str]] = {}
         counted: set[int] = set()
@@ -75,7 +75,7 @@ class Observed:
 
 
 def _reason(recorder: Recorder, is_float: bool) -> str:
-    """Say why a result is held although the policy does not keep it."""
+    """Return why a result is held although the policy does not keep it."""
     if not torch.is_grad_enabled():
         return "it was made without gradients"
     if is_float and recorder.why == "integer results are held":

@@ -46,10 +46,10 @@ class Tape(Protocol):
         """Hold a mask as bits."""
 
     def before_write(self, written: list[torch.Tensor], *, is_seen: bool = True) -> None:
-        """Forget tensors of storages that are about to be written; copy what values hold."""
+        """Forget tensors of storages about to be written; copy tensors that values hold."""
 
     def note_unversioned(self, written: list[torch.Tensor]) -> None:
-        """Note storages whose writes no version counter shows."""
+        """Record storages with writes that no version counter shows."""
 
     def decide(
         self, recorder: Recorder, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -97,10 +97,10 @@ class Recorder:
     Attributes:
         op: the operator.
         call: calls it.
-        facts: what its schema says.
+        facts: facts from its schema.
         run: runs one call.
         answer: the policy's constant answer.
-        asks: whether the policy is asked after each call, or counts calls.
+        asks: whether the policy is called after each call, or counts calls.
         shares: whether its results share memory with its first argument.
         why: why its results are held, if the policy does not keep them.
     """
@@ -127,7 +127,7 @@ class Recorder:
         self.facts: Facts = facts_of(op)
         self.answer: Constant = None if self.facts.bookkeeping else policy.constant(op)
         if self.facts.is_view and self.answer is not DEPENDS:
-            self.answer = None  # a view costs nothing to make again
+            self.answer = None  # a view costs nothing to recompute
         is_told = self.answer in (DEPENDS, Decision.OFFLOAD)
         self.asks = not self.facts.bookkeeping and (is_told or policy.counts(op))
         schema = getattr(op, "_schema", None)
@@ -144,7 +144,7 @@ class Recorder:
         return self.answer is Decision.SAVE
 
     def _kind(self, schema: Any) -> tuple[Run, str]:
-        """Choose what runs a call, and say why its results are held if they are."""
+        """Choose the function that runs a call, and the reason if its results are held."""
         if schema is None:
             return self._held, "a higher-order operator is not replayed"
         if self.op in RANGE_OPS:
@@ -197,7 +197,7 @@ class Recorder:
             return self._written, "" if self.keeps else "it resizes its argument"
         return self._in_place, "it writes to a tensor that is held"
 
-    # What runs a call
+    # Functions that run a call
 
     def _held(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self.call(*args, **kwargs) if kwargs else self.call(*args)
@@ -269,7 +269,7 @@ class Recorder:
         return [t.shape for t in exact if t.dim() and self._cuts(args, t.dtype)]
 
     def _attention(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record attention that drops nothing."""
+        """Record attention without dropout."""
         at, given = self.facts.dropout, kwargs.get("dropout_p", 0.0)
         assert at is not None
         if self.keeps or (args[at] if at < len(args) else given):
@@ -286,7 +286,7 @@ class Recorder:
         return (self._held if self.keeps else self._several)(tape, args, kwargs)
 
     def _mask(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Draw a mask, and record it as its bits."""
+        """Draw a mask, and record its bits."""
         out = self._held(tape, args, kwargs)
         if _is_grad_enabled():
             mask = out if isinstance(out, torch.Tensor) else out[_MASKS[self._short]]
@@ -294,7 +294,7 @@ class Recorder:
         return out
 
     def _drawn_mask(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Draw a mask into a tensor, and record it as its bits."""
+        """Draw a mask into a tensor, and record its bits."""
         out = self._written(tape, args, kwargs)
         if _is_grad_enabled():
             tape.note_mask(args[0], version_of(args[0]) + 1)
@@ -308,14 +308,14 @@ class Recorder:
     def _written(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         written, is_seen = self.facts.written(args, kwargs), self.facts.returns_written
         tape.before_write(written, is_seen=is_seen)
-        if not is_seen:  # as of the noise of rrelu, which its node saves first
+        if not is_seen:  # such as the noise of rrelu, which its node saves first
             tape.note_unversioned(written)
         return self._held(tape, args, kwargs)
 
     def _written_unseen(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a write that returns nothing, and have version counters show it.
+        """Run a write without a result, and advance the version counters.
 
-        Under a dispatch mode `_foreach_mul_` and its like do not count their writes.
+        Under a dispatch mode `_foreach_mul_` and similar operators do not advance them.
         """
         written = self.facts.written(args, kwargs)
         tape.before_write(written)
@@ -324,7 +324,7 @@ class Recorder:
         return out
 
     def _in_place(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record a write to a tensor that a call made: a functional call on a copy of it."""
+        """Record a write to a tensor that a call made, as a functional call on a copy of it."""
         target = args[0]
         known = tape.known_value(target) if _is_grad_enabled() else None
         if known is None or known.held is not None or not target.is_floating_point():
@@ -336,7 +336,7 @@ class Recorder:
             tape.note(target, call, version_of(target) + 1)
         return out
 
-    # What they share
+    # Helpers
 
     def _recorded(
         self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any], copies: bool = False

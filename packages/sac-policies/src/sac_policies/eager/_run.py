@@ -1,4 +1,4 @@
-"""Runs a function as a region of the tape engine."""
+"""Run a function as a region of the tape engine."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def run(
 
 
 def _known(policy: Policy) -> tuple[Watch, Table]:
-    """Return the watch and the table of a policy; most regions share that of the region before."""
+    """Return the watch and the table of a policy; usually those of the previous region."""
     global _last
     last = _last
     if last[0] is not policy:

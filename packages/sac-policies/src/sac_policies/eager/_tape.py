@@ -1,4 +1,4 @@
-"""The tape of one region: its dispatch mode, its saved-tensor hooks, the tensors it knows."""
+"""The tape of one region: its dispatch mode, its saved-tensor hooks, and the known tensors."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Region:
         kwargs: dict[str, Any],
         label: str | None = None,
     ) -> OpView:
-        """Show one call to the policy."""
+        """Return one call as the policy sees it."""
         module = "" if self.path is None else self.path.now
         return OpView(op, index, out, args, kwargs, module, label, self.state)
 
@@ -117,14 +117,14 @@ class Region:
 
 
 class _Flattened:
-    """A saved wrapper subclass: values of the tensors inside it."""
+    """A saved wrapper subclass: values of its inner tensors."""
 
     __slots__ = ("context", "kind", "parts", "size", "stride", "version", "wrapper")
 
     def __init__(self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], Any]) -> None:
         names, self.context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         self.kind: Any = type(tensor)
-        parts = {name: getattr(tensor, name) for name in names}  # not all need be tensors
+        parts = {name: getattr(tensor, name) for name in names}  # not all of them need be tensors
         self.parts = {
             name: pack(part) if isinstance(part, torch.Tensor) else part
             for name, part in parts.items()
@@ -164,7 +164,7 @@ class Tape(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let code that is compiled run as such, where torch does so under a mode."""
+        """Let compiled code run compiled, if torch allows that under a mode."""
         return LETS_COMPILE
 
     def __init__(self, region: Region, outer: Hooks | None) -> None:
@@ -194,7 +194,7 @@ class Tape(TorchDispatchMode):
     # Running a region
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Call a function and record what it runs."""
+        """Call a function and record its operators."""
         before, _current.tape = getattr(_current, "tape", None), self
         push_hooks(self._pack, self._unpack)
         try:
@@ -253,7 +253,7 @@ class Tape(TorchDispatchMode):
                 packed = pack(tensor)
                 value.boxed = partial(_unpacked, unpack, packed, _alias_in(packed, tensor))
 
-    # What recorders call
+    # Interface for recorders
 
     def value_of(self, tensor: torch.Tensor) -> Value:
         """Return the value of a tensor; hold an unknown tensor."""
@@ -428,7 +428,7 @@ class Tape(TorchDispatchMode):
             value.hold(copy)
 
     def _named(self, tensor: torch.Tensor, label: str) -> None:
-        """Hold a tensor that was named, if the policy keeps it."""
+        """Hold a named tensor, if the policy keeps it."""
         region = self.region
         region.labels.add(label)
         index = region.state.enter(NAME_OP)
@@ -454,7 +454,7 @@ class Tape(TorchDispatchMode):
     # Offloading
 
     def _start_copies(self) -> None:
-        """Start to copy the values to be offloaded that backward reads."""
+        """Start the copies of values to be offloaded that backward reads."""
         if self._outer is not None:
             return  # the hooks around the region decide where tensors lie
         waiting = []
@@ -584,7 +584,7 @@ _current = _Current()
 
 
 def tape_here(hooks: Hooks | None) -> Tape | None:
-    """Return the tape of this thread that takes what autograd saves now.
+    """Return this thread's tape that receives the tensors that autograd saves now.
 
     Args:
         hooks: the saved-tensor hooks that autograd would use.
@@ -615,8 +615,8 @@ def _unpacked(
 ) -> torch.Tensor:
     """Call an unpack hook.
 
-    Autograd does not compare versions where there are hooks. A replay may read a tensor that
-    autograd did not save, so a write to a tensor that a hook only passed through is refused here.
+    With hooks, autograd does not compare versions. A replay may read a tensor that autograd did
+    not save, so a write to a tensor that a hook only passed through is an error here.
     """
     if alias is not None and version_of(alias[0]) != alias[1]:
         raise changed(alias[0])
@@ -624,7 +624,7 @@ def _unpacked(
 
 
 def differs(value: Value) -> RecomputeError:
-    """Make the error about a replay that has other bits than the forward."""
+    """Make the error for a replay with other bits than the forward."""
     call = value.made_by
     op = "a saved tensor" if call is None else f"the result of {call.recorder.op}"
     return RecomputeError(
@@ -641,7 +641,7 @@ def _resolved(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """List the plain tensors that a tensor is made of: itself, or those inside a wrapper."""
+    """List the plain tensors of a tensor: itself, or the inner ones of a wrapper."""
     if type(tensor) in _PLAIN or not is_wrapper(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
@@ -650,7 +650,7 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _views_held(value: Value) -> bool:
-    """Whether a value is a view of a held tensor, as of a buffer: both are one storage."""
+    """Whether a value is a view of a held tensor, such as a buffer: both have one storage."""
     call = value.made_by
     while value.held is None and call is not None and call.recorder.shares:
         value = call.inputs[0]
@@ -659,7 +659,7 @@ def _views_held(value: Value) -> bool:
 
 
 def _reads_freed(value: Value) -> bool:
-    """Whether making a value again reads a tensor whose bytes were freed."""
+    """Whether recomputing a value reads a tensor whose memory was freed."""
     waiting, done = [value], {value}
     while waiting:
         call = waiting.pop().made_by

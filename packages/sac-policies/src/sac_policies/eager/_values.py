@@ -58,11 +58,11 @@ class Value:
 
     @property
     def made_by(self) -> Call | None:
-        """The call that makes it again."""
+        """The call that recomputes it."""
         return None
 
     def now(self) -> torch.Tensor | None:
-        """Return the tensor where it is held or cached.
+        """Return the tensor if it is held or cached.
 
         Raises:
             MutationError: it was changed in place.
@@ -78,7 +78,7 @@ class Value:
         return tensor
 
     def hold(self, tensor: torch.Tensor) -> None:
-        """Hold a tensor with these bits; no call makes them again."""
+        """Hold a tensor with this value; no call recomputes it."""
         self.held, self.version = tensor, version_of(tensor)
 
 
@@ -132,7 +132,7 @@ class Call(Value):
 
     @property
     def made_by(self) -> Call | None:
-        """The call, unless hooks around the region hold the value."""
+        """The call that made the value; None if hooks around the region hold the value."""
         return self if self.boxed is None else None
 
     def hold(self, tensor: torch.Tensor) -> None:
@@ -141,7 +141,7 @@ class Call(Value):
         self.args, self.kwargs, self.inputs = [], None, []
 
     def run(self, made: dict[Value, torch.Tensor]) -> Any:
-        """Call the operator again; `made` has the values that are neither held nor cached."""
+        """Call the operator again. `made` has those inputs that are neither held nor cached."""
         args = self.args.copy()
         for at, arg in enumerate(args):
             kind = type(arg)
@@ -159,7 +159,7 @@ class Call(Value):
 
 
 class Item(Value):
-    """One of the results of a call."""
+    """One result of a call."""
 
     __slots__ = ("at", "whole")
 
@@ -170,11 +170,11 @@ class Item(Value):
 
     @property
     def made_by(self) -> Call | None:
-        """The call that it is a result of."""
+        """The call of the result."""
         return self.whole
 
     def hold(self, tensor: torch.Tensor) -> None:
-        """Hold the result; the call is no longer needed for it."""
+        """Hold the result; it no longer needs the call."""
         super().hold(tensor)
         self.whole = None
 
@@ -192,7 +192,7 @@ def _read(arg: Any, made: dict[Value, torch.Tensor]) -> Any:
 
 
 def changed(tensor: torch.Tensor) -> MutationError:
-    """Make the error about a held tensor that was written to."""
+    """Make the error for a held tensor that was changed."""
     shape = list(tensor.shape) if not tensor.is_nested else "nested"
     return MutationError(
         f"sac_policies.checkpoint: a tensor of shape {shape} and dtype {tensor.dtype} was changed "
@@ -202,7 +202,7 @@ def changed(tensor: torch.Tensor) -> MutationError:
 
 
 def want(value: Value) -> None:
-    """Count one more reader of a value, and of those that its call reads."""
+    """Count one more reader of a value, and of the inputs of its call."""
     value.readers += 1
     if value.held is not None or value.boxed is not None:
         return
@@ -262,7 +262,7 @@ class Replay:
         return tensor
 
     def drop(self) -> None:
-        """Forget what was cached."""
+        """Drop cached values."""
         for each in self.cached:
             value = each()
             if value is not None:
@@ -380,7 +380,7 @@ def _results(call: Call) -> list[Value]:
 
 
 def _order(root: Value, made: dict[Value, torch.Tensor]) -> list[Call]:
-    """List the calls that make a value, each after those it reads; put the rest into `made`."""
+    """List the calls that make a value, in order; add held and cached inputs to `made`."""
     first = root.made_by
     if first is None:
         made[root] = _unboxed(root)

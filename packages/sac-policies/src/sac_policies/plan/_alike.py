@@ -153,7 +153,7 @@ def _stand_in(layouts: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class _StandIn(torch.autograd.Function):
-    """Returns empty tensors, whose gradients give empty gradients of the inputs."""
+    """Returns empty tensors. In backward, inputs get empty gradients."""
 
     @staticmethod
     def forward(ctx: Any, outputs: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -35,7 +35,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Measured:
-    """Steps on single levels, and other memory.
+    """Steps on single levels, and memory besides them.
 
     Attributes:
         levels: by name, the spans of a step with all blocks on that level; the first is plain.
@@ -127,7 +127,8 @@ def offloaded(spans: Sequence[Span], input_bytes: Sequence[int], copy_seconds: f
             size = input_bytes[number]
             sign = -1 if direction == "forward" else 1
             grown = _more(span.grown, sign * size)
-            # In backward this block's input is present, and that of the block before it arrives.
+            # In backward, this block's input is on the device while the input of the block before
+            # it arrives.
             most = _more(span.most, 0 if sign < 0 else 2 * size)
             seconds = max(span.seconds, size * copy_seconds)
             span = replace(span, grown=grown, most=most, seconds=seconds)

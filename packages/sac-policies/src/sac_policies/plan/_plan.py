@@ -45,25 +45,25 @@ _POLICIES = {
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a step takes on a device, with all blocks on each level and in a mixture.
+    """Memory and time of a step on a device, by level and for a mixture.
 
     Attributes:
         name: class of the model.
-        device: that it is planned for.
+        device: the planned device.
         batch: sequences, and tokens of each.
-        optimizer: name of it.
-        parameters: how many there are.
+        optimizer: its name.
+        parameters: number of parameters.
         parameter_bytes: of parameters and buffers.
         gradient_bytes: of all gradients.
         optimizer_bytes: of the optimizer's state.
-        budget_bytes: what a step may take.
+        budget_bytes: allowed for a step.
         plain: without checkpointing.
         uniform: by level, a step with all blocks on it.
-        recommended: the fastest mixture that fits; None where none does.
-        smallest: the mixture that takes the least.
-        sliced: the fastest mixture that fits with logits and loss in slices; None as above.
-        smallest_sliced: the mixture that takes the least with them.
-        block_count: how many blocks there are.
+        recommended: the fastest mixture that fits; None if none does.
+        smallest: the mixture with the smallest peak.
+        sliced: the fastest mixture that fits with logits and loss in slices; None if none does.
+        smallest_sliced: the mixture with the smallest peak with slices.
+        block_count: number of blocks.
         block_name: class of the first block.
     """
 
@@ -113,7 +113,7 @@ def estimate(
         batch: sequences, and tokens of each.
         optimizer: one of `OPTIMIZERS`.
         dtype: of a transformers model.
-        budget_bytes: what a step may take; by default 95 % of the device's memory.
+        budget_bytes: allowed for a step; by default 95 % of the device's memory.
 
     Raises:
         BudgetError: there is no such model or optimizer, or its blocks run more than once.

@@ -108,7 +108,7 @@ def _items_conform(value: tuple[Any, ...], hints: tuple[Any, ...]) -> bool:
 def _hints(kind: type) -> dict[str, Any]:
     try:
         return typing.get_type_hints(kind)
-    except (NameError, TypeError, AttributeError):  # names of a local scope
+    except (NameError, TypeError, AttributeError):  # raised for names of a local scope
         return {}
 
 

@@ -1,4 +1,4 @@
-"""Plain functions, lists and dicts as policies: functions and lists as torch takes them."""
+"""Plain functions, lists and dicts as policies, with torch's conventions."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ _MAKERS = {
 
 @dataclass(frozen=True)
 class FunctionPolicy(Policy):
-    """A plain function asked about every operator call.
+    """A plain function that is called for every operator call.
 
-    Equal where the function is the same object. Slower than rules: it is asked every time.
+    Equal if the function is the same object. Slower than rules, since it is called every time.
     """
 
     function: PolicyFunction
 
     def decide(self, view: OpView) -> Answer:
-        """Ask the function."""
+        """Call the function."""
         try:
             answer = self.function(view, view.op, *view.args, **view.kwargs)
         except TypeError as error:  # see DecisionError
@@ -69,13 +69,13 @@ class FunctionPolicy(Policy):
 
     @property
     def text(self) -> str:
-        """The function's name, and where it is."""
+        """The function's name and line."""
         code = getattr(self.function, "__code__", None)
         place = "" if code is None else f" (at {code.co_filename}:{code.co_firstlineno})"
         return f"{_label(self.function)}{place}"
 
     def unmatched(self, seen: RegionSummary) -> tuple[str, ...]:
-        """Packets, where a function that kept nothing compares operators with packets."""
+        """Packets, if a function that kept nothing compares operators with packets."""
         if seen.kept:
             return ()
         overloads = (op for op in seen.ops if isinstance(op, OpOverload))
@@ -88,7 +88,7 @@ class FunctionPolicy(Policy):
     def _would_save(self, packet: Any) -> bool:
         try:
             return from_torch(self.function(OpView(packet, 0), packet)).keeps
-        except Exception:  # asked without arguments; a function that needs them cannot tell
+        except Exception:  # called without arguments; a function that needs them raises
             return False
 
 

@@ -17,7 +17,7 @@ def to_json(policy: Policy) -> str:
     """Write a policy as JSON; equal policies give equal text.
 
     Raises:
-        PolicyError: not a policy, or one that holds a Python function.
+        PolicyError: not a policy, or one that contains a Python function.
 
     Example:
         >>> from sac_policies import save_ops
@@ -48,7 +48,7 @@ def from_json(text: str) -> Policy:
             raise PolicyError(f"it holds a {type(policy).__name__}")
     except PolicyError as error:
         raise PolicyError(_unreadable(str(error))) from error
-    except Exception as error:  # whatever a damaged text, or the rule of a user, leads to
+    except Exception as error:  # damaged text, or a user's rule, may raise anything
         raise PolicyError(_unreadable(f"{type(error).__name__}: {error}")) from error
     return policy
 

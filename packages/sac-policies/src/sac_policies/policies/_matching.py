@@ -64,7 +64,7 @@ def entry_of(given: OpEntry, *, where: str) -> str:
 
 
 class Matcher:
-    """Tells which operators a list of entries names; each operator is looked at once.
+    """Returns whether a list of entries names an operator; each operator is checked once.
 
     Example:
         >>> Matcher(("aten.mm", "aten.sin*"))(torch.ops.aten.mm.default)
@@ -105,7 +105,7 @@ def unmatched_entries(entries: tuple[str, ...], ops: Iterable[Operator]) -> tupl
 
 
 def _plain_and_globs(entries: tuple[str, ...]) -> tuple[frozenset[str], list[Any]]:
-    """Split entries, groups written out, into names and compiled globs."""
+    """Split entries, with groups expanded, into names and compiled globs."""
     groups = (
         group_named(each, where="matches").names if each.startswith("@") else (each,)
         for each in entries
@@ -116,13 +116,13 @@ def _plain_and_globs(entries: tuple[str, ...]) -> tuple[frozenset[str], list[Any
 
 
 def names_of(op: Operator) -> tuple[str, str]:
-    """Name an operator by its overload and by its packet."""
+    """Return an operator's overload name and packet name."""
     full = name_of(op)
     return full, full.rpartition(".")[0] if isinstance(op, torch._ops.OpOverload) else full
 
 
 def name_of(op: Operator) -> str:
-    """Name an operator as policies and plans do: "aten.mm.default"."""
+    """Return an operator's name in policies and plans: "aten.mm.default"."""
     return op.name() if isinstance(op, torch._ops.HigherOrderOperator) else str(op)
 
 
@@ -134,7 +134,7 @@ def _check_exists(text: str, where: str) -> None:
     found = _packet(namespace, packet)
     if found is not None and (not overload or overload in found.overloads()):
         return
-    # Listing every operator takes milliseconds: only what is not found is looked for there.
+    # Listing every operator takes milliseconds, so this is done only for names that are not found.
     known = _names_in(namespace) if rest else []
     if rest and not known and namespace != "aten":
         return  # a library that is not imported yet; an unmatched entry warns when it runs
@@ -154,7 +154,7 @@ def _check_exists(text: str, where: str) -> None:
 def _packet(namespace: str, name: str) -> Any:
     try:
         found = getattr(getattr(torch.ops, namespace), name, None) if name else None
-    except RuntimeError:  # torch takes no name that is not one of C++
+    except RuntimeError:  # torch raises for names that C++ does not allow
         return None
     # A namespace is a module and has other attributes too.
     return found if isinstance(found, torch._ops.OpOverloadPacket) else None

@@ -80,7 +80,7 @@ class Policy(ABC):
 
     @property
     def offloads(self) -> bool:
-        """Whether an answer can be OFFLOAD."""
+        """Whether the policy can answer OFFLOAD."""
         return any(part.offloads for part in self.parts)
 
     @property

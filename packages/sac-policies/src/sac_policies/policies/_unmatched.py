@@ -157,7 +157,7 @@ def _hint(entry: str, ran: list[str]) -> str:
     twin = _twin_hint(".".join(entry.split(".")[:2]), ran)
     if twin:
         return twin
-    # A namespace that all share would make any two names look alike.
+    # A shared namespace would make any two names look similar.
     space = entry.partition(".")[0] + "."
     tails = {name.removeprefix(space) for name in ran if name.startswith(space)}
     close = get_close_matches(entry.removeprefix(space), sorted(tails), cutoff=0.5)
@@ -166,7 +166,7 @@ def _hint(entry: str, ran: list[str]) -> str:
 
 
 def _twin_hint(packet: str, ran: list[str]) -> str:
-    """Name an operator of the same kind that ran: addmm for mm, where a Linear has a bias."""
+    """Suggest an operator of the same kind that ran: addmm for mm, if a Linear has a bias."""
     for group in (MATMULS, ATTENTION, CONVOLUTIONS, QUANTISED):
         reasons = dict(group.reasons)
         twins = get_close_matches(packet, set(ran) & reasons.keys(), n=1, cutoff=0)
