@@ -184,7 +184,8 @@ def test_strides_dtype_offset_and_subclass_come_back(tmp_path):
     module = offload_(Saves(), to=tmp_path, min_bytes=0)
     anchor = torch.ones((), requires_grad=True)
     for name, before in saved.items():
-        (after,) = module(anchor, before).grad_fn.saved_tensors
+        out = module(anchor, before)
+        (after,) = out.grad_fn.saved_tensors
         assert type(before) is type(after), name
         assert before.dtype == after.dtype, name
         assert before.stride() == after.stride(), name
