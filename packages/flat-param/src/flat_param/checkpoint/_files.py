@@ -16,7 +16,7 @@ import pickle
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -56,15 +56,31 @@ def checksum(data: memoryview, before: int = 0) -> int:
     return zlib.crc32(data[rows * 8 * _COLUMNS :], before)
 
 
-def _checksum_of(file: BinaryIO, entry: Any) -> int:
-    """The checksum of a file's entry, block by block."""
-    file.seek(entry.offset)
-    found, length = 0, entry.length
-    while length > 0:
-        block = bytearray(min(length, _BLOCK_BYTES))
-        _fill(file, memoryview(block))
-        found, length = checksum(memoryview(block), found), length - len(block)
+def _checksum_of(blocks: Iterable[memoryview]) -> int:
+    """The checksum of an entry, whose blocks have `_BLOCK_BYTES` each."""
+    found = 0
+    for block in blocks:
+        found = checksum(block, found)
     return found
+
+
+def _blocks_in(file: BinaryIO, entry: Any) -> Iterator[memoryview]:
+    """The blocks of a file's entry; each has the memory of the block before it."""
+    file.seek(entry.offset)
+    memory = memoryview(bytearray(min(entry.length, _BLOCK_BYTES)))
+    for start in range(0, entry.length, _BLOCK_BYTES):
+        block = memory[: entry.length - start]
+        _fill(file, block)
+        yield block
+
+
+def _entry_in(file: BinaryIO, entry: Any) -> io.BytesIO:
+    """An entry of a file, read at once."""
+    file.seek(entry.offset)
+    data = io.BytesIO(file.read(entry.length))
+    if data.getbuffer().nbytes != entry.length:
+        raise EOFError(f"the file ends before {entry.length} bytes at {entry.offset}")
+    return data
 
 
 def _fill(file: BinaryIO, memory: memoryview) -> None:
@@ -109,7 +125,7 @@ class CheckedWriter(FileSystemWriter):
         for name, entries in files.items():
             with (Path(self.path) / name).open("rb") as file:
                 for entry in entries:
-                    entry.checksum = _checksum_of(file, entry)
+                    entry.checksum = _checksum_of(_blocks_in(file, entry))
         if files:
             _sync_folder(self._folder)
         return written
@@ -207,17 +223,20 @@ class CheckedReader(FileSystemReader):
 
     def _slice_file(self, file: Any, sinfo: Any) -> Any:
         """The bytes of an entry, after its checksum was compared."""
+        data = _entry_in(file, sinfo)
         place = sinfo.relative_path, sinfo.offset
         if place not in self._checked:
             expected = getattr(sinfo, "checksum", None)  # torch's own writer adds none
-            if expected is not None and _checksum_of(file, sinfo) != expected:
+            memory = data.getbuffer()
+            blocks = (memory[at : at + _BLOCK_BYTES] for at in range(0, len(memory), _BLOCK_BYTES))
+            if expected is not None and _checksum_of(blocks) != expected:
                 raise CheckpointError(
                     f"flat_param.load_sharded: '{file.name}' is damaged: {sinfo.length} bytes at "
                     f"{sinfo.offset} have another checksum than when they were saved. Load another "
                     "checkpoint."
                 )
             self._checked.add(place)
-        return super()._slice_file(file, sinfo)
+        return data
 
 
 class SafeLoadPlanner(DefaultLoadPlanner):

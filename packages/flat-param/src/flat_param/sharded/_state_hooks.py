@@ -91,6 +91,9 @@ def _take(
             errors.append(str(error))
             state[name] = param
             continue
+        if elements.data_ptr() == param.data_ptr():  # read in place, see checkpoint/_load.py
+            state[name] = param
+            continue
         state[name] = elements.as_strided(param.shape, param.stride())
         if metadata.get("assign_to_params_buffers"):
             site.part.write(site.index, elements)
