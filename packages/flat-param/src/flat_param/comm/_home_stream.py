@@ -1,7 +1,7 @@
 """The stream that a tensor's memory belongs to: the current one when it was allocated.
 
-The allocator reuses freed memory on that stream at once. Work of another stream has to be waited
-for there, so the simplest way is to run the work on the home stream.
+The allocator reuses freed memory on that stream at once. That stream must wait for work of other
+streams on the memory, so it is simplest to run the work on the home stream.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ def by_comm(grads: list[Tensor]) -> dict[Spread, list[Tensor]]:
 
 
 def groups_of(comms: Spread) -> tuple[object, ...]:
-    """A key that is equal for spreads over the same ranks."""
+    """A key for the ranks of a spread; equal for equal ranks."""
     return tuple(comm.group for comm in comms)
 
 
