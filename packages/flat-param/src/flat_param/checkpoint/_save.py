@@ -169,7 +169,7 @@ def _write(state: dict[str, Any], path: Path, word: str, world: World) -> None:
 
     from ._files import CheckedWriter
 
-    # Of values that several ranks have, the first rank's are saved.
+    # If several ranks have a value, the first rank saves it.
     writer, planner = CheckedWriter(path, word), DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     metadata: list[Any] = []
 

@@ -80,7 +80,7 @@ class FaultDetector:
 
     def refuse(self, reason: str) -> None:
         """Write why this rank does not start its next collective."""
-        with suppress(RuntimeError):  # without the store, the others find this rank gone
+        with suppress(RuntimeError):  # without a store, others see this rank as dead
             self.store.set(self._next("refusal"), f"rank {self.rank}: {reason}")
 
     def share_change(self, change: str) -> str:

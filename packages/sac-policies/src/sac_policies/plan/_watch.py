@@ -84,7 +84,7 @@ class Watch(WatchingMode):
         self._begin(key)
 
     def note_gradient(self, parameter: torch.Tensor) -> None:
-        """Count the storage of a parameter's gradient as one."""
+        """Count a storage as gradient memory."""
         key = storage_key(parameter.grad) if parameter.grad is not None else 0
         if key in self._made:
             storage, size, cause = self._made[key]
@@ -148,10 +148,10 @@ def watch_step(
     """Run a step on fake tensors; return its spans. Gradients are dropped.
 
     Args:
-        model: whose parameters get gradients.
-        blocks: a block that does not run counts like an equal one.
+        model: the model, whose parameters get gradients.
+        blocks: blocks of the model; a block that is not run counts as an equal one that is.
         loss_of: runs the forward and returns its loss.
-        device: gives the times.
+        device: the device whose roofline gives the times.
     """
     watch = Watch(device)
     with no_collection(), blocks.standing_in(), _marks(model, blocks.modules, watch), watch:
