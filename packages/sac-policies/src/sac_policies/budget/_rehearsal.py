@@ -181,8 +181,8 @@ def _packing_bytes(mask: torch.Tensor) -> int:
 class _Rehearsal:
     """One run, event by event.
 
-    A storage that autograd saved lives as long as its tensors and the tape's values. Other
-    storages live as recorded, also if none of their tensors was seen.
+    A storage that autograd saved lives as long as its tensors and the tape's values. Other storages
+    have their recorded lifetimes.
     """
 
     def __init__(self, run: Run, plan: Policy | None) -> None:

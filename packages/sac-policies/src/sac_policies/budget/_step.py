@@ -105,7 +105,7 @@ class Step:
         loss.backward()
 
     def peak(self, call: Callable[..., Any]) -> int:
-        """Run a step; return the largest peak of all ranks, in bytes. Collective."""
+        """Run a step; return its peak in bytes, the maximum over ranks. Collective."""
         self._settle()
         found = Marks(self.device).intervals(lambda: self.run(call))
         return largest(self._resident() + highest(found))
@@ -153,11 +153,11 @@ class Step:
         return dict(zip(spent, largest_each(list(spent.values())), strict=True))
 
     def resident(self) -> int:
-        """Return bytes of parameters, buffers, batch and state; the largest rank. Collective."""
+        """Return bytes of parameters, buffers, batch and state; maximum over ranks. Collective."""
         return largest(self._resident())
 
     def available(self) -> int:
-        """Bytes that a step may take on its accelerator, the least of all ranks. Collective.
+        """Bytes that a step may take on its accelerator; minimum over ranks. Collective.
 
         Free bytes, and those of the step's tensors, gradients, and optimizer state.
         """
@@ -168,7 +168,7 @@ class Step:
 
     @property
     def is_dry(self) -> bool:
-        """Whether its tensors have no data."""
+        """Whether the step's tensors have no data."""
         return any(is_fake(each) for each in self._tensors())
 
     def check_data(self) -> None:

@@ -151,7 +151,8 @@ _ATTENTION = "sac_policies_plan"
 def _register_attention(transformers: Any) -> None:
     """Make transformers call sdpa without a mask, as on a device for batches without padding.
 
-    With fake tensors it would make a mask of tokens by tokens, since it cannot read them.
+    With fake tensors it would create a full (tokens, tokens) mask, since it cannot read the
+    padding.
     """
     sdpa = importlib.import_module("transformers.integrations.sdpa_attention")
     transformers.AttentionInterface.register(_ATTENTION, sdpa.sdpa_attention_forward)

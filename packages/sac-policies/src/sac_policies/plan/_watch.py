@@ -1,8 +1,8 @@
 """Record a step on fake tensors: allocations with their cause, and the time of each part.
 
-A storage has one cause. Storages of the tail, the code after the last block until backward reaches
-that block, are "logits and loss". A storage that becomes a parameter's gradient is "gradients" from
-then on. All others are "activations".
+Each storage has one cause. The tail is the code from the end of the last block until backward
+reaches that block; its storages are "logits and loss". A parameter's gradient is "gradients". All
+other storages are "activations".
 """
 
 from __future__ import annotations

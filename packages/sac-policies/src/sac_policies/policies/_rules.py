@@ -127,7 +127,7 @@ class EveryNth(_Entries):
         return DEPENDS if self._names(op) else None
 
     def counts(self, op: Operator) -> bool:
-        """Counts the operators named."""
+        """Whether `op` is one of the named operators, whose calls are counted."""
         return self._names(op)
 
 
