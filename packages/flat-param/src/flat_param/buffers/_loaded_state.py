@@ -7,9 +7,9 @@ the parameter has now, beyond the state's end or in another parameter's state.
 - Each optimizer is checked before its first step, and before the first step after each load.
 - torch's elementwise optimizers have only counts and state of the parameter's shape. State of any
   other shape is an error.
-- Other optimizers may have any state, but their state cannot have the full shape of a sharded
-  parameter. If all state under one key does, it is an error, provided that the parameters have at
-  least two shapes, or one shape with two dimensions.
+- Other optimizers may have any state, but they never see the full parameter of a piece. So it is an
+  error if all state under one key has the full shape of its parameter. One shape with a single
+  dimension is accepted, since it may agree by chance.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class ParamPiece:
         self.has_grad = self.is_stepped = False
 
     def follow(self, before: ParamPiece) -> None:
-        """Copy the flags about the optimizer from the piece that this piece replaces."""
+        """Copy optimizer flags and the step count from the piece that this piece replaces."""
         self.has_grad, self.is_stepped = before.has_grad, before.is_stepped
         self.segment.steps = before.segment.steps
 
