@@ -198,7 +198,7 @@ class _Buckets:
         self._storage, self._numel, self._own_step = storage, numel, own_step
         self.stored: dict[tuple[Tensor, str], _Stored] = {}
         self._interrupted: tuple[State | None, str] = None, ""
-        self.is_stepping = False  # the optimizer's own step may read its state
+        self.is_stepping = False  # the optimizer's step may read `state`
 
     def check(self, state: State) -> None:
         """Refuse state of an interrupted step."""

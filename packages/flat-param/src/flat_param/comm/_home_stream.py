@@ -23,7 +23,7 @@ def at_home(stream: torch.Stream | None) -> AbstractContextManager[None]:
     """Run a block on a stream, after the work queued on the current one and before later work.
 
     Args:
-        stream: of `home_stream`; None changes nothing.
+        stream: the result of `home_stream`; None runs the block on the current stream.
     """
     around = None if stream is None else torch.accelerator.current_stream(stream.device)
     if stream is None or around is None or around == stream:

@@ -27,7 +27,7 @@ def chunks_of(optimizer: Optimizer, segments: Sequence[FlatSegment]) -> list[lis
     """Return the optimizer's chunks of each segment, in the buffer's order.
 
     Raises:
-        StateError: they are not all chunks of these segments, each once.
+        StateError: the optimizer does not have every chunk of these segments exactly once.
     """
     found: list[list[Chunk]] = [[] for _ in segments]
     for param in (p for group in optimizer.param_groups for p in group["params"]):

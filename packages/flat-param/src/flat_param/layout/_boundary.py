@@ -47,7 +47,7 @@ class Blocks:
         object.__setattr__(self, "shape", self.shape if type(self.shape) is int else sizes)
 
     def __str__(self) -> str:
-        """The form in code."""
+        """Format the boundary as in code."""
         return f"Blocks({self.shape})"
 
 

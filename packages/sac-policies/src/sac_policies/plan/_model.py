@@ -53,7 +53,7 @@ def parse_tokens(text: str) -> Batch:
     """Read "32k", "4096" or "4x8k" as sequences, and tokens of each.
 
     Raises:
-        BudgetError: the text is something else.
+        BudgetError: the text has another form.
 
     Example:
         >>> parse_tokens("32k"), parse_tokens("4x2048")
@@ -80,7 +80,7 @@ def build(source: str, batch: Batch, dtype: torch.dtype) -> Subject:
         dtype: of a transformers model.
 
     Raises:
-        BudgetError: the source does not exist, or is something else.
+        BudgetError: the source does not exist, or does not give a model and a batch.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

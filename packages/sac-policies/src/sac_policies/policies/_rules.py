@@ -170,7 +170,7 @@ class NameRule(SourceLocated):
         return True
 
     def missing(self, seen: RegionSummary) -> tuple[Unmatched, ...]:
-        """List the names that no tensor was given."""
+        """List the names that no tensor has."""
         return tuple(
             Unmatched(each, "save_named", "tensor", self.line)
             for each in self.labels

@@ -166,7 +166,7 @@ def _hint(entry: str, ran: list[str]) -> str:
 
 
 def _twin_hint(packet: str, ran: list[str]) -> str:
-    """Suggest an operator of the same kind that ran: addmm for mm, if a Linear has a bias."""
+    """Suggest an operator of the same kind that ran, such as addmm for mm."""
     for group in (MATMULS, ATTENTION, CONVOLUTIONS, QUANTISED):
         reasons = dict(group.reasons)
         twins = get_close_matches(packet, set(ran) & reasons.keys(), n=1, cutoff=0)
