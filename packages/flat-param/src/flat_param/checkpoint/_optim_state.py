@@ -127,7 +127,7 @@ def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Mapping
     }
     position = {named.name: index for index, named in enumerate(flat)}
     merged = [
-        {**opts, "params": [position[named.name] for named in group]}
+        {"params": [position[named.name] for named in group], **opts}
         for group, opts in zip(groups, options, strict=True)
     ]
     sharded = {named.name for named in flat if named.piece is not None}
