@@ -291,7 +291,7 @@ class Recorder(WatchingMode):
         self._settle_in_place(number)
 
     def _settle_in_place(self, storage: int) -> None:
-        """Record a result as an in-place write, if backward would have written in place.
+        """Record a result as if it reused the memory that backward would overwrite.
 
         Without a mode, autograd adds a gradient in place if nothing else holds the first one, and a
         few formulas write in place too. Under a mode a new tensor is allocated, and the old one is
