@@ -1,4 +1,4 @@
-"""Blocks and inputs on accelerators, the simulated one among them, and marks for them."""
+"""Blocks and inputs for tests on accelerators, including the simulated one, and pytest marks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SLOW_COPIES = {"kernel_us": 100, "copy_us": 5000, "virtual": True}
 
 
 class Block(nn.Module):
-    """Two products and what is between them."""
+    """Two matmuls with activations between them."""
 
     def __init__(self, features: int = 64) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def device(index: int = 0) -> torch.device:
 
 
 def blocks(count: int, where: torch.device, seed: int = 0) -> nn.Sequential:
-    """A chain of them."""
+    """A chain of blocks."""
     torch.manual_seed(seed)
     return nn.Sequential(*[Block() for _ in range(count)]).to(where)
 
@@ -55,12 +55,12 @@ def offloaded(model: nn.Sequential, **options) -> nn.Sequential:
 
 
 def given(where: torch.device, rows: int = 128) -> torch.Tensor:
-    """An input, its gradient wanted."""
+    """An input that requires grad."""
     return torch.linspace(-1, 1, rows * 64).view(rows, 64).to(where).requires_grad_()
 
 
 def found(models, inputs) -> list[torch.Tensor]:
-    """Gradients on the host, after everything is done."""
+    """Gradients, copied to the host after all devices are synchronized."""
     synchronize()
     wanted = [*inputs, *(p for model in models for p in model.parameters())]
     return [t.grad.cpu() for t in wanted]
@@ -73,11 +73,11 @@ def synchronize() -> None:
 
 
 def same(a, b) -> bool:
-    """Bit for bit."""
+    """Whether the gradients are bit-identical."""
     return len(a) == len(b) and all(map(torch.equal, a, b))
 
 
 def simulate(**costs) -> None:
-    """Set how long things take, where that can be set."""
+    """Set the durations of the simulated device; a no-op on a real one."""
     if SIM is not None:
         SIM.simulate(**costs)

@@ -60,14 +60,14 @@ def shard(model):
 
 
 def wrap(model, layer):
-    """The layer over each block."""
+    """Apply the layer to each block."""
     for index in range(len(model)):
         model[index] = LAYERS[layer](model[index])
     return model
 
 
 def step(model):
-    """One step; the gradients, whole."""
+    """Run one step; return the full gradients."""
     x = torch.linspace(-1, 1, 16).reshape(2, 8)
     model(x).sum().backward()
     grads = [p.grad for p in model.parameters()]
@@ -90,7 +90,7 @@ def check(layer, how, plain):
     assert [name for name, _ in inner.named_parameters()] == names
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer.step()
-    step(model)  # its weights are other ones, but not since forward
+    step(model)  # the weights changed, but not since forward
     saved = get_model_state_dict(model)
     assert sorted(saved) == sorted(plain.state_dict()), list(saved)
     assert sorted(get_optimizer_state_dict(model, optimizer)["state"]) == sorted(names)
@@ -103,7 +103,7 @@ def check(layer, how, plain):
 
 
 def check_sharded_wrappers_stay(model):
-    """Taking one off would break the model: an error says so, and the model works."""
+    """Unwrapping a sharded wrapper would break the model, so it raises; the model still works."""
     sentence = (
         "ckpt_wrap.unwrap: module '0' (FSDPCheckpointWrapper) is sharded, but unwrapping would "
         "also remove what gathers its parameters. Unwrap before fully_shard, or use checkpoint_."

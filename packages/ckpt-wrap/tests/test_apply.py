@@ -53,7 +53,7 @@ LINEAR_POLICIES = {
 @pytest.mark.parametrize("policy", LINEAR_POLICIES)
 @pytest.mark.parametrize("wrapper", [checkpoint_wrapper, offload_wrapper])
 def test_every_kind_of_policy_wraps_the_same(policy, wrapper):
-    """Each selected module has one wrapper around it, the root none, twice applied or once."""
+    """Each selected module has one wrapper, also if applied twice; the root has none."""
     model = _build()
     for _ in range(2):
         apply_activation_checkpointing(
@@ -103,7 +103,7 @@ def test_a_failing_wrapper_leaves_the_model_alone():
 
 
 def test_selecting_nothing_warns():
-    """Nothing selected is likely a mistake: a warning says so, once."""
+    """A policy that selects nothing is likely a mistake, so it warns once."""
     model = _build()
     with pytest.warns(UserWarning, match="no module below Sequential was selected"):
         apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, nn.Conv2d))

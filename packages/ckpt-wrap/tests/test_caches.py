@@ -1,4 +1,4 @@
-"""A cache that the layers of a model share: read as it was, grown once, kept by its owner."""
+"""A key-value cache shared by a model's layers: recomputation reads the state before forward."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ckpt_wrap import _arguments, checkpoint_, offload_
 
 @pytest.fixture(autouse=True)
 def warned(monkeypatch):
-    """Nobody is warned in here of what is tested in one place."""
+    """Ignore the cache warning, which has a test here."""
     monkeypatch.setattr(_arguments, "_warned", found := {"Cache"})
     return found
 
 
 class Layer:
-    """Keys of one layer of a model, joined to those that are there."""
+    """One layer of a cache: appends keys to the cached ones."""
 
     def __init__(self) -> None:
         self.keys = None
@@ -28,7 +28,7 @@ class Layer:
 
 
 class Cache:
-    """A list of layers that grows as they are asked for."""
+    """A list of cache layers, created on first access."""
 
     def __init__(self) -> None:
         self.layers: list[Layer] = []
@@ -40,7 +40,7 @@ class Cache:
 
 
 class Attention(nn.Module):
-    """Reads its keys from a cache it first adds them to."""
+    """Appends keys to a cache, then reads all keys from it."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def _gradients(module, x, cache):
 
 @pytest.mark.filterwarnings("always")
 def test_cache_that_keeps_what_was_to_be_freed_is_warned_of_once(warned, recwarn):
-    """By the module, the place and the class; not where the cache gets nothing with a gradient."""
+    """One warning per module, line and class; none if the cache gets no tensor with a gradient."""
     warned.clear()
     _, wrapped = _decoders(checkpoint_)
     wrapped(torch.randn(2, 4, 8)).sum().backward()
@@ -110,7 +110,7 @@ def test_nested_regions_share_a_cache():
 
 
 def test_offload_around_a_checkpoint_with_a_cache(tmp_path):
-    """What was in the cache before goes to the folder like any input."""
+    """Tensors already in the cache are offloaded to the folder, as inputs are."""
     plain, wrapped = _decoders(checkpoint_)
     for layer in wrapped.layers:
         offload_(layer, to=tmp_path, min_bytes=1)

@@ -1,4 +1,4 @@
-"""Modules, arguments, results and callers that are out of the ordinary."""
+"""Unusual modules, arguments, results and callers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Frozen:
 
 
 class Body(nn.Module):
-    """A layer, and what is done with its result."""
+    """A layer, followed by the function under test."""
 
     def __init__(self, call) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ FORMS = {  # what forward does, and how it is called
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("inputs_require_grad", [True, False])
 def test_arguments_and_results_of_any_form(layer, form, inputs_require_grad, gradients, equal):
-    """Gradients are the plain module's, wherever tensors are, and if no input requires grad."""
+    """Gradients match the plain module, for tensors anywhere and if no input requires grad."""
     forward, call = FORMS[form]
     plain = Body(forward)
     changed = layer(copy.deepcopy(plain))
@@ -105,7 +105,7 @@ def test_arguments_and_results_of_any_form(layer, form, inputs_require_grad, gra
 
 
 def test_packed_sequences_are_rebuilt(layer, gradients, equal):
-    """A packed sequence, a named tuple with a constructor of its own, goes in and out."""
+    """A packed sequence is a named tuple with its own constructor; it can be input and output."""
 
     class Recurrent(nn.Module):
         def __init__(self) -> None:
@@ -127,7 +127,7 @@ def test_packed_sequences_are_rebuilt(layer, gradients, equal):
 
 
 def test_keywords_named_like_options_reach_the_module(layer):
-    """No keyword of the module is taken for an option."""
+    """A keyword argument of the module is never taken for an option."""
     names = ("debug", "early_stop", "determinism_check", "context_fn", "preserve_rng_state")
     names += ("use_reentrant", "function", "args", "kwargs", "module", "options")
     given, seen = dict.fromkeys(names, "mine"), []
@@ -142,7 +142,7 @@ def test_keywords_named_like_options_reach_the_module(layer):
 
 
 def test_no_result_and_no_input(layer):
-    """None is returned as it is; a module without inputs gets its gradients."""
+    """None is returned unchanged; a module without inputs gets its gradients."""
     assert layer(Body(lambda run, x: None))(_x()) is None
     module = layer(Body(lambda run: run(torch.ones(2, 4))))
     module().sum().backward()
@@ -150,7 +150,7 @@ def test_no_result_and_no_input(layer):
 
 
 def test_gradients_of_gradients_and_several_backwards(layer, equal):
-    """As the plain module's; without `retain_graph`, the second backward is torch's error."""
+    """As in the plain module; without `retain_graph`, a second backward raises torch's error."""
 
     def values(module, x):
         loss = module(x).sum()
@@ -169,7 +169,7 @@ def test_gradients_of_gradients_and_several_backwards(layer, equal):
 
 @pytest.mark.parametrize("in_recomputation", [False, True])
 def test_an_exception_comes_out_and_leaves_the_module_usable(layer, offloads, in_recomputation):
-    """In forward, and in recomputation where there is one."""
+    """The exception is raised in forward, and in recomputation where there is one."""
     armed = [True]
 
     def call(run, x):
@@ -189,7 +189,7 @@ def test_an_exception_comes_out_and_leaves_the_module_usable(layer, offloads, in
 
 
 def test_threads_do_not_disturb_each_other(layer):
-    """Four threads with one module each: plain gradients, and all that left came back."""
+    """Four threads with one module each: plain gradients, and every copy-out has a copy-in."""
     plain, x = _block(), _x()
     plain(x).sum().backward()
     failures = []
@@ -214,9 +214,9 @@ def test_threads_do_not_disturb_each_other(layer):
 
 
 def test_threads_with_one_folder_keep_their_own_order(tmp_path):
-    """Four threads that change places all the time: each moves what it would move alone.
+    """Each of four alternating threads makes the same copies as it does alone.
 
-    A thread that fetched for another, or held what another had done with, would show in the counts.
+    A thread that fetched or held another thread's storages would change the counts.
     """
     expected = OffloadStats(
         copies_out=10,  # the input of Linear and the result of Tanh, five times
@@ -227,7 +227,7 @@ def test_threads_with_one_folder_keep_their_own_order(tmp_path):
         kept=5,  # the weight, five times
         bytes_away=0,
         peak_bytes_away=64,
-        late=10,  # of a backward's first call nothing is asked for ahead
+        late=10,  # the first call in backward has no prefetched storages
     )
     failures = []
 
@@ -256,7 +256,7 @@ def test_threads_with_one_folder_keep_their_own_order(tmp_path):
 
 
 def test_transforms_of_torch_func(layer):
-    """Every transform gives what it gives for the plain module."""
+    """Every transform gives the result of the plain module."""
     plain, changed = _block(), layer(_block())
     x = _x().detach()
     for transform in (torch.func.jacrev, torch.func.jacfwd, torch.func.vmap):

@@ -1,6 +1,6 @@
-"""Steps that are captured for a graph: checkpoints are replayed, and offload is refused.
+"""Steps captured in a device graph: checkpoints can be replayed, and offload is refused.
 
-Every test runs on an accelerator that has graphs. On the simulated one races are reported as well.
+Every test runs on an accelerator that supports graphs. The simulated one also reports races.
 """
 
 from __future__ import annotations
@@ -36,16 +36,17 @@ SCALES = (0.5, -1.0, 0.25)
 
 
 def let_go() -> None:
-    """Have the device's thread let go of the backward before: it may hold that until its next one.
+    """Make the device's backward thread release its last graph.
 
-    Parameters would keep their nodes meanwhile, of the stream that it ran on.
+    The thread may keep a graph until its next backward. Parameters would meanwhile keep their
+    nodes, with the stream of that backward.
     """
     none = torch.empty(0, device=device(), requires_grad=True)
     (none * 1).backward(torch.empty(0, device=device()))
 
 
 def warmed_up(step) -> None:
-    """Run what happens once, on another stream than the graph's, as torch's notes ask."""
+    """Warm up on a side stream, as torch's notes on graphs require."""
     let_go()
     side = torch.Stream(device())
     side.wait_stream(torch.accelerator.current_stream())
@@ -55,7 +56,7 @@ def warmed_up(step) -> None:
 
 
 def captured(step, **options):
-    """A graph of a step, and what the step returned."""
+    """Return a captured graph of a step, and the step's result."""
     let_go()
     graph = GRAPH()
     with API.graph(graph, **options):
@@ -64,12 +65,12 @@ def captured(step, **options):
 
 
 def gradients(model, x) -> list[torch.Tensor]:
-    """Those of a step, which each replay writes."""
+    """Return the gradients of a step; each replay overwrites them."""
     return [each.grad for each in (x, *model.parameters())]
 
 
 def replayed(graphs, x, grads) -> list[list[torch.Tensor]]:
-    """The same of graphs that are replayed one after the other."""
+    """Return the gradients of graphs that are replayed one after the other."""
     start, found = x.detach().clone(), []
     for scale in SCALES:
         with torch.no_grad():
@@ -81,19 +82,19 @@ def replayed(graphs, x, grads) -> list[list[torch.Tensor]]:
 
 
 def assert_same(a, b) -> None:
-    """Of each step, bit for bit."""
+    """Assert that the gradients of every step are bit-identical."""
     synchronize()
     assert all(same(one, other) for one, other in zip(a, b, strict=True))
 
 
 def forget(model, x) -> None:
-    """Let a captured backward make the gradients."""
+    """Reset the gradients, so that the captured backward allocates them."""
     model.zero_grad()
     x.grad = None
 
 
 def test_what_was_saved_before_may_go_while_a_graph_is_captured():
-    """Nobody asks for its copies then, and nobody waits."""
+    """No copy-in is started during the capture, and nothing waits for one."""
     moved = offloaded(blocks(4, device()))
     x = given(device())
     simulate(**SLOW_COPIES)
@@ -104,7 +105,7 @@ def test_what_was_saved_before_may_go_while_a_graph_is_captured():
 
 
 def test_memory_of_an_earlier_copy_is_not_used_while_the_copy_runs():
-    """A capture cannot wait for it, so the allocator is told."""
+    """A capture cannot wait for the copy, so `record_stream` is called."""
     simulate(**SLOW_COPIES)
     graph, stream = GRAPH(), torch.Stream(device())
     with stream:
@@ -122,7 +123,7 @@ def test_memory_of_an_earlier_copy_is_not_used_while_the_copy_runs():
 
 
 def test_a_stream_is_asked_whether_it_is_captured_and_not_the_current_one():
-    """A copy may be asked for where another stream is current."""
+    """The copy may be requested while another stream is current."""
     x, other, told = given(device()), torch.Stream(device()), []
 
     def step():
@@ -136,7 +137,7 @@ def test_a_stream_is_asked_whether_it_is_captured_and_not_the_current_one():
 
 @pytest.mark.parametrize("folder", [False, True])
 def test_captured_offload_is_refused(folder, tmp_path):
-    """One clear error, and the device is as before."""
+    """It raises one clear error, and the device remains usable."""
     moved = offloaded(blocks(2, device()), **({"to": tmp_path} if folder else {}))
     x = given(device())
     with pytest.raises(OffloadError, match="a graph is being captured around module Block"):
@@ -148,7 +149,7 @@ def test_captured_offload_is_refused(folder, tmp_path):
 
 
 def test_dropout_of_a_captured_checkpoint_is_that_of_its_forward():
-    """In each replay anew."""
+    """Every replay draws a new dropout mask."""
 
     def model():
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""A checkpoint function, whoever wrote it, gets the function, its arguments and its options."""
+"""`checkpoint_fn` is called with the function, its arguments and its options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckpt_wrap import CheckpointImpl, checkpoint_, checkpoint_wrapper
 
 
 def test_an_engines_own_names_do_not_hide_the_modules_keywords():
-    """A keyword named like the function's option or parameter is handed over by position."""
+    """A keyword with the name of an option or parameter of the function is passed by position."""
 
     class Label(nn.Module):
         def __init__(self) -> None:
@@ -31,25 +31,25 @@ def test_an_engines_own_names_do_not_hide_the_modules_keywords():
 
 
 def test_a_builtin_function_is_a_checkpoint_fn():
-    """Nothing tells the names of its parameters."""
+    """The parameter names of a builtin function cannot be inspected."""
     inner, x = nn.Linear(2, 2), torch.ones(3, 2)
     assert torch.equal(torch.stack([*checkpoint_wrapper(inner, checkpoint_fn=map)(x)]), inner(x))
 
 
 def _echo(function, *args, **kwargs):
-    """What it was given, as a checkpoint function; nothing is called."""
+    """A checkpoint function that calls nothing and returns its arguments."""
     return function, args, kwargs
 
 
 class Times(nn.Module):
-    """Takes a keyword that is named like an option."""
+    """Takes a keyword argument that has the name of an option."""
 
     def forward(self, x, *, debug=1):
         return x * debug
 
 
 def test_a_keyword_named_like_an_option_of_torchs_function():
-    """It reaches the module, and its gradient is there."""
+    """The keyword reaches the module and gets its gradient."""
     wrapped = checkpoint_wrapper(Times(), checkpoint_fn=torch_checkpoint, use_reentrant=True)
     x = torch.ones(2, requires_grad=True)
     wrapped(torch.ones(2), debug=x).sum().backward()
@@ -57,7 +57,7 @@ def test_a_keyword_named_like_an_option_of_torchs_function():
 
 
 def test_options_of_a_given_function_are_passed_to_it():
-    """Unknown ones, and those of this package that differ from their default."""
+    """Unknown options are passed, and options of this package that differ from their default."""
     options = {"anything": 1, "use_reentrant": False, "early_stop": False}
     wrapped = checkpoint_wrapper(nn.ReLU(), checkpoint_fn=_echo, preserve_rng_state=True, **options)
     assert wrapped(4)[1:] == ((4,), options)
@@ -74,7 +74,7 @@ def test_options_of_a_given_function_are_passed_to_it():
     ids=str,
 )
 def test_choice_of_an_implementation_is_accepted(make, options):
-    """Every choice runs the one that handles inputs without gradients and nested results."""
+    """Every choice selects the implementation for inputs without gradients and nested results."""
 
     class Nested(nn.Linear):
         def forward(self, given):

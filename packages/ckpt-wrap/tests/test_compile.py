@@ -57,7 +57,7 @@ OFFLOADED = {
 
 @pytest.fixture(autouse=True)
 def fresh():
-    """Nothing compiled before counts."""
+    """Reset dynamo before the test."""
     torch._dynamo.reset()
 
 
@@ -67,7 +67,7 @@ def _graphs(graph, _):
 
 
 def test_equal_layers_compile_once():
-    """Four checkpointed blocks compiled one by one share one graph, as plain ones do."""
+    """Four checkpointed blocks, compiled one by one, share one graph as plain blocks do."""
     counts = []
     for wrap in (lambda m: m, checkpoint_):
         torch._dynamo.reset()
@@ -82,7 +82,7 @@ def test_equal_layers_compile_once():
 @pytest.mark.parametrize("fullgraph", [True, False])
 @pytest.mark.parametrize("layer", OFFLOADED)
 def test_compiled_offload_is_refused(layer, fullgraph):
-    """The compiler decides what is saved: an error, not a module that offloads nothing."""
+    """The compiler decides what is saved, so offload raises an error."""
     model = torch.compile(Model(OFFLOADED[layer]), fullgraph=fullgraph, backend="aot_eager")
     with pytest.raises(
         Unsupported if fullgraph else OffloadError, match="an offloaded module is compiled"
@@ -93,7 +93,7 @@ def test_compiled_offload_is_refused(layer, fullgraph):
 
 
 def test_offload_of_a_block_compiled_before_is_refused():
-    """In whichever order the two come."""
+    """It is refused whether the block is compiled or offloaded first."""
     block = Block()
     block.compile(backend="aot_eager")
     with pytest.raises(OffloadError, match="an offloaded module is compiled"):
@@ -163,7 +163,7 @@ def test_a_compiled_module_inside_an_eager_checkpoint(gradients):
 
 
 class Products(nn.Module):
-    """Saves other tensors compiled than in eager mode, at the same positions and shapes."""
+    """Saves other tensors when compiled, with the same positions and shapes as in eager mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ def _eager():
 @pytest.mark.parametrize("around", [_eager, lambda: FlopCounterMode(display=False)])
 @pytest.mark.parametrize("make", [checkpoint_, checkpoint_wrapper])
 def test_eager_recomputation_of_compiled_code_is_an_error(make, around):
-    """A stance or a dispatch mode around backward alone: other tensors would be recomputed."""
+    """A stance or dispatch mode around backward alone would recompute other tensors."""
     block = Products()
     block.compile(backend="aot_eager_decomp_partition")
     model = make(nn.Sequential(block))

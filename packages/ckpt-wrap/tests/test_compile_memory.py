@@ -1,4 +1,4 @@
-"""What a checkpointed block keeps for backward under torch.compile, and graph breaks inside one."""
+"""Bytes that a compiled checkpointed block keeps for backward, and graph breaks inside one."""
 
 from __future__ import annotations
 
@@ -80,20 +80,20 @@ CASES += [(SLOW, "block.compile()", way) for way in WAYS] + [
 
 @pytest.fixture(autouse=True)
 def fresh():
-    """Nothing compiled before counts."""
+    """Reset dynamo before the test."""
     torch._dynamo.reset()
     counters.clear()
 
 
 def _kept_bytes(model, x):
-    """Bytes that forward keeps for backward, parameters left out, and the result."""
+    """Bytes that forward keeps for backward without parameters, and the result of forward."""
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept = {}
 
     def pack(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters:
-            kept[storage._cdata] = tensor  # held, so that no address is used twice
+            kept[storage._cdata] = tensor  # kept alive, so that no address is reused
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -114,7 +114,7 @@ def _require_compiler(backend):
 
 @pytest.mark.parametrize(("backend", "how", "way"), CASES)
 def test_checkpointed_blocks_keep_what_torchs_wrapper_keeps(backend, how, way):
-    """To the byte: inputs, and what `context_fn` names. Gradients are the plain model's."""
+    """To the byte: inputs, and outputs named by `context_fn`. Gradients match the plain model."""
     _require_compiler(backend)
     torch.manual_seed(0)
     model = HOW[how](WAYS[way], backend)
@@ -129,7 +129,7 @@ def test_checkpointed_blocks_keep_what_torchs_wrapper_keeps(backend, how, way):
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
 
-    # In eager mode torch's contexts keep the matmuls where no hook sees them.
+    # In eager mode, torch's selective contexts keep the matmuls without calling saved-tensor hooks.
     named = BLOCKS * HIDDEN_BYTES if way == "context_fn" and how != "eager" else 0
     assert named <= kept <= named + 3 * BLOCKS * INPUT_BYTES
     assert kept_plain >= BLOCKS * 2 * HIDDEN_BYTES
@@ -143,7 +143,7 @@ def test_checkpointed_blocks_keep_what_torchs_wrapper_keeps(backend, how, way):
 
 
 class Broken(nn.Module):
-    """Breaks the graph in its forward, and has buffers that forward advances."""
+    """Breaks the graph in forward, and has buffers that forward updates."""
 
     def __init__(self, kind):
         super().__init__()
@@ -179,7 +179,7 @@ def _compiled(model, how):
 @pytest.mark.parametrize("how", ["block.compile()", "model.compile()", "step"])
 @pytest.mark.parametrize("kind", ["item", "buffer replaced and read"])
 def test_graph_break_does_not_act_twice(kind, how, wrap):
-    """Buffers advance once for each forward, and gradients are the plain model's."""
+    """Buffers are updated once per forward, and gradients match the plain model."""
     torch.manual_seed(0)
     plain = nn.Sequential(Broken(kind), Broken(kind))
     model = nn.Sequential(*[wrap(b) for b in copy.deepcopy(plain)])

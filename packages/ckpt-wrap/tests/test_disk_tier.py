@@ -1,4 +1,4 @@
-"""The folder tier: full disks, folders that are missing, and other processes."""
+"""The folder tier: full disks, missing folders and other processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _x():
 
 
 def test_full_disk_is_an_error_in_forward(tmp_path, monkeypatch):
-    """It says what to do, leaves no file, and the module can be used again."""
+    """The message gives a remedy, no file remains, and the module can be used again."""
     module = offload_(nn.Tanh(), to=tmp_path)
 
     make = tempfile.NamedTemporaryFile
@@ -62,7 +62,7 @@ def test_folder_that_cannot_be_written_to_changes_nothing(tmp_path, monkeypatch)
 
 
 def test_folder_removed_between_steps_is_an_error_in_forward(tmp_path):
-    """What was saved before can still be read."""
+    """Tensors saved before the removal can still be read."""
     folder = tmp_path / "a"
     folder.mkdir()
     module = offload_(nn.Tanh(), to=folder)
@@ -75,7 +75,7 @@ def test_folder_removed_between_steps_is_an_error_in_forward(tmp_path):
 
 
 def test_relative_folder_and_home_directory(tmp_path, monkeypatch):
-    """The folder is the one it was when it was given; `~` is the home directory."""
+    """A relative path is resolved when it is passed; `~` is the home directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "relative").mkdir()
@@ -102,7 +102,7 @@ if sys.argv[2] == "kill":
 
 @pytest.mark.parametrize("ending", ["normal", "raise", "kill"])
 def test_folder_is_empty_after_the_process(tmp_path, ending):
-    """Also after one that was killed with tensors in the folder."""
+    """The folder is empty even if the process was killed with tensors in it."""
     command = [sys.executable, "-c", WORKER, str(tmp_path), ending]
     code = subprocess.run(command, capture_output=True, timeout=60, check=False).returncode
     assert code == {"normal": 0, "raise": 1, "kill": -signal.SIGKILL}[ending]
@@ -111,7 +111,7 @@ def test_folder_is_empty_after_the_process(tmp_path, ending):
 
 @pytest.mark.parametrize("first", ["child", "parent"])
 def test_fork_between_forward_and_backward(tmp_path, first):
-    """Both processes have the saved tensors, whichever reads and drops them first."""
+    """Both processes can read the saved tensors, in either order."""
     x = torch.linspace(-2, 2, 1024, requires_grad=True)
     module = offload_(nn.Tanh(), to=tmp_path)
     loss = module(x).sum()
@@ -141,7 +141,7 @@ def test_fork_between_forward_and_backward(tmp_path, first):
 
 
 def test_offload_to_host_memory_without_accelerator_warns_once(monkeypatch):
-    """It moves nothing, and says so; gradients are the plain ones."""
+    """Offload moves nothing without an accelerator, and warns; gradients are plain."""
     from ckpt_wrap import _offload
 
     if torch.accelerator.is_available():

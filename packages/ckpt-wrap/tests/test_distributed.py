@@ -1,4 +1,4 @@
-"""DDP, FSDP2 over and under, DCP names: gradients and names of the plain model."""
+"""DDP, FSDP2 and DCP with checkpointed modules: gradients and names match the plain model."""
 
 from __future__ import annotations
 

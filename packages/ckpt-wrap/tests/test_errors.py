@@ -1,4 +1,4 @@
-"""Every message: the thing, the module, what is accepted and what to do."""
+"""Every error message names the function, the module, the accepted values and the remedy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Final(nn.Module):
 
 
 class OnlyHolds(nn.Module):
-    """A container of the user's own: no forward."""
+    """A user-defined container without a forward."""
 
 
 CONTAINERS = {
@@ -168,7 +168,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_messages(case):
-    """The whole sentence."""
+    """Compares the full text of the message."""
     call, error, message = CASES[case]
     with pytest.raises(error, match=f"^ckpt_wrap.{re.escape(message)}$"):
         call()
@@ -177,7 +177,7 @@ def test_messages(case):
 @pytest.mark.parametrize("name", ["min_bytes", "max_bytes_away"])
 @pytest.mark.parametrize("value", [-1, 1.0, "1", True], ids=repr)
 def test_a_number_is_an_int_of_at_least_zero(name, value):
-    """A bool is none, although Python says it is."""
+    """A bool is refused, although bool is a subclass of int."""
     module = nn.ReLU()
     with pytest.raises(OptionError, match=f"option '{name}' is {value!r}, but it must be an int"):
         offload_(module, **{name: value})
@@ -209,7 +209,7 @@ def test_a_number_is_an_int_of_at_least_zero(name, value):
     ],
 )
 def test_wrong_calls_change_nothing(call, error, message):
-    """Refused before anything is changed."""
+    """Wrong arguments are refused before anything is changed."""
     model = nn.Sequential(*_sequential(), nn.ModuleList())
     kinds = [nn.Sequential, nn.Linear, nn.ReLU, nn.ModuleList]
     with pytest.raises(error, match=message):
@@ -218,12 +218,12 @@ def test_wrong_calls_change_nothing(call, error, message):
 
 
 def test_a_module_that_cannot_be_subclassed_can_be_wrapped():
-    """As the message says."""
+    """The message recommends wrapping."""
     assert checkpoint_wrapper(module := Final())._checkpoint_wrapped_module is module
 
 
 def test_every_error_is_of_one_family_and_of_a_builtin():
-    """One base class, and the built-in class a caller would expect."""
+    """All share one base class and also derive from the matching builtin exception."""
     for error, builtin in [
         (ModuleError, TypeError),
         (OptionError, ValueError),

@@ -1,4 +1,4 @@
-"""Weights that `functional_call` puts in for one call are those of its second run too."""
+"""Recomputation uses the weights that `functional_call` substituted for the call."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _tensors(module):
 
 
 def _gradients(module, given, x, **how):
-    """Of what is given, with backward after `functional_call` has put everything back."""
+    """Gradients of the given tensors; backward runs after `functional_call` restored the module."""
     leaves = _others(module)
     call = how.get("call", functional_call)
     call(module, given(leaves), (x,)).sum().backward()
@@ -56,7 +56,7 @@ GIVEN = {
 
 @pytest.mark.parametrize("given", GIVEN)
 def test_gradients_are_those_of_the_weights_that_were_given(wrap, given, equal):
-    """Bit for bit, tied weights and buffers among them; the module has its own again."""
+    """Bit-identical, also for tied weights and buffers; afterwards the weights are restored."""
     plain = nn.Sequential(nn.Linear(4, 4), Tied())
     wrapped = copy.deepcopy(plain)
     wrapped[1] = wrap(wrapped[1])
@@ -71,7 +71,7 @@ def test_gradients_are_those_of_the_weights_that_were_given(wrap, given, equal):
 
 
 def test_nested_checkpoints(wrap, equal):
-    """The inner one is recomputed from what the outer one was given."""
+    """The inner checkpoint is recomputed from the weights passed to the outer one."""
     plain = nn.Sequential(nn.Linear(4, 4), Tied())
     wrapped = copy.deepcopy(plain)
     checkpoint_(wrapped[1].first)
@@ -82,7 +82,7 @@ def test_nested_checkpoints(wrap, equal):
 
 
 def test_two_calls_with_different_weights_and_one_backward(wrap, equal):
-    """Each call has its own, as in an ensemble that shares one module."""
+    """Each call keeps its own weights, as in an ensemble that shares one module."""
 
     def values(module):
         ensemble = [_others(module, factor) for factor in (0.5, 2.0, 3.0)]
@@ -96,7 +96,7 @@ def test_two_calls_with_different_weights_and_one_backward(wrap, equal):
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_given_buffers_that_forward_changes(wrap, inside, equal):
-    """BatchNorm, called twice over buffers that were given: they advance once a call."""
+    """BatchNorm, called twice with substituted buffers: each call updates them once."""
 
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -126,7 +126,7 @@ def test_given_buffers_that_forward_changes(wrap, inside, equal):
 
 
 def test_a_given_tensor_that_is_no_parameter_is_refused():
-    """It is gone in backward, and the error names it."""
+    """The tensor is no longer set in backward, and the error names it."""
 
     class Bare(nn.Module):
         def forward(self, x):
@@ -139,7 +139,7 @@ def test_a_given_tensor_that_is_no_parameter_is_refused():
 
 
 def test_a_replaced_parameter_is_refused(wrap):
-    """Also one that `functional_call` has put in as an `nn.Parameter`."""
+    """Also refused if `functional_call` substituted it as an `nn.Parameter`."""
     module = wrap(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
     given = {name: nn.Parameter(p.detach() * 2) for name, p in module.named_parameters()}
     loss = functional_call(module, given, (torch.ones(2, 4),)).sum()

@@ -1,4 +1,4 @@
-"""Hooks of modules that are checkpointed or offloaded: which run, how often, and on what."""
+"""Hooks of checkpointed or offloaded modules: which ones run, how often, and their arguments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _step(module):
 
 
 def _watch(module):
-    """Register one hook of each kind; their names, and the modules they saw."""
+    """Register one hook of each kind; return their names and the modules they received."""
     seen = []
 
     def note(kind):
@@ -39,7 +39,7 @@ def _watch(module):
 
 
 def test_hooks_on_the_module_run_once_per_step(layer):
-    """Every kind, in the order of a plain module, with the module they were registered on."""
+    """Hooks of every kind run in the order of a plain module, with the original module."""
     plain, changed = _block(), layer(_block())
     expected, seen = _watch(plain), _watch(changed)
     for module in (plain, changed):
@@ -51,7 +51,7 @@ def test_hooks_on_the_module_run_once_per_step(layer):
 
 
 def test_hooks_below_run_again_with_the_forward_and_once_in_backward(layer, offloads):
-    """What is run again is run with its hooks; gradients pass once."""
+    """Forward hooks run again in recomputation; backward hooks run once."""
     changed = layer(_block())
     seen = _watch(changed[0])
     _step(changed)
@@ -62,7 +62,7 @@ def test_hooks_below_run_again_with_the_forward_and_once_in_backward(layer, offl
 
 
 def test_what_hooks_return_counts(layer):
-    """A hook that changes the input, the result or the gradient does so once."""
+    """A hook that changes the input, the result or the gradient is applied once."""
     plain, changed = _block(), layer(_block())
     changed.load_state_dict(plain.state_dict())
     gradients = []
@@ -77,7 +77,7 @@ def test_what_hooks_return_counts(layer):
 
 
 def test_removed_hooks_are_gone(layer):
-    """A handle taken before the change works after it."""
+    """A handle created before the module was changed still removes its hook."""
     module = _block()
     seen = []
     handle = module.register_forward_hook(lambda *_: seen.append("forward"))
@@ -200,7 +200,7 @@ def _gradients(module, leaf):
 @pytest.mark.parametrize("early_stop", [True, False])
 @pytest.mark.parametrize("register", WAYS)
 def test_hooks_that_forward_registers_act_once(wrap, register, early_stop, leaf):
-    """Two steps: gradients, calls, and hooks that are left, are those of the plain module."""
+    """Gradients, calls and remaining hooks after two steps match the plain module."""
     plain = Hooked(register)
     inner = copy.deepcopy(plain)
     expected = _gradients(plain, leaf)

@@ -1,4 +1,4 @@
-"""The in-place layer: what stays as it was."""
+"""The in-place layer leaves names, types, copies and pickles of a module unchanged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ckpt_wrap import (
 
 
 class Scaled(nn.Module):
-    """At module level, so that it pickles."""
+    """Defined at module level, so that it can be pickled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Scaled(nn.Module):
 
 
 class Static(nn.Module):
-    """A forward that is not a plain method."""
+    """Has a forward that is not a plain method."""
 
     @staticmethod
     def forward(x):
@@ -45,7 +45,7 @@ class Static(nn.Module):
 
 
 class Strict(nn.Module):
-    """Refuses every attribute once it is made."""
+    """Refuses to set attributes after construction."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Slotted(nn.Module):
 
 @pytest.mark.parametrize("change", [checkpoint_, offload_])
 def test_names_types_and_signature_stay(change):
-    """Names of everything, class name, `isinstance`, repr and signature are as before."""
+    """Names, class name, `isinstance`, repr and signature are unchanged."""
     plain = nn.Sequential(Scaled(), nn.BatchNorm1d(4))
     changed = copy.deepcopy(plain)
     assert change(changed[0]) is changed[0]
@@ -94,7 +94,7 @@ def test_names_types_and_signature_stay(change):
 
 @pytest.mark.parametrize("change", [checkpoint_, offload_])
 def test_copies_and_pickles_are_changed_too_and_independent(change):
-    """deepcopy, copy, pickle and torch.save keep the behaviour; weights are their own."""
+    """deepcopy, copy, pickle and torch.save keep the behaviour; each copy has its own weights."""
     original = change(Scaled())
     buffer = io.BytesIO()
     torch.save(original, buffer)
@@ -119,7 +119,7 @@ def test_copies_and_pickles_are_changed_too_and_independent(change):
 
 @pytest.mark.parametrize("wrap", [checkpoint_wrapper, offload_wrapper, torchs.checkpoint_wrapper])
 def test_unwrap_takes_every_layer_off(wrap):
-    """After unwrap the model has its own objects and classes, and no trace."""
+    """After unwrap, the model has its original objects and classes, without leftovers."""
     block, inner = Scaled(), nn.Linear(4, 4)
     model = nn.Sequential(block, nn.Sequential(inner))
     keys = {module: set(vars(module)) for module in model.modules()}
@@ -142,17 +142,17 @@ def test_unwrap_takes_every_layer_off(wrap):
 
 
 def test_the_last_options_count():
-    """Called again, `checkpoint_` replaces options and does not nest."""
+    """A second `checkpoint_` replaces the options and does not nest."""
     module = checkpoint_(checkpoint_(Scaled()), early_stop=False)
     assert type(module).__mro__[1] is Scaled
     assert module._ckpt_wrap.checkpoint.options.early_stop is False
 
 
 def test_a_changed_class_has_the_names_of_its_base():
-    """Other code reads them."""
+    """Other code reads the class's name, module and qualified name."""
 
     class Layer(nn.Linear):
-        """Inside of a function."""
+        """A class defined inside a function."""
 
     changed = type(checkpoint_(Layer(2, 2)))
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
@@ -160,12 +160,12 @@ def test_a_changed_class_has_the_names_of_its_base():
 
 
 def test_subclasses_are_made_once():
-    """Two modules of a class get the same class, so that they compile and pickle alike."""
+    """Two modules of one class get the same subclass, so they share compiled code and pickles."""
     assert type(checkpoint_(Scaled())) is type(offload_(Scaled()))
 
 
 def test_forward_set_on_the_instance_later_wins():
-    """Code that patches `forward` on the instance afterwards is respected, as always."""
+    """A `forward` set on the instance afterwards is called."""
     module = checkpoint_(nn.Linear(2, 2))
     inner = module.forward
     module.forward = lambda x: inner(x) * 0
@@ -173,7 +173,7 @@ def test_forward_set_on_the_instance_later_wins():
 
 
 def test_the_exact_class_is_a_subclass():
-    """As the README says: tools that look classes up exactly skip the module."""
+    """Tools that look up the exact class skip the module, as the README says."""
     module = checkpoint_(nn.Linear(2, 2))
     assert type(module) is not nn.Linear
     with warnings.catch_warnings():
@@ -185,7 +185,7 @@ def test_the_exact_class_is_a_subclass():
 @pytest.mark.parametrize("make", [Static, Strict, Slotted])
 @pytest.mark.parametrize("change", [checkpoint_, offload_, checkpoint_wrapper, offload_wrapper])
 def test_unusual_classes_work_and_come_back(make, change):
-    """With and without gradients, and `unwrap` gives the object with its class."""
+    """They run with and without gradients; `unwrap` returns the object with its original class."""
     module = make()
     changed = change(module)
     changed(torch.ones(2, 4, requires_grad=True)).sum().backward()
@@ -197,7 +197,7 @@ def test_unusual_classes_work_and_come_back(make, change):
 
 @pytest.mark.parametrize("change", [checkpoint_, offload_])
 def test_a_new_instance_of_the_class_of_a_changed_module_is_plain(change):
-    """As code makes it that builds a layer like another."""
+    """Some code builds a layer like another one by calling `type(module)`."""
     changed = change(nn.Linear(2, 3))
     new = type(changed)(changed.in_features, changed.out_features)
     new.load_state_dict(changed.state_dict())
@@ -206,7 +206,7 @@ def test_a_new_instance_of_the_class_of_a_changed_module_is_plain(change):
 
 
 def test_a_lazy_module_can_change_when_it_has_its_parameters():
-    """Whether it is of another class by then or not."""
+    """Both for lazy modules that change their class on the first call and for others."""
     module = nn.LazyLinear(2)
     module(torch.ones(1, 2))
 

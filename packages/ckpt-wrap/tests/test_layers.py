@@ -1,4 +1,4 @@
-"""The repeated blocks of a model are found and checkpointed; likely mistakes give a warning."""
+"""A model's repeated blocks are found and checkpointed; likely mistakes give a warning."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Layer(nn.Module):
 
 
 class Stage(nn.Module):
-    """A number of blocks of one width."""
+    """Several blocks of one width."""
 
     def __init__(self, width: int, count: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def _gradients(model):
 
 
 def test_layers_of_encoder_and_decoder_are_found():
-    """The result says which; gradients are the plain ones, and only inputs are kept."""
+    """The result lists them; gradients are plain, and only inputs are kept."""
     plain = Model()
     model = copy.deepcopy(plain)
     found = checkpoint_layers_(model)
@@ -82,7 +82,7 @@ def test_layers_of_encoder_and_decoder_are_found():
 
 
 def test_every_second_layer_with_inputs_in_a_folder(tmp_path):
-    """Counted from the first of each list."""
+    """Every second layer is counted from the first of each list."""
     model = Model()
     found = checkpoint_layers_(model, every=2, offload=tmp_path)
     assert found == ("encoder.layer.0", "encoder.layer.2", "decoder.0")
@@ -91,7 +91,7 @@ def test_every_second_layer_with_inputs_in_a_folder(tmp_path):
 
 
 def test_blocks_inside_growing_stages_are_found():
-    """Stages of other widths are no repeated blocks."""
+    """Stages of different widths are not repeated blocks."""
     model = nn.Sequential(Stage(4, 2), Stage(8, 2), Stage(16, 3))
     found = checkpoint_layers_(model)
     parents = [name.rpartition(".")[0] for name in found]
@@ -102,14 +102,14 @@ def test_blocks_inside_growing_stages_are_found():
     "model", [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), Layer()], ids=repr
 )
 def test_a_model_without_repeated_blocks_is_refused(model):
-    """A list of plain layers, or of experts, is none."""
+    """A list of plain layers or of experts does not count as repeated blocks."""
     with pytest.raises(ModuleError, match=r"has no nn\.ModuleList or"):
         checkpoint_layers_(model)
 
 
 @pytest.mark.parametrize("every", [0, True])
 def test_every_is_a_number_of_at_least_one(every):
-    """A bool is none."""
+    """A bool is refused."""
     model = Model()
     with pytest.raises(OptionError, match="option 'every' is"):
         checkpoint_layers_(model, every=every)
@@ -121,7 +121,7 @@ def _is_layer(name, module):
 
 
 def test_rule_selects_by_name_and_module():
-    """In the order of the model; what is not selected stays, and `unwrap` takes all off."""
+    """In model order; unselected modules are unchanged, and `unwrap` removes all layers."""
     model = Model()
     assert checkpoint_layers_(model, lambda name, m: _is_layer(name, m) and "encoder" in name) == (
         "encoder.layer.0",
@@ -136,7 +136,7 @@ def test_rule_selects_by_name_and_module():
 
 
 def test_options_of_the_rule_are_added_to_those_for_all():
-    """The rule's win."""
+    """Options of the rule take precedence."""
     model = Model()
 
     def rule(name, module):
@@ -149,7 +149,7 @@ def test_options_of_the_rule_are_added_to_those_for_all():
 
 
 def test_shared_and_wrapped_modules_have_their_first_plain_name():
-    """A rule is asked about the module inside a wrapper, and not about the wrapper."""
+    """A rule receives the module inside a wrapper, never the wrapper."""
     shared = nn.Linear(2, 2)
     model = nn.ModuleDict({"a": shared, "b": nn.ModuleDict({"c": shared})})
     assert checkpoint_layers_(model, lambda _, m: isinstance(m, nn.Linear)) == ("a",)
@@ -170,7 +170,7 @@ def test_shared_and_wrapped_modules_have_their_first_plain_name():
     ],
 )
 def test_mistakes_are_explained_and_change_nothing(rule, options, error, message):
-    """Each mistake names what is wrong; the model is as it was."""
+    """The message names each mistake, and the model is unchanged."""
     model = Model()
     with pytest.raises(error, match=message):
         checkpoint_layers_(model, rule, **options)
@@ -178,7 +178,7 @@ def test_mistakes_are_explained_and_change_nothing(rule, options, error, message
 
 
 def test_a_whole_model_as_one_region_gives_a_warning():
-    """The warning names the list; a block, and a list that is a segment, give none."""
+    """The warning names the list; checkpointing a block or a list that is a segment gives none."""
     with pytest.warns(UserWarning, match=r"3 Layer in 'encoder\.layer' and becomes one region"):
         checkpoint_(Model())
     checkpoint_(Layer())
@@ -186,7 +186,7 @@ def test_a_whole_model_as_one_region_gives_a_warning():
 
 
 def test_a_model_that_checkpoints_itself_gives_a_warning():
-    """Once, by the name of its switch."""
+    """It warns once and names the model's own checkpointing flag."""
     model = Model()
     model.encoder.gradient_checkpointing = True
     with pytest.warns(UserWarning, match=r"'encoder' \(ModuleDict\) has checkpointing") as said:

@@ -1,4 +1,4 @@
-"""Buffers that forward reads and writes: the second run reads them as the first one found them."""
+"""Buffers that forward reads and writes: recomputation reads their values from before forward."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from ckpt_wrap import ModuleError, RecomputeError, checkpoint_, is_recomputing
 
-LARGE = 1 << 17  # numel of what is not kept unless it is written
+LARGE = 1 << 17  # numel above which a buffer is copied only if it is known to be written
 
 
 class Layer(nn.Module):
-    """A linear layer with a buffer; what is done with the buffer is each test's own."""
+    """A linear layer with a buffer; each test defines how forward uses the buffer."""
 
     def __init__(self, features: int = 8) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class ReadThenAdd(Layer):
 
 
 class Centre(Layer):
-    """An average as in DINO."""
+    """A moving average, as in DINO."""
 
     def use(self, y):
         centred = y - self.b
@@ -65,7 +65,7 @@ class Rebound(Layer):
 
 
 class FromNone(Layer):
-    """A cache that is made by the first call."""
+    """A cache created by the first call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class ThroughData(Layer):
 
 
 class Large(Layer):
-    """A buffer that is not copied unless it is known to be written."""
+    """Has a buffer that is copied only if it is known to be written."""
 
     def __init__(self) -> None:
         super().__init__(LARGE)
@@ -97,7 +97,7 @@ class Large(Layer):
 
 
 class Tied(Layer):
-    """One buffer at two places: written at one, read at the other."""
+    """One buffer under two names: written by one name, read by the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Tied(Layer):
 
 
 class GuardsAnother(Layer):
-    """Guards counters that it does not read, and has a layer that writes a buffer."""
+    """Guards counters that it does not read, and contains a layer that writes a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,12 +124,12 @@ class GuardsAnother(Layer):
 
 
 def spectral():
-    """Vectors of a power iteration, advanced by each forward."""
+    """Spectral norm: each forward advances the vectors of the power iteration."""
     return nn.Sequential(spectral_norm(nn.Linear(8, 8)), nn.Tanh())
 
 
 def batch_norm():
-    """A cumulative average, which is read before it is written."""
+    """Batch norm with a cumulative average, which is read before it is written."""
     return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None), nn.Tanh())
 
 
@@ -149,7 +149,7 @@ MODULES = [
 
 
 def results(module, *, steps=3, calls=1, backwards=1):
-    """Gradients and buffers after each step; several calls are made before one backward."""
+    """Gradients and buffers after each step; several forwards precede one backward."""
     torch.manual_seed(1)
     found = []
     for _ in range(steps):
@@ -174,17 +174,17 @@ def assert_same(found, expected, tolerance=0):
 )
 @pytest.mark.parametrize("make", MODULES)
 def test_buffers_that_forward_writes_are_read_as_they_were(make, options, how, wrap):
-    """Gradients and buffers are the plain module's, and the buffers advance once a call."""
+    """Gradients and buffers match the plain module, and each call updates the buffers once."""
     plain = make()
     wrapped = wrap(copy.deepcopy(plain), **options)
-    # The gradients of several calls are added up in another order.
+    # The gradients of several calls are summed in another order.
     tolerance = 1e-5 if "calls" in how else 0
     assert_same(results(wrapped, **how), results(plain, **how), tolerance)
 
 
 @pytest.mark.parametrize("make", MODULES)
 def test_nested_modules_read_buffers_as_they_were(make):
-    """A checkpointed module inside another: the inner one's first run happens twice."""
+    """In nested checkpoints, the forward of the inner module runs twice."""
     plain = nn.Sequential(ReadThenAdd(), nn.Sequential(make(), Centre()), ReadThenAdd())
     wrapped = copy.deepcopy(plain)
     checkpoint_(wrapped[1][0])
@@ -193,7 +193,7 @@ def test_nested_modules_read_buffers_as_they_were(make):
 
 
 class Fails(ReadThenAdd):
-    fails = False  # of the class: the attributes of a module must not change before backward
+    fails = False  # a class attribute: attributes of the module must not change before backward
 
     def forward(self, x):
         result = super().forward(x)
@@ -204,7 +204,7 @@ class Fails(ReadThenAdd):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_recomputation_leaves_the_very_tensors(fails, wrap, monkeypatch):
-    """The buffers after backward are the objects from before it, and were not written."""
+    """Buffers after backward are the same objects as before and were not written."""
     wrapped = wrap(Fails())
     for _ in range(2):
         monkeypatch.setattr(Fails, "fails", False)
@@ -220,7 +220,7 @@ def test_recomputation_leaves_the_very_tensors(fails, wrap, monkeypatch):
 
 
 def test_recomputation_leaves_out_a_guarded_write(wrap):
-    """So a guarded buffer must not be read by the same forward: it has its old value."""
+    """A guarded buffer keeps its old value, so the same forward must not read it."""
 
     class GuardedAndRead(AddThenRead):
         def use(self, y):
@@ -242,7 +242,7 @@ class LargeIntegers(Large):
 
 
 class WritesLater(Large):
-    """Writes its large buffer from the second call on."""
+    """Writes its large buffer only from the second call on."""
 
     calls = 0
 
@@ -252,7 +252,7 @@ class WritesLater(Large):
 
 
 class SkippedFirst(nn.Module):
-    """A layer that the first call does not reach, with statistics that count no version."""
+    """Has a layer that the first call skips; its statistics have no version counter."""
 
     def __init__(self, norm) -> None:
         super().__init__()
@@ -275,7 +275,7 @@ LATER = [
 
 @pytest.mark.parametrize("make", LATER)
 def test_a_first_write_may_come_in_a_later_call(make, wrap):
-    """The first call does not tell which buffers are written."""
+    """The first call does not show which buffers are written."""
     plain = make()
     wrapped = wrap(copy.deepcopy(plain))
     assert_same(results(wrapped), results(plain))
@@ -283,7 +283,7 @@ def test_a_first_write_may_come_in_a_later_call(make, wrap):
 
 @pytest.mark.parametrize("make", [Large, LargeIntegers])
 def test_a_large_buffer_that_is_not_copied_is_refused_if_written(make, wrap):
-    """One that is written in evaluation, or that holds integers; a small one is copied."""
+    """Written in evaluation mode, or holding integers; a small buffer is copied."""
     wrapped = wrap(nn.Sequential(make())).train(make is LargeIntegers)
     with pytest.raises(
         RecomputeError,
@@ -304,7 +304,7 @@ class Kept(TorchDispatchMode):
 
 
 def test_copies_are_not_seen_by_modes_around_the_call(wrap):
-    """Selective contexts and counters see the operators of the module only."""
+    """Selective contexts and operator counters see only the module's operators."""
     wrapped = wrap(ReadThenAdd())
     with Kept() as mode:
         wrapped(torch.randn(2, 8, requires_grad=True)).sum().backward()
@@ -313,7 +313,7 @@ def test_copies_are_not_seen_by_modes_around_the_call(wrap):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_buffers_of_scripted_layers_stay_where_torch_script_has_them(wrap):
-    """They can be read from Python, but none can be put in for one call."""
+    """They can be read from Python, but not replaced for one call."""
     plain = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8).eval(), nn.Tanh())
     scripted = copy.deepcopy(plain)
     scripted[1] = torch.jit.script(scripted[1])
@@ -321,7 +321,7 @@ def test_buffers_of_scripted_layers_stay_where_torch_script_has_them(wrap):
 
 
 def test_a_backward_inside_forward_reads_buffers_as_they_were(wrap):
-    """It recomputes before forward has ended, and its graph is recomputed after."""
+    """It recomputes before forward ends; its own graph is recomputed later."""
 
     class Inside(ReadThenAdd):
         def forward(self, x):
@@ -349,7 +349,7 @@ class Average(nn.Module):
 
 
 def test_tensors_in_attributes_are_read_as_they_were(wrap):
-    """Replaced by forward, and by other code before backward."""
+    """The attribute is replaced by forward, and by other code before backward."""
     plain = Average()
     wrapped = wrap(copy.deepcopy(plain))
     found = []
@@ -364,7 +364,7 @@ def test_tensors_in_attributes_are_read_as_they_were(wrap):
 
 
 def test_a_large_attribute_written_in_place_is_refused(wrap):
-    """The error names it, and says to use a buffer."""
+    """The error names the attribute and recommends a buffer."""
 
     class InPlace(Average):
         def forward(self, x):
@@ -378,7 +378,7 @@ def test_a_large_attribute_written_in_place_is_refused(wrap):
 
 
 def test_a_compiled_module_inside_reads_buffers_as_they_were():
-    """Compiled code is the same in both runs."""
+    """Forward and recomputation run the same compiled code."""
     plain = nn.Sequential(ReadThenAdd())
     wrapped = copy.deepcopy(plain)
     wrapped[0].compile(backend="eager", fullgraph=True)
@@ -388,7 +388,7 @@ def test_a_compiled_module_inside_reads_buffers_as_they_were():
 
 @pytest.mark.parametrize("lazy", [nn.LazyBatchNorm1d, partial(nn.LazyLinear, 8)])
 def test_a_lazy_layer_without_values_is_refused(wrap, lazy):
-    """Its first forward makes them; with gradients off the module runs, and then it is right."""
+    """Its first forward creates the values; after a call without gradients, it is accepted."""
     module = wrap(nn.Sequential(nn.Linear(8, 8), lazy(), nn.Tanh()))
     with pytest.raises(ModuleError, match=r"Run one forward under torch\.no_grad"):
         module(torch.ones(2, 8))

@@ -1,4 +1,4 @@
-"""Objects among the arguments: the second run sees them as the first one did."""
+"""Objects among the arguments: recomputation sees their state from before forward."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Record:
 
 
 class OwnDict(OrderedDict):
-    """A dict whose items are attributes too."""
+    """A dict whose items are also attributes."""
 
     def __setitem__(self, key, value):
         super().__setitem__(key, value)
@@ -106,7 +106,7 @@ CHANGES = {
 
 
 class Changes(nn.Module):
-    """Multiplies by what depends on an argument that it changes."""
+    """Multiplies by a value from an argument that it changes."""
 
     def __init__(self, change) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Changes(nn.Module):
 
 @pytest.mark.parametrize("how", CHANGES)
 def test_whatever_a_forward_changes_is_as_it_was(wrap, how):
-    """Gradients of two calls with one object are the plain ones; it ends as in the plain model."""
+    """Gradients of two calls with one object, and its final state, match the plain model."""
     make, change = CHANGES[how]
     plain = Changes(change)
     wrapped = wrap(copy.deepcopy(plain))
@@ -142,7 +142,7 @@ def _seen(target):
 
 
 class Owns:
-    """Has a finalizer, so a copy of it would end what it owns."""
+    """Has a finalizer, so a copy would release the resource it owns."""
 
     def __del__(self) -> None:
         pass
@@ -157,7 +157,7 @@ class NoCopies:
 
 @pytest.mark.parametrize("make", [Owns, NoCopies, nn.Identity, iter], ids=lambda m: m.__name__)
 def test_an_object_that_is_not_copied_is_the_same_object(wrap, make):
-    """In both runs."""
+    """Forward and recomputation get the same object."""
     seen = []
 
     def note(target, x):
@@ -192,7 +192,7 @@ def test_a_tensor_changed_in_place_by_forward_is_refused(wrap):
 
 
 class Counted:
-    """What a forward counts in, beside a list that it only reads."""
+    """Has a counter that forward changes, and a list that forward only reads."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -207,7 +207,7 @@ def _count_and_read(target, x):
 
 @pytest.mark.parametrize("name", ["tensor", "lists[0][0]"])
 def test_a_tensor_beside_what_forward_changed_is_refused_when_changed_since(wrap, name):
-    """Whether the object that holds it is made again or not."""
+    """Both if the object that holds the tensor is rebuilt and if it is not."""
     target = Counted()
     loss = wrap(Changes(_count_and_read))(torch.ones(2, 4), target).sum()
     (target.tensor if name == "tensor" else target.lists[0][0]).add_(1)
@@ -216,7 +216,7 @@ def test_a_tensor_beside_what_forward_changed_is_refused_when_changed_since(wrap
 
 
 def test_nothing_is_kept_where_nothing_requires_grad(wrap):
-    """Neither objects nor tensors, which hooks around the call would see."""
+    """Neither objects nor tensors are kept; hooks around the call would see them."""
     target, x, packed = Record([1]), torch.ones(2, 4), []
     gone = weakref.ref(target), weakref.ref(x)
     module = wrap(Changes(lambda t, x: 2).requires_grad_(False))

@@ -1,4 +1,4 @@
-"""Offload: what leaves, how often, and that backward cannot tell."""
+"""Offload: which storages are copied out, how often, and that gradients do not change."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Feed(nn.Module):
 
 
 class Reuse(nn.Module):
-    """Saves x three times, tanh(x) once and a transposed view of x: two storages."""
+    """Saves x three times, tanh(x) once, and a transposed view of x: two storages."""
 
     def forward(self, x):
         return torch.sin(x) + torch.cos(x) + torch.tanh(x) + (x.t() @ x).sum()
 
 
 class Gates(nn.Module):
-    """Parts of one storage, each with a version counter of its own, changed in place in turn."""
+    """Parts of one storage with separate version counters, modified in place in turn."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def test_parts_with_own_versions_keep_their_values(tmp_path, kind):
     "order", ["offload", "offload after checkpoint", "checkpoint after offload"]
 )
 def test_gradients_are_those_of_the_plain_model(tmp_path, gradients, equal, order):
-    """Bit for bit, twice, in every order of the two layers, and nothing stays behind."""
+    """Bit-identical in two steps and in every order of the two layers; nothing remains."""
     plain, model = _blocks(), _blocks()
     for block in model:
         if order == "offload after checkpoint":
@@ -115,14 +115,14 @@ def test_gradients_are_those_of_the_plain_model(tmp_path, gradients, equal, orde
     stats = offload_stats(model)
     assert stats.bytes_away == 0
     assert stats.copies_in == stats.copies_out > 0
-    if order != "offload":  # what is saved inside is recomputed, so the inputs leave alone
+    if order != "offload":  # saved values inside are recomputed, so only the inputs are offloaded
         assert stats.copies_out == 2 * len(model)
         assert stats.bytes_out == stats.copies_out * x.nbytes
     assert not list(tmp_path.iterdir())
 
 
 def test_each_storage_leaves_once_and_weights_never(tmp_path):
-    """Copies equal the distinct eligible storages; bytes are exact."""
+    """Copies equal the distinct eligible storages, and byte counts are exact."""
     module = offload_(Reuse(), to=tmp_path)
     x = torch.randn(16, 16, requires_grad=True)
     loss = module(x).sum()
@@ -139,7 +139,7 @@ def test_each_storage_leaves_once_and_weights_never(tmp_path):
 
 
 def test_weights_of_other_modules_stay_too(tmp_path):
-    """A parameter given as an argument, as tied weights are, is not moved."""
+    """A parameter passed as an argument, such as a tied weight, is not offloaded."""
 
     class Tied(nn.Module):
         def forward(self, x, weight):
@@ -152,7 +152,7 @@ def test_weights_of_other_modules_stay_too(tmp_path):
 
 
 def test_a_small_view_of_a_storage_costs_the_storage_and_no_more(tmp_path):
-    """An expanded tensor leaves as the bytes it has, not those it shows."""
+    """An expanded tensor is copied with the bytes of its storage, not of its shape."""
 
     class Expand(nn.Module):
         def __init__(self) -> None:
@@ -168,7 +168,7 @@ def test_a_small_view_of_a_storage_costs_the_storage_and_no_more(tmp_path):
 
 
 def test_strides_dtype_offset_and_subclass_come_back(tmp_path):
-    """What backward gets has the layout and type that were saved."""
+    """Backward gets tensors with the saved layout and type."""
 
     class Tagged(torch.Tensor):
         pass
@@ -204,7 +204,7 @@ def test_small_tensors_stay(tmp_path):
 
 
 def test_sources_are_freed_in_forward_and_copies_after(tmp_path):
-    """The memory of what left is free before backward; a dropped graph drops the copies."""
+    """Offloaded device memory is freed before backward; dropping the graph drops the copies."""
     gc.collect()
     module = offload_(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)), to=tmp_path)
     kept = []
@@ -224,7 +224,7 @@ def test_a_lazy_layer_below_may_get_its_parameters_in_the_call(tmp_path):
 
 
 def test_offload_inside_a_checkpointed_module_has_nothing_to_do(tmp_path, gradients, equal):
-    """What a checkpointed module saves is not kept, so a child's offload moves nothing."""
+    """A checkpointed module keeps no activations, so offload of its children copies nothing."""
     plain = nn.Sequential(Feed(), Feed())
     model = copy.deepcopy(plain)
     offload_(model[0], to=tmp_path)
@@ -235,7 +235,7 @@ def test_offload_inside_a_checkpointed_module_has_nothing_to_do(tmp_path, gradie
 
 
 def test_tensor_subclasses_made_of_tensors_are_taken_apart(tmp_path, two_parts):
-    """A wrapper subclass leaves part by part and comes back as one."""
+    """A wrapper subclass is copied out part by part and restored as one tensor."""
     module = offload_(Saves(), to=tmp_path, min_bytes=0)
     x = torch.randn(8, 8)
     out = module(torch.ones((), requires_grad=True), two_parts(x, x + 1))
@@ -246,7 +246,7 @@ def test_tensor_subclasses_made_of_tensors_are_taken_apart(tmp_path, two_parts):
 
 
 def test_tensors_without_bytes_of_their_own_stay(tmp_path):
-    """Fake tensors go through an offloaded module, and nothing is written."""
+    """Fake tensors pass through an offloaded module, and nothing is written."""
     with FakeTensorMode():
         module = offload_(nn.Tanh(), to=tmp_path, min_bytes=1)
         module(torch.randn(16, 16, requires_grad=True)).sum().backward()
@@ -265,7 +265,7 @@ def test_a_tensor_without_memory_stays(tmp_path):
 
 
 def test_a_tensor_that_is_still_leaving_is_read_where_it_is(tmp_path, monkeypatch):
-    """Until a later call has waited for its copy."""
+    """The source is used until a later call has waited for its copy."""
     monkeypatch.setattr(Stored, "copied", lambda _: False)  # a copy that takes long
     module = offload_(nn.Tanh(), to=tmp_path)
     x = torch.linspace(-1, 1, 1024, requires_grad=True)
@@ -281,7 +281,7 @@ def test_a_tensor_that_is_still_leaving_is_read_where_it_is(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("room", [0, 2, 5])
 def test_bytes_in_flight_keep_to_their_bound(tmp_path, monkeypatch, room):
-    """Within one call: sources beyond the bound wait for their copies, the oldest first."""
+    """Within one call, sources beyond the bound wait for their copies, oldest first."""
     monkeypatch.setattr(Stored, "copied", lambda _: False)
     monkeypatch.setattr(_offload_scheduler, "INFLIGHT_BYTES", room * 4096)
     layers = nn.Sequential(*[nn.Tanh() for _ in range(5)])
@@ -298,7 +298,7 @@ def test_bytes_in_flight_keep_to_their_bound(tmp_path, monkeypatch, room):
 
 
 def test_statistics_count_a_module_once(tmp_path):
-    """A module that finds missing attributes in the module it holds is not that module."""
+    """A module that forwards attribute access to its child is not counted as the child."""
 
     class Holds(nn.Module):
         def __init__(self, inner) -> None:
@@ -321,7 +321,7 @@ def test_statistics_count_a_module_once(tmp_path):
 
 
 def test_counts_of_all_below_are_added_up(tmp_path):
-    """Peaks as well, so that theirs is a bound; modules that are not offloaded count nothing."""
+    """Peaks are summed too and give an upper bound; modules without offload count as zero."""
     model = nn.Sequential(nn.Tanh(), nn.Linear(16, 16), nn.Sequential(nn.Tanh()))
     parts = [model[0], model[2][0]]
     for part in parts:

@@ -1,7 +1,7 @@
-"""Offload on an accelerator: who waits for whom, on one stream, two, two devices and two threads.
+"""Offload on an accelerator: synchronization with one or two streams, devices and threads.
 
-Every test runs on whatever accelerator there is. On the simulated one, in virtual time where
-nothing is done before the host waits for it, races are reported as well.
+Every test runs on any accelerator. The simulated one also reports races; it has a virtual clock
+and runs queued work only when the host waits for it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ pytestmark = [*ON_AN_ACCELERATOR, pytest.mark.usefixtures("no_race")]
 @pytest.mark.parametrize("costs", [{}, FAR_AHEAD, SLOW_COPIES], ids=["quick", "ahead", "slow"])
 @pytest.mark.parametrize("inflight_bytes", [None, 0])
 def test_gradients_are_the_plain_ones(costs, inflight_bytes, monkeypatch):
-    """Of one stream, step after step."""
+    """Gradients of several steps on one stream."""
     if inflight_bytes is not None:
         monkeypatch.setattr(_offload_scheduler, "INFLIGHT_BYTES", inflight_bytes)
     plain = blocks(4, device())
@@ -64,7 +64,7 @@ def test_gradients_are_the_plain_ones(costs, inflight_bytes, monkeypatch):
 
 @pytest.mark.parametrize("costs", [{}, FAR_AHEAD, SLOW_COPIES], ids=["quick", "ahead", "slow"])
 def test_checkpoints_inside_offload_give_the_plain_gradients(costs):
-    """Only the inputs are moved."""
+    """Only the inputs are offloaded."""
     plain = blocks(4, device())
     moved = copy.deepcopy(plain)
     for block in moved:
@@ -80,7 +80,7 @@ def test_checkpoints_inside_offload_give_the_plain_gradients(costs):
 
 @pytest.mark.parametrize("costs", [FAR_AHEAD, SLOW_COPIES], ids=["ahead", "slow"])
 def test_a_later_part_may_run_on_another_stream(costs):
-    """What is fetched early belongs to the stream it will be read on, not to the current one."""
+    """Prefetched memory belongs to the stream that will read it, not to the current stream."""
     plain = blocks(6, device())
     moved = offloaded(plain)
     results = []
@@ -103,7 +103,7 @@ def test_a_later_part_may_run_on_another_stream(costs):
 
 
 def test_a_source_of_another_stream_is_told_to_the_allocator():
-    """Nobody else holds it: the graph did, and the user counted on that."""
+    """Only the graph holds the source, so its memory could be reused while the copy runs."""
     side = torch.Stream(device())
     main = torch.accelerator.current_stream(device())
     moved = offloaded(blocks(3, device()))
@@ -112,7 +112,7 @@ def test_a_source_of_another_stream_is_told_to_the_allocator():
     h = x * 2
     side.wait_stream(main)
     with side:
-        h = moved[0](h)  # its input was made on the other stream, and is held by the graph alone
+        h = moved[0](h)  # its input was produced on the other stream, and only the graph holds it
         h = moved[1](h)
         h = moved[2](h)
     torch.zeros(128, 64, device=device())
@@ -124,7 +124,7 @@ def test_a_source_of_another_stream_is_told_to_the_allocator():
 @TWO
 @pytest.mark.parametrize("costs", [FAR_AHEAD, SLOW_COPIES], ids=["ahead", "slow"])
 def test_host_memory_goes_from_one_device_to_another_after_its_last_use(costs):
-    """Device 1 reads what it fetches, slowly, while device 0 takes host memory and writes to it."""
+    """Device 1 slowly reads its copies while device 0 allocates and writes host memory."""
     a, b = blocks(3, device(0), 1), blocks(3, device(1))
     results = []
     for first, second in ((a, b), (offloaded(a), offloaded(b))):
@@ -142,7 +142,7 @@ def test_host_memory_goes_from_one_device_to_another_after_its_last_use(costs):
 @TWO
 @pytest.mark.parametrize("costs", [FAR_AHEAD, SLOW_COPIES], ids=["ahead", "slow"])
 def test_a_model_on_two_devices(costs):
-    """Each device has copies and an order of its own."""
+    """Each device has its own copies and copy order."""
     a, b = blocks(3, device(0), 1), blocks(3, device(1))
     results = []
     for first, second in ((a, b), (offloaded(a), offloaded(b))):
@@ -155,7 +155,7 @@ def test_a_model_on_two_devices(costs):
 
 
 def saved_in(loss):
-    """Sums of what the nodes behind a loss have saved, as a user may ask for it."""
+    """Sums of the saved tensors of the nodes behind a loss, as user code may read them."""
     sums, nodes = [], [loss.grad_fn]
     for node in nodes:
         nodes += [before for before, _ in node.next_functions if before is not None]
@@ -168,7 +168,7 @@ def saved_in(loss):
 @TWO
 @pytest.mark.parametrize("costs", [FAR_AHEAD, SLOW_COPIES], ids=["ahead", "slow"])
 def test_whoever_reads_waits_whichever_device_is_current(costs, monkeypatch):
-    """The main thread, whose device is another than that of what it asks nodes for."""
+    """The main thread reads saved tensors of nodes on a device that is not its current one."""
     monkeypatch.setattr(_offload_scheduler, "INFLIGHT_BYTES", 0)
     plain = blocks(1, device(1))
     results = []
@@ -182,7 +182,7 @@ def test_whoever_reads_waits_whichever_device_is_current(costs, monkeypatch):
 
 
 def slowly_done(monkeypatch):
-    """Let other threads run where a copy is asked whether it is done."""
+    """Let other threads run whenever a copy's completion is queried."""
     real = _host_tier.StreamCopy.done
 
     def done(self):
@@ -195,7 +195,7 @@ def slowly_done(monkeypatch):
 
 @TWO
 def test_two_backward_threads_read_each_storage_once(monkeypatch):
-    """Each device has a thread; neither disturbs what the other fetches or lets go of."""
+    """Each device has a backward thread; neither affects the other's fetches and releases."""
     a, b = blocks(6, device(0), 1), blocks(6, device(1))
     results = []
     slowly_done(monkeypatch)
@@ -216,7 +216,7 @@ def test_two_backward_threads_read_each_storage_once(monkeypatch):
 
 
 def test_two_threads_that_read_one_storage_fetch_it_once(monkeypatch):
-    """What one forward saved may be read by any threads."""
+    """Any thread may read the saved tensors of one forward."""
     monkeypatch.setattr(_offload_scheduler, "INFLIGHT_BYTES", 0)
     model = offload_(Block().to(device()))
     model(given(device()))
@@ -246,7 +246,7 @@ def test_two_threads_that_read_one_storage_fetch_it_once(monkeypatch):
 
 @pytest.mark.parametrize("costs", [{}, FAR_AHEAD], ids=["quick", "ahead"])
 def test_a_change_after_saving_is_an_error_however_far_the_copy_is(costs):
-    """As in plain torch: not only while the source happens to be there."""
+    """As in plain torch, also after the source has been freed."""
     model = offload_(Block().to(device()))
     x = given(device())
     simulate(**costs)
@@ -260,4 +260,4 @@ def test_a_change_after_saving_is_an_error_however_far_the_copy_is(costs):
     with pytest.raises(OffloadError, match="was changed in place after it was saved"):
         loss.backward()
     if SIM is not None:
-        SIM.races()  # that of the change with the copy, which is the reason for the error
+        SIM.races()  # the write races with the copy, which is why it is an error

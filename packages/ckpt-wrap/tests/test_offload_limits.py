@@ -1,4 +1,4 @@
-"""Offload within a limit of bytes, and the count of copies that backward had to wait for."""
+"""Offload with a byte limit, and the count of copies that backward waited for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 import ckpt_wrap
 
 ROWS, FEATURES = 32, 64
-SAVED_BYTES = 2 * ROWS * FEATURES * 4  # of a block
+SAVED_BYTES = 2 * ROWS * FEATURES * 4  # saved by one block
 
 
 class Block(nn.Module):
@@ -28,25 +28,25 @@ class Block(nn.Module):
 
 
 def blocks(count):
-    """A chain of them."""
+    """A chain of blocks."""
     return nn.Sequential(*[Block() for _ in range(count)])
 
 
 def given(scale=1.0):
-    """An input whose gradient is wanted."""
+    """An input that requires grad."""
     x = torch.linspace(-scale, scale, ROWS * FEATURES).view(ROWS, FEATURES)
     return x.requires_grad_()
 
 
 def gradients(model, x):
-    """Of the input and the parameters."""
+    """Gradients of the input and the parameters."""
     return [t.grad for t in (x, *model.parameters())]
 
 
 @pytest.mark.parametrize("room", [0, 1, 5, 8], ids=lambda room: f"{room}-results")
 def test_what_is_away_keeps_to_its_limit(tmp_path, room):
-    """Room for some of the eight results of four blocks, in each of two steps."""
-    limit = room * SAVED_BYTES // 2 + 4  # a few bytes more hold no further one
+    """The limit holds some of the eight results of four blocks, in each of two steps."""
+    limit = room * SAVED_BYTES // 2 + 4  # a few bytes more do not fit another result
     plain, x = blocks(4), given()
     plain(x).square().sum().backward()
     expected = gradients(plain, x)
@@ -70,7 +70,7 @@ def test_what_is_away_keeps_to_its_limit(tmp_path, room):
 
 
 def test_threads_keep_to_one_limit(tmp_path):
-    """Models of several threads, none of which has the limit for itself."""
+    """Models in several threads share one limit."""
     limit, count = 5 * SAVED_BYTES // 2, 4
     models, losses = [blocks(2) for _ in range(count)], {}
     for model in models:
@@ -94,12 +94,12 @@ def test_threads_keep_to_one_limit(tmp_path):
 
 
 def test_copies_that_backward_waits_for_are_counted(tmp_path):
-    """Of three blocks those of the last."""
+    """Of three blocks, only the copies of the last one are late."""
     model = blocks(3)
     for block in model:
         ckpt_wrap.offload_(block, min_bytes=1, to=tmp_path)
     loss = model(given()).sum()
-    with torch.no_grad():  # saves nothing; what is copied is let go of
+    with torch.no_grad():  # saves nothing; finished copies are released
         model(given())
     loss.backward()
     stats = [ckpt_wrap.offload_stats(block) for block in model]

@@ -1,4 +1,4 @@
-"""Offload on an accelerator: what is held, for how long, and what a failure leaves."""
+"""Offload on an accelerator: which memory is held, for how long, and after a failure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = [*ON_AN_ACCELERATOR, pytest.mark.usefixtures("no_race")]
 
 
 def test_a_graph_that_is_dropped_lets_go_of_its_sources_in_order():
-    """Their copies are still under way, and the memory is handed out again at once."""
+    """Copy-outs are still running, and the memory is reused at once."""
     model = offloaded(blocks(3, device()))
     simulate(**SLOW_COPIES)
     for _ in range(3):
@@ -42,7 +42,7 @@ def test_a_graph_that_is_dropped_lets_go_of_its_sources_in_order():
 
 
 def test_what_was_fetched_and_is_not_read_is_let_go_of_in_order():
-    """The gradient of the later half alone: the call before was fetched for nothing."""
+    """Only the later half needs gradients, so the prefetch for the call before is not used."""
     model = offloaded(blocks(4, device()))
     simulate(**SLOW_COPIES)
     h = model[:2](given(device()))
@@ -53,7 +53,7 @@ def test_what_was_fetched_and_is_not_read_is_let_go_of_in_order():
 
 
 def test_after_backward_nothing_is_held():
-    """Whether or not anything is called later."""
+    """Memory is released whether or not the module is called again."""
     model = offloaded(blocks(4, device()))
     model(given(device())).sum().backward()
     synchronize()
@@ -71,7 +71,7 @@ def test_after_backward_nothing_is_held():
 
 
 def reserved() -> int:
-    """Bytes that the allocator has reserved for what is alive."""
+    """Bytes that the allocator has reserved for live tensors."""
     synchronize()
     gc.collect()
     torch.accelerator.empty_cache()
@@ -79,7 +79,7 @@ def reserved() -> int:
 
 
 def held_bytes(model, **costs) -> int:
-    """Most bytes that the allocator had reserved in the second of two steps."""
+    """Peak of the reserved bytes in the second of two steps."""
     for _ in range(2):
         reserved()
         torch.accelerator.reset_peak_memory_stats()
@@ -97,8 +97,8 @@ def held_bytes(model, **costs) -> int:
 @SIMULATED
 @pytest.mark.parametrize("calls", ["one for each block", "one"])
 def test_memory_does_not_grow_with_how_far_the_host_is_ahead(calls, monkeypatch):
-    """Twelve blocks: what is reserved is at most 0.45 of the plain model's."""
-    others = reserved()  # of tests before
+    """Twelve blocks reserve at most 0.45 of the plain model's bytes."""
+    others = reserved()  # by earlier tests
     plain = blocks(12, device())
     if calls == "one":
         monkeypatch.setattr(_offload_scheduler, "INFLIGHT_BYTES", 1 << 20)
@@ -112,7 +112,7 @@ def test_memory_does_not_grow_with_how_far_the_host_is_ahead(calls, monkeypatch)
 
 @SIMULATED
 def test_copies_that_take_half_as_long_as_kernels_are_hidden():
-    """A step of twelve blocks takes at most 1.03 of the plain model's, on the device's clock."""
+    """A step of twelve blocks takes at most 1.03 of the plain step, on the device's clock."""
     plain = blocks(12, device())
     took = []
     for model in (plain, offloaded(plain)):
@@ -130,7 +130,7 @@ def test_copies_that_take_half_as_long_as_kernels_are_hidden():
 
 @SIMULATED
 def test_a_copy_that_fails_is_told_and_nothing_stays(monkeypatch):
-    """The step is lost; the next one is right."""
+    """The failing step raises, and the next step is correct."""
     plain = blocks(3, device())
     moved = offloaded(plain)
     x = given(device())
@@ -151,7 +151,7 @@ def test_a_copy_that_fails_is_told_and_nothing_stays(monkeypatch):
 
 
 def test_what_another_stream_read_is_not_handed_out_before_it_did():
-    """Memory of the storage's stream, read on another: the owner's next tensor may not have it."""
+    """Memory of one stream is read on another; the owner's next tensor must not reuse it early."""
     tier, side, nbytes = HostTier(), torch.Stream(device()), 1 << 16
     out = tier.copy_out(torch.full((nbytes,), 7, dtype=torch.uint8, device=device()))
     out.release()
@@ -164,7 +164,7 @@ def test_what_another_stream_read_is_not_handed_out_before_it_did():
         read = copied.tensor.clone()
     copied.release()
     del copied
-    torch.zeros(nbytes, dtype=torch.uint8, device=device())  # of the owner, which does not wait
+    torch.zeros(nbytes, dtype=torch.uint8, device=device())  # on the owner's stream
     main.wait_stream(side)
     read.record_stream(main)
     assert bool((read == 7).all())

@@ -1,4 +1,4 @@
-"""Parameters that are changed in place between the two runs are refused; nobody else's are."""
+"""Modifying a parameter in place between forward and recomputation is an error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckpt_wrap import RecomputeError, checkpoint_, checkpoint_wrapper
 
 
 class TwoLinears(nn.Module):
-    """Two linear layers, each of whose weights the gradient of the other needs."""
+    """Two linear layers: each weight is needed for the gradient of the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,25 +25,25 @@ class TwoLinears(nn.Module):
 
 
 def given():
-    """An input, its gradient wanted."""
+    """An input that requires grad."""
     return torch.linspace(-1, 1, 16).view(2, 8).requires_grad_()
 
 
 def change(module, name="up.weight"):
-    """Double a parameter in place, whatever is around the module."""
+    """Double a parameter in place, below any wrapper around the module."""
     with torch.no_grad():
         dict(module.named_parameters())[name].mul_(2)
 
 
 def assert_refused(loss, name="up.weight"):
-    """Backward says which parameter was changed."""
+    """Assert that backward names the changed parameter."""
     with pytest.raises(RecomputeError, match=f"parameter '{re.escape(name)}' of module"):
         loss.backward()
 
 
 @pytest.mark.parametrize("name", ["up.weight", "down.bias"])
 def test_a_parameter_changed_since_forward_is_refused(wrap, name):
-    """Whether plain autograd had saved it, as it has a weight, or not, as a bias."""
+    """Refused whether plain autograd saves the parameter (a weight) or not (a bias)."""
     module = wrap(TwoLinears())
     loss = module(given()).sum()
     change(module, name)
@@ -58,7 +58,7 @@ def test_a_parameter_changed_since_forward_is_refused(wrap, name):
 
 
 def step_in_backward(module):
-    """Have each parameter changed when its gradient is there."""
+    """Modify each parameter in its post-accumulate-grad hook."""
 
     def step(parameter):
         with torch.no_grad():
@@ -72,7 +72,7 @@ def step_in_backward(module):
 
 @pytest.mark.parametrize("how", ["blocks", "nested", "shared weight"])
 def test_optimizers_may_step_in_backward(wrap, how):
-    """A weight is changed when it has its gradient, so after all recomputations that read it."""
+    """A weight changes after its gradient is ready, so after every recomputation that reads it."""
     plain = nn.Sequential(*[TwoLinears() for _ in range(3)])
     if how == "shared weight":
         plain[1].up.weight = plain[0].up.weight
@@ -88,7 +88,7 @@ def test_optimizers_may_step_in_backward(wrap, how):
 
 
 def test_names_are_those_of_the_plain_model(wrap):
-    """Wrappers below the module are no part of them."""
+    """Names in the error do not include wrappers below the module."""
     model = nn.Sequential(wrap(TwoLinears()))
     wrapped = checkpoint_wrapper(model)
     loss = wrapped(given()).sum()
@@ -98,14 +98,14 @@ def test_names_are_those_of_the_plain_model(wrap):
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_parameter_that_forward_writes_is_refused(wrap, nested):
-    """Recomputation would write it again."""
+    """Recomputation would write the parameter again."""
     embedding = nn.Embedding(4, 8, max_norm=0.5)
     module = wrap(nn.Sequential(wrap(embedding) if nested else embedding, nn.Tanh()))
     assert_refused(module(torch.arange(4)).sum(), "0.weight")
 
 
 def test_other_memory_for_the_same_tensor_is_not_compared(wrap):
-    """As sharding gives and takes it away; it counts no version."""
+    """Sharding replaces a parameter's memory without changing its version."""
     module = wrap(TwoLinears())
     loss = module(given()).sum()
     for parameter in module.parameters():
@@ -114,7 +114,7 @@ def test_other_memory_for_the_same_tensor_is_not_compared(wrap):
 
 
 def test_the_modules_own_may_change_where_functional_call_gave_others(wrap):
-    """The second run has the ones that were given."""
+    """Recomputation uses the tensors substituted by `functional_call`."""
     module = wrap(TwoLinears())
     given_weights = {n: p.detach().clone().requires_grad_() for n, p in module.named_parameters()}
     loss = functional_call(module, given_weights, (given(),)).sum()
@@ -135,7 +135,7 @@ def test_frozen_weights_given_by_functional_call_are_refused(wrap):
 
 
 def test_parameters_of_inference_mode_are_not_compared(wrap):
-    """They count no versions; those beside them are compared."""
+    """Inference tensors have no version; other parameters are still compared."""
     with torch.inference_mode():
         frozen = nn.Parameter(torch.ones(8), requires_grad=False)
 
@@ -154,7 +154,7 @@ def test_parameters_of_inference_mode_are_not_compared(wrap):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_parameters_of_scripted_layers_are_compared(wrap):
-    """Though TorchScript keeps them elsewhere."""
+    """They are compared, although TorchScript stores them outside of the Python module."""
     module = wrap(nn.Sequential(torch.jit.script(nn.Linear(8, 8)), nn.Tanh()))
     module(given()).sum().backward()
     loss = module(given()).sum()

@@ -26,7 +26,7 @@ NESTED = [checkpoint_wrapper, offload_wrapper, lambda m: checkpoint_wrapper(offl
 
 
 class Double(nn.Module):
-    """Twice the tensor; the way back halves it."""
+    """Doubles the tensor; the right inverse halves it."""
 
     def forward(self, tensor):
         return tensor * 2
@@ -37,7 +37,7 @@ class Double(nn.Module):
 
 @pytest.fixture
 def linear():
-    """A layer with weights of its own."""
+    """A linear layer with fixed weights."""
     torch.manual_seed(0)
     return nn.Linear(3, 3)
 
@@ -57,7 +57,7 @@ def _parametrized(module, *names):
 
 @pytest.mark.parametrize("change", IN_PLACE)
 def test_in_place_the_gradients_are_the_plain_modules(linear, change, equal):
-    """Two tensors, and one of them twice; removed, the module is as after the change."""
+    """Two parametrized tensors, one of them twice; removal restores the checkpointed module."""
     plain = _parametrized(copy.deepcopy(linear), "weight", "bias", "weight")
     expected = type(change(copy.deepcopy(linear)))
     module = _parametrized(change(linear), "weight", "bias", "weight")
@@ -75,7 +75,7 @@ def test_in_place_the_gradients_are_the_plain_modules(linear, change, equal):
 
 @pytest.mark.parametrize("change", IN_PLACE)
 def test_in_place_unwrapped_first_the_module_works_as_plain(linear, change, equal):
-    """Its class keeps the subclass in the middle, which does nothing."""
+    """The class keeps the checkpointing subclass as a base, which does nothing."""
     plain = copy.deepcopy(linear)
     module = unwrap(_parametrized(change(linear), "weight"))
     assert "_ckpt_wrap" not in vars(module)
@@ -87,7 +87,7 @@ def test_in_place_unwrapped_first_the_module_works_as_plain(linear, change, equa
 
 @pytest.mark.parametrize("change", [checkpoint_, offload_])
 def test_a_parametrized_module_is_refused(linear, change):
-    """Removing the parametrization would take the wrong class away; it works inside a module."""
+    """Removing the parametrization would remove the wrong class; it is accepted inside a module."""
     kind = type(_parametrized(linear, "weight"))
     with pytest.raises(ModuleError, match=r"is parametrized.*on the module that contains it"):
         change(linear)
@@ -120,7 +120,7 @@ def test_torchs_own_parametrizations_work(norm, linear, equal):
 
 
 def test_a_class_that_is_set_is_the_wrappers_own(linear):
-    """As FSDP2 does."""
+    """FSDP2 also sets the class of a module."""
     wrapped = checkpoint_wrapper(linear)
     kind = type("Mine", (CheckpointWrapper,), {})
     wrapped.__class__ = kind

@@ -1,4 +1,4 @@
-"""Weights that no module lists as parameters: recomputed, with plain gradients."""
+"""Weights that are not registered as parameters are recomputed, with plain gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OUTER = torch.linspace(-1, 1, 16).reshape(4, 4)
 
 
 class Weighted(nn.Module):
-    """Has its weight where `place` puts it."""
+    """Stores its weight in the place chosen by `place`."""
 
     def __init__(self, place) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def _run(module, weighted):
 @pytest.mark.parametrize("make", [checkpoint_, checkpoint_wrapper])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_weight_anywhere_is_recomputed(make, place):
-    """Two runs, nothing kept in between, and the gradient of the plain module."""
+    """Forward runs twice, nothing is kept in between, and gradients match the plain module."""
     plain, changed = Weighted(place), Weighted(place)
     expected, kept = _run(plain, plain)
     assert kept

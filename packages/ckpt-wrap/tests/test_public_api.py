@@ -1,4 +1,4 @@
-"""What holds for all public names, and what importing them costs."""
+"""Properties of all public names, and the cost of importing them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import ckpt_wrap
 
 
 def test_every_public_name_is_documented():
-    """Each says what it is."""
+    """Each has a docstring."""
     assert all(getattr(ckpt_wrap, name).__doc__ for name in ckpt_wrap.__all__)
 
 
@@ -23,7 +23,7 @@ def test_constants_that_code_takes_from_torchs_module_are_here():
 
 
 def test_options_are_named_and_have_these_defaults():
-    """As the manual lists them."""
+    """Options are keyword-only and have the defaults listed in the manual."""
     for name, expected in {
         "offload_": {"to": "cpu", "min_bytes": 1024, "max_bytes_away": None},
         "checkpoint_": {"preserve_rng_state": True, "early_stop": True},
@@ -36,7 +36,7 @@ def test_options_are_named_and_have_these_defaults():
 
 
 def test_drop_in_names_have_the_sources_parameters():
-    """Same parameter names in the same order, and the same defaults."""
+    """Parameters have the names, order and defaults of torch's functions."""
     for name in (
         "checkpoint_wrapper",
         "offload_wrapper",
@@ -53,7 +53,7 @@ def test_drop_in_names_have_the_sources_parameters():
 
 
 def test_import_loads_nothing_but_the_package():
-    """Over `import torch`: no module of anyone else's, so neither FSDP nor dynamo."""
+    """After `import torch`, only modules of this package are loaded: no FSDP, no dynamo."""
     code = (
         "import sys, torch; before = set(sys.modules); import ckpt_wrap as c\n"
         "[getattr(c, name) for name in c.__all__]\n"

@@ -1,4 +1,4 @@
-"""The second run: when there is one, what it does, and what is kept for it."""
+"""Recomputation: when it happens, which operators run, and which tensors are kept for it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_random_state_outside_is_not_touched(block_class):
 
 
 def test_preserve_rng_state_false_does_not_replay(block_class):
-    """Without preserving, dropout differs in recomputation: the option has an effect."""
+    """With `preserve_rng_state=False`, recomputation draws another dropout mask."""
     torch.manual_seed(0)
     masks = []
     module = checkpoint_(block_class(64), preserve_rng_state=False)
@@ -40,7 +40,7 @@ def test_preserve_rng_state_false_does_not_replay(block_class):
 
 
 def test_autocast_and_default_device_are_replayed():
-    """A recomputation after leaving autocast and `torch.device` runs as if inside."""
+    """Recomputation restores autocast and `torch.device`, also after both were exited."""
 
     class Notes(nn.Module):
         def __init__(self) -> None:
@@ -62,7 +62,7 @@ def test_autocast_and_default_device_are_replayed():
 
 
 def test_early_stop_ends_at_the_last_saved_tensor(block_class):
-    """What comes after the last saved tensor is not run again, unless asked to be."""
+    """Operators after the last saved tensor are not recomputed unless early stop is disabled."""
     ran = []
 
     class Tail(nn.Module):
@@ -89,7 +89,7 @@ def test_early_stop_ends_at_the_last_saved_tensor(block_class):
 
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_nothing_stays_alive_after_backward(early_stop):
-    """Recomputed tensors go when they are read, inputs with the graph; no cycle keeps them."""
+    """Recomputed tensors are freed when read, inputs with the graph; no cycle keeps them."""
     gc.collect()
     gc.disable()
     try:
@@ -128,7 +128,7 @@ def test_what_a_region_saves_is_its_inputs(block_class):
 
 
 class Retries(nn.Module):
-    """Fails once in recomputation, and tries again."""
+    """Fails once in recomputation, then tries again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class Retries(nn.Module):
 
 
 def test_other_operators_in_recomputation_are_an_error():
-    """Saved tensors of equal shapes are told apart by the nodes that made them."""
+    """The error is raised even if all saved tensors have equal shapes: nodes are compared."""
     module = checkpoint_(Retries())
     loss = module(torch.randn(4, 4, requires_grad=True)).sum()
     with pytest.raises(RecomputeError, match="made by ExpBackward0 in forward"):
@@ -178,7 +178,7 @@ def test_noise_that_is_written_after_it_is_saved(functional, layer, gradients, e
 
 
 def test_a_module_that_swallows_exceptions_still_stops_early():
-    """`except Exception` in the module cannot make recomputation run on."""
+    """`except Exception` in the module cannot prevent the early stop."""
 
     class Swallows(nn.Module):
         def __init__(self) -> None:
@@ -202,7 +202,7 @@ def test_a_module_that_swallows_exceptions_still_stops_early():
 
 
 class Careless(nn.Module):
-    """Catches every exception of its body and goes on, or raises another."""
+    """Catches every exception of its body, then continues or raises another one."""
 
     def __init__(self, then=None) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ class Careless(nn.Module):
 
 @pytest.mark.parametrize("then", [None, KeyError("other")])
 def test_a_module_that_swallows_exceptions_cannot_hide_a_difference(then):
-    """The error is raised after all, not lost together with the gradients."""
+    """The error is raised, although the module caught it."""
     loss = checkpoint_(Careless(then))(torch.ones(2, 3, requires_grad=True)).sum()
     with pytest.raises(RecomputeError, match="saved tensor 2 of module Careless is"):
         loss.backward()
@@ -229,7 +229,7 @@ def test_a_module_that_swallows_exceptions_cannot_hide_a_difference(then):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_scripted_modules_inside_a_wrapper():
-    """TorchScript saves other tensors once it has optimised: an error says so, then it works."""
+    """TorchScript saves other tensors after optimizing: first an error, then correct gradients."""
     wrapped = checkpoint_wrapper(torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Tanh())))
     loss = wrapped(torch.randn(3, 4, requires_grad=True)).sum()
     with contextlib.suppress(RecomputeError):
@@ -239,14 +239,14 @@ def test_scripted_modules_inside_a_wrapper():
 
 
 class Nothing(TorchDispatchMode):
-    """A dispatch mode that changes no operator."""
+    """A dispatch mode that changes nothing."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 
 
 class Reshapes(nn.Module):
-    """A matmul of four axes, which reshapes by another operator under a dispatch mode."""
+    """A 4-D matmul, which reshapes by another operator under a dispatch mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -259,7 +259,7 @@ class Reshapes(nn.Module):
 
 @pytest.mark.parametrize("in_forward", [True, False])
 def test_dispatch_mode_around_one_of_the_runs_is_no_error(in_forward):
-    """Profilers and counters are such modes; the values are the same."""
+    """Profilers and operator counters are such modes; they do not change values."""
     plain = Reshapes()
     module = checkpoint_(copy.deepcopy(plain))
     x = torch.randn(2, 2, 8)
@@ -287,7 +287,7 @@ def test_nested_regions_with_contexts(saved, gradients, equal):
 
 
 def test_is_recomputing_only_while_recomputing(wrap):
-    """False in forward, True in the second run, False again after."""
+    """False in forward, True in recomputation, False after it."""
 
     class Watch(nn.Module):
         def __init__(self) -> None:

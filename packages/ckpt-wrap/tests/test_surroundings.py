@@ -1,4 +1,4 @@
-"""Changes of a module between forward and backward are errors, unless a forward made them."""
+"""Changing a module between forward and backward is an error, unless a forward changed it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _inner(module):
 
 
 def _step(module, change=None):
-    """Gradients of two forwards and one backward; `change` runs between forward and backward."""
+    """Gradients of two forwards and one backward, with `change` called between them."""
     module.zero_grad()
     torch.manual_seed(0)
     loss = sum(module(torch.ones(3, 4)).sum() for _ in range(2))
@@ -62,7 +62,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("how", CHANGES)
 def test_a_change_before_backward_is_an_error(how, wrap):
-    """The error names module and attribute; no gradient is given."""
+    """The error names module and attribute; no gradient is computed."""
     change, message = CHANGES[how]
     module = wrap(Block())
     with pytest.raises(RecomputeError, match=message):
@@ -71,7 +71,7 @@ def test_a_change_before_backward_is_an_error(how, wrap):
 
 
 def test_a_removed_hook_is_an_error(wrap):
-    """Forward ran with it, and recomputation would not."""
+    """Recomputation would run without the hook."""
     module = wrap(Block())
     handle = _hook(_inner(module))
     with pytest.raises(RecomputeError, match="the forward hooks of submodule 'up'"):
@@ -79,7 +79,7 @@ def test_a_removed_hook_is_an_error(wrap):
 
 
 def test_a_change_that_is_undone_is_no_error(wrap):
-    """Evaluation between forward and backward, and a hook that comes and goes."""
+    """Switching to evaluation and back, or adding and removing a hook."""
 
     def change(block):
         block.eval()
@@ -92,7 +92,7 @@ def test_a_change_that_is_undone_is_no_error(wrap):
 
 
 def test_changes_by_forwards_are_no_errors(wrap):
-    """A counter, over several forwards, backwards and steps."""
+    """A counter that forward increments, over several forwards, backwards and steps."""
     plain = Block()
     wrapped = wrap(copy.deepcopy(plain))
     for _ in range(2):
@@ -100,7 +100,7 @@ def test_changes_by_forwards_are_no_errors(wrap):
 
 
 def test_a_change_between_two_forwards_is_an_error(wrap):
-    """As adapters that are switched: the first forward cannot be repeated."""
+    """Switching adapters, for example: the first forward cannot be recomputed."""
     module = wrap(Block())
     first = module(torch.ones(3, 4)).sum()
     _inner(module).heat = 2.0
@@ -118,7 +118,7 @@ def test_hooks_of_the_module_itself_run_outside():
 
 
 def test_a_change_of_another_module_is_no_error(wrap):
-    """Nor one after backward."""
+    """Neither is a change after backward."""
     module, other = wrap(Block()), Block()
     _step(module, lambda block: other.eval())
     _inner(module).heat = 3.0
@@ -140,7 +140,7 @@ class _Twice(nn.Module):
 
 
 def test_a_forward_around_changes_an_attribute():
-    """An error, also if the module around is checkpointed too; if only that one is, it is right."""
+    """An error, also in nested checkpoints; correct if only the outer module is checkpointed."""
     x = torch.ones(2, 4)
     model = _Twice()
     model.block.dropout.p = 0.0

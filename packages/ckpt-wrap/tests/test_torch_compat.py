@@ -1,4 +1,4 @@
-"""Each private name of torch gives what its public fallback gives."""
+"""Each private name of torch behaves as its public fallback."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SAVERS = [compat.save_tensor, compat.SavedByNode]
 
 @pytest.mark.parametrize("save", SAVERS)
 def test_a_saved_tensor_comes_back_with_its_graph(save):
-    """The same storage, requires_grad and grad_fn."""
+    """It has the same storage, requires_grad and grad_fn."""
     leaf = torch.ones(2, requires_grad=True)
     for tensor in (leaf, leaf * 2, torch.ones(2)):
         back = save(tensor).unpack()
@@ -25,7 +25,7 @@ def test_a_saved_tensor_comes_back_with_its_graph(save):
 
 @pytest.mark.parametrize("save", SAVERS)
 def test_a_saved_tensor_is_version_checked_and_seen_by_hooks(save):
-    """In-place changes raise, and saved-tensor hooks around see the tensor."""
+    """In-place changes raise, and outer saved-tensor hooks see the tensor."""
     tensor = torch.ones(2)
     saved = save(tensor)
     tensor.add_(1)
@@ -37,7 +37,7 @@ def test_a_saved_tensor_is_version_checked_and_seen_by_hooks(save):
 
 
 def test_without_dynamo_names_frames_stay_as_they_are(monkeypatch):
-    """Export is seen by the public name, and the decorators return the function."""
+    """The public function detects export, and the decorators return the function unchanged."""
     monkeypatch.delattr(torch.compiler, "_is_exporting_flag")
     monkeypatch.setattr(torch._C, "_dynamo", None)
     assert compat._find_is_exporting() is torch.compiler.is_exporting
@@ -51,7 +51,7 @@ def contexts_off():
 
 
 def test_missing_private_names_leave_the_fallbacks(monkeypatch):
-    """Without torch's names, the finders return the public versions."""
+    """Without torch's private names, the finders return the public versions."""
     monkeypatch.delattr(torch._C._autograd, "_make_saved_tensor", raising=False)
     assert compat._find_saver() is compat.SavedByNode
     monkeypatch.delattr(torch._C, "_DisableTorchDispatch", raising=False)
@@ -59,7 +59,7 @@ def test_missing_private_names_leave_the_fallbacks(monkeypatch):
 
 
 def test_selective_contexts_bypass_hooks_where_torch_asks():
-    """An answer that was given stays; a torch that does not ask is told nothing."""
+    """A context's existing setting is kept; a torch version without the setting is unaffected."""
     for given, expected in ((None, False), (True, True)):
         context = types.SimpleNamespace(respect_saved_tensors_hooks=given)
         compat.bypass_hooks(context)

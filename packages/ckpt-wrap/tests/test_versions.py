@@ -1,4 +1,4 @@
-"""Modules see the versions that were saved for them, whether saved plain, nested or in place."""
+"""State dict versions reach each module, saved from plain, nested or in-place models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckpt_wrap import checkpoint_, checkpoint_wrapper, clean_state_dict, offload
 
 
 class Leaf(nn.Module):
-    """Notes the version it is loaded from."""
+    """Records the version that it is loaded from."""
 
     _version = 3
 
@@ -70,9 +70,9 @@ def _seen(model):
 @pytest.mark.parametrize("into", OURS)
 @pytest.mark.parametrize("saved", LAYERS)
 def test_each_module_sees_its_own_version(saved, into, root):
-    """A block and the leaf below it, at the root and below it, from any layer into any.
+    """A block and its leaf, at the root and below, saved and loaded under any layer.
 
-    The state dict of a model under torch's wrapper is cleaned first.
+    Keys of a model under torch's wrapper are cleaned first.
     """
     state = _build(saved, root).state_dict()
     if saved == "torch":
@@ -86,7 +86,7 @@ def test_each_module_sees_its_own_version(saved, into, root):
 
 @pytest.mark.parametrize("into", OURS)
 def test_state_dict_of_torchs_wrapper_loads_as_it_is(into):
-    """By its keys with the prefix, at the root and below it."""
+    """With torch's prefix in its keys, at the root and below it."""
     for root in (True, False):
         state = _build("torch", root).state_dict()
         values = {name: torch.rand(2) for name in state}
@@ -97,7 +97,7 @@ def test_state_dict_of_torchs_wrapper_loads_as_it_is(into):
 
 @pytest.mark.parametrize("into", ["nested", "nested twice"])
 def test_load_works_after_one_that_failed(into):
-    """An error inside a load leaves the wrapper as it was."""
+    """An error during loading leaves the wrapper usable."""
     model = _build(into, False)
     state = model.state_dict()
 
@@ -138,5 +138,5 @@ def test_assign_reaches_the_wrapped_module():
     ],
 )
 def test_a_clean_name_has_no_wrappers_part(name, clean):
-    """At the start, in the middle, at the end and twice; not a part that only contains it."""
+    """The prefix is removed at the start, middle and end; longer names that contain it are kept."""
     assert list(clean_state_dict({name: 1})) == [clean]

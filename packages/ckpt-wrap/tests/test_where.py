@@ -1,4 +1,4 @@
-"""Errors of forward and backward say which module they are about."""
+"""Errors in forward and backward name the module."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ckpt_wrap import (
 
 
 class Block(nn.Module):
-    """Multiplies by an input; runs `second` in its second run, where there is one."""
+    """Multiplies by an input; runs `second` in recomputation."""
 
     def __init__(self, second=None) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """The block in question is `layers.1`."""
+    """A model in which the errors concern `layers.1`."""
 
     def __init__(self, block) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def _backward_fails(loss, error=RecomputeError):
 @pytest.mark.parametrize("twin_of", [None, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 @pytest.mark.parametrize("how", CHECKPOINTS)
 def test_an_input_changed_in_place(how, twin_of):
-    """Copies keep the name."""
+    """The error names the module; so it does for copies of the model."""
     change, where = CHECKPOINTS[how]
     model = change(Model(Block()))
     scale = torch.ones(3)
@@ -130,7 +130,7 @@ def test_a_recomputation_that_differs(how):
 
 
 def test_a_context_that_suppresses_an_exception():
-    """There is no result to return."""
+    """Forward has no result to return."""
     module = checkpoint_(
         Block(), context_fn=lambda: (contextlib.suppress(RuntimeError), contextlib.nullcontext())
     )
@@ -141,7 +141,7 @@ def test_a_context_that_suppresses_an_exception():
 @pytest.mark.parametrize("min_bytes", [1, 1024])
 @pytest.mark.parametrize("how", OFFLOADS)
 def test_a_saved_tensor_changed_in_place(how, min_bytes, tmp_path):
-    """Whether it was kept or has left."""
+    """The error is the same for a kept and an offloaded tensor."""
     change, where = OFFLOADS[how]
     model = change(Model(Block()), to=tmp_path, min_bytes=min_bytes)
     scale = torch.ones(3, requires_grad=True) * 1
@@ -155,7 +155,7 @@ def test_a_saved_tensor_changed_in_place(how, min_bytes, tmp_path):
 
 
 def test_offload_around_a_checkpoint_names_the_module(tmp_path):
-    """Checkpoint and offload of a module know its name, whichever came first."""
+    """Checkpoint and offload both name the module, in either order of application."""
     model = _applied(offload_, _alone(checkpoint_, Model(Block())), to=str(tmp_path))
     scale = torch.ones(3)
     loss = model(_x(), scale=scale).sum()
@@ -164,7 +164,7 @@ def test_offload_around_a_checkpoint_names_the_module(tmp_path):
 
 
 def test_wrapping_errors_name_the_module():
-    """A wrong option for one module, found before any wrapper is put in its place."""
+    """A wrong option for one module is reported before any module is wrapped."""
     model = Model(Block())
     policy = CustomPolicy(lambda m: isinstance(m, nn.ReLU) or (_is_block(m) and {"bogus": 1}))
     with pytest.raises(OptionError, match=r"This was for module 'layers.1' \(Block\)\.$"):
@@ -173,14 +173,14 @@ def test_wrapping_errors_name_the_module():
 
 
 class CallsWhatItIsGiven(nn.Module):
-    """Its first argument can be called, and is no module."""
+    """Its first argument is callable and not a module."""
 
     def forward(self, function, x):
         return function(x).exp() * 2
 
 
 def test_an_offloaded_module_that_is_given_a_function_is_named(tmp_path):
-    """Not the function."""
+    """The error names the module, not the function."""
     module = offload_(CallsWhatItIsGiven(), to=tmp_path)
     kept = []
     out = module(lambda x: kept.append(x.exp()) or kept[0], torch.ones(3, requires_grad=True))

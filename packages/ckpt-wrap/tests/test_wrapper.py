@@ -45,7 +45,7 @@ def test_load_errors_use_the_users_names():
 
 @pytest.mark.parametrize("root", [True, False])
 def test_load_hooks_registered_on_the_wrapper_run(root):
-    """Before and after, at the root and below it, with the names the user knows."""
+    """Before and after loading, at the root and below it, with unprefixed names."""
     wrapped = checkpoint_wrapper(nn.Linear(2, 2))
     model = wrapped if root else nn.Sequential(wrapped)
     called = []
@@ -66,7 +66,7 @@ def test_load_hooks_registered_on_the_wrapper_run(root):
 
 
 def test_setting_and_deleting_reach_the_inner_module():
-    """Layers, flags, parameters and buffers set through the wrapper are those that count."""
+    """Layers, flags, parameters and buffers set through the wrapper are set on the inner module."""
     model = nn.Sequential(checkpoint_wrapper(Flagged()))
     zero = nn.Linear(2, 2)
     nn.init.zeros_(zero.weight)
@@ -93,13 +93,13 @@ def test_setting_and_deleting_reach_the_inner_module():
 
 
 def test_an_empty_instance_has_no_attributes_and_does_not_recurse():
-    """An instance made by `__new__` alone answers AttributeError."""
+    """An instance made by `__new__` alone raises AttributeError."""
     with pytest.raises(AttributeError, match="no attribute 'anything'"):
         _ = CheckpointWrapper.__new__(CheckpointWrapper).anything
 
 
 def test_a_subclass_may_set_attributes_of_its_own():
-    """A user's wrapper class keeps what its class defines and finds what it set."""
+    """A user's subclass keeps its own class attributes and instance attributes."""
 
     class Mine(CheckpointWrapper):
         level = 0
@@ -121,7 +121,7 @@ def test_a_subclass_may_set_attributes_of_its_own():
 @pytest.mark.parametrize("name", ["__scale", "scale__", "_scale"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_attributes_with_underscores_are_those_of_the_module(wrapper, name):
-    """Only names with two on both sides are the class's own."""
+    """Only names with double underscores on both sides belong to the wrapper class."""
     inner = nn.Linear(2, 2)
     setattr(inner, name, 3)
     assert getattr(wrapper(inner), name) == 3
@@ -129,7 +129,7 @@ def test_attributes_with_underscores_are_those_of_the_module(wrapper, name):
 
 @pytest.mark.parametrize("change", [checkpoint_, offload_, *WRAPPERS])
 def test_prune_works_and_comes_off(change):
-    """It reaches into a module's parameters and hooks."""
+    """Pruning changes the parameters and hooks of the inner module, and can be removed."""
     model = nn.Sequential(change(nn.Linear(3, 3)))
     prune.l1_unstructured(model[0], "weight", amount=0.5)
     model(torch.ones(1, 3)).sum().backward()

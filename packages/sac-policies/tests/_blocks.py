@@ -1,4 +1,4 @@
-"""Blocks with dropout, and a stack of them with a loss of its own."""
+"""Blocks with dropout, and a stack of them that can return a loss."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor, *, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Apply it; rows that are masked stay."""
+        """Apply the block; masked rows are unchanged."""
         y = self.down(self.drop(F.silu(self.up(self.norm(x))).exp().tanh()))
         return x + (y if mask is None else y * mask)
 
 
 class Stack(nn.Module):
-    """Blocks, with a loss of their own where there is a target."""
+    """A stack of blocks that returns a loss if a target is passed."""
 
     def __init__(self, depth: int = 4) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Stack(nn.Module):
     def forward(
         self, x: torch.Tensor, mask: torch.Tensor | None = None, target: Any = None
     ) -> dict[str, torch.Tensor]:
-        """Give scores, and a loss if there is a target."""
+        """Return scores, and a loss if there is a target."""
         x = self.first(x)
         for block in self.blocks:
             x = block(x, mask=mask)
@@ -46,6 +46,6 @@ class Stack(nn.Module):
 
 
 def stack(depth: int = 4) -> Stack:
-    """Build it alike each time."""
+    """Build the stack from a fixed seed."""
     torch.manual_seed(0)
     return Stack(depth)

@@ -1,4 +1,4 @@
-"""A batch for stacks of blocks, gradients of training with it, peaks, and replaced forwards."""
+"""A batch for stacks of blocks, training gradients, peaks, and replaced forwards."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def training(model: nn.Module, **given: Any) -> list[torch.Tensor]:
 
 
 def own_forwards(model: nn.Module) -> list[str]:
-    """Modules that have a forward of their own."""
+    """Modules whose instances have a `forward` attribute."""
     return [name for name, module in model.named_modules() if "forward" in vars(module)]
 
 
@@ -38,5 +38,5 @@ BATCH = {"x": ROWS, "target": TARGET}
 
 
 def peak_growth(step: Callable[[], object], *, device: torch.device) -> int:
-    """Bytes by which a step's allocations exceed those before it."""
+    """Bytes by which a step's peak exceeds the allocations before it."""
     return highest(Marks(device).intervals(step))

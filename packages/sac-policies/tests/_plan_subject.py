@@ -1,4 +1,4 @@
-"""A small transformer that plans are made for, and that is measured beside them."""
+"""A small transformer for which plans are made and compared with measurements."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Predict each token from those before it."""
+        """Predict each token from the tokens before it."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
@@ -46,13 +46,13 @@ class Model(nn.Module):
 
 
 def build(batch: tuple[int, int] = (4, 512)) -> tuple[nn.Module, torch.Tensor]:
-    """Return a model and its batch, as the command asks for them."""
+    """Return a model and its batch, as the plan command expects."""
     torch.manual_seed(0)
     return Model(), torch.zeros(batch, dtype=torch.int64)
 
 
 class Stack(Model):
-    """Six blocks, of which one looks ahead and one is frozen; each knows its number."""
+    """Six numbered blocks: one is not causal and one is frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,5 +69,5 @@ def build_stack(batch: tuple[int, int] = (4, 512)) -> tuple[nn.Module, torch.Ten
 
 
 def build_wrongly() -> int:
-    """Return what is no model."""
+    """Return an object that is not a model."""
     return 3

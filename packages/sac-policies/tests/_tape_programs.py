@@ -1,4 +1,4 @@
-"""Random programs that write in place, take views, and differentiate in the middle.
+"""Random programs that write in place, take views, and differentiate inside the forward.
 
 `outcome(seed, None)` runs a program plainly, `outcome(seed, "matmuls")` in regions of the tape
 engine. Run this file to compare many: `python _tape_programs.py FIRST COUNT`.
@@ -40,7 +40,7 @@ OPERATORS = _OPERATORS.split()
 
 @dataclass
 class Program:
-    """What the steps of a program work on."""
+    """The state that the steps of a program use."""
 
     choose: random.Random
     pool: list[torch.Tensor]
@@ -57,7 +57,7 @@ class Program:
         return self.choose.choice(self.pool)
 
     def square(self) -> torch.Tensor:
-        """Choose a tensor, and bring it into the usual shape."""
+        """Choose a tensor and bring it into the usual shape."""
         return squared(self.tensor())
 
     def inside(self, x: torch.Tensor, seed: int) -> torch.Tensor:
@@ -66,7 +66,7 @@ class Program:
         return Program(random.Random(seed), [x], *shared).run()
 
     def run(self) -> torch.Tensor:
-        """Run some steps, and add up what they left."""
+        """Run some steps and sum their results."""
         for _ in range(self.choose.randrange(3, 14)):
             step = self.choose.choices(STEPS, WEIGHTS)[0]
             self.steps.append(step.__name__)
@@ -80,7 +80,7 @@ WEIGHTS: list[int] = []
 
 
 def step(weight: int = 1) -> Callable[[Callable[[Program], None]], Callable[[Program], None]]:
-    """Add a kind of step that is taken with this weight."""
+    """Register a kind of step; it is drawn with this weight."""
 
     def add(function: Callable[[Program], None]) -> Callable[[Program], None]:
         STEPS.append(function)
@@ -98,7 +98,7 @@ def squared(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Product(torch.autograd.Function):
-    """Saves inputs, its output, and a value in between."""
+    """Saves inputs, its output and an intermediate value."""
 
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -114,7 +114,7 @@ class Product(torch.autograd.Function):
 
 
 class Opaque(torch.autograd.Function):
-    """Writes its outputs by numpy, as a kernel outside of torch does."""
+    """Writes its outputs with numpy, as a kernel outside of torch does."""
 
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor) -> torch.Tensor:
@@ -131,7 +131,7 @@ class Opaque(torch.autograd.Function):
 
 
 class Dirty(torch.autograd.Function):
-    """Writes to its input, and says so."""
+    """Writes to its input and marks it dirty."""
 
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor) -> torch.Tensor:
@@ -172,7 +172,7 @@ def view_of(tensor: torch.Tensor, choose: random.Random) -> torch.Tensor:
 
 
 def is_part(tensor: torch.Tensor) -> bool:
-    """Whether autograd refuses writes to it: one of several views made at once."""
+    """Whether autograd refuses writes to the tensor: it is one of several views of one call."""
     name = "" if tensor.grad_fn is None else tensor.grad_fn.name()
     return "Split" in name or "Unbind" in name
 
@@ -213,7 +213,7 @@ def write(p: Program) -> None:
 
 @step(8)
 def compute(p: Program) -> None:
-    """Compute by an operator of the usual kinds."""
+    """Compute with one of the common operators."""
     a, b = p.square(), p.square()
     ways: list[Callable[[], torch.Tensor]] = [
         lambda: a @ p.weight,
@@ -255,7 +255,7 @@ def without_gradients(p: Program) -> None:
 
 @step()
 def detach(p: Program) -> None:
-    """Add a detached alias, whose writes nobody but the storage shares."""
+    """Add a detached alias: writes to it reach the storage without autograd."""
     p.pool.append(p.tensor().detach())
 
 
@@ -273,7 +273,7 @@ def functions(p: Program) -> None:
 
 @step(2)
 def buffers(p: Program) -> None:
-    """Write to buffers that lie outside of the region, and read them."""
+    """Write to buffers outside of the region, and read them."""
     ones, rows = p.buffers
     if p.choose.random() < 0.5:
         ones.add_(p.square().detach().mean())
@@ -291,7 +291,7 @@ def dropout(p: Program) -> None:
 
 @step()
 def choose_largest(p: Program) -> None:
-    """Read values and integers of a top-k."""
+    """Use the values and indices of a top-k."""
     values, places = p.square().topk(3, -1)
     p.pool.append(squared(values) + places.float().mean())
 
@@ -320,7 +320,7 @@ def norms(p: Program) -> None:
 
 @step()
 def gradient_inside(p: Program) -> None:
-    """Differentiate in the middle of the forward."""
+    """Differentiate inside the forward."""
     z = p.square().detach().requires_grad_()
     grad = torch.autograd.grad((z @ p.weight.detach()).sin().sum(), z)[0]
     p.pool.append(p.square() + grad)
@@ -360,7 +360,7 @@ def where(p: Program) -> None:
 
 @step()
 def forget(p: Program) -> None:
-    """Let go of a tensor."""
+    """Delete a tensor."""
     if len(p.pool) > 2:
         p.pool.pop(p.choose.randrange(1, len(p.pool)))
 
@@ -383,7 +383,7 @@ def foreach(p: Program) -> None:
 
 @step()
 def torch_checkpoint(p: Program) -> None:
-    """Checkpoint a part by torch."""
+    """Checkpoint a part with torch."""
     a = p.square()
     out = torch.utils.checkpoint.checkpoint(
         lambda t: (t.sin() @ p.weight).cos(), a, use_reentrant=False
@@ -418,17 +418,17 @@ def policy_of(seed: int, mode: str) -> Any:
     return choose.choice([*others, save_every_nth(*names, n=2)])
 
 
-# After the forward: nothing in most programs.
+# Changes after the forward; most programs have none.
 CHANGES = (*["none"] * 6, "write out", "write x", "write w", "retain", "double", "none")
 
 
 def change_of(seed: int) -> str:
-    """Say what is done after the forward of a program."""
+    """Return the change made after the forward of a program."""
     return CHANGES[(seed // 7) % len(CHANGES)]
 
 
 def outcome(seed: int, mode: str | None) -> list[torch.Tensor | None]:
-    """Run a program, forward and backward, and return everything that it computes."""
+    """Run a program, forward and backward, and return all its results."""
     torch.manual_seed(seed)
     x = torch.randn(SIZE, SIZE, requires_grad=True)
     w = (torch.randn(SIZE, SIZE) * 0.4).requires_grad_()
@@ -472,7 +472,7 @@ def _gradients(loss: torch.Tensor, leaves: list[Any], change: str) -> list[torch
 
 
 def are_equal(left: list[torch.Tensor | None], right: list[torch.Tensor | None]) -> bool:
-    """Whether two outcomes have the same bits."""
+    """Whether two outcomes are bit-identical."""
     return all(
         a is b is None or (a is not None and b is not None and torch.equal(_bits(a), _bits(b)))
         for a, b in zip(left, right, strict=True)
@@ -485,12 +485,12 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a program is to compute: None where no plain run of it does.
+    """The expected result of a program; None if no plain run computes it.
 
     Attributes:
-        outcome: its right outcome.
+        outcome: the correct outcome.
         is_plain: whether plain autograd computes it; otherwise a run that saves copies does,
-            because the program writes to what autograd saved.
+            because the program writes to tensors that autograd saved.
     """
 
     outcome: list[torch.Tensor | None] | None
@@ -498,7 +498,7 @@ class Expected:
 
 
 def expected(seed: int) -> Expected:
-    """Run a program plainly, or with copies saved where autograd refuses it."""
+    """Run a program plainly, or with saved copies where autograd refuses it."""
     try:
         return Expected(outcome(seed, None), is_plain=True)
     except Exception as error:
@@ -512,7 +512,7 @@ def expected(seed: int) -> Expected:
 
 
 def verdict(seed: int, mode: str, right: Expected) -> str:
-    """Compare a program under the tape with its right outcome."""
+    """Compare a program under the tape with its expected outcome."""
     try:
         found = outcome(seed, mode)
     except Exception as error:

@@ -26,14 +26,14 @@ from sac_policies.policies._unmatched import watch_of
 
 @pytest.fixture(autouse=True)
 def _no_table_of_another_test() -> None:
-    """Equal policies share what was already warned of; a test is not to see another's."""
+    """Clear the cache of warnings that equal policies share between tests."""
     _run._last = None, None, None
     watch_of.cache_clear()
 
 
 @pytest.fixture(autouse=True)
 def _nothing_stays_entered() -> Iterator[None]:
-    """A region that has ended, in whichever way, leaves no hooks for saved tensors and no mode."""
+    """However a region ended, no saved-tensor hooks and no dispatch modes remain."""
     yield
     hooks, modes = saved_tensor_hooks(), _get_current_dispatch_mode_stack()
     assert hooks is None, f"hooks for saved tensors are still entered: {hooks}"
@@ -42,7 +42,7 @@ def _nothing_stays_entered() -> Iterator[None]:
 
 @pytest.fixture
 def no_race() -> Iterator[None]:
-    """On the simulated device, nothing is reported by the end of a test."""
+    """On the simulated device, fail the test if a race was reported."""
     sim: Any = getattr(torch, "simdev", None)
     if sim is not None:
         sim.reset()
@@ -102,7 +102,7 @@ def make_block() -> Callable[..., nn.Module]:
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    """Have what nobody refers to be gone at once, or stay."""
+    """Disable the garbage collector, so that only reference counts free objects."""
     t = torch.zeros(2, requires_grad=True)  # the first use of a policy imports and observes
     checkpoint(torch.sin, t, policy=recompute_all()).sum().backward()
     gc.disable()
@@ -112,20 +112,20 @@ def no_collector() -> Iterator[None]:
 
 @pytest.fixture
 def counting() -> type[_Counts]:
-    """Give the mode that counts operators."""
+    """Return the mode that counts operators."""
     return _Counts
 
 
 @pytest.fixture
 def x() -> torch.Tensor:
-    """Give a block's input, (2, 4, 16)."""
+    """A block's input, (2, 4, 16)."""
     torch.manual_seed(1)
     return torch.randn(2, 4, 16, requires_grad=True)
 
 
 @pytest.fixture
 def gradients() -> Callable[..., list[torch.Tensor]]:
-    """Give gradients of the squared output with respect to inputs and parameters."""
+    """Return gradients of the squared output with respect to inputs and parameters."""
 
     def run(call: Callable[..., Any], *inputs: torch.Tensor, module: Any = None) -> list[Any]:
         torch.manual_seed(2)
@@ -164,7 +164,7 @@ dist.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What two processes found, by rank: each runs the module's `WORKER`, which fills `found`."""
+    """Results of two processes by rank: each runs the module's `WORKER`, which fills `found`."""
     return _run_ranks(_RANK % request.module.WORKER, tmp_path_factory.mktemp("ranks"))
 
 

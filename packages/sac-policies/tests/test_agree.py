@@ -1,4 +1,4 @@
-"""Ranks agree: one plan, the largest peak, an error on all where they differ."""
+"""Ranks agree on one plan and the largest peak; where they differ, all raise an error."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ found["beside an accelerator"] = largest(rank)
 
 @pytest.mark.dist
 def test_ranks_fit_one_plan_to_the_largest_peak(ranks: list[dict[str, Any]]) -> None:
-    """Other batch sizes, other times: still one plan, and the larger peak is the one reported."""
+    """Batch sizes and times differ, yet there is one plan, and the larger peak is reported."""
     assert ranks[0]["fits"]
     assert ranks[0]["digest"] == ranks[1]["digest"]
     assert ranks[0]["peak"] == ranks[1]["peak"]
@@ -40,7 +40,7 @@ def test_ranks_fit_one_plan_to_the_largest_peak(ranks: list[dict[str, Any]]) -> 
 
 @pytest.mark.dist
 def test_ranks_predict_the_largest_peak(ranks: list[dict[str, Any]]) -> None:
-    """Each of its own batch, so few steps confirm what rank 0 could not know."""
+    """Ranks have different batches; all predict the largest peak, so few steps confirm it."""
     assert ranks[0]["predicted"] == ranks[1]["predicted"]
     assert ranks[0]["predicted"] == pytest.approx(ranks[0]["peak"], rel=0.01)
     assert ranks[0]["steps"] <= 3
@@ -55,19 +55,19 @@ def test_ranks_with_other_operators_raise_together(ranks: list[dict[str, Any]]) 
 
 @pytest.mark.dist
 def test_values_are_exchanged(ranks: list[dict[str, Any]]) -> None:
-    """The largest of all, the one of rank 0."""
+    """The maximum over all ranks, and the value of rank 0."""
     assert [rank["largest"] for rank in ranks] == [1, 1]
     assert [rank["first"] for rank in ranks] == ["rank 0", "rank 0"]
 
 
 @pytest.mark.dist
 def test_gloo_exchanges_on_the_cpu(ranks: list[dict[str, Any]]) -> None:
-    """An accelerator that the machine also has is no matter of a group of processors."""
+    """A gloo group of CPUs exchanges on the CPU even if the machine has an accelerator."""
     assert [rank["beside an accelerator"] for rank in ranks] == [1, 1]
 
 
 def test_one_process_agrees_with_itself() -> None:
-    """Without a process group nothing is called."""
+    """Without a process group, no collective is called."""
     assert largest(3) == 3
     assert from_first_rank("plan") == "plan"
     check_equal("digest", what="trace")

@@ -1,4 +1,4 @@
-"""DDP's buckets of gradients are there before a step, and are not taken for a part of it."""
+"""DDP's gradient buckets exist before a step and do not count as part of it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ for kind, options in KINDS.items():
 @pytest.mark.parametrize("kind", ["ddp", "views"])
 @pytest.mark.parametrize("how", ["fit_ {} 0.8", "fit_ {} 0.6", "fit {}"])
 def test_predictions_hold_under_ddp(ranks: list[dict[str, Any]], kind: str, how: str) -> None:
-    """As closely as for the model alone; a prediction was off by all gradients before."""
+    """As accurate as without DDP; the buckets do not count twice."""
     for rank in ranks:
         predicted, peak, _ = rank[how.format(kind)]
         assert peak == pytest.approx(predicted, rel=0.01)
@@ -63,6 +63,6 @@ def test_a_step_under_ddp_takes_what_it_takes_alone(ranks: list[dict[str, Any]],
 
 
 def test_a_predicted_step_has_no_buckets(ranks: list[dict[str, Any]]) -> None:
-    """Of `profile_step`, too."""
+    """This also holds for `profile_step`."""
     for rank in ranks:
         assert rank["step ddp"] == pytest.approx(rank["step alone"], rel=0.01)

@@ -1,4 +1,4 @@
-"""A plan says what it costs, whom it is for, and what is wrong with it."""
+"""Costs, digests and error messages of plans."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sac_policies.policies import Decision
     ("cost", "bound", "gap"), [(8, 8, 0.0), (8, 6, 0.25), (8, 0, 1.0), (0, 0, 0.0)]
 )
 def test_gap_is_the_share_that_a_better_plan_could_save(cost: int, bound: int, gap: float) -> None:
-    """None for an optimal plan, nor where nothing is repeated."""
+    """Including an optimal plan, and one that recomputes nothing."""
     assert BudgetPlan((), 0, cost, bound, "ns").gap == gap
 
 
@@ -41,7 +41,7 @@ def plan(**changed: Any) -> BudgetPlan:
     ],
 )
 def test_impossible_plan_is_refused(changed: dict[str, Any], said: str) -> None:
-    """No bound is above what it bounds; the rest is as in every plan."""
+    """No lower bound may exceed its value; a plan's other fields are checked as in every plan."""
     with pytest.raises(PolicyError, match=said):
         plan(**changed)
 
@@ -54,17 +54,17 @@ def test_impossible_plan_is_refused(changed: dict[str, Any], said: str) -> None:
     ],
 )
 def test_plan_that_decides_otherwise_has_another_digest(changed: dict[str, Any]) -> None:
-    """The decisions of single calls count."""
+    """Decisions for single calls are part of the digest."""
     assert plan(**changed).digest != plan().digest
 
 
 def test_costs_are_no_part_of_the_digest() -> None:
-    """Ranks measure other times for the same decisions."""
+    """Ranks measure different times for the same decisions."""
     assert plan(recompute_cost=9, bound_cost=1, unit="flops").digest == plan().digest
 
 
 def test_what_does_not_fit_is_false_and_says_what_would() -> None:
-    """With the bytes that are missing."""
+    """The message says how many bytes are missing."""
     found = Infeasible(1_000, 2_500)
     assert not found
     assert str(found).startswith("nothing fits 1,000 bytes: 2,500 are needed, 1,500 more.")

@@ -1,4 +1,4 @@
-"""The functions that make rules make what they say, and refuse what no rule can be."""
+"""The rule builders make the rules that they describe, and refuse invalid arguments."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ MM, SIN = torch.ops.aten.mm.default, torch.ops.aten.sin.default
     ids=str,
 )
 def test_rule_of_operators_answers_for_those_named(policy, of_mm, of_sin):
-    """And has no answer for others."""
+    """The rule has no answer for other operators."""
     assert [policy.decide(OpView(op, 0)) for op in (MM, SIN)] == [of_mm, of_sin]
 
 
@@ -79,19 +79,19 @@ def test_rule_of_operators_answers_for_those_named(policy, of_mm, of_sin):
     [(0, None, [4, 8, 16]), (8, None, [8, 16]), (0, 8, [4, 8]), (8, 8, [8])],
 )
 def test_bounds_of_bytes_are_both_inside(at_least, at_most, saved):
-    """Without an upper one every size from the lower on."""
+    """Without an upper bound, every size from the lower bound on matches."""
     policy = save_by_bytes(at_least=at_least, at_most=at_most)
     answers = {n: policy.decide(OpView(SIN, 0, torch.ones(n // 4))) for n in (4, 8, 16)}
     assert [n for n, answer in answers.items() if answer is Decision.SAVE] == saved
 
 
 def test_shapes_may_be_lists_and_are_kept_as_tuples():
-    """A rule stays a value that can be compared and hashed."""
+    """The rule can still be compared and hashed."""
     policy = save_by_shape([None, 3], ())
     assert policy == save_by_shape((None, 3), ())
     assert hash(policy) == hash(save_by_shape((None, 3), ()))
 
 
 def test_modules_are_a_scope_of_saving_all():
-    """One rule, spelt in two ways."""
+    """One rule, written in two ways."""
     assert save_modules("attn") == scoped(save_all(), "attn")

@@ -1,6 +1,6 @@
-"""Regions that are captured for a graph: offloaded and replayed.
+"""Regions that are captured in a device graph: offloaded and replayed.
 
-Every test runs on an accelerator that has graphs. On the simulated one races are reported as well.
+Every test runs on an accelerator that supports graphs. The simulated one also reports races.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NAMES = [pytest.param("offload", marks=KEEPS_PINNED), *list(REGIONS)[1:]]
 
 
 def blocks(p: float = 0.0) -> nn.ModuleList:
-    """Three blocks, with dropout where it is asked for."""
+    """Three blocks, with dropout on request."""
     torch.manual_seed(0)
     made = [
         nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(p), nn.Linear(256, 64))
@@ -56,21 +56,22 @@ def run(model, x, options=None):
 
 
 def given() -> torch.Tensor:
-    """An input whose gradient is wanted."""
+    """An input that requires grad."""
     return torch.linspace(-1, 1, 128 * 64).view(128, 64).to(KIND).requires_grad_()
 
 
 def let_go() -> None:
-    """Have the device's thread let go of the backward before: it may hold that until its next one.
+    """Make the device's backward thread release its last graph.
 
-    Parameters would keep their nodes meanwhile, of the stream that it ran on.
+    The thread may keep a graph until its next backward. Parameters would meanwhile keep their
+    nodes, with the stream of that backward.
     """
     none = torch.empty(0, device=KIND, requires_grad=True)
     (none * 1).backward(torch.empty(0, device=KIND))
 
 
 def warmed_up(step) -> None:
-    """Run what happens once, on another stream than the graph's."""
+    """Warm up on a side stream."""
     let_go()
     side = torch.Stream(KIND)
     side.wait_stream(torch.accelerator.current_stream())
@@ -80,7 +81,7 @@ def warmed_up(step) -> None:
 
 
 def captured(step, **options):
-    """A graph of a step, and what the step returned."""
+    """Return a captured graph of a step, and the step's result."""
     let_go()
     graph = GRAPH()
     with API.graph(graph, **options):
@@ -101,7 +102,7 @@ def replayed(graphs, x, grads):
 
 
 def eager(model):
-    """The same of the plain model, uncaptured."""
+    """Gradients of the plain model, without capture."""
     found = []
     for scale in SCALES:
         x = (given().detach() * scale).requires_grad_()
@@ -110,7 +111,7 @@ def eager(model):
 
 
 def same(a, b) -> bool:
-    """Bit for bit."""
+    """Whether the gradients are bit-identical."""
     torch.accelerator.synchronize()
     return all(all(map(torch.equal, one, other)) for one, other in zip(a, b, strict=True))
 
@@ -118,7 +119,7 @@ def same(a, b) -> bool:
 @pytest.mark.parametrize("late", [False, True], ids=["quick", "late"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_captured_step_gives_the_plain_gradients_each_time(name, late):
-    """Also when what it was made of is gone."""
+    """Also after the captured objects are deleted."""
     model, x = blocks(), given()
     wanted = eager(model)
     if SIM is not None and late:
@@ -138,7 +139,7 @@ def test_a_captured_step_gives_the_plain_gradients_each_time(name, late):
 
 @pytest.mark.parametrize("name", [NAMES[0], "replay"])
 def test_forward_and_backward_may_be_captured_for_a_graph_each(name):
-    """Nothing of the one is waited for in the other."""
+    """Neither graph waits for work of the other."""
     model, x = blocks(), given()
     wanted = eager(model)
     inputs = (x, *model.parameters())
@@ -153,7 +154,7 @@ def test_forward_and_backward_may_be_captured_for_a_graph_each(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_dropout_is_that_of_the_forward_in_each_replay(name):
-    """The plain model's, captured, with one seed."""
+    """The plain model is captured too, with one seed."""
     results = []
     for options in (None, REGIONS[name]):
         model, x = blocks(0.5), given()
@@ -170,7 +171,7 @@ def test_dropout_is_that_of_the_forward_in_each_replay(name):
 
 
 def test_what_was_kept_before_may_go_while_a_graph_is_captured():
-    """Nobody asks for its copies then."""
+    """No copy-in is started during the capture."""
     model, x = blocks(), given()
     if SIM is not None:
         SIM.simulate(kernel_us=100, copy_us=5000, virtual=True)
@@ -181,7 +182,7 @@ def test_what_was_kept_before_may_go_while_a_graph_is_captured():
 
 
 def test_memory_of_an_earlier_copy_is_not_used_while_the_copy_runs():
-    """A capture cannot wait for it, so the allocator is told."""
+    """A capture cannot wait for the copy, so `record_stream` is called."""
     if SIM is not None:
         SIM.simulate(kernel_us=100, copy_us=5000, virtual=True)
     graph, stream = GRAPH(), torch.Stream(KIND)
@@ -198,7 +199,7 @@ def test_memory_of_an_earlier_copy_is_not_used_while_the_copy_runs():
 
 
 def test_a_stream_is_asked_whether_it_is_captured_and_not_the_current_one():
-    """A value may be asked for where another stream is current."""
+    """The copy may be requested while another stream is current."""
     x, other, told = given(), torch.Stream(KIND), []
 
     def step():
@@ -210,7 +211,7 @@ def test_a_stream_is_asked_whether_it_is_captured_and_not_the_current_one():
 
 
 def test_offloading_in_a_torch_that_keeps_no_pinned_memory_is_refused(monkeypatch):
-    """One clear error, and the device is as before."""
+    """It raises one clear error, and the device remains usable."""
     monkeypatch.setattr(_capturing, "_KEEPS_PINNED_MEMORY", False)
     model, x = blocks(), given()
     with pytest.raises(sp.EngineError, match=r"only from torch 2\.13 on"):

@@ -1,4 +1,4 @@
-"""The catalogue's names are real, and each has a reason."""
+"""The catalogue's names exist, and each has a reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_every_entry_has_a_reason(group):
 
 @pytest.mark.parametrize("group", CATALOGUE, ids=lambda group: group.entry)
 def test_most_aten_names_exist_in_this_torch(group):
-    """Misspelt names would match nothing for ever; one in ten may be of other versions."""
+    """Misspelt names would never match; at most one in ten may belong to other versions."""
     names = [name.split(".")[1] for name in group.names if name.startswith("aten.")]
     unknown = [name for name in names if not hasattr(torch.ops.aten, name)]
     assert len(unknown) * 10 <= len(names)
@@ -39,6 +39,6 @@ def test_most_aten_names_exist_in_this_torch(group):
     ids=["matmuls", "attention", "convolutions", "random"],
 )
 def test_groups_find_what_runs_on_cpu(group, function):
-    """The operator that PyTorch runs for it is in its group."""
+    """The operator that runs on CPU is in the group for its function."""
     x = torch.ones(4, 4, requires_grad=True)
     assert report(function, x, policy=save_ops(group)).kept

@@ -1,4 +1,4 @@
-"""`checkpoint` has the call shape of torch's and follows every policy."""
+"""`checkpoint` has the signature of torch's and follows every policy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _leaf():
 
 
 def test_without_a_policy_it_is_torchs(counting):
-    """Full checkpointing: the product is run again."""
+    """Full checkpointing: the matmul is recomputed."""
     x = _leaf()
     out = checkpoint(lambda p: (p @ p).sin(), x)
     with counting() as counts:
@@ -40,7 +40,7 @@ def test_without_a_policy_it_is_torchs(counting):
     ],
 )
 def test_the_compiler_is_given_constants(given, modes):
-    """It takes a partial over names and operators, and no policy."""
+    """torch.compile receives a partial over names and operators, not a policy."""
     made = _checkpoint._for_compiler(given)
     assert made.func.__module__ == _checkpoint.__name__
     assert all(isinstance(each, (str, list)) for each in made.args)
@@ -48,7 +48,7 @@ def test_the_compiler_is_given_constants(given, modes):
 
 
 def test_keyword_arguments_reach_the_function():
-    """What is no option of checkpoint belongs to the function."""
+    """Keyword arguments that are not options of checkpoint are passed to the function."""
     x = _leaf()
     out = checkpoint(
         lambda p, scale: (p @ p) * scale,
@@ -62,7 +62,7 @@ def test_keyword_arguments_reach_the_function():
 
 
 def test_without_gradients_the_function_is_just_called():
-    """Under no_grad nothing is kept and nothing is asked."""
+    """Under no_grad nothing is kept, and the policy is not called."""
     x = _leaf()
 
     def never(ctx, op, *args, **kwargs):
@@ -105,7 +105,7 @@ def test_plain_function_is_a_policy(counting):
 
 @pytest.mark.parametrize("answer", [None, "save", 1])
 def test_answer_that_is_no_decision_is_refused(answer):
-    """The error names function, operator and the user's line."""
+    """The error names the function, the operator and the user's line."""
     x = _leaf()
 
     def policy(ctx, op, *args, **kwargs):
@@ -131,13 +131,13 @@ def test_options_that_do_not_go_together(kwargs, message):
 
 
 def test_policy_of_another_type_is_refused():
-    """A number is no policy."""
+    """A number is not a policy."""
     with pytest.raises(PolicyError, match=r"policy 3 is a int"):
         checkpoint(torch.mm, _leaf(), _leaf(), policy=3)
 
 
 def test_wrapper_that_takes_a_checkpoint_fn(counting):
-    """Called as torch's by a wrapper that hands on module, arguments and keywords."""
+    """The wrapper calls it with module, arguments and keywords, as it calls torch's."""
 
     class Wrapper(nn.Module):
         def __init__(self, inner, checkpoint_fn, **options):
@@ -165,7 +165,7 @@ def test_wrapper_that_takes_a_checkpoint_fn(counting):
     ids=["no answer", "signature"],
 )
 def test_error_of_a_policy_passes_through_a_binary_operator(policy, said):
-    """Python takes a TypeError inside `@` for "not supported"; ours is not swallowed so."""
+    """Python turns a TypeError inside `@` into "not supported"; our error is still raised."""
     x = _leaf()
     with pytest.raises(DecisionError, match=said):
         checkpoint(lambda t: t @ t, x, policy=policy)

@@ -1,4 +1,4 @@
-"""A second forward in place of a module's own: buffers count once, and nothing is left."""
+"""A module whose forward runs again in backward: buffers count once, and nothing is left."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROWS = torch.linspace(-1, 1, 64 * 24).view(64, 24)
 
 
 class Averaging(nn.Module):
-    """Divides by a running size, which it has changed just before."""
+    """Divides by a running size that it has just updated."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def both(make: Any) -> tuple[nn.Module, nn.Module]:
 @pytest.mark.parametrize("make", [Averaging, normed])
 @pytest.mark.parametrize("twice", [False, True])
 def test_second_forward_counts_a_batch_once(make: Any, twice: bool) -> None:
-    """Gradients and buffers are those of the plain module, bitwise; also in a second backward."""
+    """Gradients and buffers are bit-identical to the plain module, also in a second backward."""
     plain, module = both(make)
     wrote = tuple(name for name, _ in module.named_buffers())
     module.forward = Checkpointed(module, policy=None, wrote=wrote)  # type: ignore[method-assign]
@@ -75,7 +75,7 @@ def test_second_forward_counts_a_batch_once(make: Any, twice: bool) -> None:
 
 
 class Switched(nn.Module):
-    """Goes by a mode, a switch and a name, and by hooks of its layer."""
+    """Depends on a mode, a switch, a name, and hooks of its layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Switched(nn.Module):
 
 @pytest.mark.parametrize("policy", [None, recompute_all()], ids=["runs again", "replays"])
 def test_hooks_and_switches_are_those_of_the_forward(policy: Any) -> None:
-    """Removed, added or switched before backward; afterwards they are as they were left."""
+    """They change before backward; backward runs with the old ones and restores the new ones."""
     found = []
     for module in both(Switched):
         if found:
@@ -120,7 +120,7 @@ def test_containers_are_not_given_to_a_second_forward_that_writes() -> None:
 
 
 def test_versions_of_buffers_are_those_from_before_the_second_forward() -> None:
-    """What somebody else saved of them is still good."""
+    """Other graphs that saved the buffers can still run backward."""
     module = Averaging()
     module.forward = Checkpointed(module, policy=None, wrote=("size",))  # type: ignore[method-assign]
     out = module(ROWS).sum()
@@ -134,7 +134,7 @@ def test_versions_of_buffers_are_those_from_before_the_second_forward() -> None:
 
 
 def test_error_in_the_second_forward_leaves_the_buffers() -> None:
-    """As they were."""
+    """The buffers keep their values."""
     module = Averaging()
     module.forward = Checkpointed(module, policy=None, wrote=("size",))  # type: ignore[method-assign]
     out = module(ROWS).sum()
@@ -145,7 +145,7 @@ def test_error_in_the_second_forward_leaves_the_buffers() -> None:
 
 
 def test_a_region_is_taken_away_once() -> None:
-    """A module that has none is left alone."""
+    """Removing it from a module without a region is a no-op."""
     module = Averaging()
     release(module)
     module.forward = Checkpointed(module, policy=recompute_all())  # type: ignore[method-assign]
@@ -156,7 +156,7 @@ def test_a_region_is_taken_away_once() -> None:
 
 
 class Rotated(nn.Module):
-    """Called as blocks of transformers are: tensors by name, and a tuple of two."""
+    """Called as transformer blocks are: tensors by keyword, and a tuple of two."""
 
     def __init__(self, writes: bool = False) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class Rotated(nn.Module):
         self.calls = 0
 
     def forward(self, x: Any, *, mask: Any, positions: tuple[Any, Any], key: Any) -> torch.Tensor:
-        """Multiply, turn, and scale by what may be the input itself."""
+        """Multiply, turn, and scale by an argument that may be the input itself."""
         self.calls += 1
         assert key is x
         y = self.inner(x) * positions[0] + positions[1]
@@ -174,7 +174,7 @@ class Rotated(nn.Module):
 
 
 def turned(module: nn.Module, change: Any = None) -> list[torch.Tensor]:
-    """Gradients of a step, the mask as it is then."""
+    """Gradients of a step, and the mask after it."""
     module.zero_grad()
     x, mask = ROWS.clone().requires_grad_(), torch.ones(24)
     angles = ROWS[0].clone().requires_grad_()
@@ -187,7 +187,7 @@ def turned(module: nn.Module, change: Any = None) -> list[torch.Tensor]:
 
 
 def test_tensors_by_name_and_in_tuples_are_kept() -> None:
-    """A tensor that is given twice is one in both forwards."""
+    """A tensor that is passed twice is one tensor in both forwards."""
     module, plain = Rotated(), Rotated()
     plain.load_state_dict(module.state_dict())
     module.forward = Checkpointed(module, policy=None)
@@ -196,7 +196,7 @@ def test_tensors_by_name_and_in_tuples_are_kept() -> None:
 
 
 def test_what_was_written_to_since_is_refused() -> None:
-    """By torch, which keeps them with their versions, and not read as it is by then."""
+    """torch raises the error: it saved the mask with its version."""
     module = Rotated()
     module.forward = Checkpointed(module, policy=None)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -204,7 +204,7 @@ def test_what_was_written_to_since_is_refused() -> None:
 
 
 def test_who_writes_to_what_it_is_given_is_given_it_as_it_was() -> None:
-    """On the tape, as `fit_` sees it write in the step that it watches."""
+    """It runs on the tape, as in `fit_` after a step in which the module wrote to its input."""
     module, plain = Rotated(writes=True), Rotated(writes=True)
     plain.load_state_dict(module.state_dict())
     module.forward = Checkpointed(module, policy=None, rewrites=True)

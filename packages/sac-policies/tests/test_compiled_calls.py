@@ -1,4 +1,4 @@
-"""Compiled modules inside regions: as in torch's own checkpointing."""
+"""Compiled modules inside regions behave as in torch's own checkpointing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Run = Callable[..., Tensor]
 
 
 class Block(nn.Module):
-    """Two products, and values between them."""
+    """Two matmuls with activations between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def adapted(block: nn.Module, x: Tensor) -> Tensor:
 
 
 def measured(run: Run, backend: str = "aot_eager_decomp_partition") -> tuple[Any, ...]:
-    """Graphs, graph breaks and kept bytes of three compiled blocks, and gradients of each step."""
+    """Graphs, graph breaks, kept bytes and gradients of three compiled blocks."""
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
@@ -101,7 +101,7 @@ def measured(run: Run, backend: str = "aot_eager_decomp_partition") -> tuple[Any
 
 @pytest.fixture(scope="module")
 def torchs() -> dict[Any, tuple[Any, ...]]:
-    """What torch's two ways come to."""
+    """The same measurements for torch's two kinds of checkpointing."""
     return {way: measured(way) for way in (selective, whole)}
 
 
@@ -136,7 +136,7 @@ def compiled() -> tuple[Block, Tensor]:
 
 
 def test_region_leaves_module_as_it_was():
-    """What a compiled module runs is replaced while the region is open, also if it raises."""
+    """A compiled module's call is replaced while the region is open, and restored on errors too."""
     block, x = compiled()
     before = dict(vars(block))
 
@@ -145,7 +145,7 @@ def test_region_leaves_module_as_it_was():
         raise ValueError
 
     block.register_forward_pre_hook(lambda module, args: fails(*args))
-    with pytest.raises(ValueError):  # its own
+    with pytest.raises(ValueError):  # raised by the module
         checkpoint(block, x, policy=recompute_all())
     block._forward_pre_hooks.clear()
     checkpoint(block, x, policy=save_modules("w"))
@@ -157,7 +157,7 @@ def test_region_leaves_module_as_it_was():
 
 
 def test_other_threads_run_the_module_plainly():
-    """A region is of its thread; the module is as before once the last region has ended."""
+    """A region affects one thread; the module is restored when the last region ends."""
     block, x = compiled()
     outs: list[Tensor] = []
 
@@ -178,7 +178,7 @@ def test_other_threads_run_the_module_plainly():
 
 
 def test_block_that_is_kept_runs_once():
-    """A policy that keeps everything there keeps what the compiler saves.
+    """A policy that keeps everything keeps the tensors that the compiler saves.
 
     Until torch 2.9 the block runs eagerly in a region, and once.
     """
@@ -204,7 +204,7 @@ def test_block_that_is_kept_runs_once():
 
 
 def test_input_of_compiled_block_changed_afterwards_is_refused():
-    """Also if it is given by name."""
+    """Also if it is passed by keyword."""
     block, x = compiled()
     given = torch.ones(8, 32)
 

@@ -1,4 +1,4 @@
-"""Tensors that replays read count: once, and until all values that read them are kept."""
+"""Tensors that replays read count once, unless all values that read them are kept."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .test_solve import random_trace
 
 
 def trace_of(*packs: TracedPack) -> Trace:
-    """Four calls."""
+    """A trace of four calls."""
     ops = tuple(TracedOp("aten.mm.default", at, 100, 100, ()) for at in range(4))
     return Trace("ns", ops, packs)
 
@@ -22,7 +22,7 @@ COPIES = Held(-1, 1, 5), Held(-1, 2, 5)
 
 
 def test_constant_of_one_value_is_free_where_that_is_kept() -> None:
-    """Keeping 100 bytes takes 60 more than making them again does."""
+    """Keeping 100 bytes costs 60 more than recomputing them."""
     trace = trace_of(TracedPack("Sin", 2, 0, 100, (MASK,)))
     assert (trace.fixed_bytes(), trace.total_bytes(), trace.slack_bytes) == (40, 100, 0)
     assert [item.kept_bytes for item in trace.items()] == [60]

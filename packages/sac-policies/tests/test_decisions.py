@@ -1,4 +1,4 @@
-"""Decisions are read from torch's spelling and written in it, or refused."""
+"""Decisions are converted from and to torch's CheckpointPolicy, or refused."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _spelt = [
 
 @pytest.mark.parametrize("decision", _spelt)
 def test_decisions_survive_torchs_spelling(decision):
-    """To CheckpointPolicy and back is the same decision."""
+    """Conversion to CheckpointPolicy and back gives the same decision."""
     assert from_torch(to_torch(decision)) is decision
 
 
 def test_offload_is_refused_where_torch_has_no_word_for_it(monkeypatch):
-    """A torch without the member cannot be told of it; the error says from when on it can."""
+    """An older torch lacks the member; the error says which version has it."""
     monkeypatch.setattr("sac_policies.policies._decisions._OFFLOADS", ("NO_SUCH_MEMBER",))
     with pytest.raises(DecisionError, match=r"decision 'offload' has no CheckpointPolicy member"):
         to_torch(Decision.OFFLOAD)
@@ -31,7 +31,7 @@ def test_offload_is_refused_where_torch_has_no_word_for_it(monkeypatch):
 
 @pytest.mark.parametrize("answer", [*CheckpointPolicy, True, False], ids=str)
 def test_torchs_answers_are_read_by_what_they_do(answer):
-    """Preferred or demanded is the same; a bool says whether to save."""
+    """MUST and PREFER are equal; a bool says whether to save."""
     words = {"SAVE": Decision.SAVE, "RECOMPUTE": Decision.RECOMPUTE, "OFFLOAD": Decision.OFFLOAD}
     name = "SAVE" if answer is True else getattr(answer, "name", "RECOMPUTE")
     assert from_torch(answer) is words[name.rpartition("_")[2]]
@@ -39,28 +39,28 @@ def test_torchs_answers_are_read_by_what_they_do(answer):
 
 @pytest.mark.parametrize("answer", [None, 1, 0, "save", torch.tensor(True)], ids=repr)
 def test_answer_that_is_none_is_refused_with_its_type(answer):
-    """A number is no bool, a text no decision."""
+    """A number is not a bool, and a text is not a decision."""
     with pytest.raises(DecisionError, match=rf"is a {type(answer).__name__}, but a policy"):
         from_torch(answer)
 
 
 def test_decision_is_read_as_itself():
-    """So that functions may answer with one."""
+    """Policy functions may return a decision."""
     assert [from_torch(each) for each in Decision] == list(Decision)
 
 
 def test_no_answer_leaves_torch_the_choice():
-    """No rule spoke: nothing is demanded."""
+    """Without a matching rule, torch's preference applies."""
     assert to_torch(None) is CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @pytest.mark.parametrize("given", [True, False, "save", CheckpointPolicy.MUST_SAVE], ids=str)
 def test_what_is_no_decision_is_not_written(given):
-    """Torch's own answer is none yet; the error says what reads it."""
+    """Bools, texts and torch's policies are refused; the error recommends `from_torch`."""
     with pytest.raises(DecisionError, match=r"but a Decision or None is needed.*from_torch"):
         to_torch(given)
 
 
 def test_saved_and_offloaded_values_outlive_the_forward():
-    """Only what is recomputed does not."""
+    """Only recomputed values are freed."""
     assert [each for each in Decision if each.keeps] == [Decision.OFFLOAD, Decision.SAVE]

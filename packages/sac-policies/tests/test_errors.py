@@ -1,4 +1,4 @@
-"""Every error is a SacError and one of Python's own, and says what to do next."""
+"""Every error is a SacError and a builtin error, and gives a remedy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sac_policies import SacError
     ],
 )
 def test_errors_are_caught_both_ways(error, builtin):
-    """Each leaf is a SacError and a built-in error."""
+    """Each class derives from SacError and from a builtin error."""
     assert issubclass(error, SacError)
     assert issubclass(error, builtin)
 
@@ -57,7 +57,7 @@ def test_wrong_order_of_arguments_prints_no_tensor_values(call):
 @pytest.mark.parametrize("search", [sac_policies.fit_, sac_policies.plan_region])
 @pytest.mark.parametrize(("budget", "batch"), [("70%", VALUES), (0.7, {"x": VALUES})])
 def test_budget_before_batch_is_answered_with_the_order(search, budget, batch):
-    """In one sentence, with the right call."""
+    """One sentence gives the right call."""
     said = (
         rf"the order is model, batch, budget\. Write {search.__name__}\(model, batch, {budget!r}\)"
     )
@@ -95,13 +95,13 @@ KEEP = sac_policies.save_ops("aten.addmm")
     ],
 )
 def test_natural_mistake_is_answered_with_the_right_call(call, next_step):
-    """What people write first, and what they should write."""
+    """Common mistakes, and the calls that the errors recommend."""
     with pytest.raises(SacError, match=next_step):
         call(nn.Linear(4, 4))
 
 
 @pytest.mark.parametrize("policy", [sac_policies.MATMULS, torch.ops.aten.addmm.default])
 def test_group_or_operator_is_a_policy_that_saves_it(policy):
-    """As in a list of one."""
+    """It means the same as a list with this entry."""
     rows = sac_policies.report(nn.Linear(4, 4), X, policy=policy).kept
     assert [row.op for row in rows] == ["aten.addmm.default"]

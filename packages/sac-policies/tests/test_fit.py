@@ -1,4 +1,4 @@
-"""Fitting: the measured peak of a step is within the budget, every time."""
+"""The measured peak of a fitted step is always within the budget."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS = ("mm", "addmm", "gated", "norm", "silu", "gelu", "mul", "add", "exp", "s
 
 
 class RandomGraph(nn.Module):
-    """A few layers drawn from products, norms and functions; each reads the last two values."""
+    """A few layers drawn from matmuls, norms and functions; each reads the last two values."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def _seeded(r: random.Random) -> torch.Generator:
 
 
 def measured_peak(model: nn.Module, x: torch.Tensor, found: Fit | None) -> int:
-    """Peak of one step, measured anew: residents and growth."""
+    """Peak of one more step: resident and allocated bytes."""
     for parameter in model.parameters():
         parameter.grad = None
 
@@ -106,7 +106,7 @@ def check_graph(seed: int) -> str:
     ],
 )
 def test_peak_is_within_budget_on_random_graphs(seeds: range, partial: int) -> None:
-    """The peak, measured anew, is the one promised and within budget."""
+    """The independently measured peak equals the reported one and is within the budget."""
     assert [check_graph(seed) for seed in seeds].count("partial") >= partial
 
 
@@ -137,11 +137,11 @@ def stack() -> Stack:
 
 
 def test_tighter_budgets_repeat_more(stack: Stack) -> None:
-    """Peaks stay within falling budgets while the work repeated rises."""
+    """With a falling budget, peaks stay within it and recomputed work rises."""
     x = torch.randn(1024, 32)
     shares = (1.0, 0.9, 0.8)
     measured = [plan_region(stack, x, share) for share in shares]
-    # Times of separate profiles are not to be compared; FLOPs and bytes are.
+    # Times of separate profiles cannot be compared; FLOPs and bytes can.
     counted = [plan_region(stack, x, share, unit="flops") for share in shares]
     assert all(each and each.peak_bytes <= each.budget_bytes for each in measured + counted)
     assert measured[0].policy.recompute_cost == 0
@@ -151,7 +151,7 @@ def test_tighter_budgets_repeat_more(stack: Stack) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_budget_is_feasible_whatever_times_were_measured(stack: Stack, seed: int, monkeypatch):
-    """Only bytes decide whether anything fits; times decide what is kept."""
+    """Feasibility depends only on bytes; times only affect which values are kept."""
     r = random.Random(seed)
 
     def traced(*args: object, **kwargs: object) -> Trace:
@@ -170,7 +170,7 @@ def test_budget_is_feasible_whatever_times_were_measured(stack: Stack, seed: int
 
 @pytest.mark.parametrize("share", [0.95, 0.85, 0.75])
 def test_two_steps_confirm_a_prediction(stack: Stack, share: float) -> None:
-    """One without checkpointing, for what the share is of, and one or two under plans."""
+    """One step without checkpointing, for relative budgets, and one or two under plans."""
     found = plan_region(stack, torch.randn(1024, 32), share)
     assert found
     assert len(found.rounds) <= 3
@@ -181,7 +181,7 @@ def test_two_steps_confirm_a_prediction(stack: Stack, share: float) -> None:
 def test_predictions_that_are_off_are_corrected(
     stack: Stack, monkeypatch: pytest.MonkeyPatch, factor: float, fits: bool
 ) -> None:
-    """A plan that takes more lowers the target; one that is over budget is never taken."""
+    """A plan above its prediction lowers the target; a plan over budget is never returned."""
     predicted = StepTrace.peak_bytes
     monkeypatch.setattr(
         StepTrace, "peak_bytes", lambda step, plan=None: int(factor * predicted(step, plan))
@@ -195,7 +195,7 @@ def test_predictions_that_are_off_are_corrected(
 
 
 class Graph(nn.Module):
-    """Layers between sums over neighbours, whose matrix is sparse."""
+    """Layers between neighbour sums, whose matrix is sparse."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ class Graph(nn.Module):
 
 
 def test_sparse_buffer_is_no_obstacle() -> None:
-    """It is resident, and left as it was; in place and as one region."""
+    """It counts as resident and is unchanged, in place and as one region."""
     model, x = Graph(), torch.randn(256, 32)
     found = plan_region(model, x, 1.0)
     assert found
@@ -221,7 +221,7 @@ def test_sparse_buffer_is_no_obstacle() -> None:
 
 
 def test_infeasible_says_the_smallest_peak(stack: Stack) -> None:
-    """One byte below what it says does not fit, what it says does."""
+    """The reported size fits; one byte less does not."""
     x = torch.randn(1024, 32)
     found = plan_region(stack, x, "1 KiB", unit="flops")
     assert isinstance(found, Infeasible)

@@ -1,4 +1,4 @@
-"""A model whose blocks are checkpointed in place until a measured step fits a budget."""
+"""Blocks are checkpointed in place until a measured step fits a budget."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MOST_STEPS, MOST_CONFIRMED = 8, 2
 
 @pytest.mark.parametrize("budget", ["85%", 0.6, "45%"])
 def test_a_step_fits_and_gradients_are_the_plain_ones(budget: Any) -> None:
-    """Measured again from outside; also with other batches, a mask, another loss and autocast."""
+    """The peak is measured independently; also with other batches, a mask, a loss and autocast."""
     model, plain = stack(), stack()
     found = fit_(model, BATCH, budget)
     assert isinstance(found, InPlaceFit)
@@ -55,7 +55,7 @@ def test_a_step_fits_and_gradients_are_the_plain_ones(budget: Any) -> None:
 
 @pytest.mark.parametrize("budget", ["85%", 1])
 def test_running_statistics_count_a_batch_once(budget: Any) -> None:
-    """Also where a block runs a second time."""
+    """Also where a block runs again in backward."""
     model, plain = (nn.Sequential(*(Block(24, nn.BatchNorm1d) for _ in range(3))) for _ in "ab")
     plain.load_state_dict(model.state_dict())
     x = ROWS.repeat(1, 3)
@@ -97,7 +97,7 @@ class _Shared(nn.Module):
 
 
 class _ByName(_Shared):
-    """One that calls what a block does by its name, past hooks, as SqueezeBERT does."""
+    """Calls the layers of a block through another method, past hooks, as SqueezeBERT does."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(4):
@@ -106,7 +106,7 @@ class _ByName(_Shared):
 
 
 def test_blocks_are_found_where_their_forward_is_called_by_its_name() -> None:
-    """And keep less, with the same gradients."""
+    """They keep fewer bytes, with the same gradients."""
     model, batch = nn.Sequential(_ByName()), ROWS[:256].repeat(1, 3)
 
     def gradients() -> tuple[torch.Tensor, ...]:
@@ -132,7 +132,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_at_most_eight_steps_are_run(name: str) -> None:
-    """Whatever blocks there are and whether it fits; two of them confirm a prediction."""
+    """For any blocks, whether it fits or not; two steps confirm a prediction."""
     model, batch = MODELS[name]()
     forwards: list[object] = []
     model.register_forward_pre_hook(lambda *_: forwards.append(None))
@@ -146,7 +146,7 @@ def test_at_most_eight_steps_are_run(name: str) -> None:
 
 
 def test_everything_fits_and_nothing_is_checkpointed() -> None:
-    """Where the budget is that of a plain step; few steps are run."""
+    """The budget equals the peak of a plain step; few steps are run."""
     model = stack()
     found = fit_(model, BATCH, 1.0)
     assert isinstance(found, InPlaceFit)
@@ -156,13 +156,13 @@ def test_everything_fits_and_nothing_is_checkpointed() -> None:
 
 
 def alike(search: _fit_in_place._Search, intervals: Any, _: object) -> Steps:
-    """Steps whose times only depend on the level."""
+    """Steps whose times depend only on the level."""
     spent = [{(n, 0, True): 10_000 * level for n in range(4)} for level in range(search._levels)]
     return Steps([Block] * 4, list(map(Measured, intervals, spent)), HOLDING)
 
 
 def test_less_budget_keeps_less_in_the_first_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One step a level is measured and one more; what is done is told."""
+    """One step per level and one more; the report lists the levels."""
     monkeypatch.setattr(_fit_in_place._Search, "_steps", alike)
     levels = list(_fit_in_place.LEVELS)
     sums = []
@@ -184,7 +184,7 @@ def test_less_budget_keeps_less_in_the_first_blocks(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_model_without_blocks_is_one_region() -> None:
-    """Its path is empty, and it is told as the model."""
+    """The region's path is empty, and the report calls it the model."""
     model = Block()
     found = fit_(model, torch.ones(1024, 24), 1.0)
     assert isinstance(found, InPlaceFit)
@@ -204,7 +204,7 @@ class Around(Stack):
 
 
 def test_blocks_that_nobody_calls_cannot_be_checkpointed() -> None:
-    """What a plain step takes is then the least."""
+    """The smallest peak is then that of a plain step."""
     model = Around()
     found = fit_(model, ROWS, "50%")
     assert isinstance(found, Infeasible)
@@ -226,14 +226,14 @@ def test_blocks_that_nobody_calls_cannot_be_checkpointed() -> None:
     ],
 )
 def test_bad_input_is_refused(call: Callable[[], object], said: str) -> None:
-    """Before or in the first step, by name."""
+    """Refused by name, before or in the first step."""
     with pytest.raises(BudgetError) as caught:
         call()
     assert said in str(caught.value)
 
 
 def test_a_model_that_was_fitted_is_refused() -> None:
-    """By the module, and with what to do; afterwards it can be fitted again."""
+    """The error names the module and a remedy; then the model can be fitted again."""
     model = stack()
     found = fit_(model, BATCH, "50%")
     assert isinstance(found, InPlaceFit)
@@ -254,7 +254,7 @@ assert fit_(nn.Sequential(layer(), layer()), torch.ones(64, 32, 8), "90%")
 
 @pytest.mark.nightly
 def test_nothing_is_printed() -> None:
-    """Neither by us nor by the profiler."""
+    """Neither the package nor the profiler prints."""
     env = {word: value for word, value in os.environ.items() if word != "KINETO_LOG_LEVEL"}
     command = [sys.executable, "-c", QUIET]
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=env)
@@ -277,7 +277,7 @@ class _Stage(nn.Module):
 
 
 def test_blocks_below_stages_are_found_where_stages_do_not_fit() -> None:
-    """Stages where they fit; the smallest peak is that of the blocks, which are named."""
+    """Stages if they fit, else the blocks below them, which give the smallest peak."""
     model, batch = nn.Sequential(_Stage(3), _Stage(3)), torch.ones(1024, 24)
     none = fit_(model, batch, 1)
     assert isinstance(none, Infeasible)
@@ -295,7 +295,7 @@ def test_blocks_below_stages_are_found_where_stages_do_not_fit() -> None:
 
 
 class Towers(nn.Module):
-    """Two stacks of which a step runs one, or both; x is (rows, 24)."""
+    """Two stacks: a step runs one or both; x is (rows, 24)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -311,7 +311,7 @@ class Towers(nn.Module):
 
 @pytest.mark.parametrize("share", [0.75, 0.5])
 def test_blocks_that_did_not_run_keep_no_more(share: float) -> None:
-    """A step that runs the other tower stays within the budget; one that runs both is announced."""
+    """A step with the other tower stays in the budget; a step with both gives a warning."""
     torch.manual_seed(0)
     model, x = Towers(), torch.randn(512, 24)
     found = fit_(model, x, share)
@@ -330,7 +330,7 @@ def test_blocks_that_did_not_run_keep_no_more(share: float) -> None:
 
 @pytest.mark.parametrize("make", [lambda: stack(4), Towers])
 def test_smallest_number_can_be_reached(make: Callable[[], nn.Module]) -> None:
-    """Exactly, and nothing below it."""
+    """The smallest number fits exactly, and nothing below it."""
     torch.manual_seed(0)
     model = make()
     batch: Any = torch.randn(512, 24) if isinstance(model, Towers) else BATCH
@@ -344,7 +344,7 @@ def test_smallest_number_can_be_reached(make: Callable[[], nn.Module]) -> None:
 
 
 class Noisy(Block):
-    """Routes by noise that no checkpoint restores, and multiplies by it last."""
+    """Routes by noise that no checkpoint restores, and multiplies by the noise last."""
 
     generator = torch.Generator()
 
@@ -354,7 +354,7 @@ class Noisy(Block):
 
 
 def test_blocks_with_unrestored_noise_do_not_run_again() -> None:
-    """A second forward would draw other noise: gradients are those of the plain model."""
+    """Recomputation would draw other noise; gradients are those of the plain model."""
     model, plain = (nn.Sequential(*(Noisy(24) for _ in range(3))) for _ in "ab")
     plain.load_state_dict(model.state_dict())
     x = ROWS.repeat(1, 3)
@@ -374,7 +374,7 @@ def test_blocks_with_unrestored_noise_do_not_run_again() -> None:
 
 
 class _Again(nn.Module):
-    """Calls one block three times; its norm updates statistics in each call."""
+    """Calls one block three times; each call updates the statistics of its norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -387,7 +387,7 @@ class _Again(nn.Module):
 
 
 def test_shared_block_with_batch_norm_runs_again() -> None:
-    """Each second forward reads the statistics that its own call found."""
+    """Each recomputation reads the statistics from before its own call."""
     found = fit_(nn.Sequential(_Again()), ROWS[:256].repeat(1, 3), 1)
     assert isinstance(found, Infeasible)
     assert "runs again" in found.how

@@ -24,7 +24,7 @@ from sac_policies.budget._repeating import repeating
 from ._blocks import Block, stack
 from ._fitted import BATCH, ROWS, own_forwards, training
 
-# The compiler looks for gradients of the values that a block is given.
+# The compiler reads `.grad` of a block's inputs.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 STEPS = 2
@@ -34,7 +34,7 @@ ONCE_MORE_UNDER_A_MODE = torch.__version__.startswith("2.9.")
 
 
 class Counting:
-    """A backend that runs what it is given under autograd, and counts graphs and their runs."""
+    """A backend that runs graphs eagerly under autograd and counts graphs and runs."""
 
     def __init__(self) -> None:
         self.graphs = self.runs = 0
@@ -117,7 +117,7 @@ def test_compiled_blocks_take_three_levels(how: str) -> None:
 
 @pytest.mark.parametrize("how", ["in place", "wrapped"])
 def test_ten_tagged_blocks_share_their_graphs(how: str) -> None:
-    """They save half of the bytes: inputs and products. Undoing brings back the first graph."""
+    """They save half of the bytes: inputs and matmuls. Undoing restores the first graph."""
     model, backend = stack(10), Counting()
     _compile(model, how, backend)
     expected, plain = training(model), kept_bytes(lambda: model(ROWS))
@@ -140,7 +140,7 @@ def test_ten_tagged_blocks_share_their_graphs(how: str) -> None:
 
 
 def test_undone_tags_inside_a_wrapper_keep_everything() -> None:
-    """A forward that was put around them since then stays, and calls the block's own."""
+    """A forward that wraps them since then remains, and calls the block's original forward."""
     model = stack()
     _compile(model, "in place", "aot_eager")
     expected, plain = training(model), kept_bytes(lambda: model(ROWS))
@@ -158,7 +158,7 @@ def test_undone_tags_inside_a_wrapper_keep_everything() -> None:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_a_copy_of_tagged_blocks_is_checkpointed(copied: Callable[[nn.Module], Any]) -> None:
-    """Copies of compiled modules are not compiled; their regions run eagerly on own weights."""
+    """Copies of compiled modules are not compiled; their regions run eagerly with their weights."""
     model = stack()
     _compile(model, "in place", "aot_eager")
     for block in model.blocks:
@@ -173,10 +173,10 @@ def test_a_copy_of_tagged_blocks_is_checkpointed(copied: Callable[[nn.Module], A
 
 
 class Remembering(Block):
-    """A block that compiles in one graph, but not inside a checkpoint."""
+    """A block that compiles in one graph, except inside a checkpoint."""
 
     def forward(self, x: torch.Tensor, *, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Apply it, and keep the input."""
+        """Apply the block and keep the input."""
         self.last = x.detach()
         return super().forward(x, mask=mask)
 
@@ -197,7 +197,7 @@ def test_blocks_that_take_no_tags_have_two_levels(fullgraph: bool) -> None:
 
 @pytest.mark.parametrize("how", ["in place", "wrapped"])
 def test_patched_forwards_are_not_tagged(how: str) -> None:
-    """They run inside of the region that runs again."""
+    """They run inside the region that is recomputed."""
     model = stack()
     for block in model.blocks:
         block.forward = functools.partial(block.forward)  # type: ignore[method-assign]
@@ -210,7 +210,7 @@ def test_patched_forwards_are_not_tagged(how: str) -> None:
 
 
 def test_undo_leaves_what_was_compiled() -> None:
-    """And a second budget can be tried then."""
+    """Afterwards a second budget can be tried."""
     model = stack()
     _compile(model, "in place", "eager")
     before = [dict(vars(block)) for block in model.blocks]
@@ -224,7 +224,7 @@ def test_undo_leaves_what_was_compiled() -> None:
 
 
 def test_a_block_alone_may_be_compiled() -> None:
-    """The others keep all their levels."""
+    """The other blocks keep all their levels."""
     model = stack()
     model.blocks[1].compile(backend="aot_eager")
     expected = training(model)
@@ -236,7 +236,7 @@ def test_a_block_alone_may_be_compiled() -> None:
 
 
 def test_blocks_are_told_apart_by_what_they_were() -> None:
-    """All that is wrapped has one class; it is no block for that, nor one of several kinds."""
+    """All compiled wrappers share one class, so blocks are compared by the wrapped class."""
     model = stack()
     first, last = nn.Sequential(nn.Linear(8, 8)), nn.Linear(8, 8)
     model.blocks.append(torch.compile(first, backend="eager"))
@@ -246,7 +246,7 @@ def test_blocks_are_told_apart_by_what_they_were() -> None:
 
 
 def test_what_is_compiled_as_a_whole_is_refused() -> None:
-    """With what it is, and both ways out; a region cannot be in the middle of a graph."""
+    """The error says what is compiled and gives both remedies; no region fits inside a graph."""
     outside = nn.ModuleDict({"inner": stack()})
     outside["inner"].compile(backend="eager")
     wanted = (
@@ -263,7 +263,7 @@ def test_what_is_compiled_as_a_whole_is_refused() -> None:
 
 
 def test_what_is_compiled_after_fit_follows_it() -> None:
-    """In one graph, the regions in which are tags."""
+    """It compiles in one graph, in which tags replace the regions."""
     model = stack()
     expected = training(model)
     found = fit_(model, BATCH, "60%")

@@ -1,4 +1,4 @@
-"""A model that was fitted in place: what is changed on it, copied, interrupted and undone."""
+"""A model fitted in place, then changed, copied, interrupted and undone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ._fitted import BATCH, ROWS, own_forwards, training
 
 
 def test_nothing_but_forward_is_changed_and_undo_leaves_nothing() -> None:
-    """Names, keys, parameters, gradients, buffers, modes and random state."""
+    """Names, keys, parameters, gradients, buffers, modes and random state are unchanged."""
     model = stack()
     model.blocks[2].eval()
     training(model)
@@ -43,7 +43,7 @@ def test_nothing_but_forward_is_changed_and_undo_leaves_nothing() -> None:
 
 
 def test_a_forward_that_somebody_else_has_put_there_comes_back() -> None:
-    """It runs inside the region meanwhile."""
+    """The user's forward runs inside the region and is restored by undo."""
     model, calls = stack(2), []
     own = model.blocks[0].forward
 
@@ -62,7 +62,7 @@ def test_a_forward_that_somebody_else_has_put_there_comes_back() -> None:
 
 
 def test_a_forward_that_was_put_around_it_stays_and_calls_the_own_one() -> None:
-    """The region is still called, and steps aside; until then the model counts as fitted."""
+    """The region is still called and does nothing; until then the model counts as fitted."""
     model, calls = stack(2), []
     found = fit_(model, BATCH, "60%")
     assert isinstance(found, InPlaceFit)
@@ -88,7 +88,7 @@ def test_a_forward_that_was_put_around_it_stays_and_calls_the_own_one() -> None:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_a_copy_is_checkpointed_and_apart(copied: Callable[[nn.Module], Any]) -> None:
-    """Its regions run its own weights."""
+    """Regions of the copy use the copy's weights."""
     model = stack()
     assert fit_(model, BATCH, "50%")
     twin = copied(model)
@@ -100,7 +100,7 @@ def test_a_copy_is_checkpointed_and_apart(copied: Callable[[nn.Module], Any]) ->
 
 
 def test_what_cannot_fit_leaves_the_model_and_says_what_would() -> None:
-    """And with what it says, it fits."""
+    """With the reported budget, it fits."""
     model = stack()
     found = fit_(model, BATCH, 1000)
     assert isinstance(found, Infeasible)
@@ -119,7 +119,7 @@ def test_what_cannot_fit_leaves_the_model_and_says_what_would() -> None:
 
 
 def test_an_interrupt_leaves_the_model_as_it_was() -> None:
-    """In any of the steps."""
+    """The interrupt may come in any of the steps."""
     for at in range(1, 5):
         model, calls = stack(2), []
 
@@ -136,7 +136,7 @@ def test_an_interrupt_leaves_the_model_as_it_was() -> None:
 
 
 class Interrupting(torch.Tensor):
-    """The first time that something is copied into it, Ctrl-C is pressed."""
+    """Raises KeyboardInterrupt the first time that a tensor is copied into it."""
 
     pressed = False
 
@@ -151,7 +151,7 @@ class Interrupting(torch.Tensor):
 def test_an_interrupt_while_everything_is_put_back_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Neither blocks that nobody can undo, nor buffers and gradients of a measured step."""
+    """No blocks remain checkpointed; buffers and gradients of a measured step are gone."""
     monkeypatch.setattr(Interrupting, "pressed", False)
     model = stack()
     model.register_buffer("first_buffer", torch.ones(2).as_subclass(Interrupting))

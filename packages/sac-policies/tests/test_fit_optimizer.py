@@ -1,4 +1,4 @@
-"""What a budget holds besides a step: the optimizer's state, a reserve, what a device has free."""
+"""A budget also includes the optimizer's state, a reserve and the device's free memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Make = Callable[[Any], optim.Optimizer]
 
 
 def stepped(model: nn.Module, optimizer: optim.Optimizer) -> optim.Optimizer:
-    """Run one step of it."""
+    """Run one step of the optimizer."""
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
     optimizer.step()
@@ -49,7 +49,7 @@ MAKES: dict[str, Make] = {
 
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
 def test_state_of_the_first_step_is_known_before_it(make: Make) -> None:
-    """To the byte, frozen parameters and groups with other options included; nothing is made."""
+    """To the byte, with frozen parameters and parameter groups; no state is created."""
     model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))
     model[1].bias.requires_grad_(False)
     optimizer = make(model.parameters())
@@ -60,7 +60,7 @@ def test_state_of_the_first_step_is_known_before_it(make: Make) -> None:
 
 
 def test_state_counts_in_the_budget_and_stays_as_it_is() -> None:
-    """A fresh optimizer and one with state take the same of a budget."""
+    """An optimizer counts the same with and without existing state."""
     model = stack()
     plain = fit_(model, BATCH, 1.0)
     assert isinstance(plain, InPlaceFit)
@@ -80,7 +80,7 @@ def test_state_counts_in_the_budget_and_stays_as_it_is() -> None:
 
 
 def test_optimizer_of_unknown_state_needs_a_step() -> None:
-    """Then its state is counted."""
+    """After a step, its state is counted."""
     model = stack()
     optimizer = optim.Adafactor(model.parameters())
     with pytest.raises(BudgetError, match=r"optimizer Adafactor has no state yet, .* Run one step"):
@@ -100,7 +100,7 @@ def test_reserve_stays_free(reserve: Any, left: int) -> None:
 
 
 def test_one_region_takes_an_optimizer_and_a_reserve() -> None:
-    """As blocks do."""
+    """As with blocks."""
     model, x = nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 8)), torch.ones(512, 64)
     plain = plan_region(model, x, 1.0)
     optimizer = optim.AdamW(model.parameters())
@@ -127,7 +127,7 @@ def test_one_region_takes_an_optimizer_and_a_reserve() -> None:
     ],
 )
 def test_what_cannot_be_counted_is_refused(budget: str, given: dict[str, Any], said: str) -> None:
-    """Before a step runs."""
+    """Refused before a step runs."""
     model = stack()
     model.register_forward_pre_hook(lambda *_: pytest.fail("a step runs"))
     with pytest.raises(BudgetError, match=said):
@@ -137,7 +137,7 @@ def test_what_cannot_be_counted_is_refused(budget: str, given: dict[str, Any], s
 def test_device_budget_is_what_is_free_and_what_the_step_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Parameters, batch, gradients and state are in memory already."""
+    """Parameters, batch, gradients and state are already allocated."""
     monkeypatch.setattr(_step, "free_bytes", lambda device, where: 1000)
     model = nn.Linear(4, 4)
     optimizer = stepped(model, optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
@@ -157,7 +157,7 @@ def test_device_budget_is_what_is_free_and_what_the_step_has(
     reason="needs an accelerator that tells its free memory",
 )
 def test_device_budget_is_met_on_an_accelerator() -> None:
-    """A small model keeps everything there."""
+    """For a small model, everything is kept."""
     model = stack().to(KIND)
     batch = {name: value.to(KIND) for name, value in BATCH.items()}
     found = fit_(model, batch, "device", reserve="5%", optimizer=optim.AdamW(model.parameters()))

@@ -1,4 +1,4 @@
-"""Floating point operations of a call, from torch's formulas and those it lacks."""
+"""FLOPs of a call, from torch's formulas and those that torch lacks."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ def test_attention_on_cpu_has_a_flop_count():
 
 
 def test_product_is_two_for_each_pair():
-    """One multiplication and one addition."""
+    """One multiplication and one addition for each pair."""
     a, b = torch.ones(2, 3), torch.ones(3, 5)
     assert flops_of(aten.mm.default, (a, b), {}, a @ b) == 2 * 2 * 3 * 5
 
 
 def test_operator_without_a_formula_counts_nothing():
-    """As those that work on one element after the other."""
+    """Elementwise operators count zero."""
     a = torch.ones(4)
     assert flops_of(aten.sin.default, (a,), {}, a) == 0
 
 
 def test_attention_on_cpu_counts_keys_and_values_of_other_sizes():
-    """Scores are s by t by e, outputs s by t by v, for each head of the batch."""
+    """Scores are (s, t) with width e, outputs (s, t) with width v, for each head of the batch."""
     query, key, value = torch.ones(3, 2, 5, 8), torch.ones(3, 2, 7, 8), torch.ones(3, 2, 7, 4)
     op = aten._scaled_dot_product_flash_attention_for_cpu.default
     assert flops_of(op, (query, key, value, 0.0, True), {}, None) == 3 * 2 * 2 * 5 * 7 * (8 + 4)
 
 
 def test_keyword_arguments_reach_the_formula():
-    """A convolution's stride makes its output, and with it the count, smaller."""
+    """A convolution's stride reduces its output, and therefore the count."""
     x, w = torch.ones(1, 2, 8, 8), torch.ones(3, 2, 3, 3)
     out = torch.conv2d(x, w, stride=2)
     args = (x, w, None, [2, 2], [0, 0], [1, 1], False, [0, 0], 1)
@@ -66,7 +66,7 @@ KERNELS = {
 @pytest.mark.parametrize("heads", [4, 2], ids=["own keys", "shared keys"])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_attention_of_a_device_is_counted_without_one(kernel, heads):
-    """In each kernel; formulas of torch before 2.13 raise where heads share keys."""
+    """For each kernel; formulas of torch before 2.13 raise where heads share keys."""
 
     def given(count):
         made = torch.ones(2, count, 16, 32, device="meta", dtype=torch.bfloat16)
@@ -82,7 +82,7 @@ def test_attention_of_a_device_is_counted_without_one(kernel, heads):
 
 
 def test_backward_of_attention_counts_five_products():
-    """Scores once more, and two for each of the forward's."""
+    """Recomputed scores, and two matmuls for each matmul of the forward."""
     query, key, value = torch.ones(3, 4, 5, 8), torch.ones(3, 2, 7, 8), torch.ones(3, 2, 7, 4)
     grad, op = torch.ones(3, 4, 5, 4), aten._scaled_dot_product_flash_attention_backward.default
     counted = flops_of(op, (grad, query, key, value, None), {}, None)
@@ -90,7 +90,7 @@ def test_backward_of_attention_counts_five_products():
 
 
 def test_formula_that_raises_is_none(monkeypatch):
-    """Somebody's formula stops no profile."""
+    """An error in a user's formula does not stop the profile."""
 
     def formula(*args, **kwargs):
         raise AssertionError("of two dimensions only")

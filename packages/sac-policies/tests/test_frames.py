@@ -1,4 +1,4 @@
-"""Which line of the user's is running."""
+"""The user's current line is found for messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_line_is_that_of_the_caller() -> None:
 
 @pytest.mark.parametrize("package", [torch, sac_policies])
 def test_neighbour_with_a_longer_name_is_not_inside(package: object) -> None:
-    """A library installed next to torch whose name begins with torch is the user's."""
+    """A library beside torch whose name begins with "torch" counts as user code."""
     folder = Path(package.__file__).parent
     assert _is_inside(str(folder / "nn" / "modules.py"))
     assert not _is_inside(str(folder.with_name(folder.name + "vision") / "ops.py"))

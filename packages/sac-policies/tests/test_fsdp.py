@@ -107,7 +107,7 @@ found |= {"equal": equal, "kept": sorted(kept)}
 
 @pytest.mark.dist
 def test_sharded_blocks_train_as_without_a_policy(ranks: list[dict[str, Any]]) -> None:
-    """Region around the block or inside it, parameters freed or not: bitwise the same."""
+    """Bit-identical with the region around the block or inside it, resharded or not."""
     for rank in ranks:
         assert len(rank["equal"]) == 16
         assert [way for way, same in rank["equal"].items() if not same] == []
@@ -115,7 +115,7 @@ def test_sharded_blocks_train_as_without_a_policy(ranks: list[dict[str, Any]]) -
 
 @pytest.mark.dist
 def test_nothing_of_a_gather_is_kept(ranks: list[dict[str, Any]]) -> None:
-    """Even when everything is saved: no collective, no buffer, only the block's operators."""
+    """With everything saved: no collective, no buffer, only the block's operators."""
     own = {"native_layer_norm", "addmm", "silu", "add"}
     for rank in ranks:
         assert {op.split(".")[1] for op in rank["kept"]} == own
@@ -123,7 +123,7 @@ def test_nothing_of_a_gather_is_kept(ranks: list[dict[str, Any]]) -> None:
 
 
 def _gathered(p: torch.Tensor) -> torch.Tensor:
-    """A product, with work that FSDP marks as its own and work that a user marks."""
+    """A matmul, with work in a range of FSDP's and in a range of the user's."""
     with torch.profiler.record_function("FSDP::pre_forward"):
         p.detach().sin()
     with torch.profiler.record_function("mine"):
@@ -131,7 +131,7 @@ def _gathered(p: torch.Tensor) -> torch.Tensor:
 
 
 def test_marked_work_runs_and_is_not_counted(counting: Any) -> None:
-    """Only ranges that FSDP opened are left out."""
+    """Only work in FSDP's ranges is not counted."""
     p = torch.ones(3, 3, requires_grad=True)
     out = checkpoint(_gathered, p, policy=save_all())
     with counting() as counts:
@@ -140,13 +140,13 @@ def test_marked_work_runs_and_is_not_counted(counting: Any) -> None:
 
 
 def test_profile_leaves_marked_work_out() -> None:
-    """A plan numbers the calls that regions number."""
+    """A plan and a region number the same calls."""
     trace = profile(_gathered, torch.ones(3, 3, requires_grad=True))
     assert [op.name for op in trace.ops] == ["aten.mm.default", "aten.cos.default"]
 
 
 def test_ranges_nest() -> None:
-    """A user's range inside FSDP's does not end it; one that began before is not counted."""
+    """A user's range inside FSDP's does not end it; one that began before has no effect."""
     start, end = RANGE_START, RANGE_END
     ranges = Ranges()
     ranges.follow(end, (None,))
@@ -159,7 +159,7 @@ def test_ranges_nest() -> None:
 
 @pytest.mark.parametrize("numel", [8, 9000])
 def test_guard_does_not_read_freed_memory(numel: int) -> None:
-    """Neither of a small tensor nor of a large one."""
+    """Neither for a small tensor nor for a large one."""
     tensor = torch.randn(2, numel)[1]
     guard = Guard(tensor)
     guard.check(tensor, MutationError)
@@ -176,14 +176,14 @@ def test_empty_tensor_is_not_freed() -> None:
 
 
 class Block(nn.Module):
-    """Its second layer may be sharded by itself: then it is gathered inside of the region."""
+    """If its second layer is sharded alone, it is gathered inside the region."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Backward of the last layer reads what comes from the second one."""
+        """Backward of the last layer reads the output of the second one."""
         a, b = self.up(self.norm(x)).chunk(2, -1)
         return x + self.down(torch.cat([a * b, b], -1))
 
@@ -203,7 +203,7 @@ class Region(nn.Module):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("policy", [recompute_all(), save_ops(MATMULS)], ids=["nothing", "matmuls"])
 def test_unit_inside_a_region_is_freed_before_backward_reads_it(policy: Policy) -> None:
-    """What its parameters were read for is held; gradients are plain."""
+    """Values computed from its parameters are held; gradients are plain."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What is read as a policy: texts, lists and dicts mean what rules mean."""
+"""Texts, lists and dicts are accepted as policies and equal the corresponding rules."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ from sac_policies.policies import Decision, as_policy, from_json, to_json
     ],
 )
 def test_what_is_given_is_the_policy_that_rules_would_make(given, policy):
-    """Equal, and so written and hashed alike."""
+    """The result is equal to the rule, so it has the same JSON and hash."""
     assert as_policy(given) == policy
     assert from_json(to_json(as_policy(given))) == policy
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(["aten.mm", "aten.*", "aten.sin"])))
 def test_the_first_entry_of_a_dict_that_names_an_operator_decides(order):
-    """As with `first_match`, in the order of the dict."""
+    """Entries are tried in the order of the dict, as in `first_match`."""
     words = {"aten.mm": "save", "aten.*": "recompute", "aten.sin": "save"}
     x = torch.ones(2, 2, requires_grad=True)
     seen = report(lambda t: (t @ t).sin().cos(), x, policy={each: words[each] for each in order})
@@ -70,7 +70,7 @@ def test_the_first_entry_of_a_dict_that_names_an_operator_decides(order):
 
 
 def test_a_dict_works_where_policies_do():
-    """Gradients are those of the plain call, and the product of the router alone is kept."""
+    """Gradients match the plain call, and only the router's matmul is kept."""
 
     class Layer(nn.Module):
         def __init__(self):
@@ -106,7 +106,7 @@ def test_a_dict_works_where_policies_do():
     ],
 )
 def test_what_cannot_be_read_is_named(given, words):
-    """By entry, with what is right."""
+    """The error names the entry and the accepted values."""
     with pytest.raises(PolicyError) as error:
         as_policy(given)
     assert words in str(error.value)

@@ -1,4 +1,4 @@
-"""Every public entry given garbage raises the package's error, with a text that helps."""
+"""Every public function raises the package's error for garbage arguments, with a helpful text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sac_policies import SacError
 
 
 class Hostile:
-    """Raises whatever is asked of it."""
+    """Raises an error for every attribute and operation."""
 
     def __repr__(self):
         raise RuntimeError("no repr")
@@ -57,7 +57,7 @@ GARBAGE = {
 }
 
 
-# What is called, and the garbage that it takes: a number of bytes, a name, a callable.
+# Functions, and arguments that are garbage for them: a byte count, a name, a callable.
 class _Same(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -148,7 +148,7 @@ def test_garbage_is_refused_with_help(entry, kind, tmp_path, monkeypatch):
 
 
 def test_table_has_every_function():
-    """A function that is new here is in the table."""
+    """A new public function must be added to the table."""
     named = {entry.partition(".")[0] for entry in ENTRIES}
     functions = {
         each

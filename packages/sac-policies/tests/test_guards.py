@@ -14,13 +14,13 @@ from sac_policies.eager._guards import Guard, fingerprint
 
 
 def refuse() -> Exception:
-    """The error of a changed tensor."""
+    """Return the error for a changed tensor."""
     return RecomputeError("changed")
 
 
 @pytest.fixture(params=["at once", "later"])
 def _kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare as on the CPU, or as on a device whose results come later."""
+    """Compare as on the CPU, or as on a device with delayed results."""
     if request.param == "later":
         monkeypatch.setattr(_guards, "_is_immediate", lambda tensor: False)
 
@@ -29,7 +29,7 @@ def _kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64, torch.int8])
 @pytest.mark.parametrize("shape", [(0,), (7,), (100, 100), (3, 1, 700)])
 def test_guard_sees_every_changed_element(dtype: Any, shape: Any) -> None:
-    """Equal tensors pass, whatever their place in storage; one changed element shows."""
+    """Equal tensors pass at any storage offset; one changed element is detected."""
     one = torch.randn(shape).mul_(50).to(dtype)
     shifted = torch.empty(one.numel() + 1, dtype=dtype)[1:].view(shape).copy_(one)
     guard = Guard(one)
@@ -47,7 +47,7 @@ def test_guard_sees_every_changed_element(dtype: Any, shape: Any) -> None:
     ids=["columns", "every second", "one row", "with a dimension of one"],
 )
 def test_guard_sees_a_change_of_a_strided_tensor(view: Any) -> None:
-    """Of the last element, as of a parameter that is a view of a larger tensor."""
+    """The last element changes, as of a parameter that is a view of a larger tensor."""
     one = torch.randn(20, 30)
     other = one.clone()
     guard = Guard(view(one))
@@ -66,7 +66,7 @@ def test_not_a_number_equals_itself(side: int) -> None:
 
 
 def test_fingerprint_sees_rows_and_columns_that_change_places() -> None:
-    """No sums of rows and columns stay the same when two of the tensor change places."""
+    """Exchanging two elements changes at least one sum."""
     one = torch.randn(256, 256)
     for dim in (0, 1):
         order = torch.arange(256)
@@ -75,7 +75,7 @@ def test_fingerprint_sees_rows_and_columns_that_change_places() -> None:
 
 
 def _read_by(words: int) -> torch.Tensor:
-    """For each word, how often each sum adds it up."""
+    """For each word, how often each sum adds it."""
     rows, columns, step = _guards._table_of(words)
     table = torch.arange(words).as_strided((rows, columns), (step, 1))
     found = torch.zeros(words, rows + columns)
@@ -87,19 +87,19 @@ def _read_by(words: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("words", [381, 382, 388, 508, 512, 640, 1024])
 def test_change_of_three_words_is_seen_whatever_they_are(words: int) -> None:
-    """No three can cancel in each sum, nor two: what reads them is never dependent."""
+    """Changes of two or three words never cancel in all sums: their rows are independent."""
     read = _read_by(words)
     assert len(read.unique(dim=0)) == words
     assert read.sum(1).min() >= 2
     step = _guards._table_of(words)[2]
-    for first in range(words - 2 * step):  # others lie in another column
+    for first in range(words - 2 * step):  # other pairs lie in another column
         three = read[[first, first + step, first + 2 * step]]
         assert torch.linalg.matrix_rank(three) == 3
 
 
 @pytest.mark.parametrize("words", [0, 1, 266, 380])
 def test_few_words_are_kept_themselves(words: int) -> None:
-    """A table of less than three rows may hide a change of three words."""
+    """A table of less than three rows could miss a change of three words."""
     tensor = torch.arange(words)
     assert torch.equal(fingerprint(tensor), tensor)
     assert min(_guards._table_of(each)[0] for each in range(381, 4000)) == 3
@@ -107,13 +107,13 @@ def test_few_words_are_kept_themselves(words: int) -> None:
 
 @pytest.fixture
 def later(monkeypatch: pytest.MonkeyPatch) -> Guard:
-    """A guard of a large tensor whose numbers are not there at once."""
+    """A guard of a large tensor whose comparison is not yet computed."""
     monkeypatch.setattr(_guards, "_is_immediate", lambda tensor: False)
     return Guard(torch.zeros(70, 70))
 
 
 def test_comparison_on_an_accelerator_is_read_when_backward_ends(later: Guard) -> None:
-    """The gradient behind the changed tensor is there before anyone asks."""
+    """The gradient behind the changed tensor is computed before the error is raised."""
     x = torch.ones(2, requires_grad=True)
     y, seen = x * 1, []
     x.register_hook(lambda grad: seen.append(grad.shape))
@@ -125,7 +125,7 @@ def test_comparison_on_an_accelerator_is_read_when_backward_ends(later: Guard) -
 
 
 def test_comparison_outlives_a_backward_inside_its_own(later: Guard) -> None:
-    """Each backward reads what was compared in it."""
+    """Each backward reads its own comparisons."""
     ended = []
 
     def inside(grad: Any) -> None:
@@ -150,7 +150,7 @@ def test_comparison_outlives_a_backward_inside_its_own(later: Guard) -> None:
 def test_comparison_is_read_by_whichever_thread_ends_the_backward(
     later: Guard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A device's thread compares, and the caller's may be the last."""
+    """A device's thread compares, and the caller's thread may be the last one."""
     monkeypatch.setattr(_guards, "backward_id", lambda: 7)
     at_the_end: list[Any] = []
     monkeypatch.setattr(_guards, "after_backward", lambda callback: not at_the_end.append(callback))
@@ -163,7 +163,7 @@ def test_comparison_is_read_by_whichever_thread_ends_the_backward(
 
 
 def test_comparison_outside_of_backward_is_made_at_once(later: Guard) -> None:
-    """Nobody would read it later."""
+    """There is no end of backward at which it could be read."""
     with pytest.raises(RecomputeError, match="changed"):
         later.check(torch.ones(70, 70), refuse)
     assert not _guards._running

@@ -1,4 +1,4 @@
-"""A budget that nothing fits is answered with what would help, in bytes."""
+"""If nothing fits a budget, the error recommends remedies with their bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VOCABULARY, WIDTH, TOKENS = 2048, 16, 256
 
 
 class Block(nn.Module):
-    """A block that repeats."""
+    """A repeated block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Few parameters and a large vocabulary; its loss may be made in slices."""
+    """Few parameters and a large vocabulary; the loss can be computed in slices."""
 
     def __init__(self, slices: int = 0) -> None:
         super().__init__()
@@ -54,13 +54,13 @@ LOGITS = 4 * TOKENS * VOCABULARY
 
 
 def bytes_of(size: str) -> float:
-    """Read what `format_size` wrote."""
+    """Parse the output of `format_size`."""
     number, unit = size.split()
     return float(number) * {"B": 1, "KiB": 2**10, "MiB": 2**20}[unit]
 
 
 def test_slices_of_logits_save_what_is_said() -> None:
-    """The smallest peak falls by about as much once the loss is in slices."""
+    """With the loss in slices, the smallest peak falls by about the reported bytes."""
     whole, sliced = (fit_(Model(slices), BATCH, 1000) for slices in (0, 16))
     assert isinstance(whole, Infeasible)
     assert isinstance(sliced, Infeasible)
@@ -73,7 +73,7 @@ def test_slices_of_logits_save_what_is_said() -> None:
 
 
 def test_fewer_tokens_that_are_said_to_fit_do() -> None:
-    """The share of the tokens is of those that vary."""
+    """The recommended number of tokens fits; only bytes that depend on tokens scale."""
     model = Model()
     smallest = fit_(model, BATCH, 1000)
     assert isinstance(smallest, Infeasible)
@@ -87,7 +87,7 @@ def test_fewer_tokens_that_are_said_to_fit_do() -> None:
 
 
 def test_state_of_the_optimizer_and_shards_are_counted() -> None:
-    """AdamW has twice the parameters' bytes, and two ranks share all four."""
+    """AdamW's state has twice the parameters' bytes; two ranks shard state and parameters."""
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters())
     found = fit_(model, BATCH, 1000, optimizer=optimizer)

@@ -15,7 +15,7 @@ VOCABULARY, WIDTH, TOKENS = 600, 16, 48
 
 
 class Sizes(TorchDispatchMode):
-    """Notes the number of elements of the largest floating-point tensor that is made."""
+    """Records the number of elements of the largest floating-point tensor."""
 
     def __init__(self):
         super().__init__()
@@ -48,7 +48,7 @@ def losses(head):
 
 @pytest.mark.parametrize("chunks", [1, 3, 7, TOKENS, TOKENS + 5])
 def test_loss_and_gradients_are_those_of_the_whole(chunks):
-    """A sum and a count, by which the caller divides."""
+    """The function returns a sum and a count, by which the caller divides."""
     head, hidden, labels = inputs()
     wanted = [head.weight, head.bias, hidden]
     loss, count = losses(head)(hidden, labels)
@@ -62,7 +62,7 @@ def test_loss_and_gradients_are_those_of_the_whole(chunks):
 
 
 def test_one_slice_is_the_function_bit_by_bit():
-    """Nothing is added up in another order."""
+    """The order of summation is unchanged."""
     head, hidden, labels = inputs(torch.float32)
     wanted = [head.weight, head.bias, hidden]
     plain = torch.autograd.grad(losses(head)(hidden, labels)[0], wanted)
@@ -71,7 +71,7 @@ def test_one_slice_is_the_function_bit_by_bit():
 
 
 def test_no_tensor_is_as_large_as_the_logits():
-    """Neither in forward nor in backward; one slice's logits are the largest but the weight."""
+    """In forward and backward, one slice's logits are the largest tensor except the weight."""
     head, hidden, labels = inputs(torch.float32)
     with Sizes() as whole:
         losses(head)(hidden, labels)[0].backward()
@@ -82,7 +82,7 @@ def test_no_tensor_is_as_large_as_the_logits():
 
 
 def test_nothing_but_arguments_and_results_is_kept():
-    """Between forward and backward: views of the hidden states and labels."""
+    """Between forward and backward only views of the hidden states and labels are kept."""
     head, hidden, labels = inputs(torch.float32)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -94,7 +94,7 @@ def test_nothing_but_arguments_and_results_is_kept():
 
 @pytest.mark.parametrize(("shape", "dim"), [((2, 12, WIDTH), 1), ((12, 2, WIDTH), -3)])
 def test_what_is_as_long_as_its_slice_is_concatenated(shape, dim):
-    """A feed-forward layer over the sequence."""
+    """For example, a feed-forward layer over the sequence."""
     torch.manual_seed(0)
     layer = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH)).double()
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
@@ -107,7 +107,7 @@ def test_what_is_as_long_as_its_slice_is_concatenated(shape, dim):
 
 
 def test_random_numbers_of_a_slice_are_drawn_once():
-    """What dropout dropped in forward is what backward leaves out."""
+    """Forward and backward use the same dropout mask."""
     x = torch.ones(40, 8, requires_grad=True)
     out = in_slices(lambda t: F.dropout(t, 0.5), 4)(x)
     out.sum().backward()
@@ -123,7 +123,7 @@ def test_random_numbers_of_a_slice_are_drawn_once():
     ids=["torch", "policy"],
 )
 def test_slices_inside_a_region(around):
-    """Of torch, or with a policy."""
+    """Inside torch's checkpoint, and inside a region with a policy."""
     head, hidden, labels = inputs()
     wanted = [head.weight, hidden]
 
@@ -137,7 +137,7 @@ def test_slices_inside_a_region(around):
 
 
 def test_compiled_slices():
-    """One graph, with the same gradients."""
+    """One graph, with equal gradients."""
     head, hidden, labels = inputs()
     step = torch.compile(in_slices(losses(head), 3), backend="aot_eager", fullgraph=True)
     wanted = [head.weight, hidden]
@@ -148,7 +148,7 @@ def test_compiled_slices():
 
 
 def test_without_gradients_nothing_is_kept():
-    """And keyword arguments reach each slice."""
+    """Each slice gets the keyword arguments."""
     head, hidden, labels = inputs()
     with torch.no_grad():
         loss, _ = in_slices(losses(head), 4)(hidden, labels, scale=2.0)
@@ -178,6 +178,6 @@ def test_without_gradients_nothing_is_kept():
     ],
 )
 def test_what_cannot_be_cut_is_an_error(make, message):
-    """As one sentence with the next step."""
+    """One sentence with a remedy."""
     with pytest.raises(SlicesError, match=message):
         make()

@@ -1,4 +1,4 @@
-"""Ctrl-C anywhere inside the package leaves nothing behind: the next step is plain's."""
+"""Ctrl-C anywhere in the package leaves no state: the next step matches the plain one."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class _Both(nn.Module):
         self.layer, self.policy, self.checkpointed = layer, policy, checkpointed
 
     def inner(self, t: torch.Tensor) -> torch.Tensor:
-        """Any shape that the layer takes."""
+        """Apply the layer to any shape."""
         return F.silu(checkpoint_name(self.layer(t), "wave")).sin()
 
     def forward(self, t: torch.Tensor, cache: list[torch.Tensor]) -> torch.Tensor:
-        """The same."""
+        """Apply the layer in nested regions."""
         cache.append(t)
         if not self.checkpointed:
             return self.inner(t.cos()) * t
@@ -70,7 +70,7 @@ def _gradients(layer: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return [each.grad for each in (*layer.parameters(), x)]
 
 
-# What is raised while a generator is closed, Python reports and goes on.
+# Python only reports exceptions raised while a generator is closed.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     "policy",
@@ -82,12 +82,12 @@ def _gradients(layer: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     ids=["operators", "names", "modules"],
 )
 def test_interrupt_at_any_call_leaves_nothing_behind(policy, equal):
-    """Every call: modes, hooks and depth are as before, and the next step's gradients plain's."""
+    """After each call: modes, hooks and depth are restored, and the next gradients are plain."""
     torch.manual_seed(0)
     layer, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
     _step(layer, x, None)
     plain = [grad.clone() for grad in _gradients(layer, x)]
-    _step(layer, x, policy)  # the first use of a policy observes
+    _step(layer, x, policy)  # the first use of a policy initializes caches
     at, alive = 0, []
     while True:
         layer.zero_grad()

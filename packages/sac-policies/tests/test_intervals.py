@@ -1,4 +1,4 @@
-"""What a step takes is put together from steps on single levels."""
+"""A mixed step is predicted from steps on single levels."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROWS = torch.linspace(-1, 1, 512 * 8).view(512, 8)
 
 
 def keys_of(model: nn.Module, regions: list[nn.Module], run: Any) -> list[Any]:
-    """Marks in the order in which a step comes to them."""
+    """Marks in the order in which a step reaches them."""
     marks = Marks(CPU)
     with marked(regions, marks):
         found = marks.intervals(run)
@@ -36,7 +36,7 @@ def keys_of(model: nn.Module, regions: list[nn.Module], run: Any) -> list[Any]:
 
 
 def test_a_step_is_divided_where_regions_begin() -> None:
-    """In forward, and from the last to the first in backward; what is between is no region's."""
+    """In forward, and in backward from last to first; work between regions belongs to none."""
     model = stack(2)
     keys = keys_of(model, list(model.blocks), lambda: model(ROWS)["scores"].sum().backward())
     begun = [None, (0, 0, False), (0, 0, None), (1, 0, False), (1, 0, None)]
@@ -44,7 +44,7 @@ def test_a_step_is_divided_where_regions_begin() -> None:
 
 
 def test_a_region_that_is_called_again_is_told_by_its_calls() -> None:
-    """And one without a gradient has no backward."""
+    """Each call is a separate region; a call without a gradient has no backward."""
     block = Block()
     x = torch.ones(4, 24)
     keys = keys_of(block, [block], lambda: block(block(x)).sum().backward())
@@ -59,7 +59,7 @@ def test_a_region_that_is_called_again_is_told_by_its_calls() -> None:
 
 
 def test_several_outputs_begin_backward_once() -> None:
-    """With the first gradient that is known."""
+    """Backward begins with the first gradient that is computed."""
 
     class Two(nn.Module):
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,13 +75,13 @@ def test_several_outputs_begin_backward_once() -> None:
 
 
 def _search(model: nn.Module, step: Step) -> _Search:
-    """Over the outermost blocks."""
+    """A search over the outermost blocks."""
     return _Search(model, step, next(iter(_divisions(model, step))))
 
 
 @pytest.mark.parametrize("kind", [Stack, nn.Sequential])
 def test_every_mixture_takes_what_is_predicted(kind: Any) -> None:
-    """Within 2 % of what is measured; here with dropout, and with running statistics."""
+    """Within 2 % of the measured peak, with dropout and running statistics."""
     torch.manual_seed(0)
     model: nn.Module
     if kind is Stack:
@@ -107,7 +107,7 @@ def test_every_mixture_takes_what_is_predicted(kind: Any) -> None:
 
 
 class Remembering(Block):
-    """A block that leaves in a cache what it made on the way, as attention does."""
+    """A block that stores an intermediate in a cache, as attention does."""
 
     def forward(self, x: torch.Tensor, cache: list[torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
         """Apply it."""
@@ -116,14 +116,14 @@ class Remembering(Block):
 
 
 class Caching(Stack):
-    """Gives its cache, too, which is gone when there is a loss."""
+    """Also returns its cache, which is dropped if there is a loss."""
 
     def __init__(self, depth: int) -> None:
         super().__init__(depth)
         self.blocks = nn.ModuleList(Remembering() for _ in range(depth))
 
     def forward(self, x: torch.Tensor, **_: Any) -> dict[str, Any]:
-        """Give scores, and what is in the cache."""
+        """Return scores and the cache's contents."""
         x, cache = self.first(x), []
         for block in self.blocks:
             x = block(x, cache)
@@ -132,7 +132,7 @@ class Caching(Stack):
 
 @pytest.mark.parametrize("freed", [True, False])
 def test_what_others_hold_until_the_end_goes_by_the_region_that_made_it(freed: bool) -> None:
-    """As keys and values in a cache; also where the allocator only tells sums."""
+    """Cached keys and values count for the region that made them, even with allocator totals."""
     torch.manual_seed(0)
 
     def loss(out: dict[str, Any]) -> torch.Tensor:
@@ -155,7 +155,7 @@ def test_what_others_hold_until_the_end_goes_by_the_region_that_made_it(freed: b
 
 @st.composite
 def synthetic(draw: st.DrawFn) -> tuple[Steps, int]:
-    """Steps of a few regions on a few levels, in which what backward leaves is always the same."""
+    """Steps of a few regions on a few levels; backward always leaves the same bytes."""
     count, levels = draw(st.integers(1, 4)), draw(st.integers(2, 3))
     size = st.integers(0, 20)
     head = Interval(None, draw(size), draw(size))
@@ -175,7 +175,7 @@ def synthetic(draw: st.DrawFn) -> tuple[Steps, int]:
 @settings(max_examples=300, deadline=None)
 @given(synthetic(), st.integers(0, 200))
 def test_what_is_chosen_is_the_cheapest_that_fits(made: tuple[Steps, int], allowed: int) -> None:
-    """Held against all choices there are."""
+    """Compared with a search over all choices."""
     steps, levels = made
     count = len(steps.costs)
     choices = list(itertools.product(range(levels), repeat=count))
@@ -196,14 +196,14 @@ def test_what_is_chosen_is_the_cheapest_that_fits(made: tuple[Steps, int], allow
 @settings(max_examples=200, deadline=None)
 @given(synthetic())
 def test_least_is_the_least_of_all(made: tuple[Steps, int]) -> None:
-    """Held against all choices there are."""
+    """Compared with a search over all choices."""
     steps, levels = made
     choices = itertools.product(range(levels), repeat=len(steps.costs))
     assert steps.growth(steps.least()) == min(map(steps.growth, choices))
 
 
 def test_times_of_regions_alike_are_taken_together() -> None:
-    """One slow measurement does not make its region dearer; a level is never cheaper than none."""
+    """One slow measurement does not make its region dearer; costs are at least zero."""
     first = [Interval((n, 0, False), 8, 8) for n in range(3)]
     last = [Interval((n, 0, True), -8, 0) for n in range(3)]
     plain = Measured([Interval(None, 0, 0), *first, *reversed(last)])
@@ -217,7 +217,7 @@ def test_times_of_regions_alike_are_taken_together() -> None:
 
 
 def test_of_very_many_mixtures_enough_are_followed() -> None:
-    """Sixty regions with sizes of their own; within the budget and near the best."""
+    """Sixty regions of different sizes: within the budget and near the optimum."""
     rng = random.Random(1)
     sizes = [rng.randrange(10**6, 10**7) for _ in range(60)]
     costs = [rng.randrange(10**6, 10**7) for _ in range(60)]
@@ -235,7 +235,7 @@ def test_of_very_many_mixtures_enough_are_followed() -> None:
     assert found is not None
     assert steps.growth(found) <= allowed
     spent = sum(own[level] for own, level in zip(steps.costs, found, strict=True))
-    # What a plan would cost that may divide regions: no whole one is cheaper.
+    # The cost of a plan that may split regions; no unsplit plan is cheaper.
     saved = sorted(
         ((0.3 * cost / (0.6 * size), 0.6 * size) for cost, size in zip(costs, sizes, strict=True)),
     )

@@ -1,4 +1,4 @@
-"""Policies as JSON: what is written is read as an equal value; other text is refused."""
+"""Policies round-trip through JSON; invalid text is refused."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _damaged(text: str, seed: int) -> str:
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32))
 def test_changed_document_is_refused_or_read_as_a_value(seed):
-    """Only the package's error escapes; what is read can be written and read again."""
+    """Either the package's error is raised, or the value round-trips."""
     try:
         value = from_json(_damaged(TEXT, seed))
     except SacError as error:
@@ -100,7 +100,7 @@ def test_cut_or_overwritten_text_is_refused_or_read(at, junk):
 
 
 def test_valid_document_round_trips():
-    """Every rule is read as an equal value with an equal hash, and written as equal text."""
+    """Every rule is restored with an equal hash, and written as equal text."""
     again = from_json(TEXT)
     assert again == POLICY
     assert hash(again) == hash(POLICY)
@@ -108,7 +108,7 @@ def test_valid_document_round_trips():
 
 
 def test_function_cannot_be_written():
-    """A plain function has no JSON; the error says what to use."""
+    """A plain function has no JSON; the error recommends an alternative."""
     with pytest.raises(PolicyError, match="is Python code, but JSON holds rules only"):
         to_json(as_policy(lambda ctx, op, *args, **kwargs: True))
 
@@ -122,7 +122,7 @@ def test_function_cannot_be_written():
     ids=lambda text: repr(text)[:12],
 )
 def test_text_that_is_no_document_is_refused(text):
-    """Not even a RecursionError of the parser escapes."""
+    """Not even the parser's RecursionError is raised."""
     with pytest.raises(SacError, match=r"sac_policies\..*from_json: .*, but .*\. "):
         from_json(text)
 
@@ -150,7 +150,7 @@ def test_text_that_is_no_document_is_refused(text):
     ids=str,
 )
 def test_document_of_wrong_values_is_refused_with_the_reason(value, reason):
-    """The types that a rule declares, and what its builder would refuse."""
+    """A rule's declared types and the checks of its builder."""
     with pytest.raises(PolicyError, match=rf"from_json: text cannot be read \(.*{reason}"):
         from_json(json.dumps(value))
 
@@ -172,7 +172,7 @@ def _plan(**changed: Any) -> str:
     ids=str,
 )
 def test_plan_of_wrong_numbers_is_refused(changed):
-    """What no solver gives is not read."""
+    """Numbers that no solver returns are refused."""
     from_json(_plan())
     with pytest.raises(PolicyError, match="from_json: text cannot be read"):
         from_json(_plan(**changed))
@@ -186,7 +186,7 @@ def test_plan_of_wrong_numbers_is_refused(changed):
     ],
 )
 def test_rule_of_a_user_is_read_whatever_its_annotation_says(annotation):
-    """What cannot be evaluated, or is no plain type, is not checked."""
+    """Annotations that cannot be evaluated, or are not plain types, are not checked."""
     name, body = f"Own{str(annotation).encode().hex()}", {"decide": lambda self, view: None}
     held = [("held", annotation)]
     rule = make_dataclass(name, held, bases=(Policy,), frozen=True, namespace=body)

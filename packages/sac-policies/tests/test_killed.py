@@ -1,4 +1,4 @@
-"""A process that is killed in `fit_` or while values are offloaded leaves its checkpoint alone."""
+"""A process killed in `fit_` or during offload leaves only its checkpoint file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def blocks() -> nn.Sequential:
 
 
 def batch() -> torch.Tensor:
-    """Rows for them."""
+    """Input rows for the blocks."""
     return torch.linspace(-1, 1, 512 * 16).view(512, 16).to(KIND)
 
 
@@ -57,7 +57,7 @@ def main(when: str, saved: str) -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL")
 @pytest.mark.parametrize("when", ["fit_", "offload"])
 def test_killed_process_leaves_only_its_checkpoint(when: str, tmp_path: Path) -> None:
-    """Another process trains from it, with the gradients of the plain model."""
+    """Another process resumes from the file, with the gradients of the plain model."""
     expected = blocks()
     folder = tmp_path / "run"
     folder.mkdir()

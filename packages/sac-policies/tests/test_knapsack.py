@@ -1,4 +1,4 @@
-"""The knapsack: exact in integers, never too heavy, honest about its bound."""
+"""The knapsack solver is exact in integers, and its bound is valid."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZES = st.integers(0, 40)
 
 
 def brute(weights: list[int], values: list[int], capacity: int) -> int:
-    """Value of the best of all subsets."""
+    """Value of the best subset, by exhaustive search."""
     subsets = itertools.product([0, 1], repeat=len(weights))
     return max(
         sum(v for v, k in zip(values, s, strict=True) if k)
@@ -35,7 +35,7 @@ def lognormal(n: int, seed: int) -> tuple[list[int], list[int], int]:
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(SIZES, SIZES), max_size=9), st.integers(0, 200))
 def test_small_instances_are_solved_exactly(rows: list[tuple[int, int]], capacity: int) -> None:
-    """The value is that of trying all subsets, and the bound proves it."""
+    """The value equals that of exhaustive search, and the bound proves it."""
     weights, values = [w for w, _ in rows], [v for _, v in rows]
     found = pack(weights, values, capacity=capacity)
     assert found.value == found.bound == brute(weights, values, capacity)
@@ -47,7 +47,7 @@ def test_small_instances_are_solved_exactly(rows: list[tuple[int, int]], capacit
 def test_truncated_search_never_lies(
     rows: list[tuple[int, int]], capacity: int, limit: int
 ) -> None:
-    """With hardly any states the set still fits and the bound is still above the optimum."""
+    """With very few states, the set fits and the bound is not below the optimum."""
     weights, values = [w for w, _ in rows], [v for _, v in rows]
     best = pack(weights, values, capacity=capacity, limit=10**6, effort=10**7)
     hasty = pack(weights, values, capacity=capacity, limit=limit, effort=50)
@@ -57,7 +57,7 @@ def test_truncated_search_never_lies(
 
 @pytest.mark.parametrize("seed", range(12))
 def test_spread_instances_are_proved_optimal(seed: int) -> None:
-    """Sizes and costs like those of operators are solved to the proof at n=500."""
+    """Sizes and costs like those of operators are solved to optimality at n=500."""
     weights, values, capacity = lognormal(500, seed)
     found = pack(weights, values, capacity=capacity)
     assert found.weight <= capacity
@@ -87,12 +87,12 @@ def test_time_is_bounded(n: int, allowed_s: float) -> None:
 
 
 def test_small_values_beside_large_ones_are_counted() -> None:
-    """Everything fits, so everything is taken, whatever a float sum would lose."""
+    """Everything fits, so everything is taken, although a float sum would lose small values."""
     packing = pack([5] * 10, [10**9] * 2 + [1] * 8, capacity=100)
     assert packing.taken == tuple(range(10))
     assert packing.value == 2 * 10**9 + 8
 
 
 def test_no_items_need_nothing() -> None:
-    """The empty set has no weight."""
+    """The empty set has weight zero."""
     assert pack([], [], capacity=0) == Packing((), 0, 0, 0)

@@ -1,4 +1,4 @@
-"""Buffers that a later region writes to before backward, and writes that are refused."""
+"""Buffers that a later region writes before backward, and refused writes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sac_policies import MutationError, checkpoint, recompute_all, save_ops
 pytestmark = pytest.mark.filterwarnings("ignore::sac_policies.UnmatchedEntryWarning")
 
 POLICIES = [recompute_all(), save_ops("aten.mm", "aten.cos")]
-# Without comparing bits, only what a region holds decides.
+# Without comparing bits, the result depends only on the tensors a region holds.
 OPTIONS = [{"policy": each, "determinism_check": "none"} for each in POLICIES]
 every_policy = pytest.mark.parametrize("options", OPTIONS, ids=["nothing", "mm"])
 
@@ -24,7 +24,7 @@ Run = Callable[..., Tensor]
 
 
 def outcome(step: Callable[..., Tensor], run: Run) -> list[Tensor]:
-    """Gradients of a step of two regions, each with an input, and a weight."""
+    """Gradients of a step of two regions, each with an input and a weight."""
     inputs = [
         torch.linspace(-1, 1, 64).roll(each).view(8, 8).requires_grad_() for each in (0, 5, 9)
     ]
@@ -37,7 +37,7 @@ def region(options: dict[str, Any]) -> Run:
 
 
 def plainly(function: Run, *args: Any) -> Tensor:
-    """Run a function as it is."""
+    """Run a function without a region."""
     return function(*args)
 
 
@@ -53,7 +53,7 @@ def own_average(run: Run, x: Tensor, z: Tensor, w: Tensor) -> Tensor:
 
 
 def pair(update: Callable[[Tensor], object]) -> Callable[..., Tensor]:
-    """A region that reads a buffer, and then one that writes to it."""
+    """A region that reads a buffer, then one that writes to it."""
 
     def step(run: Run, x: Tensor, z: Tensor, w: Tensor) -> Tensor:
         buffer = torch.ones(8)
@@ -71,7 +71,7 @@ def pair(update: Callable[[Tensor], object]) -> Callable[..., Tensor]:
 
 
 def batch_norm(run: Run, x: Tensor, z: Tensor, w: Tensor) -> Tensor:
-    """Batch norm writes to its statistics, which no version counter shows under a mode."""
+    """Batch norm writes its statistics without changing a version counter under a mode."""
     norm = nn.BatchNorm1d(8)
 
     def reads(t: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def batch_norm(run: Run, x: Tensor, z: Tensor, w: Tensor) -> Tensor:
 
 
 def largest_norm(run: Run, x: Tensor, z: Tensor, w: Tensor) -> Tensor:
-    """An embedding with `max_norm` writes to the rows that it is asked for."""
+    """An embedding with `max_norm` writes to the rows that it looks up."""
     table = nn.Embedding(8, 8, max_norm=0.5)
     nn.init.constant_(table.weight, 2.0)
 
@@ -106,14 +106,14 @@ STEPS = {
 @every_policy
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 def test_buffer_written_by_later_region_is_bit_identical(step, options):
-    """Plain autograd saves no such buffer; a region reads it again, so it holds a copy."""
+    """Plain autograd does not save the buffer; a region reads it again, so it holds a copy."""
     expected = outcome(step, plainly)
     for a, b in zip(outcome(step, region(options)), expected, strict=True):
         assert torch.equal(a, b)
 
 
 def test_copy_is_made_in_another_thread():
-    """The thread of the later region need not be that of the earlier one."""
+    """The later region may run in another thread."""
     with ThreadPoolExecutor(1) as pool:
 
         def run(function: Run, *args: Any) -> Tensor:
@@ -126,7 +126,7 @@ def test_copy_is_made_in_another_thread():
 
 @every_policy
 def test_buffer_written_outside_of_regions_is_refused(options):
-    """No mode sees that write; the version counter does."""
+    """No dispatch mode sees the write; the version counter does."""
     buffer, x = torch.ones(8), torch.randn(8, 8, requires_grad=True)
     out = checkpoint(lambda t: (t - buffer).sin(), x, **options)
     buffer.mul_(2)
@@ -157,7 +157,7 @@ def test_saved_tensor_written_by_later_region_is_refused(options, write):
 @pytest.mark.parametrize("foreach", [False, True])
 @every_policy
 def test_optimizer_step_before_backward_is_refused(options, foreach):
-    """Also of a bias, which plain autograd does not save."""
+    """Also for a bias, which plain autograd does not save."""
     linear, x = nn.Linear(8, 8), torch.randn(8, 8)
     for only in (linear.weight, linear.bias):
         out = checkpoint(lambda t: (t @ linear.weight.sin() + linear.bias).sin(), x, **options)
@@ -170,7 +170,7 @@ def test_optimizer_step_before_backward_is_refused(options, foreach):
 @pytest.mark.parametrize("pack", [lambda t: t, lambda t: (t, 0)], ids=["itself", "tuple"])
 @every_policy
 def test_write_under_hooks_that_pass_tensors_through_is_refused(options, pack):
-    """Where there are hooks, autograd compares no versions of what they were given."""
+    """Autograd does not compare versions of tensors packed by saved-tensor hooks."""
 
     def unpack(packed: Any) -> Tensor:
         return packed if isinstance(packed, Tensor) else packed[0]

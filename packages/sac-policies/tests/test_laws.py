@@ -107,7 +107,7 @@ def test_first_match_is_associative(a, b, c, view):
 @_few
 @given(_policies, _views)
 def test_constant_is_a_promise(policy, view):
-    """Where `constant` is an answer, `decide` gives it."""
+    """Where `constant` has an answer, `decide` returns it."""
     constant = policy.constant(view.op)
     if constant is None or isinstance(constant, Decision):
         assert policy.decide(view) is constant

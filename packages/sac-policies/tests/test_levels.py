@@ -1,4 +1,4 @@
-"""What a region does on each level goes by what ran in it."""
+"""A region's levels depend on the operators that ran in it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MM = (torch.ops.aten.mm.default,)
     ],
 )
 def test_a_level_that_a_region_cannot_have_is_another(operators, wrote, done):
-    """Without costly operators nothing of them is kept, and what replaces buffers runs once."""
+    """Without costly operators no matmul is kept; a region that replaces buffers runs once."""
     region = Region("block", nn.Linear(2, 2), operators, wrote, rewrites=False)
     found = [region.at(level) for level in range(len(LEVELS))]
     assert [each.level for each in found] == list(done)
@@ -62,7 +62,7 @@ def test_compiled_regions_keep_everything_where_they_cannot_do_less(
 
 
 def test_values_that_hide_are_offloaded_beside_inputs():
-    """A plan names their calls; a block without one offloads its inputs alone."""
+    """A plan names the calls; a block without one offloads only its inputs."""
     plan = save_by_index({("aten.mm.default", 1): Decision.OFFLOAD})
     with_plan = Region("block", nn.Linear(2, 2), MM, (), rewrites=False, hidden=plan)
     without = Region("block", nn.Linear(2, 2), MM, (), rewrites=False)

@@ -1,4 +1,4 @@
-"""Entries name operators in several spellings; names that no operator has are refused."""
+"""Entries name operators in several spellings; unknown names are refused."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ aten = torch.ops.aten
 
 
 def test_misspelt_operator_gets_close_matches():
-    """A typo is answered with names that exist."""
+    """The error lists existing names."""
     with pytest.raises(PolicyError, match=r"'aten\.addm' is not registered.*'aten\.addmm'"):
         save_ops("aten.addm")
 
 
 def test_misspelt_overload_gets_close_matches():
-    """A wrong overload is answered with those of the packet."""
+    """The error lists the overloads of the packet."""
     with pytest.raises(PolicyError, match=r"'aten\.add\.Tenor'.*'aten\.add\.Tensor'"):
         save_ops("aten.add.Tenor")
 
@@ -35,7 +35,7 @@ def test_misspelt_overload_gets_close_matches():
     [("mm", r"'aten\.mm'"), ("flex_atention", "'flex_attention'"), ("aten.mmm", r"'aten\.mm'")],
 )
 def test_operator_without_namespace_gets_close_matches(given, close):
-    """A forgotten namespace is answered with the operator in aten; the line is the user's."""
+    """The error recommends the operator in aten and names the user's line."""
     with pytest.raises(PolicyError, match=rf"\(at .*test_matching\.py:\d+ in test_.*{close}"):
         save_ops(given)
 
@@ -50,7 +50,7 @@ def test_operator_without_namespace_gets_close_matches(given, close):
     ],
 )
 def test_unknown_word_is_refused_with_a_suggestion(given, said):
-    """A word without a namespace is never an operator of a library that is imported later."""
+    """An imported library cannot define a word without a namespace."""
     with pytest.raises(PolicyError, match=rf"operator '{given}' is not registered.*{said}"):
         save_ops(given)
 
@@ -77,7 +77,7 @@ def test_operators_of_a_library_not_yet_imported_are_accepted():
     ids=str,
 )
 def test_entry_becomes_text(given, entry):
-    """Objects by their names, so that policies are the same on every rank; globs as they are."""
+    """Objects become names, so that policies are equal on all ranks; globs are unchanged."""
     assert entry_of(given, where="here") == entry
 
 
@@ -94,7 +94,7 @@ def test_entry_becomes_text(given, entry):
     ids=str,
 )
 def test_what_names_no_operator_is_refused(given, said):
-    """With the caller's name, the rule and what to write."""
+    """The error names the caller, the rule and a valid spelling."""
     with pytest.raises(PolicyError, match=said):
         entry_of(given, where="here")
 
@@ -118,13 +118,13 @@ def test_what_names_no_operator_is_refused(given, said):
     ids=str,
 )
 def test_operator_is_matched_whole_by_overload_or_packet(entries, op, found):
-    """A glob too is held against all of a name."""
+    """A glob must also match the whole name."""
     matcher = Matcher(entries)
     assert [matcher(op), matcher(op)] == [found, found]
 
 
 def test_entries_that_name_none_of_the_operators_are_listed_in_order():
-    """A group is met by one of its members."""
+    """A group matches if one of its members does."""
     entries = ("aten.bmm", "@matmuls", "aten.c*", "aten.s*", "@attention")
     assert unmatched_entries(entries, [aten.mm.default, aten.sin.default]) == (
         "aten.bmm",
@@ -134,25 +134,25 @@ def test_entries_that_name_none_of_the_operators_are_listed_in_order():
 
 
 def test_overload_has_two_names_and_what_has_none_one():
-    """A higher-order operator stands for itself."""
+    """A higher-order operator has no overloads, so it has one name."""
     assert names_of(aten.add.Tensor) == ("aten.add.Tensor", "aten.add")
     assert names_of(torch.ops.higher_order.cond) == ("cond", "cond")
 
 
 def test_namespace_that_is_no_name_of_cxx_is_taken_for_not_imported():
-    """Torch cannot look such a packet up; the entry stays, and warns if it never matches."""
+    """Torch cannot look up such a packet; the entry remains, and warns if it never matches."""
     assert entry_of("other.1", where="here") == "other.1"
 
 
 @pytest.mark.parametrize("entry", ["aten.name", "aten.__dict__", "aten.__name__.x"])
 def test_attribute_of_a_namespace_is_no_operator(entry):
-    """torch.ops.aten has attributes as every module has; they have no overloads."""
+    """torch.ops.aten has ordinary module attributes; they have no overloads."""
     with pytest.raises(PolicyError, match=f"operator '{re.escape(entry)}' is not registered"):
         save_ops(entry)
 
 
 @pytest.mark.parametrize("entry", ["aten.mm.", ".mm", "aten..mm", "."])
 def test_dots_stand_between_names_only(entry):
-    """An entry with others names nothing, now or later."""
+    """An entry with other dots never names an operator."""
     with pytest.raises(PolicyError, match=r"is not a name, but operators have letters and"):
         save_ops(entry)

@@ -1,4 +1,4 @@
-"""Measured peaks: what the allocator says."""
+"""Measured peaks come from the allocator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MIB = 2**20
 
 
 def test_peak_counts_what_is_alive_at_once() -> None:
-    """Two buffers that follow each other count once, two that overlap twice."""
+    """Two consecutive buffers count once, two overlapping buffers twice."""
 
     def one_after_another() -> None:
         for _ in range(3):
@@ -28,14 +28,14 @@ def test_peak_counts_what_is_alive_at_once() -> None:
 
 
 def test_peak_counts_temporaries_inside_operators() -> None:
-    """A workspace that no Python code ever sees is counted too."""
+    """A workspace allocated inside a kernel is counted."""
     x = torch.randn(256, 1024)
     growth = peak_growth(lambda: torch.linalg.pinv(x[:, :64]), device=CPU)
     assert growth > 2 * 64 * 256 * 4
 
 
 def test_peak_ignores_what_was_there_before() -> None:
-    """Freeing older memory during the step makes no negative start."""
+    """Freeing older memory during the step does not lower the peak."""
     old = [torch.empty(4 * MIB, dtype=torch.uint8)]
 
     def step() -> None:
@@ -46,7 +46,7 @@ def test_peak_ignores_what_was_there_before() -> None:
 
 
 def test_peak_ignores_what_an_earlier_measurement_left() -> None:
-    """The allocator reports the release of what it was watched allocating, in any measurement."""
+    """Allocations of one measurement may be freed during another one."""
     old: list[torch.Tensor] = []
     peak_growth(lambda: old.append(torch.empty(4 * MIB, dtype=torch.uint8)), device=CPU)
 
@@ -58,7 +58,7 @@ def test_peak_ignores_what_an_earlier_measurement_left() -> None:
 
 
 def test_shared_storage_counts_once() -> None:
-    """Views, None and other devices do not add up."""
+    """Views, None and other devices are not added."""
     x = torch.ones(100)
     assert storage_bytes([x, x[10:], None, torch.ones(3, device="meta")], device=CPU) == 400
 
@@ -66,7 +66,7 @@ def test_shared_storage_counts_once() -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_peak_counts_what_is_alive_at_once() -> None:
-    """On CUDA the caching allocator's statistics are read."""
+    """On CUDA the peak comes from the caching allocator's statistics."""
     device = torch.device("cuda", 0)
 
     def together() -> None:

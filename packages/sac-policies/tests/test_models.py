@@ -1,4 +1,4 @@
-"""Gradients of whole blocks are those of no checkpointing, bit by bit, whatever is kept."""
+"""Gradients of whole blocks are bit-identical to no checkpointing, under every policy."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ POLICIES = {
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=list(POLICIES))
 @pytest.mark.parametrize("model", MODELS)
 def test_gradients_are_bitwise_those_of_no_checkpointing(model, policy, gradients, equal):
-    """Two blocks, one after the other, and the random state afterwards."""
+    """Two consecutive blocks, and the random state after them."""
     torch.manual_seed(0)
     blocks = nn.Sequential(model(), model())
     x = torch.randn(2, 4, 16, requires_grad=True)
@@ -126,7 +126,7 @@ def test_gradients_are_bitwise_those_of_no_checkpointing(model, policy, gradient
 @pytest.mark.parametrize("policy", ["products", "all", "offload"])
 @pytest.mark.parametrize("model", MODELS)
 def test_nested_gradients_are_bitwise_those_of_no_checkpointing(model, policy, gradients, equal):
-    """Two regions of different policies inside a third; in-place operators and dropout in each."""
+    """Two regions with different policies inside a third, with in-place operators and dropout."""
     torch.manual_seed(0)
     first, second = blocks = nn.Sequential(model(), model())
     x = torch.randn(2, 4, 16, requires_grad=True)
@@ -145,9 +145,9 @@ def test_nested_gradients_are_bitwise_those_of_no_checkpointing(model, policy, g
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("model", MODELS)
 def test_compiled_gradients_are_those_of_eager(model, gradients):
-    """Tagged and partitioned, every second product saved, gradients are close to eager's.
+    """Every second matmul is saved; gradients are close to eager's.
 
-    Without dropout, whose random numbers are the compiler's own.
+    Without dropout, since the compiler draws its own random numbers.
     """
     torch.compiler.reset()
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Values of an accelerator that leave and come back beside the device's other work."""
+"""Values of an accelerator are copied out and back while the device does other work."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ simulated = [
 
 
 def simulate(**costs) -> None:
-    """Set how long things take, where that can be set."""
+    """Set the durations of the simulated device; a no-op on a real one."""
     if SIM is not None:
         SIM.simulate(**costs)
 
 
 class Block(nn.Module):
-    """Two products and what is between them; `offloads` makes it a region."""
+    """Two matmuls with activations between them; `offloads` makes it a region."""
 
     def __init__(self, offloads: bool) -> None:
         super().__init__()
@@ -53,36 +53,36 @@ class Block(nn.Module):
 
 
 def chain(count: int, *, offloads: bool) -> nn.Sequential:
-    """Equal blocks of equal weights."""
+    """Equal blocks with equal weights."""
     torch.manual_seed(0)
     return nn.Sequential(*(Block(offloads) for _ in range(count))).to(KIND)
 
 
 def given(rows: int = 512) -> torch.Tensor:
-    """An input, its gradient wanted."""
+    """An input that requires grad."""
     return torch.linspace(-1, 1, rows * 64).view(rows, 64).to(KIND).requires_grad_()
 
 
 def ones(where=None) -> torch.Tensor:
-    """A value."""
+    """A tensor of ones."""
     return torch.ones(128, 64, device=where or KIND)
 
 
 def test_what_has_no_streams_is_not_taken():
-    """Nor what is more than its bytes."""
+    """CPU and meta tensors are not moved."""
     assert not is_movable(torch.ones(2))
     assert not is_movable(torch.ones(2, device="meta"))
     assert not is_movable(nn.Parameter(torch.ones(2)))
 
 
 class TestValue:
-    """One value by itself."""
+    """A single value, without a region."""
 
     pytestmark: ClassVar = [*on_an_accelerator, pytest.mark.usefixtures("no_race")]
 
     @pytest.mark.skipif(SIM is None, reason="needs the simulated device, where a copy can be slow")
     def test_what_has_not_left_is_read_where_it_is(self):
-        """No copy comes back for it."""
+        """Its copy-out was not needed, so there is no copy-in."""
         value = ones()
         before = sp.offload_stats()
         simulate(**SLOW)
@@ -91,7 +91,7 @@ class TestValue:
         assert sp.offload_stats().copies_in == before.copies_in
 
     def test_each_reading_of_what_is_away_has_a_tensor_of_its_own(self):
-        """The second one is late: nobody asked for it."""
+        """Each read returns a new tensor; the second copy-in was not prefetched, so it is late."""
         moved = MovedTensor(ones() * 7)
         moved.let_go()
         before = sp.offload_stats()
@@ -103,7 +103,7 @@ class TestValue:
         assert (after.copies_in - before.copies_in, after.late - before.late) == (2, 1)
 
     def test_what_this_backward_has_read_is_not_asked_for_again(self, monkeypatch):
-        """Another device's thread may ask for the region before when that one has been read."""
+        """Another device's thread may request values that this backward has already read."""
         moved, running = MovedTensor(ones() * 7), [3]
         monkeypatch.setattr(_moved, "backward_id", lambda: running[0])
         moved.let_go()
@@ -118,7 +118,7 @@ class TestValue:
 
     @pytest.mark.parametrize("asked", [False, True])
     def test_a_value_that_is_dropped_waits_for_its_copies(self, asked):
-        """Its memory is handed out again at once."""
+        """Its memory is reused at once."""
         simulate(**SLOW)
         moved = MovedTensor(ones() * 7)
         if asked:
@@ -130,7 +130,7 @@ class TestValue:
         assert sp.offload_stats().bytes_away == away - 128 * 64 * 4
 
     def test_what_is_asked_for_belongs_to_the_stream_it_is_read_on(self):
-        """Whatever is current where it is asked for."""
+        """The current stream at the prefetch has no effect."""
         moved, side = MovedTensor(ones() * 7), torch.Stream(KIND)
         moved.let_go()
         simulate(**SLOW)
@@ -143,7 +143,7 @@ class TestValue:
         assert bool((total == 8).all())
 
     def test_what_another_stream_reads_is_not_handed_out_before_it_did(self):
-        """The owner's next tensor may not have it."""
+        """The owner's next tensor must not use the memory before the read."""
         moved, side = MovedTensor(ones() * 7), torch.Stream(KIND)
         moved.let_go()
         main = torch.accelerator.current_stream()
@@ -159,7 +159,7 @@ class TestValue:
         assert bool((total == 14).all())
 
     def test_what_is_about_to_be_overwritten_is_copied_first(self):
-        """By the region itself; the change is no error then."""
+        """The region copies the value before its own write, so the write is no error."""
         value = ones() * 7
         simulate(**SLOW)
         moved = MovedTensor(value)
@@ -169,7 +169,7 @@ class TestValue:
         assert bool((moved.read() == 7).all())
 
     def test_what_another_stream_is_about_to_overwrite_is_copied_first(self):
-        """The stream that writes waits, not only the value's own."""
+        """The writing stream waits for the copy, not only the value's stream."""
         value, side = ones() * 7, torch.Stream(KIND)
         simulate(**SLOW)
         moved = MovedTensor(value)
@@ -182,7 +182,7 @@ class TestValue:
         assert bool((moved.read() == 7).all())
 
     def test_a_copy_leaves_the_current_stream_alone(self):
-        """It is for the work of whoever keeps the value."""
+        """The caller's work continues on that stream."""
         main = torch.accelerator.current_stream()
         moved = MovedTensor(ones())
         moved.let_go()
@@ -190,7 +190,7 @@ class TestValue:
         assert torch.accelerator.current_stream() == main
 
     def test_what_was_seen_done_is_not_waited_for(self):
-        """The value's stream has nothing more to do then."""
+        """The value's stream then has nothing to wait for."""
         simulate(**SLOW)
         moved = MovedTensor(ones())
         torch.accelerator.synchronize()
@@ -204,7 +204,7 @@ class TestValue:
         assert not moved._here
 
     def test_two_threads_that_ask_start_one_copy(self, monkeypatch):
-        """Backward threads of two devices may come to one region."""
+        """Backward threads of two devices may reach one region."""
         import time
 
         from sac_policies.eager import _moved
@@ -232,7 +232,7 @@ class TestModel:
     @pytest.mark.parametrize("costs", [{}, AHEAD, SLOW], ids=["quick", "ahead", "slow"])
     @pytest.mark.parametrize("retains", [False, True])
     def test_gradients_are_the_plain_ones(self, costs, retains):
-        """Of two steps, and of a second backward."""
+        """Gradients of two steps, and of a second backward."""
         found = []
         for offloads in (False, True):
             model, x = chain(4, offloads=offloads), given()
@@ -248,7 +248,7 @@ class TestModel:
 
     @pytest.mark.parametrize("costs", [{}, SLOW], ids=["quick", "slow"])
     def test_a_change_of_an_output_is_an_error_however_far_its_copy_is(self, costs):
-        """As where the value stays."""
+        """The same error as for a value that stays on the device."""
         x = given()
         simulate(**costs)
         held = []
@@ -261,12 +261,12 @@ class TestModel:
             held[0].zero_()
         with pytest.raises(sp.MutationError, match="was changed in place after the region"):
             y.sum().backward()
-        held.clear()  # the function has it, and its graph has the function
+        held.clear()  # the closure holds the function, and its graph holds the function
         if SIM is not None:
-            SIM.races()  # that of the change with the copy, which is the reason for the error
+            SIM.races()  # the write races with the copy, which is why it is an error
 
     def test_after_the_first_region_nothing_is_late(self):
-        """In a steady step, of a chain: each region has asked for the one before it."""
+        """In a steady step of a chain, each region prefetches the values of the one before."""
         model = chain(6, offloads=True)
         for step in range(3):
             before = sp.offload_stats()
@@ -277,13 +277,13 @@ class TestModel:
 
 
 class TestSchedule:
-    """Time and memory of a step, which only the simulation can say."""
+    """Time and memory of a step, which only the simulated device can measure."""
 
     pytestmark: ClassVar = [*simulated, pytest.mark.usefixtures("no_race")]
 
     @staticmethod
     def step(model, **costs) -> tuple[float, int]:
-        """Microseconds and most reserved bytes of the second of two steps."""
+        """Microseconds and peak reserved bytes of the second of two steps."""
         for _ in range(2):
             x = given()
             gc.collect()
@@ -300,7 +300,7 @@ class TestSchedule:
         return took, peak
 
     def test_copies_are_hidden(self):
-        """Half as long as a kernel: a step with them takes as long as one that keeps the values."""
+        """Copies of half a kernel's duration add no time to a step."""
         model = chain(8, offloads=True)
         with_copies, _ = self.step(model, **AHEAD)
         without, _ = self.step(model, **AHEAD | {"copy_us": 0})
@@ -308,7 +308,7 @@ class TestSchedule:
 
     @pytest.mark.parametrize("copy_us", [50, 1000])
     def test_no_more_is_held_than_by_the_plain_model(self, copy_us):
-        """However far the host is ahead, and though copies fall behind; weights are in both."""
+        """With the host far ahead and slow copies; weights count in both models."""
         plain, offloading = chain(8, offloads=False), chain(8, offloads=True)
         costs = AHEAD | {"copy_us": copy_us}
         assert self.step(offloading, **costs)[1] <= 0.65 * self.step(plain, **costs)[1]
@@ -317,7 +317,7 @@ class TestSchedule:
 @pytest.mark.accelerator
 @pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two accelerators")
 def test_a_copy_leaves_the_current_device_alone():
-    """That of the thread that happens to start it is for its own work."""
+    """The current device of the calling thread is unchanged."""
     before = torch.accelerator.current_device_index()
     torch.accelerator.set_device_index(1)
     try:
@@ -328,7 +328,7 @@ def test_a_copy_leaves_the_current_device_alone():
 
 
 def test_each_thread_has_its_own_values_that_leave():
-    """Another thread's regions neither let go of them nor end with them."""
+    """Regions of another thread neither release these values nor end with them."""
     mine, there = _moved.Leaving(), []
     mine._region_moves = True
     thread = threading.Thread(target=lambda: there.append(mine.region_ended()))
@@ -339,7 +339,7 @@ def test_each_thread_has_its_own_values_that_leave():
 
 
 def test_bytes_are_away_until_they_are_gone():
-    """A number that never left is no error: a finalizer may come where nothing had begun."""
+    """Deleting a value that was never copied is no error: a finalizer may run before any copy."""
     made = Counters()
     number = made.out(64)
     assert (made.copies_out, made.bytes_out, made.bytes_away) == (1, 64, 64)
@@ -350,6 +350,6 @@ def test_bytes_are_away_until_they_are_gone():
 
 
 def test_stats_are_a_value():
-    """Of this process; nothing moves on a CPU."""
+    """Stats count this process; they are zero on a CPU."""
     assert isinstance(sp.offload_stats(), sp.reports.OffloadStats)
     assert sp.offload_stats() == sp.offload_stats()

@@ -1,4 +1,4 @@
-"""Names for tensors: nothing in eager code, an operator in compiled code."""
+"""`name` is a no-op in eager code and an operator in compiled code."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from sac_policies import checkpoint, checkpoint_name, recompute_all, save_named
 
 
 def test_name_returns_the_tensor_itself():
-    """Outside of a region naming is free."""
+    """Outside of a region, naming has no cost."""
     x = torch.ones(2)
     assert checkpoint_name(x, "x") is x
 
 
 def test_name_inside_another_policys_region_is_free(counting):
-    """A policy that reads no names leaves them alone."""
+    """A policy without names ignores them."""
     x = torch.ones(2, requires_grad=True)
     with counting() as counts:
         checkpoint(lambda p: checkpoint_name(p.sin(), "s"), x, policy=recompute_all())
@@ -23,7 +23,7 @@ def test_name_inside_another_policys_region_is_free(counting):
 
 
 def test_compiled_name_is_an_operator_with_a_gradient():
-    """Under torch.compile the name is carried by an operator that copies."""
+    """Under torch.compile, the name becomes an operator that copies."""
     torch.compiler.reset()
     x = torch.ones(3, requires_grad=True)
     compiled = torch.compile(
@@ -35,7 +35,7 @@ def test_compiled_name_is_an_operator_with_a_gradient():
 
 
 def test_named_views_keep_the_storage_they_are_of(counting):
-    """Naming a part of a product's output keeps the product."""
+    """Naming a part of a matmul's output keeps the whole output."""
     x = torch.randn(4, 4, requires_grad=True)
 
     def body(p):

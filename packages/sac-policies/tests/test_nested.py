@@ -1,4 +1,4 @@
-"""Nested tensors, of both layouts: made in a region, or given to it."""
+"""Nested tensors of both layouts, created in a region or passed to it."""
 
 from __future__ import annotations
 
@@ -32,47 +32,47 @@ def parts(x: Tensor) -> list[Tensor]:
 
 
 def dense(rows: Tensor) -> Tensor:
-    """Of a nested tensor, all rows of its parts."""
+    """All rows of a nested tensor's parts."""
     return rows.values() if rows.layout is torch.jagged else torch.cat(list(rows.unbind()))
 
 
 def body(rows: Tensor) -> Tensor:
-    """What a region does with sequences."""
+    """The operators of the region on sequences."""
     return dense(F.gelu(F.linear(rows, WEIGHT))).sin().cos()
 
 
 def making(layout: torch.layout) -> Callable[[Tensor], Tensor]:
-    """A region that makes the sequences itself."""
+    """A region that creates the sequences."""
     return lambda x: body(torch.nested.as_nested_tensor(parts(x), layout=layout))
 
 
 def from_offsets(x: Tensor) -> Tensor:
-    """A region that makes them from offsets that were there before."""
+    """A region that creates sequences from existing offsets."""
     return body(torch.nested.nested_tensor_from_jagged(x, OFFSETS))
 
 
 def values() -> Tensor:
-    """What regions that make sequences are given."""
+    """Inputs of regions that create sequences."""
     return torch.linspace(-2, 2, 192).sin().view(12, 16).requires_grad_()
 
 
 def given(layout: torch.layout) -> Tensor:
-    """Sequences that a region is given."""
+    """Sequences that are inputs of a region."""
     rows = parts(values().detach())
     return torch.nested.nested_tensor(rows, layout=layout, requires_grad=True)
 
 
 class NoOp(torch.autograd.Function):
-    """What torch's checkpoint has arguments pass through is such a function."""
+    """A no-op autograd function, like the one that torch's checkpoint applies to its arguments."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Return something else."""
+        """Return a new tensor."""
         return torch.ones(())
 
 
 def functions_take_strided() -> bool:
-    """Whether autograd functions do; not so on torch 2.9."""
+    """Whether autograd functions accept strided nested tensors; not on torch 2.9."""
     try:
         NoOp.apply(given(torch.strided))
     except RuntimeError:
@@ -81,13 +81,13 @@ def functions_take_strided() -> bool:
 
 
 def gradients(function: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
-    """Gradients of what is given, and of the weight."""
+    """Gradients of the inputs and the weight."""
     first, second = torch.autograd.grad(function(x).sum(), [x, WEIGHT])
     return [dense(first) if first.is_nested else first, second]
 
 
 def is_plain(function: Any, make: Callable[[], Tensor], **options: Any) -> bool:
-    """Whether four forwards give the gradients of no checkpointing."""
+    """Whether four forwards match the gradients without checkpointing."""
     expected = gradients(function, make())
     return all(
         torch.equal(one, other)
@@ -101,13 +101,13 @@ def is_plain(function: Any, make: Callable[[], Tensor], **options: Any) -> bool:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_gradients_are_plain(layout: torch.layout, policy: Any) -> None:
-    """Made inside or given."""
+    """Nested tensors created inside or passed in."""
     assert is_plain(making(layout), values, policy=policy)
     assert is_plain(body, lambda: given(layout), policy=policy)
 
 
 def test_attention_of_strided_ones_has_no_mask() -> None:
-    """Their parts have no length in common that one could have."""
+    """Their parts have no common length, which a mask would need."""
 
     def attend(x: Tensor) -> Tensor:
         rows = torch.nested.as_nested_tensor(parts(x)).view(3, -1, 2, 8).transpose(1, 2)
@@ -120,7 +120,7 @@ def test_attention_of_strided_ones_has_no_mask() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_report_tells_of_them(layout: torch.layout, policy: Any) -> None:
-    """Made inside or given: what cannot be run again is not asked what backward reads."""
+    """Created inside or passed in; readers are only looked up for values that are recomputed."""
     there = [(making(layout), values())]
     if layout is torch.jagged or functions_take_strided():
         there.append((body, given(layout)))
@@ -133,20 +133,20 @@ def test_report_tells_of_them(layout: torch.layout, policy: Any) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_profile_tells_of_them(layout: torch.layout) -> None:
-    """Jagged ones have tensors without data inside, which no device is waited for."""
+    """Jagged tensors contain tensors without data, which need no device synchronization."""
     assert profile(making(layout), values(), repeats=1).ops
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_policies_see_their_shape_and_bytes(layout: torch.layout) -> None:
-    """With -1 for the dimension in which they differ."""
+    """The ragged dimension is -1."""
     seen = OpView(torch.ops.aten.relu.default, 0, given(layout))
     assert seen.shapes == ((3, -1, 16),)
     assert seen.out_bytes == 12 * 16 * 4
 
 
 def test_blocks_of_fit_may_make_strided_ones() -> None:
-    """They are run again, and give the gradients of no checkpointing."""
+    """They are recomputed, with the gradients of no checkpointing."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -165,7 +165,7 @@ def test_blocks_of_fit_may_make_strided_ones() -> None:
 
 
 def test_what_tells_of_geometry_is_not_looked_at() -> None:
-    """It runs while autograd holds a lock: a jagged leaf that is asked for its node waits there."""
+    """Size operators run under autograd's lock: reading a jagged leaf's node would deadlock."""
     asked = []
 
     class Asked(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""What regions that offload take beside others that do not."""
+"""Memory of steps in which only some regions offload."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ BACK = {1: 8, 2: 3}
 
 
 def step(choice, vain=0):
-    """A step of regions of which some offload, as the rules say; others take nothing.
+    """A step in which some regions offload and others use no memory.
 
-    The first in backward asks in vain for more, for itself and for the next.
+    The first region in backward prefetches `vain` bytes too many, for itself and for the next.
     """
     does = [number for number, level in enumerate(choice) if level]
     found = [Interval(None, 0, 0)]
@@ -32,7 +32,7 @@ def step(choice, vain=0):
             continue
         own = BACK[choice[number]]
         earlier = [BACK[choice[n]] for n in does if n < number][-1:]
-        # Its own are there, but where it is the first.
+        # A region's own values were prefetched, except for the first region.
         came = sum(earlier) + own * (number == does[-1])
         came += vain * len(does[-2:]) * (number == does[-1])
         unread = vain * (number in does[-2:])
@@ -44,9 +44,9 @@ def step(choice, vain=0):
 
 @pytest.mark.parametrize("vain", [0, 4])
 def test_mixtures_follow_from_steps_on_single_levels(vain):
-    """The bytes at the end of each interval, and the most in it, of all mixtures of four regions.
+    """For all mixtures of four regions: bytes at the end of each interval, and its peak.
 
-    Also where something was asked for in vain in the measured steps, which happens once.
+    The measured steps may also contain unused prefetches; they occur once per step.
     """
     measured = [step((level,) * 4, vain) for level in range(3)]
     offloaded = Offloaded(measured)
@@ -63,7 +63,7 @@ def test_mixtures_follow_from_steps_on_single_levels(vain):
 
 
 def test_regions_that_are_called_again_are_left_as_they_were_measured():
-    """Whose neighbour is whose is not known then."""
+    """Their neighbours are not known."""
     again = [each for each in step((1, 1)) for _ in "ab"]
     offloaded = Offloaded([step((0, 0)), again])
     assert [offloaded.among((1, 0), each) for each in again if each.key] == [
@@ -72,7 +72,7 @@ def test_regions_that_are_called_again_are_left_as_they_were_measured():
 
 
 def test_one_region_has_no_neighbour():
-    """Nor has a step in which nothing was offloaded."""
+    """The same holds for a step in which nothing was offloaded."""
     for level in (0, 1):
         found = step((level,))
         offloaded = Offloaded([step((0,)), found])

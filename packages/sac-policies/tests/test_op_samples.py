@@ -1,6 +1,6 @@
-"""Every differentiable operator that torch has samples for, between values that are made again.
+"""Every differentiable operator with samples in torch, between recomputed values.
 
-torch's own suite keeps them (`op_db`): arguments that nobody chose with replays in mind.
+The samples come from torch's test suite (`op_db`) and were not chosen for replays.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from sac_policies import checkpoint, recompute_all
 
-pytest.importorskip("expecttest")  # which torch's samples import
+pytest.importorskip("expecttest")  # torch's samples import it
 with warnings.catch_warnings(action="ignore"):
     from torch.testing._internal.common_methods_invocations import op_db
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what operators say of themselves
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of the operators themselves
 MOST_SAMPLES = 5
 """Of each operator."""
 LEFT_OUT = {
-    *("empty", "empty_like", "new_empty", "new_empty_strided"),  # memory that nobody wrote to
+    *("empty", "empty_like", "new_empty", "new_empty_strided"),  # uninitialized memory
     "linalg.lstsq",  # two plain calls differ
-    "sparse.mm",  # some samples cannot be made
+    "sparse.mm",  # some samples cannot be created
 }
 OPS = [
     each
@@ -38,8 +38,7 @@ OPS = [
 
 
 def between(op: Any, sample: Any) -> tuple[Callable[..., Tensor], list[Tensor]]:
-    """A function that calls an operator with products and multiplies what it gives, and its
-    tensors."""
+    """A function that calls an operator between multiplications, and the function's tensors."""
     leaves, spec = tree_flatten((sample.input, sample.args, sample.kwargs))
     places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
@@ -60,7 +59,7 @@ def has_gradient(value: Any) -> bool:
 
 
 def gradients(function: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor | None] | None:
-    """Those of all that need one; None where there are none, or the operator refuses."""
+    """Gradients of all tensors that require grad; None without any, or if the operator refuses."""
     torch.manual_seed(0)
     given = [each.detach().requires_grad_(each.requires_grad) for each in tensors]
     out = function(*given)
@@ -71,7 +70,7 @@ def gradients(function: Callable[..., Tensor], tensors: list[Tensor]) -> list[Te
 
 
 def are_same(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
-    """Bitwise, but that a number that is none equals another."""
+    """Whether all are bit-identical; NaN equals NaN."""
     return all(
         (a is None) == (b is None) and (a is None or torch.equal(*(x.nan_to_num() for x in (a, b))))
         for a, b in zip(one, other, strict=True)
@@ -80,7 +79,7 @@ def are_same(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
 
 @pytest.mark.parametrize("op", OPS, ids=[f"{op.name}-{op.variant_test_name}" for op in OPS])
 def test_gradients_are_plain(op: Any) -> None:
-    """In a function's first two forwards and the third, compared or not."""
+    """In a function's first two forwards and in the third, with and without comparison."""
     torch.manual_seed(0)
     samples = op.sample_inputs("cpu", torch.float32, requires_grad=True)
     for sample in itertools.islice(samples, MOST_SAMPLES):
@@ -88,7 +87,7 @@ def test_gradients_are_plain(op: Any) -> None:
         try:
             plain, again = (gradients(function, tensors) for _ in range(2))
         except (NotImplementedError, RuntimeError):
-            continue  # no such gradient, as of a sparse result
+            continue  # has no such gradient, for example a sparse result
         if plain is None or again is None or not are_same(plain, again):
             continue
         for check in ("default", "none"):

@@ -1,4 +1,4 @@
-"""Facts of operators, as their schemas tell them."""
+"""Facts about operators, from their schemas."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_written_tensors_are_found():
 
 
 def test_registered_operators_are_listed_only_for_names_that_are_none(monkeypatch):
-    """A policy is made often, as in each step; listing every operator of torch takes long."""
+    """Policies are made often, for example in each step; listing all operators of torch is slow."""
     listed = []
 
     def listing():

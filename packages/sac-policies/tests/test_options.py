@@ -1,4 +1,4 @@
-"""Options of torch's checkpoint beside a policy."""
+"""Options of torch's checkpoint, combined with a policy."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ UNCHECKED = {"determinism_check": "none"}
 
 
 class Body(nn.Module):
-    """Three functions of one tensor; a region of its own in each test."""
+    """Three functions of one tensor; each test makes it a region."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.sin().cos().exp()
 
 
 def leaf() -> Tensor:
-    """A leaf of spread values."""
+    """A leaf of evenly spaced values."""
     return torch.linspace(-1.3, 1.7, 128 * 64).reshape(128, 64).requires_grad_()
 
 
 def changed(run: Callable[[Tensor], Tensor]) -> Tensor | None:
-    """The gradient after a change past the version counter, between forward and backward."""
+    """The gradient after a change that no version counter shows, before backward."""
     x = leaf()
     out = run(x)
     x.data.add_(1.0)
@@ -36,7 +36,7 @@ def changed(run: Callable[[Tensor], Tensor]) -> Tensor | None:
 
 
 def test_first_step_of_a_region_notices_changes_past_version_counters() -> None:
-    """Later steps do not compare bits, unless each step is asked to."""
+    """Later steps compare bits only with `determinism_check="bits"`."""
     body = Body()
 
     def run(x: Tensor, **options: Any) -> Tensor:
@@ -63,7 +63,7 @@ def test_changes_that_a_version_counter_shows_are_noticed_all_the_same() -> None
 @pytest.mark.parametrize("check", ["default", "bits", "none"])
 @pytest.mark.parametrize("inner", ["default", "bits", "none"])
 def test_gradients_are_plain_under_every_check(check: str, inner: str) -> None:
-    """A region and one inside it, each with an option of its own."""
+    """A nested region, in which each region has another option."""
 
     def around(x: Tensor) -> Tensor:
         policy = recompute_all()
@@ -77,7 +77,7 @@ def test_gradients_are_plain_under_every_check(check: str, inner: str) -> None:
 
 @pytest.mark.parametrize("check", ["banana", None, True, torch.ones(2)], ids=str)
 def test_unknown_check_is_refused(check: Any) -> None:
-    """Before anything runs, with what is accepted."""
+    """Before anything runs; the error lists the accepted values."""
     accepted = r"determinism_check .+ one of \('default', 'bits', 'none'\)"
     with pytest.raises(EngineError, match=accepted):
         checkpoint(Body(), leaf(), policy=recompute_all(), determinism_check=check)

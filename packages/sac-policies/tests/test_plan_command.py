@@ -1,4 +1,4 @@
-"""`python -m sac_policies plan`: steps that were never run, beside steps that were."""
+"""`python -m sac_policies plan`: estimated steps, compared with measured ones."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ CPU = torch.device("cpu")
 
 
 def no_workspace(name: str = "H100") -> Device:
-    """A device whose libraries allocate nothing for themselves."""
+    """A device whose libraries allocate no workspace."""
     known = device_named(name)
     return Device(name, known.memory_bytes, known.flops, known.bandwidth, known.link, 0)
 
 
 def measured_peak(level: str) -> int:
-    """Bytes of a step on the CPU, as the allocator counts them."""
+    """Peak bytes of a step on the CPU, from the allocator."""
     model, tokens = build()
     for block in model.blocks if level != PLAIN else ():
         Checkpointed(block, policy=_POLICIES[level]).put()
@@ -53,7 +53,7 @@ def measured_peak(level: str) -> int:
 
 @pytest.mark.parametrize("level", [PLAIN, *_POLICIES])
 def test_predicted_peak_is_the_measured_one(level: str) -> None:
-    """On fake tensors within 2 % of what the allocator gives out on the CPU."""
+    """Estimates on fake tensors are within 2 % of the allocator's peak on the CPU."""
     found = estimate(
         SUBJECT, no_workspace(), (4, 512), optimizer="none", dtype=torch.float32
     ).uniform[level]
@@ -67,7 +67,7 @@ MEASURED = {PLAIN: (18_886, 142.4), "keeps matmuls": (11_717, 156.2), "runs agai
 
 @pytest.mark.slow
 def test_estimates_agree_with_steps_of_an_h200(tmp_path: Path) -> None:
-    """Bytes within 2 % and times within 15 % of what was measured there."""
+    """Bytes within 2 % and times within 15 % of the measurements."""
     pytest.importorskip("transformers", exc_type=ImportError)
     shape = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32_000}
@@ -81,7 +81,7 @@ def test_estimates_agree_with_steps_of_an_h200(tmp_path: Path) -> None:
 
 
 def test_equal_blocks_need_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a step takes is the same to the byte, with a few forwards of as many equal blocks."""
+    """Estimates are identical to the byte with a few forwards over the equal blocks."""
     source = SUBJECT.replace(":build", ":build_stack")
     sizes = []
 
@@ -99,7 +99,7 @@ def test_equal_blocks_need_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_levels_are_ordered_and_offload_keeps_no_inputs() -> None:
-    """Each level takes less memory than the one before, and no less time."""
+    """Each level needs no more memory and no less time than the one before."""
     found = estimate(SUBJECT, no_workspace(), (4, 8192), optimizer="adamw").uniform
     assert list(found) == [PLAIN, *_POLICIES, OFFLOADED, HIDDEN]
     steps = list(found.values())[:-1]
@@ -110,7 +110,7 @@ def test_levels_are_ordered_and_offload_keeps_no_inputs() -> None:
 
 
 def test_hidden_copies_save_time_where_the_link_is_fast() -> None:
-    """A block has its own and the next values on the device; a slow link hides nothing."""
+    """The device holds the values of a block and the next one; a slow link hides nothing."""
     known, steps = no_workspace(), []
     for factor in (0.01, 10, 1000):
         device = replace(known, link=factor * known.link)
@@ -121,12 +121,12 @@ def test_hidden_copies_save_time_where_the_link_is_fast() -> None:
     assert slow[HIDDEN].seconds >= again
     assert slow[PLAIN].seconds <= faster[HIDDEN].seconds < fast[HIDDEN].seconds < again
     for each in steps:
-        # Of four blocks, the values of two are on the device.
+        # Of four blocks, two have their values on the device.
         assert each[OFFLOADED].peak_bytes <= each[HIDDEN].peak_bytes < 0.8 * each[PLAIN].peak_bytes
 
 
 def test_state_of_the_optimizer_is_counted() -> None:
-    """AdamW has two tensors like each parameter."""
+    """AdamW has two tensors per parameter."""
     plain, trained = (
         estimate(SUBJECT, no_workspace(), (1, 64), optimizer=name) for name in ("none", "adamw")
     )
@@ -135,7 +135,7 @@ def test_state_of_the_optimizer_is_counted() -> None:
 
 
 def test_recommended_mixture_fits_and_is_faster_than_checkpointing_all() -> None:
-    """Between the peaks of two levels some blocks are on each."""
+    """Between the peaks of two levels, blocks are divided between both levels."""
     everything = estimate(SUBJECT, no_workspace(), (4, 4096)).uniform
     budget = (everything[PLAIN].peak_bytes + everything["keeps matmuls"].peak_bytes) // 2
     found = estimate(SUBJECT, no_workspace(), (4, 4096), budget_bytes=budget).recommended
@@ -147,7 +147,7 @@ def test_recommended_mixture_fits_and_is_faster_than_checkpointing_all() -> None
 
 
 def test_command_prints_causes_and_recommendation(capsys: Any) -> None:
-    """The exit status says whether anything fits."""
+    """The exit status says whether a plan fits."""
     assert main(["plan", SUBJECT, "--device", "h100", "--tokens", "4x512"]) == 0
     printed = capsys.readouterr().out
     causes = ("parameters", "gradients", "optimizer state", "activations", "logits and loss")
@@ -157,7 +157,7 @@ def test_command_prints_causes_and_recommendation(capsys: Any) -> None:
 
 
 def test_command_says_what_would_help(capsys: Any) -> None:
-    """Where nothing fits: the smallest peak, slices, fewer tokens, offload and sharding."""
+    """If nothing fits: the smallest peak, slices, fewer tokens, offload and sharding."""
     arguments = ["plan", SUBJECT, "--device", "H100", "--tokens", "4x8k", "--dtype", "float32"]
     assert main([*arguments, "--memory", "100 MiB"]) == 1
     printed = capsys.readouterr().out
@@ -178,7 +178,7 @@ def test_command_says_what_would_help(capsys: Any) -> None:
     ],
 )
 def test_wrong_options_are_named(changed: list[str], said: str, capsys: Any) -> None:
-    """The message names the option's value and what is accepted."""
+    """The message gives the option's value and the accepted values."""
     assert main(["plan", SUBJECT, "--device", "H100", *changed]) == 2
     assert said in capsys.readouterr().err
 
@@ -192,13 +192,13 @@ def test_wrong_options_are_named(changed: list[str], said: str, capsys: Any) -> 
     ],
 )
 def test_wrong_models_are_named(model: str, said: str, capsys: Any) -> None:
-    """The message says what was looked for, or returned."""
+    """The message says which attribute is missing or which object was returned."""
     assert main(["plan", model, "--device", "H100"]) == 2
     assert said in capsys.readouterr().err
 
 
 def test_tokens_are_read() -> None:
-    """Sequences come first, and k is 1,024."""
+    """Sequences come first; k means 1,024."""
     assert parse_tokens("32k") == (1, 32768)
     assert parse_tokens("4x2048") == (4, 2048)
     with pytest.raises(BudgetError, match="do not parse"):
@@ -206,7 +206,7 @@ def test_tokens_are_read() -> None:
 
 
 def test_devices_have_sound_numbers() -> None:
-    """A kernel takes the longer of its arithmetic and its traffic."""
+    """A kernel's time is the maximum of arithmetic and memory traffic."""
     assert len({device.name for device in DEVICES}) == len(DEVICES)
     device = device_named("H200")
     assert device.seconds(0, 0) == 0

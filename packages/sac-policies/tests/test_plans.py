@@ -1,4 +1,4 @@
-"""Plans decide single calls, and have one digest on every rank."""
+"""Plans decide single calls, and have the same digest on every rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MM = ("aten.mm.default", 1)
 
 
 def test_only_listed_calls_have_an_answer():
-    """The second product is saved; others have no answer."""
+    """The second matmul is saved; other calls have no answer."""
     plan = plan_of({MM: Decision.SAVE})
     op = torch.ops.aten.mm.default
     assert [plan.decide(OpView(op, index)) for index in range(3)] == [None, Decision.SAVE, None]
@@ -35,7 +35,7 @@ def test_digest_tells_plans_apart():
 
 
 def test_digest_is_sixteen_hexadecimal_digits():
-    """Of a plan that was written by hand, of one that was solved, and of a trace."""
+    """For a plan written by hand, a solved plan, and a trace."""
     trace = Trace("ns", (), ())
     for plan in (plan_of({MM: Decision.SAVE}), solve(trace, 0), trace):
         assert re.fullmatch("[0-9a-f]{16}", plan.digest)
@@ -57,7 +57,7 @@ def test_bad_rows_are_named(rows, message):
 
 
 def test_call_that_never_comes_is_reported():
-    """A plan for another region is noticed."""
+    """It means that the plan was made for another region."""
     x = torch.ones(2, 2, requires_grad=True)
     with pytest.warns(UnmatchedEntryWarning, match=r"aten\.mm\.default\[1\]"):
         checkpoint(torch.mm, x, x, policy=plan_of({MM: Decision.SAVE}))

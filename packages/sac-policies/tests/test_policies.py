@@ -1,4 +1,4 @@
-"""Policies answer from what they are shown, and combine by one table."""
+"""Single policies, and their combination with `|`, `&`, `~` and `first_match`."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ def _decide(policy, op=MM):
     ids=["union", "intersection", "less", "complement", "first"],
 )
 def test_policies_combine(policy, of_mm, of_sin):
-    """`|` takes the larger answer, `&` the smaller, `~` swaps, `first_match` stops at one."""
+    """`|` takes the larger decision, `&` the smaller, `~` inverts, `first_match` stops at one."""
     assert [_decide(policy), _decide(policy, SIN)] == [of_mm, of_sin]
 
 
 def test_saving_and_offloading_one_value_is_a_conflict():
-    """A value is kept in one place; the error names operator and rule."""
+    """A value is kept in one place; the error names the operator and the rule."""
     with pytest.raises(ConflictError, match=r"aten\.mm\.default is saved by one side .*py:\d+ in"):
         _decide(save_ops("aten.mm") | offload("aten.mm"))
 
 
 def test_complement_of_an_offloading_policy_is_refused():
-    """There is no opposite of offloading."""
+    """Offloading has no complement."""
     with pytest.raises(PolicyError, match="can offload, but only saving has an opposite"):
         ~offload("aten.mm")
 
@@ -63,7 +63,7 @@ def test_first_match_of_nothing_is_refused():
 
 
 def test_constant_agrees_with_decide():
-    """Where an operator alone settles the answer, both methods give it."""
+    """If the operator alone determines the decision, both methods return it."""
     policies = [save_ops("aten.mm"), ~save_ops("aten.mm"), offload("aten.mm"), recompute_all()]
     for policy in policies:
         assert policy.constant(MM) is _decide(policy)
@@ -72,7 +72,7 @@ def test_constant_agrees_with_decide():
 
 @pytest.mark.parametrize("other", ["aten.sin", lambda ctx, op: True, None])
 def test_only_policies_combine(other):
-    """`|` and `&` leave other operands to Python, which refuses them."""
+    """For other operands, Python raises the TypeError of `|` and `&`."""
     with pytest.raises(TypeError, match="unsupported operand"):
         save_ops("aten.mm") | other
     with pytest.raises(TypeError, match="unsupported operand"):
@@ -80,7 +80,7 @@ def test_only_policies_combine(other):
 
 
 def test_where_a_rule_was_written_is_no_part_of_its_value():
-    """The same function or list, made a policy on two lines, is one policy."""
+    """One function or list, made a policy on two lines, gives equal policies."""
     entries = ["aten.mm"]
     first = as_policy(entries), as_policy(_decide)
     again = as_policy(entries), as_policy(_decide)

@@ -1,4 +1,4 @@
-"""Each row of the manual's table about jax.checkpoint_policies saves the values that JAX's does."""
+"""Rows of the manual's table of jax.checkpoint_policies save the same values as JAX."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SAVED = {
 
 
 def _table():
-    """The expressions of the page, by the name of JAX's member."""
+    """The expressions of the page, by the name of JAX's policy."""
     rows = re.findall(r"^\| (`[a-z_]+.*`) \| `(.+)` \|$", PAGE.read_text(), re.MULTILINE)
     return {
         member: here.replace(r"\|", "|")
@@ -40,14 +40,14 @@ def _table():
 
 
 def _function(x):
-    """One product, one batched product, one pointwise operator, two names; x is (4, 4)."""
+    """One matmul, one batched matmul, one pointwise operator, two names; x is (4, 4)."""
     h = sp.checkpoint_name(x @ x, "a")
     h = torch.bmm(h[None], h[None])[0]
     return sp.checkpoint_name(h.sin(), "b")
 
 
 def _kept(policy):
-    """What is kept of the function's operators and names, with the decision of each name."""
+    """Kept operators and names of the function, with the decision for each name."""
     x = torch.ones(4, 4, requires_grad=True)
     rows = sp.report(_function, x, policy=policy).kept
     operators = {row.op for row in rows if row.op in (DOT, BATCHED, SIN)}
@@ -55,19 +55,19 @@ def _kept(policy):
 
 
 def test_every_member_of_jax_0_6_has_its_row():
-    """None is missing, and none is made up."""
+    """The table has all of JAX's policies and no others."""
     assert _table().keys() == SAVED.keys()
 
 
 @pytest.mark.parametrize("member", SAVED)
 def test_saved_set_is_jaxs(member):
-    """The operators and names that JAX's member keeps, no more and no fewer."""
+    """Exactly the operators and names that JAX's policy saves."""
     policy = eval(_table()[member], {"sp": sp, "p": P, "q": Q})
     operators, names = _kept(policy)
     assert (operators, names.keys()) == SAVED[member]
 
 
 def test_offloaded_names_are_offloaded():
-    """Names of the second list go to the host."""
+    """Names of the second list are offloaded to the host."""
     policy = eval(_table()["save_and_offload_only_these_names"], {"sp": sp})
     assert _kept(policy)[1] == {"a": sp.policies.Decision.SAVE, "b": sp.policies.Decision.OFFLOAD}

@@ -1,4 +1,4 @@
-"""Profiling: the operators that ran, on tensors with data and without."""
+"""Profiling records the operators of a call, on tensors with and without data."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def leaf(*shape: int) -> torch.Tensor:
 
 
 def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """A product, a view of it, and two functions of one value."""
+    """A matmul, a view of it, and two functions of one value."""
     return F.silu((x @ w).view(-1)).exp()
 
 
 def dropped(x: torch.Tensor) -> torch.Tensor:
-    """Dropout, and a copy."""
+    """Dropout, then a copy."""
     return F.dropout(x.sin(), 0.5).clone() * 2
 
 
 def test_operators_and_bytes_are_recorded() -> None:
-    """Views make no storage; calls are numbered by operator; inputs name the makers."""
+    """Views have no own storage; calls are numbered by operator; inputs name their producers."""
     trace = profile(lambda x: (x @ x).t() @ x, leaf(3, 3))
     rows = [(op.name, op.call, op.out_bytes, op.inputs) for op in trace.ops]
     assert rows == [
@@ -45,7 +45,7 @@ def test_operators_and_bytes_are_recorded() -> None:
 
 
 def test_saved_tensors_are_recorded() -> None:
-    """Each saved tensor names the operator that rebuilds it and the call that made its storage."""
+    """Each saved tensor names the operator that recomputes it and the call that allocated it."""
     trace = profile(function, leaf(2, 3), leaf(3, 5))
     packs = [(pack.producer, pack.made_by, pack.storage_bytes) for pack in trace.packs]
     assert packs[:2] == [("", -1, 0), ("", -1, 0)]
@@ -54,7 +54,7 @@ def test_saved_tensors_are_recorded() -> None:
 
 @pytest.mark.parametrize("dry", [FakeTensorMode, partial(torch.device, "meta")])
 def test_tensors_without_data_give_the_same_bytes(dry: Any) -> None:
-    """A dry run needs no memory and differs only in its unit."""
+    """A dry run allocates no memory and differs only in its unit."""
     real = profile(function, leaf(2, 3), leaf(3, 5), unit="flops")
     with dry():
         given = leaf(2, 3), leaf(3, 5)
@@ -66,7 +66,7 @@ def test_tensors_without_data_give_the_same_bytes(dry: Any) -> None:
 
 @pytest.mark.timeout(60)
 def test_fake_views_that_are_written_to_are_recorded() -> None:
-    """Torch makes the node of a fake view by an operator, while it holds that view's lock."""
+    """Torch makes the node of a fake view by an operator, while holding the view's lock."""
 
     def joined(x: torch.Tensor) -> torch.Tensor:
         out = x.new_empty(4, 12)
@@ -81,13 +81,13 @@ def test_fake_views_that_are_written_to_are_recorded() -> None:
 
 
 def test_flops_count_products_and_elements() -> None:
-    """A product counts its arithmetic, anything else one per element."""
+    """A matmul counts its FLOPs, any other operator one per element."""
     trace = profile(function, leaf(2, 3), leaf(3, 5), unit="flops")
     assert [op.cost for op in trace.ops] == [60, 10, 10, 10]
 
 
 def test_times_are_positive_and_the_shortest_counts() -> None:
-    """Real tensors are timed in ns, on the CPU as anywhere."""
+    """Real tensors are timed in ns on every device."""
     trace = profile(function, leaf(64, 64), leaf(64, 64), repeats=3)
     assert trace.unit == "ns"
     assert all(op.cost > 0 for op in trace.ops)
@@ -98,7 +98,7 @@ def test_times_are_positive_and_the_shortest_counts() -> None:
 def test_operators_of_a_device_take_as_long_as_their_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The host has asked for all of them before the first is done, if nobody waits."""
+    """Without synchronization, the host queues all operators before the first one ends."""
     SIM.reset()
     x, w = leaf(2, 3).to("simdev"), leaf(3, 5).to("simdev")
     SIM.simulate(virtual=True, kernel_us=100)
@@ -111,7 +111,7 @@ def test_operators_of_a_device_take_as_long_as_their_kernels(
 
 
 def test_how_masks_are_held_is_not_recorded() -> None:
-    """Of a mask that is held as bits: a plan numbers the model's calls."""
+    """The operators that pack a mask as bits would shift the plan's call numbers."""
     small, large = (torch.ones(n, requires_grad=True) for n in (8, 1 << 17))
     names = [[op.name for op in profile(dropped, x).ops] for x in (small, large)]
     with FakeTensorMode():
@@ -121,7 +121,7 @@ def test_how_masks_are_held_is_not_recorded() -> None:
 
 
 def test_random_operators_are_marked() -> None:
-    """Attention without dropout draws nothing."""
+    """Attention without dropout draws no random numbers."""
     q = leaf(1, 1, 4, 4)
     trace = profile(
         lambda t: F.dropout(F.dropout(F.scaled_dot_product_attention(t, t, t))), q, unit="flops"
@@ -132,21 +132,21 @@ def test_random_operators_are_marked() -> None:
 
 
 def test_overwritten_values_are_marked() -> None:
-    """What a later call writes into is no choice."""
+    """Overwritten values cannot be chosen."""
     trace = profile(lambda x: (x @ x).relu_(), leaf(3, 3))
     assert [op.overwritten for op in trace.ops] == [True, False]
     assert trace.items() == ()
 
 
 def test_function_runs_once_for_each_repeat() -> None:
-    """Profiling calls the function itself, side effects included."""
+    """Profiling runs the function itself, with its side effects."""
     calls: list[int] = []
     profile(lambda x: calls.append(1) or x.sin(), leaf(2), repeats=3)
     assert len(calls) == 3
 
 
 def test_changing_function_raises() -> None:
-    """Repeats that run other operators are no ground for a plan."""
+    """A plan needs the same operators in every repeat."""
     calls: list[int] = []
 
     def changing(x: torch.Tensor) -> torch.Tensor:
@@ -164,7 +164,7 @@ def test_profiling_without_gradients_raises() -> None:
 
 
 def test_sparse_operand_is_recorded() -> None:
-    """It lies in no storage: what it is made of counts, and looking at that is no operator."""
+    """It has no storage: its component tensors count, and reading them is not recorded."""
     matrix = torch.eye(64).to_sparse()
 
     def mixed(x: torch.Tensor) -> torch.Tensor:

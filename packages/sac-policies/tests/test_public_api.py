@@ -1,4 +1,4 @@
-"""What holds for all public names, and what importing them costs."""
+"""Properties of all public names, and the cost of importing them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SUBMODULES = ("budget", "policies", "reports")
 
 
 def public() -> list[tuple[str, object]]:
-    """Every public name of the package and its public modules."""
+    """All public names of the package and its public modules."""
     modules = [sac_policies, *(getattr(sac_policies, name) for name in SUBMODULES)]
     return [(name, getattr(module, name)) for module in modules for name in module.__all__]
 
 
 def test_public_modules_are_loaded_on_request():
-    """Without an import of their own."""
+    """They need no import statement."""
     code = "import sac_policies as p; print(p.reports.Row.__name__, p.budget.Trace.__name__)"
     command = [sys.executable, "-c", code]
     said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
@@ -31,12 +31,12 @@ def test_public_modules_are_loaded_on_request():
 
 
 def test_public_objects_have_docstrings():
-    """Everything callable says what it does."""
+    """Every callable has a docstring."""
     assert [name for name, each in public() if callable(each) and not each.__doc__] == []
 
 
 def test_records_are_frozen():
-    """Policies are looked up by value and shared by regions and threads, as all records are."""
+    """Policies are looked up by value; records are shared by regions and threads."""
     found = set()
     for item in pkgutil.walk_packages(sac_policies.__path__, "sac_policies."):
         members = vars(importlib.import_module(item.name)).values()
@@ -46,7 +46,7 @@ def test_records_are_frozen():
 
 
 def test_what_others_may_hold_never_changes():
-    """Rules, plans, traces and findings are looked up by value: their fields cannot be set."""
+    """Rules, plans, traces and findings are looked up by value, so their fields cannot be set."""
     records = [each for _, each in public() if isinstance(each, type) and is_dataclass(each)]
     assert len(records) > 8
     for record in records:
@@ -57,9 +57,9 @@ def test_what_others_may_hold_never_changes():
 
 
 def test_import_loads_nothing_but_the_package():
-    """Over torch, a first backward, which loads more since 2.15, and the standard library.
+    """After torch and a first backward, which loads more since 2.15: only the standard library.
 
-    Triton, which comes with torch's formulas for FLOPs, waits for a trace.
+    Triton, which torch's FLOP formulas import, is loaded by the first trace.
     """
     code = (
         "import sys, torch; torch.ones((), requires_grad=True).backward()\n"
@@ -75,7 +75,7 @@ def test_import_loads_nothing_but_the_package():
 
 
 def test_what_not_everyone_needs_waits_until_it_is_asked_for():
-    """Who checkpoints by a rule loads no report and no budget."""
+    """Checkpointing by a rule imports neither reports nor budgets."""
     code = (
         "import sys, sac_policies; early = set(sys.modules)\n"
         "sac_policies.fit_; print(*sorted(set(sys.modules) - early))\n"
@@ -91,7 +91,7 @@ def test_what_not_everyone_needs_waits_until_it_is_asked_for():
 
 
 def test_names_that_wait_are_listed_and_others_are_no_attributes():
-    """As if they had been imported: each is loaded once, and what is misspelt is an error."""
+    """Each lazy name is loaded once, and a misspelt name raises AttributeError."""
     name = "fit_"
     assert set(sac_policies.__all__) <= set(dir(sac_policies))
     assert getattr(sac_policies, name) is vars(sac_policies)[name]

@@ -1,4 +1,4 @@
-"""What a region keeps, and what backward makes again: how often, in which format, from what."""
+"""Values that a region keeps or recomputes, how often, and in which memory format."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ aten = torch.ops.aten
 
 
 def leaf(*shape):
-    """Spread values of one shape that need a gradient."""
+    """A leaf of evenly spaced values that requires grad."""
     numel = torch.Size(shape).numel()
     return torch.linspace(-1.3, 1.7, numel).reshape(shape).requires_grad_()
 
 
 def replay(function, *args):
-    """Call a region that keeps as little as the engine can."""
+    """Call a region that keeps as few values as possible."""
     return sac_policies.checkpoint(function, *args, policy=sac_policies.recompute_all())
 
 
 class Operators(TorchDispatchMode):
-    """Counts operators, and watches every storage that is made."""
+    """Counts operators and tracks every storage that they create."""
 
     def __init__(self):
         super().__init__()
@@ -47,7 +47,7 @@ class Operators(TorchDispatchMode):
         return out
 
     def alive_bytes(self, func=None):
-        """Bytes of the storages, of all operators or of one, that are not freed."""
+        """Bytes of live storages, for one operator or all."""
         found = (ref() for op, ref in self.made if func in (None, op))
         return sum(each.nbytes() for each in {id(s): s for s in found if s is not None}.values())
 
@@ -61,7 +61,7 @@ def _rotated(t, cos, sin):
     "kind", [*("residual", "rotary", "tanh", "softmax", "gelu", "row", "filled", "bias", "zeros")]
 )
 def test_nothing_is_kept_of_what_can_be_rebuilt(kind):
-    """Only the output is there."""
+    """Only the output is alive."""
     x, w = leaf(64, 64), leaf(64, 64)
     cos, sin = (torch.linspace(0, 1, 64).add(each).cos() for each in (0, 1))
     function = {
@@ -76,16 +76,16 @@ def test_nothing_is_kept_of_what_can_be_rebuilt(kind):
         "zeros": lambda t: (torch.zeros(64, 64) * t).cos() @ w,
     }[kind]
     expected = torch.autograd.grad(function(x).sum(), [x, w])
-    replay(function, x).sum().backward()  # first uses are not the subject
+    replay(function, x).sum().backward()  # excludes first-use effects
     with Operators() as forward:
         out = replay(function, x)
-    # What guards parameters is not of the region's making, and small.
+    # Fingerprints of parameters are small and made outside of the region.
     assert forward.alive_bytes() < out.nbytes * 1.5
     assert all(map(torch.equal, torch.autograd.grad(out.sum(), [x, w]), expected))
 
 
 def test_shared_value_is_replayed_once_and_dropped():
-    """Two products read one silu; one of two readers alone leaves nothing behind."""
+    """Two matmuls read one silu; if only one of them runs backward, nothing remains."""
     x, w1, w2 = leaf(5, 4), leaf(4, 4), leaf(4, 4)
 
     def function(t):
@@ -102,7 +102,7 @@ def test_shared_value_is_replayed_once_and_dropped():
 
 
 def test_input_of_in_place_operator_is_replayed_once():
-    """The graph saves a copy of what was written to, for the operator and for its replay."""
+    """The graph saves a copy of the overwritten value, for the operator and for its replay."""
 
     def function(t):
         y = F.silu(t)
@@ -120,7 +120,7 @@ class Cubed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):
-        """Multiply it by itself, twice."""
+        """Return x cubed."""
         ctx.save_for_backward(x)
         return x * x * x
 
@@ -132,7 +132,7 @@ class Cubed(torch.autograd.Function):
 
 
 def test_input_of_a_function_is_dropped_before_backward_ends():
-    """Its node reads it, and so does the replay of its output; nothing else."""
+    """Only its node and the replay of its output read it."""
     x, w = leaf(5, 4), leaf(4, 4)
     given, alive = x * 2, []
     given.register_hook(lambda grad: alive.append(backward.alive_bytes(aten.silu.default)))
@@ -144,7 +144,7 @@ def test_input_of_a_function_is_dropped_before_backward_ends():
 
 @pytest.mark.parametrize("kind", [nn.GroupNorm, nn.BatchNorm2d])
 def test_channels_last_is_replayed_as_it_was(kind):
-    """A normalization whose result the next operator saves."""
+    """The next operator saves the result of a normalization."""
     norm = kind(*((4, 16) if kind is nn.GroupNorm else (16,)))
     torch.manual_seed(0)
     x = torch.randn(2, 16, 32, 32).to(memory_format=torch.channels_last).requires_grad_()
@@ -160,20 +160,20 @@ def test_channels_last_is_replayed_as_it_was(kind):
 
 
 def attended(t):
-    """Attention saves its result; of the sum only the operands are there."""
+    """Attention saves its result; of the sum, only the operands are saved."""
     query, key, value = (each.unsqueeze(0) for each in (t, t.sin(), t.cos()))
     return F.scaled_dot_product_attention(query, key, value).squeeze(0) + t
 
 
 def differentiated(t):
-    """Take a gradient inside."""
+    """Differentiate inside the region."""
     made = (t + t).sin()
     (inner,) = torch.autograd.grad(made.sum(), t, retain_graph=True)
     return made * inner.detach()
 
 
 def clamped(t, write=True):
-    """Write past the version counter, before two readers save the value."""
+    """Write without changing the version counter, before two readers save the value."""
     h = t @ t.mT
     if write:
         h.data.clamp_(-0.1, 0.1)
@@ -192,9 +192,9 @@ def written_under_no_grad(t):
 @pytest.mark.parametrize("early_stop", [True, False])
 @pytest.mark.parametrize("function", [attended, differentiated, clamped, written_under_no_grad])
 def test_region_inside_a_checkpoint_of_torch(function, early_stop):
-    """torch's checkpoint runs the region again, also in another thread than the forward's.
+    """torch's checkpoint runs the region again, possibly in another thread.
 
-    A thread numbers its nodes for itself, and an accelerator's backward has a thread of its own.
+    Autograd numbers nodes per thread, and an accelerator's backward runs in its own thread.
     """
     x = leaf(1, 8, 16)
     expected = torch.autograd.grad(function(x.exp()).square().sum(), x)[0]
@@ -210,7 +210,7 @@ def test_region_inside_a_checkpoint_of_torch(function, early_stop):
 @pytest.mark.parametrize("size", [6, 96])
 @pytest.mark.parametrize("writes", [(True, True), (False, True)], ids=["always", "later"])
 def test_value_is_written_past_its_version_counter(writes, size):
-    """In every forward, or in the second only: plain gradients, or an error."""
+    """In every forward or in the second only: gradients are plain, or an error is raised."""
     x = leaf(size, size)
     for write in writes:
         expected = torch.autograd.grad(clamped(x, write).sum(), x)[0]
@@ -227,7 +227,7 @@ def test_value_is_written_past_its_version_counter(writes, size):
 @pytest.mark.parametrize("is_view", [False, True], ids=["whole", "view"])
 @pytest.mark.parametrize("is_first", [False, True], ids=["after", "before"])
 def test_statistics_read_beside_batch_norm_match_plain(policy, is_view, is_first):
-    """Batch norm counts no version of its writes: autograd reads what the buffer holds then."""
+    """Batch norm's writes change no version: autograd reads the buffer's later values."""
 
     def gradients(call):
         torch.manual_seed(0)

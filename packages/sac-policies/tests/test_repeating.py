@@ -1,4 +1,4 @@
-"""The blocks that a model is a stack of are found, and what runs in each is seen."""
+"""The repeated blocks of a model are found, and the operators in each are recorded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MM, ADDMM = torch.ops.aten.mm.default, torch.ops.aten.addmm.default
 
 
 class Mixture(nn.Module):
-    """A block with experts of its own."""
+    """A block that contains experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Mixture(nn.Module):
 
 
 class Translation(nn.Module):
-    """Two stacks of one class."""
+    """Two stacks of blocks of one class."""
 
     def __init__(self, depth: int = 2) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Translation(nn.Module):
 
 
 class Twice(nn.Module):
-    """Two blocks, in no container."""
+    """Two blocks, not in a container."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,12 +67,12 @@ class Twice(nn.Module):
 def test_blocks_are_the_outermost_modules_that_repeat(
     make: Callable[[], nn.Module], paths: list[str]
 ) -> None:
-    """Containers and single layers are none; others of their class are, wherever they lie."""
+    """Containers and single layers are not blocks; modules of a block's class always are."""
     assert [path for path, _ in repeating(make())] == paths
 
 
 def test_blocks_inside_of_regions_are_those_of_their_lists() -> None:
-    """A block without a list stays beside them; none has any in the end."""
+    """A block without a list remains; in the end no block contains others."""
     stages = [nn.ModuleDict({"layers": nn.ModuleList(Block() for _ in "ab")}), Twice(), Block()]
     found = inside([(f"stages.{at}", stage) for at, stage in enumerate(stages)])
     assert [path for path, _ in found] == [
@@ -98,7 +98,7 @@ class Again(nn.Module):
 
 
 def test_layers_that_are_shared_are_found_by_their_calls() -> None:
-    """The outermost that run more than once; a layer without children is none."""
+    """The outermost modules that run more than once; a module without children does not count."""
     model = Again()
     found = called_again(model, lambda: model(torch.ones(2, 24)))
     assert [path for path, _ in found] == ["shared.one"]
@@ -107,21 +107,21 @@ def test_layers_that_are_shared_are_found_by_their_calls() -> None:
 
 
 def seen_in(model: nn.Module, regions: Any, *args: Any) -> Seen:
-    """Run a model, and see what runs in its regions."""
+    """Run a model and record the operators in its regions."""
     with Seen(regions) as seen:
         model(*args)
     return seen
 
 
 def test_costly_operators_are_seen_in_the_region_that_runs_them() -> None:
-    """Products are; functions, and what runs in between, are not."""
+    """Matmuls are recorded; functions, and operators between regions, are not."""
     model = stack(2)
     seen = seen_in(model, repeating(model), torch.ones(4, 8))
     assert seen.operators == {"blocks.0": {ADDMM: None}, "blocks.1": {ADDMM: None}}
 
 
 def test_regions_are_in_the_order_in_which_they_begin() -> None:
-    """Not in that of their paths; one that is never called is not there."""
+    """The order is not that of their paths; a region that is never called is left out."""
     blocks = nn.ModuleList(nn.Sequential(nn.Tanh()) for _ in range(3))
     regions = [(str(at), block) for at, block in enumerate(blocks)]
     with Seen(regions) as seen:
@@ -133,7 +133,7 @@ def test_regions_are_in_the_order_in_which_they_begin() -> None:
 
 
 def test_operator_is_of_the_innermost_region() -> None:
-    """The region around has what runs before and after."""
+    """The outer region gets the operators before and after."""
     inner = nn.Sequential(nn.Linear(4, 4))
     outer = nn.Sequential(nn.Linear(4, 4, bias=False), inner)
     seen = seen_in(outer, [("", outer), ("1", inner)], torch.ones(2, 4))
@@ -141,7 +141,7 @@ def test_operator_is_of_the_innermost_region() -> None:
 
 
 def test_region_that_raises_has_ended() -> None:
-    """What runs after it is not its own."""
+    """Later operators do not belong to the region."""
 
     class Fails(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -157,7 +157,7 @@ def test_region_that_raises_has_ended() -> None:
 
 @pytest.mark.parametrize("train", [True, False])
 def test_region_that_changes_a_buffer_is_noted(train: bool) -> None:
-    """Its statistics; only in training."""
+    """Running statistics change only in training."""
     model = nn.Sequential(Block(), Block(norm=nn.BatchNorm1d)).train(train)
     seen = seen_in(model, repeating(model), torch.ones(4, 24))
     counted = ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked")
@@ -165,7 +165,7 @@ def test_region_that_changes_a_buffer_is_noted(train: bool) -> None:
 
 
 def test_buffer_that_is_another_is_a_change() -> None:
-    """A module may put a new tensor in its place."""
+    """A module may replace a buffer by a new tensor."""
 
     class Averages(nn.Sequential):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -178,7 +178,7 @@ def test_buffer_that_is_another_is_a_change() -> None:
 
 
 def test_buffers_without_a_version_are_not_asked_for_one() -> None:
-    """Those of inference mode have none."""
+    """Inference tensors have no version."""
     model = nn.Sequential(nn.Tanh())
     with torch.inference_mode():
         model.register_buffer("table", torch.zeros(2))
@@ -186,7 +186,7 @@ def test_buffers_without_a_version_are_not_asked_for_one() -> None:
 
 
 def test_region_that_writes_to_what_it_is_given_is_noted() -> None:
-    """A second forward would find it written; also what is given by name, in containers."""
+    """Recomputation would read the changed input; also for keyword inputs and containers."""
 
     class Writes(nn.Module):
         def __init__(self, wrote: bool) -> None:

@@ -1,4 +1,4 @@
-"""A report says what is kept, where, why, for how many bytes, and what for nothing."""
+"""Reports list kept values with place, rule and bytes, and entries that matched nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _leaves():
 
 
 def test_row_names_operator_rule_bytes_and_line():
-    """Everything known of one call is in its row."""
+    """Each row has all facts about one call."""
     row = report(_body, *_leaves(), policy=save_ops("aten.mm")).rows[0]
     assert (row.op, row.index, row.decision) == ("aten.mm.default", 0, Decision.SAVE)
     assert row.rule == repr(save_ops("aten.mm"))
@@ -40,7 +40,7 @@ def test_row_names_operator_rule_bytes_and_line():
 
 
 def test_function_that_raises_leaves_torch_as_it_was():
-    """The error is the caller's; torch compiles after it, while it is held and when it is gone."""
+    """The caller's error is raised; torch.compile works while it is held and afterwards."""
     compiled = []
 
     def backend(graph, inputs):
@@ -61,7 +61,7 @@ def test_function_that_raises_leaves_torch_as_it_was():
 
 
 def test_named_tensor_has_a_row_whatever_the_policy_reads():
-    """So that what could be kept by name is seen."""
+    """This shows which values could be kept by name."""
 
     def body(p, q):
         return checkpoint_name((p @ q).sin(), "wave") @ q
@@ -71,28 +71,28 @@ def test_named_tensor_has_a_row_whatever_the_policy_reads():
 
 
 def test_views_of_one_storage_are_counted_once():
-    """Saving everything does not count a view beside its base."""
+    """If everything is saved, a view and its base count once."""
     p, q = _leaves()
     body = lambda a, b: (a @ b).view(64).sin()  # noqa: E731 - one expression
     assert report(body, p, q, policy=save_all()).held_bytes == 256
 
 
 def test_recomputed_flops_are_those_of_what_is_not_kept():
-    """Recomputing both products costs both products."""
+    """Recomputing both matmuls costs the FLOPs of both."""
     p, q = _leaves()
     assert report(_body, p, q, policy=recompute_all()).recomputed_flops == 2 * 2 * 8**3
     assert report(_body, p, q, policy=save_ops("aten.mm")).recomputed_flops == 0
 
 
 def test_rule_is_the_innermost_that_decides():
-    """Of a combined policy, the part that gave the answer is named."""
+    """For a combined policy, the row names the part that decided."""
     policy = first_match(save_by_bytes(at_least=10**6), save_ops("aten.sin"))
     kept = report(_body, *_leaves(), policy=policy).kept
     assert [row.rule for row in kept] == [repr(save_ops("aten.sin"))]
 
 
 def test_difference_of_two_policies():
-    """The rows decided otherwise come in pairs."""
+    """Rows with different decisions are returned in pairs."""
     p, q = _leaves()
     left = report(_body, p, q, policy=save_ops("aten.mm"))
     right = report(_body, p, q, policy=save_ops("aten.mm", "aten.sin"))
@@ -116,7 +116,7 @@ def test_rows_without_a_counterpart_differ():
 
 
 def test_report_leaves_no_trace():
-    """Gradients and the random state are as before, and no warning is given."""
+    """Gradients and the random state are unchanged, and no warning is given."""
     p, q = _leaves()
     before = torch.get_rng_state()
     report(lambda a, b: torch.rand_like(a) * (a @ b), p, q, policy=save_ops("aten.bmm"))
@@ -125,7 +125,7 @@ def test_report_leaves_no_trace():
 
 
 def test_name_that_no_tensor_has_is_no_error():
-    """A report tells what a policy does here; what else it is meant for nobody knows."""
+    """The policy may be meant for other models too."""
     for _ in range(2):
         assert report(_body, *_leaves(), policy=save_named("nobody")).rows
 
@@ -142,7 +142,7 @@ def test_text_says_what_is_saved_and_recomputed():
 
 
 def test_report_lists_what_is_held():
-    """The sum of its rows is what is held, the same at each call."""
+    """Rows add up to the held bytes, and are equal in each call."""
     x, w = (torch.randn(64, 64, requires_grad=True) for _ in range(2))
 
     def run(t):
@@ -162,7 +162,7 @@ def test_report_lists_what_is_held():
 
 
 def test_report_says_why_results_are_held():
-    """Integers and what is made without gradients."""
+    """Integers, and values computed under no_grad."""
     x = torch.randn(64, 64, requires_grad=True)
 
     def run(t):

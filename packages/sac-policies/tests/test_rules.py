@@ -1,4 +1,4 @@
-"""Each built-in rule saves what its arguments say."""
+"""Each built-in rule saves the values that its arguments describe."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def ab():
 
 @pytest.mark.parametrize(("phase", "kept"), [(0, [0, 2]), (1, [1])])
 def test_every_nth_counts_from_its_phase(phase, kept, ab):
-    """Of three products, n=2 saves the first and third, or the second."""
+    """Of three matmuls, n=2 saves the first and third, or the second."""
     rows = report(_three, *ab, policy=save_every_nth("aten.mm", n=2, phase=phase)).kept
     assert [row.index for row in rows] == kept
 
@@ -49,20 +49,20 @@ def test_every_nth_counts_its_operators_together(ab):
 
 
 def test_shape_matches_with_any_size(ab):
-    """None in a shape stands for any size."""
+    """None in a shape matches any size."""
     kept = _kept(lambda p, q: p @ q[:, :3], *ab, policy=save_by_shape((None, 3)))
     assert kept == ["aten.slice.Tensor[0]", "aten.mm.default[0]"]
 
 
 def test_scope_restricts_a_policy(make_block, x):
-    """A scoped rule speaks inside its modules only."""
+    """A scoped rule only decides inside its modules."""
     rows = report(make_block(), x, policy=scoped(save_ops(MATMULS), "qkv", "out")).kept
     assert [row.module for row in rows] == ["qkv", "out"]
 
 
 @pytest.mark.parametrize("wrap", [lambda b: b, lambda b: b.forward, functools.partial])
 def test_paths_start_at_the_module_behind_a_call(wrap, make_block, x):
-    """Of a method and of a partial, too."""
+    """Also for a method and a partial."""
     rows = report(wrap(make_block()), x, policy=save_modules("up")).kept
     assert {row.module for row in rows} == {"up"}
 
@@ -80,7 +80,7 @@ def test_paths_start_at_the_module_behind_a_call(wrap, make_block, x):
     ],
 )
 def test_glob_matches_a_run_of_components(path, glob, inside):
-    """A glob speaks of a module and everything below it, wherever the path starts."""
+    """A glob matches a module and everything below it, wherever the path starts."""
     assert is_inside(path, glob) is inside
 
 

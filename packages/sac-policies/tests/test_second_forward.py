@@ -1,4 +1,4 @@
-"""A function that runs again in backward: plain gradients, nothing kept, and no wrong one."""
+"""A function that is recomputed in backward: plain gradients, nothing kept, or an error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sac_policies.eager._second_forward import is_possible, run
 
 
 class Counted:
-    """A function and how often it ran."""
+    """A function that counts its calls."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function, self.calls = function, 0
@@ -33,7 +33,7 @@ class Counted:
 
 
 def again(function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
-    """Run it so that it runs again."""
+    """Run the function with recomputation."""
     assert is_possible(tensors)
     return run(function, tensors, "it", None)
 
@@ -46,7 +46,7 @@ def leaves() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def of(function: Callable[..., Any], *, times: int = 1) -> list[torch.Tensor]:
-    """Gradients of a function of two inputs, by some backwards."""
+    """Gradients of a function of two inputs, from one or more backwards."""
     x, w = leaves()
     out = function(x * 2, w).square().sum()
     for _ in range(times):
@@ -55,13 +55,13 @@ def of(function: Callable[..., Any], *, times: int = 1) -> list[torch.Tensor]:
 
 
 def noisy(y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Products, dropout, and results that nodes save."""
+    """Matmuls, dropout, and operators that save their results."""
     return F.dropout((y @ w).sin().exp(), 0.5).tanh() @ w
 
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_gradients_and_random_numbers_are_plain(times: int) -> None:
-    """Also of a second backward, which runs it once more; who draws next draws as without it."""
+    """Also of a second backward, which recomputes again; later random numbers are unchanged."""
     it = Counted(noisy)
     found = of(lambda y, w: again(it, y, w), times=times)
     drawn = torch.rand(3)
@@ -72,7 +72,7 @@ def test_gradients_and_random_numbers_are_plain(times: int) -> None:
 
 
 def test_autocast_is_that_of_the_first_run() -> None:
-    """On in the forward and off in backward, or the other way round."""
+    """On in forward and off in backward, or the reverse."""
 
     def stepped(call: Callable[..., Any], first: bool) -> list[torch.Tensor]:
         x, w = leaves()
@@ -150,7 +150,7 @@ def test_random_programs_have_the_gradients_of_no_checkpointing(seed, gradients,
 
 
 def test_nothing_that_is_saved_is_kept() -> None:
-    """Only what it is given, until backward; no cycle holds anything after it."""
+    """Only the inputs are kept, until backward; no reference cycle remains."""
     x, w = leaves()
     made: list[weakref.ref[torch.Tensor]] = []
 
@@ -177,7 +177,7 @@ def test_nothing_that_is_saved_is_kept() -> None:
 
 
 def test_the_second_run_ends_with_the_last_value_that_is_saved() -> None:
-    """Nothing that comes after is run, even if the function looks at its errors."""
+    """No later operator runs, even if the function catches exceptions."""
     after: list[int] = []
 
     def careless(y, w):
@@ -205,7 +205,7 @@ def test_the_second_run_ends_with_the_last_value_that_is_saved() -> None:
 
 
 def test_noise_that_is_saved_before_it_is_written() -> None:
-    """`rrelu` saves its noise first, and then draws it."""
+    """`rrelu` saves its noise, then draws it."""
     torch.manual_seed(0)
     layer, x = torch.nn.Linear(64, 64), torch.randn(512, 64, requires_grad=True)
     grads = []
@@ -220,7 +220,7 @@ def test_noise_that_is_saved_before_it_is_written() -> None:
 
 
 def test_a_value_that_nobody_reads_is_not_held() -> None:
-    """It belongs to an output that was dropped; a second run gives it to nobody."""
+    """The value belonged to a dropped output, so recomputation does not keep it."""
     x, w = leaves()
     held: list[weakref.ref[torch.Tensor]] = []
 
@@ -232,7 +232,7 @@ def test_a_value_that_nobody_reads_is_not_held() -> None:
     out, dropped = again(two, x * 2, w)
     del dropped
     out.register_hook(lambda grad: None)
-    other = out.grad_fn.next_functions[0][0]  # the product, whose turn comes after the sine's
+    other = out.grad_fn.next_functions[0][0]  # the matmul, whose backward follows that of sin
     left: list[bool] = []
     other.register_prehook(lambda grads: left.append(held[1]() is not None))
     out.sum().backward()
@@ -240,7 +240,7 @@ def test_a_value_that_nobody_reads_is_not_held() -> None:
 
 
 def test_gradients_inside_and_of_gradients() -> None:
-    """A function that differentiates itself; and a gradient penalty."""
+    """A function that differentiates inside; and a gradient penalty."""
 
     def forces(y, w):
         energy = (y @ w).sin().square().sum()
@@ -260,7 +260,7 @@ def test_gradients_inside_and_of_gradients() -> None:
 
 
 def test_a_part_of_the_gradients() -> None:
-    """Then the others, from the same graph."""
+    """The remaining gradients come from the same graph afterwards."""
 
     def parts(call):
         x, w = leaves()
@@ -271,7 +271,7 @@ def test_a_part_of_the_gradients() -> None:
 
 
 def test_checkpoints_inside_and_around() -> None:
-    """torch's, and of this package; around there are hooks, so it is not possible there."""
+    """Checkpoints of torch and of this package; hooks around the function prevent it."""
 
     def inside(y, w):
         z = torch_checkpoint(noisy, y, w, use_reentrant=False)
@@ -287,7 +287,7 @@ def test_checkpoints_inside_and_around() -> None:
 
 
 def test_where_it_is_not_possible() -> None:
-    """Where no graph is made, or somebody would have to see what is run or held."""
+    """Without a graph, or where hooks, modes or transforms would observe the recomputation."""
     x, _ = leaves()
     with torch.no_grad():
         assert not is_possible([x])
@@ -303,7 +303,7 @@ def test_where_it_is_not_possible() -> None:
 
 
 def test_what_was_written_to_since_is_refused() -> None:
-    """Whatever backward would make of it; the numbers are told."""
+    """The error gives both versions, for any use of the tensor in backward."""
     x, w = leaves()
     given = x * 2
     out = again(noisy, given, w)
@@ -318,9 +318,9 @@ def test_what_was_written_to_since_is_refused() -> None:
 
 
 def test_a_parameter_that_was_written_to_since_is_refused() -> None:
-    """As plain autograd does, and torch's checkpoint does not; one that the function clips is not.
+    """As in plain autograd, unlike torch's checkpoint; writes by the function itself are allowed.
 
-    A second backward runs the function again, which clips it once more.
+    A second backward runs the function again, which clips the parameter once more.
     """
     layer = torch.nn.Linear(4, 4)
     out = again(lambda y: layer(y).sin(), leaves()[0] * 2)
@@ -367,7 +367,7 @@ HELP = (
     ],
 )
 def test_another_second_run_is_refused(second: Any, message: str, hides: bool) -> None:
-    """By what it saves, also if the function hides that."""
+    """Saved tensors are compared, even if the function catches the error."""
     runs = iter([lambda y, w: (y @ w).sin(), second])
 
     def changing(y, w):
@@ -388,7 +388,7 @@ def test_another_second_run_is_refused(second: Any, message: str, hides: bool) -
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("at", [1, 2])
 def test_what_ends_a_run_leaves_nothing(error: type[BaseException], at: int) -> None:
-    """In either run: no hooks, the random state as it was; another step is right."""
+    """In either run: no hooks remain, random state is restored, and the next step is correct."""
     count = 0
 
     def failing(y, w):

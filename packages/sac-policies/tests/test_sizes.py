@@ -1,4 +1,4 @@
-"""Sizes and budgets as people write them."""
+"""Sizes and budgets are parsed and formatted."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from sac_policies.budget._sizes import budget_bytes
     ],
 )
 def test_size_is_read(text: str, size: int) -> None:
-    """Units are case-blind, binary and decimal ones differ, parts of a byte are dropped."""
+    """Units ignore case, binary and decimal ones differ, fractions of a byte are dropped."""
     assert parse_size(text) == size
 
 
 @pytest.mark.parametrize("text", ["6", "GiB", "6 GB iB", "-1 GiB", "6 gigs", "", "50%", "1e3 B"])
 def test_unreadable_size_raises(text: str) -> None:
-    """What is no number with a known unit is named in the error."""
+    """The error names text that is not a number with a known unit."""
     with pytest.raises(BudgetError, match=r"parse_size: size '.*' does not parse, but a size is"):
         parse_size(text)
 
 
 def test_number_is_no_size_to_read() -> None:
-    """Text has a unit, a number has none."""
+    """Sizes are passed as text with a unit."""
     with pytest.raises(BudgetError, match=r"size 6 does not parse"):
         parse_size(6)
 
@@ -50,13 +50,13 @@ def test_number_is_no_size_to_read() -> None:
     ],
 )
 def test_budget_is_bytes_or_a_share(budget: float | str, size: int) -> None:
-    """An int is bytes, a float a share, text either."""
+    """An int is bytes, a float is a share, a text is either."""
     assert budget_bytes(budget, total_bytes=1001) == size
 
 
 @pytest.mark.parametrize("budget", [1.5, -0.1, float("nan"), float("inf"), "101%"])
 def test_share_outside_of_unit_interval_raises(budget: float | str) -> None:
-    """A share above one is more likely a size without unit."""
+    """A share above one is more likely a size without a unit."""
     with pytest.raises(BudgetError, match=r"is a fraction, but a fraction is between 0 and 1"):
         budget_bytes(budget, total_bytes=1)
 
@@ -77,12 +77,12 @@ def test_budget_that_is_no_size_raises(budget: object) -> None:
     ],
 )
 def test_size_is_written(size: int, text: str) -> None:
-    """The largest binary unit that fits is taken."""
+    """The largest binary unit that fits is used."""
     assert format_size(size) == text
 
 
 @pytest.mark.parametrize("size", [2**64, -(2**64), True, 1.0, "1 KB"])
 def test_what_is_no_size_is_not_written(size: object) -> None:
-    """Whole numbers of fewer than 65 bits alone are sizes."""
+    """Only integers of fewer than 65 bits are sizes."""
     with pytest.raises(BudgetError, match=r"but a size is an int below 2\*\*64\. Round it first"):
         format_size(size)  # type: ignore[arg-type]  # the wrong type is the test

@@ -1,4 +1,4 @@
-"""Solving: never over budget, monotone, and plans that engines follow to the byte."""
+"""Solved plans are within budget and monotone, and engines follow them to the byte."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OFFLOAD = Decision.OFFLOAD
 
 
 def random_trace(seed: int, n: int = 20, held: float = 0.2) -> Trace:
-    """Operators of spread sizes and costs, each saved once, some of which are always held."""
+    """Operators of various sizes and costs, each saved once; some are always held."""
     r = random.Random(seed)
     ops, packs = [], []
     for i in range(n):
@@ -28,13 +28,13 @@ def random_trace(seed: int, n: int = 20, held: float = 0.2) -> Trace:
 
 
 def test_whole_budget_keeps_everything_that_saves_work() -> None:
-    """At 100% nothing is repeated."""
+    """With a budget of 100 %, nothing is recomputed."""
     plan = solve(random_trace(0), "100%")
     assert plan.recompute_cost == plan.bound_cost == 0
 
 
 def network() -> tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]:
-    """A norm, a gated product and its input."""
+    """A norm, a gated matmul and its input."""
     torch.manual_seed(0)
     gate, up, down = (torch.randn(32, 32).div(8).requires_grad_() for _ in range(3))
 
@@ -47,7 +47,7 @@ def network() -> tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]:
 
 
 def held_bytes(function: Callable[..., torch.Tensor], x: torch.Tensor, plan: BudgetPlan) -> int:
-    """Bytes of the storages that hooks around the region are given; leaves are not its own."""
+    """Bytes of storages packed by hooks around the region, without leaves."""
     sizes: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,7 @@ def held_bytes(function: Callable[..., torch.Tensor], x: torch.Tensor, plan: Bud
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0])
 def test_region_keeps_exactly_the_bytes_of_the_plan(share: float) -> None:
-    """Hooks around the region receive `kept_bytes`, no more and no less."""
+    """Hooks around the region pack exactly `kept_bytes`."""
     function, x = network()
     trace = profile(function, x)
     budget = trace.fixed_bytes() + int(share * (trace.total_bytes() - trace.fixed_bytes()))

@@ -1,4 +1,4 @@
-"""One training step is run as the model trains, and leaves nothing behind."""
+"""One training step runs as in training and leaves no state."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from sac_policies.budget._step import Step
 
 
 def made(batch: Any = None, loss: Any = None, model: nn.Module | None = None) -> Step:
-    """A step of a linear layer on a batch of ones, unless others are given."""
+    """A step of a linear layer on a batch of ones, by default."""
     if model is None:
         model = linear()
     return Step("here", model, torch.ones(2, 3) if batch is None else batch, loss)
 
 
 def linear() -> nn.Linear:
-    """A layer with the same weights each time."""
+    """A layer with fixed weights."""
     torch.manual_seed(0)
     return nn.Linear(3, 3)
 
@@ -43,7 +43,7 @@ ONE = torch.ones(1)
     ids=["one", "tuple", "dict", "list", "empty"],
 )
 def test_batch_is_what_the_call_is_given(batch: Any, args: Any, kwargs: Any) -> None:
-    """A tuple or a dict is spread, anything else is the one argument."""
+    """A tuple or dict is unpacked; anything else is the only argument."""
     given: list[Any] = []
 
     def call(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -55,7 +55,7 @@ def test_batch_is_what_the_call_is_given(batch: Any, args: Any, kwargs: Any) -> 
 
 
 def test_gradients_of_two_runs_are_not_added_up() -> None:
-    """Each begins without any."""
+    """Each run begins without gradients."""
     model = linear()
     step = made(model=model)
     step.run(model)
@@ -81,27 +81,27 @@ W = torch.ones(2, requires_grad=True)
     ids=["own", "attribute", "constant", "of each", "number", "several", "tensor"],
 )
 def test_loss_is_the_outputs_own_or_the_sum_of_what_needs_a_gradient(out, gradient: int) -> None:
-    """Its own only where it is one number that backward can begin from."""
+    """The output's loss is used only if it is a scalar that requires grad."""
     W.grad = None
     made().run(lambda x: out())
     assert torch.equal(W.grad, torch.full((2,), float(gradient)))
 
 
 def test_given_loss_is_taken_before_the_outputs_own() -> None:
-    """It is called with the whole output."""
+    """`loss` is called with the whole output."""
     W.grad = None
     made(loss=lambda out: out["loss"] * 2).run(lambda x: {"loss": W.sum()})
     assert torch.equal(W.grad, torch.full((2,), 2.0))
 
 
 def test_output_without_a_gradient_asks_for_a_loss() -> None:
-    """By the name of the public function."""
+    """The error names the public function."""
     with pytest.raises(BudgetError, match=r"here: the model's output has no tensor.*Pass loss="):
         made().run(lambda x: {"scores": W.detach()})
 
 
 class Wide(nn.Module):
-    """Makes much of little: 64 KiB of one value."""
+    """Expands one value to 64 KiB."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,12 +109,12 @@ class Wide(nn.Module):
         self.register_buffer("table", torch.ones(512))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Keep the product for backward."""
+        """Keep the result for backward."""
         return (x.view(-1, 1) * self.weight).sin()
 
 
 def test_peak_has_what_is_there_and_what_grows() -> None:
-    """Parameters, buffers and the batch, then values and gradients; alike each time."""
+    """Parameters, buffers and the batch, then values and gradients; equal in each run."""
     model, x = Wide(), torch.ones(64)
     step = made(x, model=model)
     peaks = [step.peak(model) for _ in range(2)]
@@ -129,13 +129,13 @@ def test_peak_has_what_is_there_and_what_grows() -> None:
 
 
 def test_device_is_that_of_the_parameters_or_the_cpu() -> None:
-    """A model without any is on the CPU."""
+    """A model without parameters is on the CPU."""
     assert made(model=nn.Tanh()).device == torch.device("cpu")
     assert made(model=nn.Linear(2, 2, device="meta")).device == torch.device("meta")
 
 
 def changed(model: nn.Module, step: Step) -> None:
-    """Change all that a step changes: gradients, buffers, random state."""
+    """Change gradients, buffers and random state, as a step does."""
     with step.leaving_the_model():
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
@@ -146,7 +146,7 @@ def changed(model: nn.Module, step: Step) -> None:
 
 
 def test_interrupted_step_leaves_the_model_as_it_was() -> None:
-    """The gradients themselves, the values of buffers, the random numbers to come."""
+    """Gradient objects, buffer values and the random state are restored."""
     model = Wide()
     model.extra = nn.Parameter(torch.ones(1))
     grad = model.weight.grad = torch.full((256,), 5.0)
@@ -184,7 +184,7 @@ def test_measured_model_is_left_as_it_was(call: Any) -> None:
 
 
 def test_gradients_are_on_inside_whatever_is_around() -> None:
-    """A step ends in backward."""
+    """Gradients are enabled even under no_grad: a step includes backward."""
     with torch.no_grad(), made().leaving_the_model():
         assert torch.is_grad_enabled()
 
@@ -192,7 +192,7 @@ def test_gradients_are_on_inside_whatever_is_around() -> None:
 @pytest.mark.parametrize("dry", [FakeTensorMode, partial(torch.device, "meta")])
 @pytest.mark.parametrize("search", [plan_region, fit_])
 def test_tensors_without_data_are_not_measured(search: Any, dry: Any) -> None:
-    """What a step of them allocates is nothing."""
+    """A step of fake tensors allocates nothing."""
     with dry():
         model, batch = nn.Sequential(nn.Linear(4, 4), nn.SiLU()), torch.ones(2, 4)
         with pytest.raises(BudgetError, match=r"has no data .* with step = profile_step"):

@@ -1,4 +1,4 @@
-"""A recorded step predicts what it takes, and what it would take under plans."""
+"""A recorded step predicts its memory, and its memory under other plans."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .test_fit import RandomGraph
 
 
 class Tied(nn.Module):
-    """A table that is read first and last: its gradients are added up; x is (rows, length)."""
+    """A tied embedding whose two gradients are summed; x is (rows, length)."""
 
     def __init__(self, layers: int = 3, dropout: float = 0.1) -> None:
         super().__init__()
@@ -44,12 +44,12 @@ class Tied(nn.Module):
 
 
 def text(rows: int = 16) -> torch.Tensor:
-    """Words of a batch."""
+    """A batch of token ids."""
     return torch.arange(rows * 32).view(rows, 32) % 64
 
 
 def measured(model: nn.Module, batch: Any, plan: BudgetPlan | None = None) -> int:
-    """Peak of a step, as the allocator tells, in the third step."""
+    """Peak of the third step, from the allocator."""
     step = Step("here", model, batch, None)
     call: Any = model
     if plan is not None:
@@ -62,7 +62,7 @@ def measured(model: nn.Module, batch: Any, plan: BudgetPlan | None = None) -> in
 
 @pytest.mark.parametrize("share", [None, 1.0, 0.7, 0.4, 0.1, 0.0])
 def test_peak_is_predicted(share: float | None) -> None:
-    """Dropout, tied weights, a loss of its own: on torch 2.13 to the byte."""
+    """Dropout, tied weights and a loss in the model; exact to the byte on torch 2.13."""
     torch.manual_seed(0)
     model, batch = Tied(), text()
     step = profile_step(model, batch, unit="flops")
@@ -75,7 +75,7 @@ def test_peak_is_predicted(share: float | None) -> None:
 
 
 def test_sum_of_gradients_of_a_tied_table_is_predicted() -> None:
-    """The first gradient is a view, which autograd does not add to in place."""
+    """The first gradient is a view, to which autograd does not add in place."""
     torch.manual_seed(0)
     model, batch = Tied(layers=1), text(1)[:, :4]
     model.table.weight = nn.Parameter(torch.randn(4096, 32))
@@ -85,7 +85,7 @@ def test_sum_of_gradients_of_a_tied_table_is_predicted() -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_peaks_of_random_graphs_are_predicted(seed: int) -> None:
-    """Plain, and under plans that keep less and less: nine of ten to the byte."""
+    """Plain, and under plans that keep fewer values: nine of ten are exact to the byte."""
     model = RandomGraph(seed)
     x = torch.randn(model.rows, model.width, generator=torch.Generator().manual_seed(seed))
     x.requires_grad_()
@@ -99,7 +99,7 @@ def test_peaks_of_random_graphs_are_predicted(seed: int) -> None:
 
 
 class Written(nn.Module):
-    """Writes in place to what was saved, draws masks, chooses places, casts; x is (rows, 64)."""
+    """Writes to saved tensors, draws masks, uses indices and casts; x is (rows, 64)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Written(nn.Module):
 
 @pytest.mark.parametrize("share", [1.0, 0.6, 0.3, 0.0])
 def test_copies_masks_and_places_are_predicted(share: float) -> None:
-    """What writes, random numbers and integer results make the tape hold."""
+    """Writes, random numbers and integer results make the tape hold copies."""
     torch.manual_seed(0)
     model, x = Written(), torch.randn(512, 64)
     step = profile_step(model, x, unit="flops")
@@ -129,7 +129,7 @@ def test_copies_masks_and_places_are_predicted(share: float) -> None:
 
 
 def test_prediction_is_what_peaks_are_compared_by() -> None:
-    """Of many plans the one that is predicted to take least does, within what it may be off."""
+    """Of many plans, the one with the smallest prediction has the smallest peak, within 2 %."""
     torch.manual_seed(0)
     model, batch = Tied(), text()
     step = profile_step(model, batch)
@@ -141,7 +141,7 @@ def test_prediction_is_what_peaks_are_compared_by() -> None:
 
 
 def without_temporaries(step: StepTrace) -> StepTrace:
-    """The step with operators that take only what they return."""
+    """The step without temporary memory of its operators."""
     run, made = step._run, set()
     calls = []
     for call in run.calls:
@@ -153,7 +153,7 @@ def without_temporaries(step: StepTrace) -> StepTrace:
 
 
 def test_fake_tensors_predict_what_real_ones_do() -> None:
-    """To the byte, but for what operators take for themselves while they run."""
+    """To the byte, except for temporary memory inside operators."""
     real = profile_step(Tied(dropout=0.0), text())
     with FakeTensorMode() as mode:
         fake = profile_step(Tied(dropout=0.0), mode.from_tensor(text()))
@@ -166,7 +166,7 @@ def test_fake_tensors_predict_what_real_ones_do() -> None:
 
 
 def test_meta_tensors_tell_what_fake_ones_do() -> None:
-    """Of kernels that both take: attention is another operator on the meta device."""
+    """Only for kernels that both devices have: attention on meta is another operator."""
 
     def told(dry: AbstractContextManager[Any]) -> StepTrace:
         with dry:
@@ -182,7 +182,7 @@ def test_meta_tensors_tell_what_fake_ones_do() -> None:
 
 
 class Penalized(nn.Module):
-    """A loss with a slope, which the forward takes itself; x is (rows, 32)."""
+    """A loss with a slope that is computed in forward; x is (rows, 32)."""
 
     def __init__(self, depth: int, create_graph: bool) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ class Penalized(nn.Module):
 @pytest.mark.parametrize("create_graph", [True, False])
 @pytest.mark.parametrize("share", [None, 1.0, 0.5, 0.0])
 def test_forward_that_takes_gradients_is_predicted(share: float | None, create_graph: bool) -> None:
-    """Tensors that it reads again are gone between the reads."""
+    """Tensors that it reads again are freed between the reads."""
     torch.manual_seed(0)
     model, x = Penalized(4, create_graph), torch.randn(512, 32)
     step = profile_step(model, x, unit="flops")
@@ -223,7 +223,7 @@ print(profile_step(model, x, unit="flops").peak_bytes(), measured(model, x))
 
 
 def test_first_step_of_a_process_is_predicted() -> None:
-    """What torch imports under the first mode holds no tensors of the forward."""
+    """Modules that torch imports under the first mode hold no tensors of the forward."""
     root = Path(__file__).parent.parent
     path = os.pathsep.join([str(root), *sys.path])
     done = subprocess.run(
@@ -238,20 +238,20 @@ def test_first_step_of_a_process_is_predicted() -> None:
 
 
 def test_another_loss_counts() -> None:
-    """A loss that makes much of what the model returns."""
+    """A loss that expands the model's output."""
     model, x = nn.Linear(8, 8), torch.randn(64, 8)
     wide = profile_step(model, x, loss=lambda y: y.repeat(1, 50).exp().sum())
     assert wide.peak_bytes() > profile_step(model, x).peak_bytes() + 64 * 8 * 4 * 50
 
 
 def test_step_without_a_model_raises() -> None:
-    """The message says what is needed."""
+    """The message says that a model is needed."""
     with pytest.raises(BudgetError, match=r"profile_step: model .* Pass an nn\.Module"):
         profile_step(torch.sin, torch.ones(3))  # type: ignore[arg-type]
 
 
 def test_forwards_that_differ_raise() -> None:
-    """A prediction is of one sequence of operators."""
+    """A prediction needs the same operators in every forward."""
 
     class Counting(nn.Linear):
         calls = 0
@@ -266,14 +266,14 @@ def test_forwards_that_differ_raise() -> None:
 
 @pytest.mark.parametrize("wrong", [recompute_all(), 3, "50%"])
 def test_what_is_no_plan_of_the_engine(wrong: Any) -> None:
-    """The message says where plans come from."""
+    """The message says which functions return plans."""
     step = profile_step(nn.Linear(4, 4), torch.ones(2, 4))
     with pytest.raises(BudgetError, match=r"peak_bytes: plan .* Pass what solve\(step\.trace"):
         step.peak_bytes(wrong)
 
 
 def test_plan_of_another_step() -> None:
-    """The numbers of saved tensors are in the message."""
+    """The message names the operator that this step does not call."""
     one, other = (
         profile_step(nn.Sequential(*(nn.Tanh(),) * n, nn.Linear(4, 4)), leaf()) for n in (1, 3)
     )
@@ -283,5 +283,5 @@ def test_plan_of_another_step() -> None:
 
 
 def leaf() -> torch.Tensor:
-    """An input that needs a gradient."""
+    """An input that requires grad."""
     return torch.ones(2, 4, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Which storage a tensor lies in, also after that storage is gone."""
+"""The storage key of a tensor, also after the storage is freed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sac_policies._torch_compat import (
 
 
 def test_views_have_the_key_of_their_base_and_copies_do_not():
-    """An empty tensor has a storage of its own as well."""
+    """Two empty tensors have different storages."""
     tensor = torch.ones(4)
     assert storage_key(tensor) == storage_key(tensor[1:]) == storage_key(tensor.detach())
     assert storage_key(tensor) != storage_key(tensor.clone())
@@ -35,7 +35,7 @@ OPAQUE = {
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("make", OPAQUE.values(), ids=OPAQUE)
 def test_what_lies_in_no_storage_is_told_and_has_a_key_and_a_size(make):
-    """A key of its own, and the bytes of what it is made of."""
+    """Tensors without a storage get a unique key, and the bytes of their components."""
     one, other = make(), make()
     assert not lies_in_storage(one)
     assert lies_in_storage(EYE)
@@ -45,7 +45,7 @@ def test_what_lies_in_no_storage_is_told_and_has_a_key_and_a_size(make):
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
 def test_bytes_of_a_sparse_tensor_are_those_of_its_parts():
-    """Four indices of two dimensions, or as they are compressed, and four values."""
+    """Four values, and four indices of two dimensions or their compressed form."""
     assert storage_bytes(EYE.to_sparse()) == 4 * 2 * 8 + 4 * 4
     assert storage_bytes(EYE.to_sparse_csr()) == 5 * 8 + 4 * 8 + 4 * 4
     assert storage_bytes(EYE[1:]) == 64

@@ -1,4 +1,4 @@
-"""Compiled code is tagged with the decisions that eager code makes."""
+"""Nodes of compiled code are tagged with the decisions of eager code."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _fresh_compiler():
 
 
 def _counted(function):
-    """Compile; give the compiled function, and the backward products of each compilation."""
+    """Compile; return the compiled function, and the backward matmuls of each compilation."""
     products = []
 
     def note(graph, inputs):
@@ -97,7 +97,7 @@ def _with_name(block):
 
 
 def _tagged(function, *args):
-    """Compile; give (operator, number, decision) of every tagged node."""
+    """Compile; return (operator, number, decision) of every tagged node."""
     found = []
 
     def partition(joint, *rest, **kwargs):
@@ -105,7 +105,7 @@ def _tagged(function, *args):
         for node in joint.graph.nodes:
             tag = node.meta.get("recompute")
             op = str(node.target)
-            # Parts of one output are nodes of their own; detach is checkpointing's.
+            # Parts of one output are separate nodes; detach is added by checkpointing.
             if tag is None or "getitem" in op or op == "aten.detach.default":
                 continue
             saves = tag.name.endswith("SAVE")
@@ -129,7 +129,7 @@ def _tagged(function, *args):
 @pytest.mark.filterwarnings("ignore::sac_policies.UnmatchedEntryWarning")
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
 def test_tags_are_eagers_decisions(policy, make_block, x):
-    """One policy gives one list of decisions, eager and compiled."""
+    """A policy decides equally for eager and compiled code."""
     block = _with_name(make_block())
     eager = report(block, x, policy=policy).decisions
     compiled = _tagged(lambda t: checkpoint(block, t, policy=policy), x)
@@ -137,7 +137,7 @@ def test_tags_are_eagers_decisions(policy, make_block, x):
 
 
 class _Products:
-    """A policy that is an object with a method; both can be called."""
+    """A callable policy object with another callable method."""
 
     def __call__(self, ctx, op, *args, **kwargs):
         return op is torch.ops.aten.mm.default
@@ -161,7 +161,7 @@ class _Products:
     ],
 )
 def test_callable_objects_are_policies_under_compile(policy, given):
-    """The compiler meets a partial of a module's function, whatever the policy is."""
+    """The compiler receives a partial of a module-level function for every policy."""
     policy = as_policy(policy) if given == "as_policy" else policy
     x, fn = torch.linspace(0, 1, 16).reshape(4, 4).requires_grad_(), context_fn(policy)
 
@@ -179,7 +179,7 @@ def test_callable_objects_are_policies_under_compile(policy, given):
 
 
 def test_offload_is_refused_under_compile(make_block, x):
-    """Compiled code cannot move values to the host; the error names the operator."""
+    """Compiled code cannot offload values; the error names the operator."""
     block, policy = make_block(), offload("aten.mm")
 
     def run(t):
@@ -190,7 +190,7 @@ def test_offload_is_refused_under_compile(make_block, x):
 
 
 def test_another_policy_compiles_again():
-    """The compiler tells two policies of one function apart, and knows the first one again."""
+    """Two policies with one function compile separately; the first one's code is reused."""
     x = torch.linspace(0, 1, 16).reshape(4, 4).requires_grad_()
 
     def run(t, policy):
@@ -204,7 +204,7 @@ def test_another_policy_compiles_again():
 
 
 def test_context_fn_of_another_policy_compiles_again():
-    """So it does where the policy is in a context_fn, with or without a module."""
+    """Also if the policy is in a context_fn, with or without a module."""
     x = torch.linspace(0, 1, 16).reshape(4, 4).requires_grad_()
 
     def run(t, made):
@@ -219,7 +219,7 @@ def test_context_fn_of_another_policy_compiles_again():
 
 
 def test_learning_of_the_outputs_keeps_nothing(make_block, x, recwarn):
-    """AOTAutograd's first run of a region is no region: one warning, of what the trace lacks."""
+    """AOTAutograd's first run of a region is not counted: one warning lists unmatched names."""
     block, policy = make_block(), save_ops("aten.mm") | save_ops("aten.bmm")
 
     def run(t):
@@ -232,7 +232,7 @@ def test_learning_of_the_outputs_keeps_nothing(make_block, x, recwarn):
 
 
 def test_function_of_a_base_class_compiles_in_one_graph():
-    """`super().forward` is a callable that compiled code cannot ask whether it is one."""
+    """Compiled code cannot evaluate `callable(super().forward)`."""
 
     policy = save_ops("aten.addmm")
 
@@ -251,7 +251,7 @@ def test_function_of_a_base_class_compiles_in_one_graph():
 
 
 def test_what_was_traced_is_handed_back_and_not_traced_again(x):
-    """Operator by operator, in their order; one more call than was traced is made."""
+    """Operators are replayed in order; a call beyond the trace runs normally."""
     first, again = tags(save_all())
     with torch.no_grad():
         with first:

@@ -1,4 +1,4 @@
-"""The tape: what it replays, what it holds, and what it leaves alone."""
+"""The tape: replayed values, held values, and operators that it ignores."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def grads(out: torch.Tensor, *inputs: torch.Tensor) -> list[Any]:
 
 
 def same(left: list[Any], right: list[Any]) -> bool:
-    """Whether two lists of gradients have the same bits."""
+    """Whether two lists of gradients are bit-identical."""
     return all(a is b is None or torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 def agrees(function: Any, x: torch.Tensor, *others: torch.Tensor, policy: Any = NOTHING) -> bool:
-    """Whether a function of x has the same gradients plainly and under the tape."""
+    """Whether a function of x has equal gradients plainly and under the tape."""
     torch.manual_seed(1)
     plain = grads(function(x), x, *others)
     drawn = torch.rand(1)
@@ -79,11 +79,11 @@ def agrees(function: Any, x: torch.Tensor, *others: torch.Tensor, policy: Any = 
 
 
 def held_bytes(out: torch.Tensor, *outside: torch.Tensor) -> int:
-    """Count the bytes of live tensors, each storage once, without those given and the output."""
+    """Bytes of live tensors, each storage once, without the output and excluded tensors."""
     known = {storage_key(each) for each in (out, *outside)}
     found = {}
     for each in gc.get_objects():
-        # Not isinstance, which reads `__class__` of every object: some warn of that.
+        # isinstance would read `__class__` of every object, and some warn about that.
         if issubclass(type(each), torch.Tensor) and not issubclass(type(each), nn.Parameter):
             key = storage_key(each)
             if key not in known:
@@ -95,7 +95,7 @@ def held_bytes(out: torch.Tensor, *outside: torch.Tensor) -> int:
 
 
 def test_write_through_separate_counter_is_bit_identical(xw):
-    """Parts of unsafe_chunk have version counters of their own, so plain autograd is wrong."""
+    """Parts of unsafe_chunk have separate version counters, so plain autograd is wrong."""
     x, w = xw
 
     def run(t):
@@ -114,7 +114,7 @@ def test_write_through_separate_counter_is_bit_identical(xw):
 
 @every_policy
 def test_autocast_in_forward_or_backward_only(xw, policy):
-    """Casts of the forward are replayed; an autocast around backward changes nothing."""
+    """Casts of the forward are replayed; autocast around backward has no effect."""
     x, w = xw
 
     def run(t):
@@ -154,7 +154,7 @@ def test_inference_tensor_is_read_again(xw):
 
 
 def test_python_runs_once(xw):
-    """Side effects of the function happen once, with forward and three backwards."""
+    """Side effects of the function happen once, with one forward and three backwards."""
     x, w = xw
     calls = []
 
@@ -170,7 +170,7 @@ def test_python_runs_once(xw):
 
 @every_policy
 def test_random_operators_draw_once(xw, policy):
-    """Dropout, noise and attention with dropout; the stream goes on as after a plain run."""
+    """Dropout, noise and attention with dropout; the random state matches a plain run."""
     x, w = xw
 
     def run(t):
@@ -189,7 +189,7 @@ def test_noise_is_saved_before_it_is_written(policy):
 
 
 def test_router_cannot_flip(xw):
-    """Logits with noise that no checkpoint restores: forward's experts get the gradients."""
+    """Logits with noise that no checkpoint restores: gradients go to the experts of forward."""
     x, w = xw
     noise = torch.Generator().manual_seed(3)
     chosen = []
@@ -207,7 +207,7 @@ def test_router_cannot_flip(xw):
 
 
 def test_router_that_changes_its_answer_cannot_flip(xw):
-    """A function whose result depends on how often it ran runs once."""
+    """A function that depends on its call count runs once."""
     x, w = xw
     calls = []
 
@@ -223,7 +223,7 @@ def test_router_that_changes_its_answer_cannot_flip(xw):
 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_dropout_mask_is_held_as_bits(inplace):
-    """An eighth of a byte for each element."""
+    """One bit per element."""
     x = leaf(64, 64)
     gc.collect()
     before = held_bytes(x)
@@ -248,7 +248,7 @@ def test_unchecked_region_compares_no_bits(xw):
 
 
 def test_data_replaced_in_region_is_noticed(xw):
-    """`y.data = other` leaves no trace but the bits."""
+    """`y.data = other` changes only the bits."""
     x, w = xw
 
     def run(t):
@@ -265,7 +265,7 @@ def test_data_replaced_in_region_is_noticed(xw):
 
 
 def test_hooks_around_region_get_what_is_held(xw):
-    """Their values come back for the replays."""
+    """Replays use the tensors that the hooks return."""
     x, w = xw
     packed, unpacked = [], []
 
@@ -279,13 +279,13 @@ def test_hooks_around_region_get_what_is_held(xw):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         out = taped(lambda t: ((t @ w).sin() @ w).cos(), x, policy=save_ops("aten.mm"))
-    assert len(packed) == 4  # x, w, and both products
+    assert len(packed) == 4  # x, w, and both matmuls
     assert same(grads(out, x, w), grads(((x @ w).sin() @ w).cos(), x, w))
     assert len(unpacked) >= 4
 
 
 def test_region_between_hooks_of_a_region_is_right(xw):
-    """User hooks between two regions give the inner one a tape of its own."""
+    """User hooks between two regions give the inner region a separate tape."""
     x, w = xw
 
     def run(t):
@@ -316,7 +316,7 @@ def test_threads_have_tapes_of_their_own(xw):
 
 
 def test_held_error_of_nested_region_leaves_nothing():
-    """While its error is held, later operators are not the region's, nor are their tensors."""
+    """While the error is held, later operators and tensors do not belong to the region."""
     x = torch.ones(2, 2, requires_grad=True)
 
     def fail(t):
@@ -332,7 +332,7 @@ def test_held_error_of_nested_region_leaves_nothing():
 
 
 def test_exception_in_backward_leaves_no_cached_values(xw):
-    """A weight written in between is still noticed by the next backward."""
+    """A weight written in between is still detected by the next backward."""
     x, w = xw
 
     class Fails(torch.autograd.Function):
@@ -358,7 +358,7 @@ def test_exception_in_backward_leaves_no_cached_values(xw):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_tensors_are_freed_without_collector(xw, policy, no_collector):
-    """After backward, and where an output is dropped without one."""
+    """After backward, and if the output is dropped without a backward."""
     x, w = xw
     alive = []
 
@@ -374,7 +374,7 @@ def test_tensors_are_freed_without_collector(xw, policy, no_collector):
 
 
 def test_partial_backward_leaves_nothing_cached(xw):
-    """Values that wait for readers of a backward that did not run are dropped with it."""
+    """Values cached for a backward that did not run are dropped with it."""
     x, w = xw
 
     def run(t):
@@ -435,7 +435,7 @@ MM = "aten.mm.default"
     ],
 )
 def test_policy_decides_which_matmuls_run_again(policy, runs, counting):
-    """Two in forward, four in backward, and one more for each that is not kept."""
+    """Two in forward, four in backward, and one more for each matmul that is not kept."""
     module, x = Two(), leaf(8, 8)
     with counting() as counts:
         found = grads(taped(module, x, policy=policy), x, *module.parameters())
@@ -444,7 +444,7 @@ def test_policy_decides_which_matmuls_run_again(policy, runs, counting):
 
 
 def test_gradient_inside_region_keeps_what_backward_reads(xw, counting):
-    """The region's product and that of the gradient inside are kept, so backward runs neither."""
+    """Both matmuls, the region's and its gradient's, are kept, so backward runs neither."""
     x, w = xw
 
     def run(t):
@@ -462,7 +462,7 @@ def test_gradient_inside_region_keeps_what_backward_reads(xw, counting):
 
 
 def test_forward_derivative_through_region(xw):
-    """Dual tensors pass through."""
+    """Dual tensors pass through a region."""
     x, w = xw
     found = []
     for run in (taped, lambda function, t: function(t)):
@@ -474,7 +474,7 @@ def test_forward_derivative_through_region(xw):
 
 
 def test_saved_tensors_are_readable_outside_backward(xw):
-    """`grad_fn._saved_*` unpacks a value, and caches none."""
+    """`grad_fn._saved_*` unpacks a value and caches nothing."""
     x, w = xw
     out = taped(lambda t: (t @ w).exp().sin(), x)
     assert torch.equal(out.grad_fn._saved_self, (x @ w).exp())

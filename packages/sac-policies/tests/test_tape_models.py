@@ -1,4 +1,4 @@
-"""Layers of transformers, and distributed tensors, under the tape engine."""
+"""Transformer layers and distributed tensors under the tape engine."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _model(kind: str) -> Any:
 
 
 def _blocks(model: Any) -> list[Any]:
-    """The layers that a model repeats."""
+    """The repeated layers of a model."""
     lists = [each for each in model.modules() if isinstance(each, torch.nn.ModuleList)]
     return [block for each in lists if len(each) == 2 for block in each]
 
@@ -67,7 +67,7 @@ def _selective(function: Run, *args: Any, **kwargs: Any) -> Any:
 
 
 def _gradients(kind: str, run: Run) -> list[torch.Tensor | None]:
-    """Return the gradients of a model whose blocks are run by `run`."""
+    """Gradients of a model whose blocks are run by `run`."""
     model = _model(kind)
     for block in _blocks(model):
         block.forward = functools.partial(run, block.forward)
@@ -82,7 +82,7 @@ def _gradients(kind: str, run: Run) -> list[torch.Tensor | None]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bert", "t5", "mixtral", "mamba"])
 def test_model_is_bit_identical(kind):
-    """With matmuls kept, and with nothing kept; compared in the first step, too."""
+    """With matmuls kept, and with nothing kept; also in the first step, which compares bits."""
     pytest.importorskip("transformers")
     plain = _gradients(kind, _plainly)
     assert any(each is not None for each in plain)
@@ -112,7 +112,7 @@ class _Gated(nn.Module):
 
 @torch.library.custom_op("sac_policies_tests::swiglu", mutates_args=())
 def swiglu(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Multiply by a gate, as one operator."""
+    """The gate as one custom operator."""
     return torch.nn.functional.silu(a) * b
 
 
@@ -132,7 +132,7 @@ swiglu.register_autograd(_swiglu_backward, setup_context=_save_inputs)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("gate", [swiglu, lambda a, b: torch.nn.functional.silu(a) * b])
 def test_tape_keeps_no_more_than_selective_checkpoint(gate):
-    """With the same matmuls saved; a custom operator is replayed as others are."""
+    """With the same matmuls saved; a custom operator is replayed like any other."""
     module, x = _Gated(gate), torch.randn(512, 64, requires_grad=True)
     grads = [
         torch.autograd.grad(run(module, x).sum(), [x, *module.parameters()])

@@ -1,4 +1,4 @@
-"""Tensors are found in containers of every class, those that pytree does not know among them."""
+"""Tensors are found in containers of every class, including classes unknown to pytree."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from sac_policies._tensors import tensors_in
 
 
 class Batch(dict):
-    """A dict of a model's own, registered nowhere."""
+    """A dict subclass that is not registered with pytree."""
 
 
 class Rows(list):
-    """A list of a model's own."""
+    """A list subclass."""
 
 
 Pair = namedtuple("Pair", "left right")
@@ -34,14 +34,14 @@ Pair = namedtuple("Pair", "left right")
     ],
 )
 def test_tensors_are_found_in_order(make):
-    """Whatever the containers are, at any depth."""
+    """In containers of any kind and depth."""
     a, b = torch.ones(2, requires_grad=True), torch.zeros(2)
     found = tensors_in(make(a, b))
     assert [id(each) for each in found] == [id(a), id(b)]
 
 
 def test_container_that_holds_itself_is_read_once():
-    """As a configuration that knows its root does; one that is there twice is read twice."""
+    """Some configurations contain their root; a container that occurs twice is read twice."""
     a = torch.ones(2)
     root = Batch(a=a)
     root["root"] = Batch(parent=root)
@@ -52,7 +52,7 @@ def test_container_that_holds_itself_is_read_once():
 
 @pytest.mark.parametrize("kind", [dict, Batch])
 def test_values_that_a_region_is_given_in_a_dict_are_read_there(kind):
-    """Nothing is kept in the place of a sum of what the caller gave, of whatever class it is."""
+    """No sum of inputs is kept, whatever the class of the dict."""
     x, u = (torch.linspace(-1, 1, 36).requires_grad_() for _ in range(2))
 
     def body(t, batch):

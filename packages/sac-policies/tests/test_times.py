@@ -1,4 +1,4 @@
-"""Times of steps, and what levels cost by them."""
+"""Times of steps, and the costs of levels computed from them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIM: Any = getattr(torch, "simdev", None)
 
 
 class Counted:
-    """A clock that goes on by what is said, and not of its own."""
+    """A clock that only the test advances."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ns = 0
@@ -27,7 +27,7 @@ class Counted:
             monkeypatch.setattr(time, name, lambda: self.ns)
 
     def adds(self, run: Any, ns: int) -> Any:
-        """What a call of `run` takes."""
+        """Return `run`, whose calls take this long."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             self.ns += ns
@@ -37,7 +37,7 @@ class Counted:
 
 
 def test_a_step_is_divided_at_its_marks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What comes before the first is there, too; garbage is collected again behind it."""
+    """Time before the first mark counts too; garbage collection is enabled again afterwards."""
     counted, clock = Counted(monkeypatch), Clock(CPU)
     collects: list[bool] = []
 
@@ -53,7 +53,7 @@ def test_a_step_is_divided_at_its_marks(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_garbage_is_collected_again_after_an_error() -> None:
-    """And not where nobody collected before."""
+    """It stays disabled if it was disabled before."""
 
     def step() -> None:
         raise KeyError
@@ -69,7 +69,7 @@ def test_garbage_is_collected_again_after_an_error() -> None:
 
 
 def test_costs_are_over_the_plain_time() -> None:
-    """Of regions alike the middle one counts; no level is faster than keeping everything."""
+    """For equal regions the median counts; no level is cheaper than keeping everything."""
     plain, slow = [1000, 1000, 9000], [3000, 9000, 3100]
     assert costs([plain, slow, [800, 800, 800]], [9, 5, 4]) == [0, 2101, 1]
     assert costs([plain, slow, [5000, 5000, 5000]], [9, 5, 4]) == [0, 2101, 4001]
@@ -77,18 +77,18 @@ def test_costs_are_over_the_plain_time() -> None:
 
 
 def test_levels_that_are_as_fast_cost_the_same() -> None:
-    """So the one that keeps less is chosen, whichever is faster by up to 2 % of the plain time."""
+    """Times within 2 % of the plain time count as equal, so the level that keeps less is chosen."""
     plain = [1000]
     assert costs([plain, [1300], [1320]], [9, 5, 4]) == [0, 301, 301]
     assert costs([plain, [1300], [1321]], [9, 5, 4]) == [0, 301, 322]
     assert costs([plain, [1320], [1300]], [9, 5, 4]) == [0, 321, 301]
     assert costs([plain, [1300], [1320]], [9, 4, 5]) == [0, 301, 321]
-    assert costs([plain, [1001]], [9, 5]) == [0, 2]  # keeping everything is apart
+    assert costs([plain, [1001]], [9, 5]) == [0, 2]  # keeping everything is never merged
 
 
 @pytest.fixture
 def virtual(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
-    """The simulated device, on which a kernel takes 100 us, by the clock too."""
+    """The simulated device, on which a kernel takes 100 us of virtual time."""
     SIM.reset()
     SIM.simulate(virtual=True, kernel_us=100, copy_us=100)
     clock = SimpleNamespace(perf_counter_ns=lambda: round(SIM.host_us() * 1000))
@@ -98,7 +98,7 @@ def virtual(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
 
 
 class TestTimeOfADevice:
-    """Ends where the device is done, and not where the host has asked for it."""
+    """Times end when the device is done, not when the host has queued the work."""
 
     pytestmark: ClassVar = [
         pytest.mark.accelerator,

@@ -1,4 +1,4 @@
-"""Private names of torch do what the package needs of them."""
+"""Private names of torch behave as the package needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sac_policies import _torch_compat as compat
 
 
 def test_alias_shares_the_version_counter_below_autograd():
-    """Where an engine keeps values: a later change of what the user got is seen on what is kept."""
+    """If the user modifies the result later, the kept alias has the new version."""
     kept = []
 
     class Below(TorchDispatchMode):
@@ -29,7 +29,7 @@ def test_alias_shares_the_version_counter_below_autograd():
 
 
 def test_missing_name_is_refused_in_one_sentence():
-    """With the versions that have it."""
+    """The error lists the versions that have it."""
     with pytest.raises(ImportError, match=r"needs torch\._C\.gone, which torch .* between 2\.9"):
         compat.find("_C.gone")
 

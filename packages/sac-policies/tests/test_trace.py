@@ -1,4 +1,4 @@
-"""Traces: what can be chosen, and what is fixed."""
+"""Traces: values that a plan can choose, and fixed values."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TRACE = Trace(
 
 
 def test_eager_items_are_saved_storages_that_replay() -> None:
-    """Each storage counts once; statistics of a norm do not hinder its output."""
+    """Each storage counts once; statistics of a norm do not exclude its output."""
     assert TRACE.items() == (Item((0,), 400, 9000), Item((6,), 80, 40))
 
 
@@ -48,7 +48,7 @@ def test_fixed_bytes_are_those_that_nothing_rebuilds() -> None:
 
 
 def test_storage_with_one_reader_that_cannot_replay_is_fixed() -> None:
-    """One saved alias that must be kept keeps the storage, whoever else could replay it."""
+    """One saved alias that must be kept keeps the storage, even if others could be replayed."""
     packs = (TracedPack("MmBackward0", 0, 0, 400), TracedPack("", 0, 0, 400))
     trace = Trace("ns", (op("aten.mm.default", 400, 9),), packs)
     assert trace.items() == ()
@@ -56,14 +56,14 @@ def test_storage_with_one_reader_that_cannot_replay_is_fixed() -> None:
 
 
 def test_digest_depends_on_operators_not_on_costs() -> None:
-    """Ranks that measure other times hold the same digest; other operators change it."""
+    """The digest is equal on ranks with other times, and differs for other operators."""
     slower = Trace("flops", tuple(op(o.name, o.out_bytes, 1) for o in TRACE.ops), TRACE.packs)
     assert slower.digest == TRACE.digest
     assert Trace("flops", TRACE.ops[1:], TRACE.packs).digest != TRACE.digest
 
 
 def test_saved_values_that_the_region_was_given_are_nobodys_choice() -> None:
-    """No replay in it rebuilds them, whatever node made them outside."""
+    """No replay in the region can recompute them."""
     ops = (op("aten.mm.default", 400, 9),)
     trace = Trace("ns", ops, (TracedPack("MmBackward0", -1, 0, 400),))
     assert trace.replayable == {}
@@ -72,5 +72,5 @@ def test_saved_values_that_the_region_was_given_are_nobodys_choice() -> None:
 
 @pytest.mark.parametrize("kind", [TracedOp, TracedPack, Item])
 def test_one_for_each_operator_is_small(kind: type) -> None:
-    """A trace has thousands of them: none carries a dictionary."""
+    """A trace has thousands of operators, so they have no `__dict__`."""
     assert "__dict__" not in dir(kind)

@@ -1,4 +1,4 @@
-"""Names in a policy that nothing has: when they raise, when they warn, what is said."""
+"""Policy entries that match nothing: errors, warnings and their texts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from sac_policies.policies._unmatched import watch_of
 
 
 class _Stack(nn.Module):
-    """Two layers below `blocks`, a `router` that runs only if asked; x is (n, 4)."""
+    """Two layers below `blocks`, and an optional `router`; x is (n, 4)."""
 
     def __init__(self, *, routed: bool = False) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class _Stack(nn.Module):
 
 @pytest.fixture
 def x() -> torch.Tensor:
-    """Give the input of a stack, (2, 4)."""
+    """The input of a stack, (2, 4)."""
     return torch.ones(2, 4, requires_grad=True)
 
 
@@ -73,14 +73,14 @@ def x() -> torch.Tensor:
     ids=["modules", "scoped", "absolute", "named", "union", "complement"],
 )
 def test_name_that_nothing_has_raises_in_the_first_backward(policy, said, x):
-    """The error names rule, entry, line and close matches, and the way out."""
+    """The error names rule, entry, line, close matches and a remedy."""
     out = checkpoint(_Stack(), x, policy=policy).sum()
     with pytest.raises(UnmatchedNameError, match=said):
         out.backward()
 
 
 def test_module_that_does_not_run_is_there(x):
-    """A path of the checkpointed module is known, whether this forward runs it or not."""
+    """Paths of the checkpointed module are known, even of modules that do not run."""
     checkpoint(_Stack(), x, policy=save_modules("router")).sum().backward()
 
 
@@ -96,7 +96,7 @@ def test_name_of_a_later_region_is_there(x):
 
 
 def test_name_of_another_step_is_there(x):
-    """What a policy once matched is not asked for in every step."""
+    """A name that matched once is not checked in later steps."""
     policy = save_modules("router")
     checkpoint(_Stack(routed=True), x, policy=policy).sum().backward()
     assert not watch_of(policy).open
@@ -104,7 +104,7 @@ def test_name_of_another_step_is_there(x):
 
 
 def test_gradient_in_the_middle_of_a_forward_does_not_ask(x):
-    """A backward inside a region runs before the forward is over."""
+    """A backward inside a region runs before the forward has ended."""
     policy = save_named("late")
 
     def body(t):
@@ -127,14 +127,14 @@ def test_gradient_in_the_middle_of_a_forward_does_not_ask(x):
     ids=["modules", "scoped", "named", "glob"],
 )
 def test_missing_ok_is_silent(policy):
-    """Whoever says that a name may be missing hears nothing of it."""
+    """A name that may be missing gives no warning."""
     x = torch.ones(2, 4, requires_grad=True)
     checkpoint(nn.Sequential(nn.Linear(4, 4)), x, policy=policy).sum().backward()
     assert from_json(to_json(policy)) == policy
 
 
 def test_error_goes_when_the_name_comes(x):
-    """A model that is mended is accepted under the same policy."""
+    """A corrected model is accepted under the same policy."""
     policy = save_modules("router")
     plain, mended = nn.Sequential(nn.Linear(4, 4)), _Stack(routed=True)
     with pytest.raises(UnmatchedNameError):
@@ -143,7 +143,7 @@ def test_error_goes_when_the_name_comes(x):
 
 
 def test_line_is_no_part_of_the_value():
-    """Rules written on two lines are equal, in hash and JSON too; pickling keeps the line."""
+    """Equal rules on two lines have equal hashes and JSON; pickling keeps the line."""
     one = save_modules("blocks")
     two = save_modules("blocks")
     assert one.line != two.line
@@ -152,7 +152,7 @@ def test_line_is_no_part_of_the_value():
 
 
 def test_warning_of_an_operator_names_one_that_ran(x):
-    """An operator that is there but does not run is warned of, with what ran instead."""
+    """If an operator exists but does not run, the warning names an operator that ran."""
     said = (
         r"entries 'aten\.mm' match nothing .*Did you mean 'aten\.addmm'\? It ran \(matrix product "
         r"with bias; every Linear with bias\); '@matmuls' names both"
@@ -163,13 +163,13 @@ def test_warning_of_an_operator_names_one_that_ran(x):
 
 @pytest.mark.filterwarnings("error")
 def test_list_of_which_one_entry_ran_is_silent(x):
-    """The others are for other models and devices."""
+    """The other entries are for other models and devices."""
     policy = save_ops("aten.mm", "aten.addmm", ATTENTION, "aten.bm*")
     checkpoint(_Stack(), x, policy=policy).sum().backward()
 
 
 def test_warning_points_at_the_line_of_the_region(x):
-    """Not at a line of ours or torch's, nor at the call of the function around the region."""
+    """Not a line in the package or torch, nor the caller of the function around the region."""
     policy = save_ops("aten.mm")
     region = partial(checkpoint, policy=policy)
 
@@ -191,7 +191,7 @@ def _fresh_compiler():
 
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_compiled_code_warns_of_operators(x):
-    """Once, when the first region of the policy is traced."""
+    """The warning is given when the policy's first region is traced."""
     stack, policy = _Stack(), save_ops("aten.mish") | save_ops("aten.addmm")
     compiled = torch.compile(lambda t: checkpoint(stack, t, policy=policy), backend="aot_eager")
     said = r"entries 'aten\.mish' match nothing in the region"
@@ -204,14 +204,14 @@ def test_compiled_code_warns_of_operators(x):
 
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_compiled_code_is_not_asked_for_names(x):
-    """A trace has no end of the forward: what has the name may be compiled later."""
+    """A trace has no end of the forward: the name may be compiled later."""
     stack, policy = _Stack(), save_modules("blocsk") | save_named("hiden")
     compiled = torch.compile(lambda t: checkpoint(stack, t, policy=policy), backend="aot_eager")
     compiled(x).sum().backward()
 
 
 def test_every_region_is_looked_at_once(x):
-    """A second model under an equal policy is warned of too, each of them once."""
+    """A second model under an equal policy is checked too; each model warns once."""
     for _ in range(2):
         stack = nn.Sequential(nn.Linear(4, 4))
         with pytest.warns(UnmatchedEntryWarning, match=r"region .Sequential., but") as told:  # noqa: PT031
@@ -221,7 +221,7 @@ def test_every_region_is_looked_at_once(x):
 
 
 def test_region_is_not_excused_by_another(x):
-    """What ran in a first region is not what ran in a second."""
+    """Operators of one region do not count for another."""
     policy = save_ops("aten.addmm")
     checkpoint(nn.Linear(4, 4), x, policy=policy)
     with pytest.warns(UnmatchedEntryWarning, match=r"'aten\.addmm' match nothing .* 'Tanh'"):
@@ -229,7 +229,7 @@ def test_region_is_not_excused_by_another(x):
 
 
 def test_function_written_once_is_warned_of_once(x):
-    """A lambda made anew in each step has the code it had."""
+    """A lambda created anew in each step has the same code object."""
     with pytest.warns(UnmatchedEntryWarning, match=r"in the region '<lambda>'") as told:  # noqa: PT031
         for _ in range(3):
             checkpoint(lambda t: t.sin(), x, policy=save_ops("aten.mm"))
@@ -239,7 +239,7 @@ def test_function_written_once_is_warned_of_once(x):
 
 @pytest.mark.filterwarnings("ignore::sac_policies.UnmatchedEntryWarning")
 def test_models_are_not_held(x):
-    """A model goes when its user lets it go, and with it what was remembered of it."""
+    """A model and its warnings are freed when the user drops it."""
     policy = save_ops("aten.mm")
     for _ in range(3):
         stack = nn.Sequential(nn.Linear(4, 4))
@@ -251,7 +251,7 @@ def test_models_are_not_held(x):
 
 
 def test_attention_that_ran_as_its_parts_is_explained(x):
-    """A mask that needs a gradient has no kernel on CPU: products and a softmax run."""
+    """With a mask that needs a gradient, CPU attention runs as matmuls and a softmax."""
     mask = torch.zeros(2, 2, requires_grad=True)
 
     def attend(t):
@@ -281,6 +281,6 @@ def test_attention_that_ran_as_its_parts_is_explained(x):
     ids=["group", "glob", "plan", "far", "many"],
 )
 def test_warning_says_what_the_entry_is(x, policy, said):
-    """No misspelling is suggested for what is no name."""
+    """Suggestions are only made for names."""
     with pytest.warns(UnmatchedEntryWarning, match=said):
         checkpoint(_Stack(), x, policy=policy)

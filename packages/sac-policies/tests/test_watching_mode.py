@@ -1,4 +1,4 @@
-"""A function that was watched once is compiled as if nobody had looked."""
+"""A function that ran under the watching mode can still be compiled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sac_policies._torch_compat._dispatch import LETS_COMPILE
 
 
 def leaf(*shape: int) -> torch.Tensor:
-    """A leaf of this shape with spread values."""
+    """A leaf of evenly spaced values."""
     numel = torch.Size(shape).numel()
     return torch.linspace(-1.3, 1.7, numel).reshape(shape).requires_grad_()
 
@@ -26,7 +26,7 @@ pytestmark = [
 
 
 class _Partly(nn.Module):
-    """A linear layer, and compiled code after it; x is (8, 16)."""
+    """A linear layer, followed by compiled code; x is (8, 16)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ WATCHED: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
 @pytest.mark.skipif(not LETS_COMPILE, reason="torch 2.9 runs compiled code eagerly in a mode")
 @pytest.mark.parametrize("name", WATCHED)
 def test_code_that_is_first_met_while_watched_is_compiled(name: str) -> None:
-    """torch passes by what it first meets in a dispatch mode, for the rest of the process."""
+    """torch permanently skips code that it first meets in any other dispatch mode."""
     torch._dynamo.reset()
     model, x = _Partly(), leaf(8, 16)
     WATCHED[name](model, x)

@@ -1,7 +1,7 @@
 """The errors of this package: one base class, and a subclass per kind of mistake.
 
-Messages begin with ``flat_param.<function>:`` and end with the next step. Messages of torch's
-private class keep torch's words.
+Messages begin with ``flat_param.<function>:`` and end with a remedy. Errors of `FlatParamHandle`
+have torch's messages.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class VectorError(FlatParamError, ValueError):
 
 
 class StateError(FlatParamError, RuntimeError):
-    """The operation is not possible in the current state."""
+    """The operation is not allowed in the current state."""
 
 
 class CommError(FlatParamError, RuntimeError):
-    """Ranks disagree, or a rank does not answer."""
+    """Ranks have different arguments, or a rank does not respond."""
 
 
 class CheckpointError(FlatParamError, RuntimeError):

@@ -4,7 +4,7 @@ Nothing here depends on flat or sharded parameters.
 
 Invariants:
 - The optimizer's own step runs once per bucket, with the bucket as its only parameters.
-- Tensors with at least one dimension are moved. Step counts and other values stay.
+- Tensors with at least one dimension are offloaded. Step counts and other values are not.
 - One thread makes all copies, in order. The next bucket is fetched before the current one is
   written back, so the state of at most two buckets is in memory.
 - Between steps `optimizer.state` has the stored tensors, so state dicts need no special case.
@@ -45,27 +45,27 @@ def offload_optimizer(
     """Keep an optimizer's state in CPU memory or in files between steps.
 
     In place: call it on an optimizer over any parameters, before making a scheduler for it. Each
-    step goes bucket by bucket, while a thread fetches the state of the next one and writes back
-    that of the last one; parameters and state become what they would without it, to the last bit.
-    `state_dict()`, `save_sharded` and the others see all state; `load_state_dict` takes memory for
-    all of it on the parameters' device once more, for as long as it runs.
+    step goes bucket by bucket, while a thread fetches the state of the next bucket and writes back
+    that of the previous one. Results are bit-identical to the plain optimizer. `state_dict()` and
+    `save_sharded` see all state. `load_state_dict` temporarily needs memory for all state on the
+    parameters' device.
 
     Args:
-        optimizer: of torch or like it; any that treats each parameter separately.
-        folder: an existing one for the files, which have no name and vanish with the process;
-            default: CPU memory, pinned where there is an accelerator. State that is on the CPU
-            stays as it is then.
+        optimizer: any `torch.optim.Optimizer` that treats each parameter separately.
+        folder: an existing folder for the files, which have no name and vanish with the process;
+            default: CPU memory, pinned if there is an accelerator. State of CPU parameters is then
+            not moved.
         bucket_numel: elements of parameters that are stepped together; a larger parameter is a
-            separate bucket. The state of at most two buckets is in memory. On an accelerator pass
-            a size to `chunks` too, or a segment is one parameter.
+            separate bucket. The state of at most two buckets is in memory. On an accelerator also
+            pass a size to `chunks`; otherwise each segment is one parameter.
 
     Returns:
         The optimizer, of a subclass of its class.
 
     Raises:
-        StateError: the optimizer looks at all parameters together or is differentiable, has its
-            state elsewhere already or a scheduler around its step, `bucket_numel` is below 1, or
-            nothing can be written to the folder. Then nothing has changed.
+        StateError: the optimizer combines parameters or is differentiable, its state is already
+            offloaded, a scheduler wraps its step, `bucket_numel` is below 1, or the folder is not
+            writable. Then nothing has changed.
 
     Example:
         >>> layer = torch.nn.Linear(3, 2)
@@ -183,22 +183,22 @@ class _Stored(NamedTuple):
 
 
 class _Buckets:
-    """Steps an optimizer bucket by bucket.
+    """Step an optimizer bucket by bucket.
 
     Args:
-        storage: has the state between steps.
+        storage: holds the state between steps.
         numel: elements of a bucket; a larger parameter is a separate bucket.
-        own_step: of the optimizer's class, without hooks.
+        own_step: the step of the optimizer's class, without hooks.
 
     Attributes:
-        stored: by parameter and key.
+        stored: the stored tensors by parameter and key.
     """
 
     def __init__(self, storage: _Storage, numel: int, own_step: Callable[[Any], object]) -> None:
         self._storage, self._numel, self._own_step = storage, numel, own_step
         self.stored: dict[tuple[Tensor, str], _Stored] = {}
         self._interrupted: tuple[State | None, str] = None, ""
-        self.is_stepping = False  # the optimizer's own step may read its state
+        self.is_stepping = False  # the optimizer's step may read `state`
 
     def check(self, state: State) -> None:
         """Refuse state of an interrupted step."""
@@ -340,7 +340,7 @@ class _Buckets:
 def _receive(
     state: State, slots: Sequence[tuple[Tensor, str]], values: Future[list[Tensor]]
 ) -> list[Tensor]:
-    """Give fetched state to the optimizer; the only other reference is the returned list."""
+    """Move fetched state into the optimizer; only the returned list also refers to it."""
     fetched = values.result()
     for (param, key), value in zip(slots, fetched, strict=True):
         state[param][key] = value
@@ -358,8 +358,8 @@ class _Moved(NamedTuple):
 class _Copies:
     """Copies between storage and device for one step.
 
-    On an accelerator they run on a separate stream. The thread waits for it, so no memory is freed
-    or read that a copy still uses.
+    On an accelerator they run on a separate stream. The thread waits for that stream, so memory
+    that a copy uses is neither freed nor read.
     """
 
     def __init__(self, thread: ThreadPoolExecutor) -> None:
@@ -434,8 +434,8 @@ class _Storage:
     """Memory for state between steps: CPU memory, or files of a folder.
 
     CPU memory is pinned where there is an accelerator. A file is mapped and unlinked, so it
-    vanishes with the process. Its space is reserved at once, so that a full disk raises here and
-    does not end the process at a later write.
+    vanishes with the process. Its space is reserved at once: a full disk raises an error here, and
+    does not crash the process at a later write.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None) -> None:
@@ -444,7 +444,7 @@ class _Storage:
             _map_file(self._folder, _ALIGN_BYTES)
 
     def takes(self, value: Any) -> bool:
-        """True for state that is stored here between steps."""
+        """Whether a value is stored here between steps."""
         if type(value) is not Tensor or not value.dim() or not value.numel():
             return False
         return self._folder is not None or value.device.type != "cpu"

@@ -1,8 +1,8 @@
 """The drop-in `FlatParamHandle`, for code written against torch's private class.
 
-- Layout, shard ranges, metadata and error messages are torch's, but for the defects listed in
+- Layout, shard ranges, metadata and error messages are torch's, except for the defects listed in
   `docs/flat-param/manual.md`. Padding is zero, not 42.
-- The process group and the device may be left out: one rank, the parameters' device.
+- The process group and the device are optional; defaults are one rank and the parameters' device.
 - After construction the module's attributes are tensors computed from `flat_param`, so autograd
   reaches it. With `use_orig_params` and after `shard` they are parameters.
 """
@@ -56,7 +56,7 @@ class HandleShardingStrategy(Enum):
 
 
 class ParamInfo(NamedTuple):
-    """Location of an original parameter."""
+    """The location of an original parameter."""
 
     param_name: str
     module: nn.Module
@@ -566,10 +566,10 @@ class FlatParamHandle:
         return [source[start : start + numel] for start, numel in zip(starts, numels, strict=True)]
 
     def _writeback_orig_params(self) -> bool:
-        """Copy parameters that were replaced, or whose storage was; whether there were any.
+        """Copy parameters whose object or storage was replaced; return whether there were any.
 
         Raises:
-            ParameterError: one has another shape than it had; nothing has changed then.
+            ParameterError: a shape has changed; then nothing is copied.
         """
         flat, held = self.flat_param, self._held
         if flat._params is None or held is None:
@@ -646,7 +646,7 @@ class FlatParamHandle:
         return not self._whole
 
     def pre_unshard(self) -> bool:
-        """Whether the shard has to be cast or moved first; `unshard` does it."""
+        """Return whether `unshard` will cast or move the shard."""
         shard = self.flat_param
         return self.needs_unshard() and (
             shard.dtype != self._fwd_bwd_param_dtype or shard.device != self.device
@@ -656,8 +656,8 @@ class FlatParamHandle:
     def unshard(self) -> None:
         """Make the flat parameter whole and the module's attributes views of it.
 
-        Collective if ranks hold parts: every rank of the group calls it. With original parameters
-        kept, values that were assigned since are copied in first.
+        Collective if ranks hold parts: every rank of the group calls it. With `use_orig_params`,
+        values that a user assigned are copied into the flat parameter first.
 
         Raises:
             ParameterError: an original parameter changed its shape; names it.
@@ -692,7 +692,7 @@ class FlatParamHandle:
         """Does nothing; exists for the call order of the source."""
 
     def is_sharded(self, tensor: Tensor) -> bool:
-        """Whether a tensor has the shard's size and not the whole one's; never for NO_SHARD.
+        """Whether a tensor has the size of the shard; False for NO_SHARD.
 
         With one rank the two sizes are equal; the answer is then whether the flat parameter is
         sharded.

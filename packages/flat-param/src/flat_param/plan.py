@@ -3,8 +3,8 @@
 W is the number of ranks that share one replica of the parameters, R the number of replicas.
 
 - A rank always keeps its shards, their gradients and the optimizer's state.
-- Full parameters and gradients are those of the outermost unit and of the two largest others: one
-  computes while the next is gathered, or the last one is reduced.
+- At the peak, three units have full parameters and gradients: the outermost one and the two largest
+  others. One computes while another one is gathered or reduced.
 - An all-gather or a reduce-scatter sends (W - 1) shards from each rank, an all-reduce over replicas
   2 * (R - 1) / R of a shard, as in bandwidth-optimal algorithms.
 - All microbatches but the last run inside `no_sync`: full gradients are kept until the last one.
@@ -87,7 +87,7 @@ class RankBytes:
 
     @property
     def total(self) -> int:
-        """All kinds at their peak, without activations."""
+        """Sum of all fields, without activations."""
         kept = self.params + self.grads + self.optimizer
         return kept + self.whole_params_peak + self.whole_grads_peak
 

@@ -103,8 +103,8 @@ def run_again(
     """Call `function` so that backward runs it a second time and keeps nothing else.
 
     Uses a second forward, or torch's checkpoint if something observes the operators. Both hold
-    tensors, and refuse those that were written to. A function with other mutable arguments runs on
-    the tape instead.
+    tensors, and refuse those that were written to. A function with mutable arguments that are not
+    tensors runs on the tape instead.
 
     Args:
         function: the function.

@@ -32,9 +32,9 @@ def in_slices(function: Callable[..., T], chunks: int, dim: int = 0) -> Callable
         function: called with slices of the positional tensors, and all other arguments unchanged.
             It returns a sum over its slice, as a tensor without dimensions; or a tensor with the
             slice's size in dimension `dim`, which is concatenated over all slices;
-            or a tuple of such tensors. Tensors without dimensions are added: of a function that
-            returns a mean, the result is the sum of the slices' means, and no error is raised.
-            Return the sum and the count, and divide.
+            or a tuple of such tensors. Tensors without dimensions are added: a function that
+            returns a mean gives the sum of the slices' means, without an error. Return the sum and
+            the count, and divide.
         chunks: number of slices; their sizes differ by at most one.
         dim: dimension of the positional tensors that is cut. All must have the same size there.
 

@@ -1,10 +1,9 @@
-"""Parameters that are DTensors, which tensor parallelism has sharded over another mesh axis.
+"""DTensor parameters, which tensor parallelism has sharded over another mesh axis.
 
-- The local tensor, a plain one, is what is laid out, sharded, reduced and stepped.
-- The module computes with DTensors over it, placed as the parameter was, and its state dict has
-  them, too.
-- A gradient is redistributed to the parameter's placements first. Ranks of the other axis
-  communicate then, in the order in which autograd comes to the parameters.
+- The plain local tensor is laid out, sharded, reduced and stepped.
+- The module and its state dict have DTensors over it, with the original placements.
+- A gradient is redistributed to the parameter's placements first. That is communication on the
+  other axis, in the order in which autograd reaches the parameters.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ class DTensorPlace:
     """The mesh and placements of a DTensor.
 
     Attributes:
-        mesh: of the axes over which tensor parallel cuts.
-        placements: one for each axis.
-        shape: of all ranks' parts together.
-        stride: the same.
+        mesh: the axes of tensor parallelism.
+        placements: one per axis.
+        shape: global shape.
+        stride: global stride.
     """
 
     mesh: DeviceMesh
@@ -84,7 +83,7 @@ class DTensorPlace:
         """Return the start of this rank's part along each dimension.
 
         Raises:
-            StateError: it is not cut into equal parts and a shorter last one, axis after axis.
+            StateError: the parts are not equal, except for a shorter last one on each axis.
         """
         offsets, sizes = [0] * len(self.shape), list(self.shape)
         for axis, (placement, at) in enumerate(zip(self.placements, self.coordinate, strict=True)):
@@ -109,7 +108,7 @@ class DTensorPlace:
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Return the process groups over which it is cut; other ranks have the same values."""
+        """Return the process groups over which the tensor is cut."""
         return tuple(
             self.mesh.get_group(axis)
             for axis, placement in enumerate(self.placements)

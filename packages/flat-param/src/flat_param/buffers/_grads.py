@@ -18,10 +18,10 @@ class GradBuffer:
     Args:
         flat: at least `(layout.numel,)`, with zeros in its gaps; other values do not matter.
         layout: places of the gradients.
-        arrived: a list of the caller, set to True for each gradient that arrives.
+        arrived: a list that the caller passes; set to True for each gradient that arrives.
 
     Attributes:
-        views: of each gradient.
+        views: the view of each gradient.
     """
 
     def __init__(self, flat: Tensor, layout: FlatLayout, arrived: list[bool]) -> None:

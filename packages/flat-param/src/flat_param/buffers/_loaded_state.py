@@ -5,11 +5,11 @@ as for a module before and after sharding. Fused kernels then read as many eleme
 the parameter has now, beyond the state's end or in another parameter's state.
 
 - Each optimizer is checked before its first step, and before the first step after each load.
-- torch's elementwise optimizers have only counts and state of the parameter's shape. Any other
-  shape is an error.
-- Other optimizers may have any state, but they never see the whole parameter of a piece. State
-  under one key is an error if it has the whole parameter's shape everywhere, for parameters of two
-  shapes or of one with two dimensions.
+- torch's elementwise optimizers have only counts and state of the parameter's shape. State of any
+  other shape is an error.
+- Other optimizers may have any state, but they never see the full parameter of a piece. So it is an
+  error if all state under one key has the full shape of its parameter. One shape with a single
+  dimension is accepted, since it may agree by chance.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _Found = tuple[Any, str, tuple[int, ...]]
 
 
 class LoadedStates:
-    """The optimizers whose state is known to fit parameters of one kind, such as chunks.
+    """Optimizers whose state was checked against parameters of one kind, such as chunks.
 
     Args:
         mark: an attribute that such parameters have, and no others.
-        refusal: gives the error for a parameter, the name of the state, and its shape.
-        whole: an attribute with the whole parameter's shape.
+        refusal: returns the error for a parameter, the state's key and the state's shape.
+        whole: the attribute with the full parameter's shape.
     """
 
     def __init__(

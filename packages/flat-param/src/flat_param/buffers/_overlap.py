@@ -1,6 +1,6 @@
 """Tensors that share memory without being the same object.
 
-Moving one of them into a buffer would separate it from the other silently. Two columns of one
+Moving one such tensor into a buffer would silently separate it from the others. Two columns of one
 matrix count as sharing, too: their elements alternate in one stretch of memory.
 """
 
@@ -21,7 +21,7 @@ def check_apart(caller: str, module: nn.Module, params: Sequence[nn.Parameter]) 
 
     Args:
         caller: the public function, for the message.
-        module: whose names and buffers count.
+        module: the module with the names and buffers.
         params: parameters to move; one object under two names is tied, not shared.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Which flattened module or unit moves a parameter's values.
+"""Record which flattened module or unit owns the memory of a parameter.
 
-Two of them, neither inside the other, would each train separate values of one parameter. So tied
-parameters have to be flattened or sharded together.
+Two owners side by side would train separate values of one parameter. So tied parameters must be
+flattened or sharded together.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Owner:
 
     Args:
         kind: `FLATTENED`, `UNIT` or `IGNORED`.
-        module: what was flattened or sharded.
-        named: its parameters with their names in it.
+        module: the flattened or sharded module.
+        named: its parameters and their names.
     """
 
     def __init__(
@@ -80,19 +80,20 @@ def check_owners(
     *,
     never: str = "",
 ) -> None:
-    """Refuse parameters that the module cannot move, because another owner does.
+    """Refuse parameters that another owner already has.
 
-    An owner beside the module is refused, and a unit around it: inner modules become units first.
+    An owner side by side with the module is refused, and so is an outer unit: inner modules become
+    units first.
 
     Args:
         caller: the public function, for the message.
-        module: that will own the parameters.
+        module: the future owner of the parameters.
         named: the parameters with their names.
-        kinds: of owners to look for.
-        never: a kind that is refused wherever it is.
+        kinds: kinds of owners to search.
+        never: a kind that is always refused.
 
     Raises:
-        ParameterError: names the first such parameter in both.
+        ParameterError: the message names the first such parameter in both owners.
     """
     for name, param in named:
         for kind in kinds:

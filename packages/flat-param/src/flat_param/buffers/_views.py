@@ -39,7 +39,7 @@ class ParamViews:
         self.pointers = [view.data_ptr() for view in self.views]
 
     def take_all(self) -> None:
-        """Copy every parameter into its view, one after another: only one is in memory twice.
+        """Copy the parameters into their views one by one, so only one is in memory twice.
 
         The system provides the pages of a large CPU buffer at first touch.
         """
@@ -53,7 +53,7 @@ class ParamViews:
         self.attach(index)
 
     def attach(self, index: int) -> None:
-        """Make the parameter the view; its present values are dropped."""
+        """Make the parameter the view, dropping its current values."""
         self.params[index].data = self.views[index]
 
     def follow(self, views: Sequence[Tensor]) -> None:
@@ -120,8 +120,8 @@ def over(memory: UntypedStorage, view: Tensor) -> Tensor:
     """Return a tensor like a view, with a storage that is only the view's part of the memory.
 
     Names whose tensors share a storage count as tied in torch.save, safetensors, transformers and
-    accelerate. The part keeps all of the memory alive. The view itself is returned on meta, if a
-    storage has no address, and in shared memory, where other processes get whole storages.
+    accelerate. The part keeps the whole buffer alive. The view itself is returned for meta tensors,
+    for storages without an address, and in shared memory, which processes share as whole storages.
 
     Args:
         memory: a storage that begins where the view's storage begins.

@@ -43,8 +43,8 @@ def checksum(data: memoryview, before: int = 0) -> int:
     """A checksum that detects damage but not forgery, several times faster than CRC-32 alone.
 
     Columns of 2053 64-bit words are added up modulo 2**64, and the CRC goes over the sums and the
-    remaining bytes: a change of one word changes its column. 2053 is prime, so that pages that
-    change places do not keep their columns.
+    remaining bytes: a change of one word changes its column. 2053 is prime, so swapped pages change
+    columns.
     """
     rows = len(data) // (8 * _COLUMNS)
     if rows:
@@ -169,7 +169,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 class CheckedReader(FileSystemReader):
-    """Reads files of `CheckedWriter` or torch; compares checksums and runs no code of theirs."""
+    """Reads files of `CheckedWriter` or torch; compares checksums and never runs code from them."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -243,7 +243,7 @@ class SafeLoadPlanner(DefaultLoadPlanner):
     """Loads plain values without running code of the checkpoint.
 
     Attributes:
-        values: what was loaded, by key.
+        values: loaded values by key.
     """
 
     def __init__(self) -> None:
@@ -324,7 +324,7 @@ _VALUES: Mapping[tuple[str, str], Callable[..., Any]] = {
 class _MetadataUnpickler(pickle.Unpickler):
     """Unpickles classes of torch's checkpoint metadata only.
 
-    The pickle gets a substitute for each class, made for this file: it cannot change torch's
+    Each class is replaced by a substitute for this file, so the pickle cannot change torch's
     classes.
     """
 

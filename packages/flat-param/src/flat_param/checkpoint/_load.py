@@ -1,6 +1,7 @@
 """Load checkpoints of any number of ranks, and files of whole tensors.
 
-Each form is read into the same state: `model` and `optim` by name, each value a shard or whole.
+All formats are read into one form: `model` and `optim` by name, with shards or full tensors as
+values.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ def _put(
 def _model_memory(
     module: nn.Module, entries: Mapping[str, Any], source: Path, *, prefix: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Memory for a module's values by key, and a state with values that need none."""
+    """Memory for a module's tensors by key, and a state with its other values."""
     others = {name: own for own in tied_names(module) for name in own}
     buffers = local_state(module)  # in the buffers' own dtypes
     target: dict[str, Any] = {}

@@ -23,7 +23,7 @@ class NamedParam:
 
     Args:
         name: qualified name in the module.
-        param: as the optimizer has it.
+        param: the optimizer's parameter.
         piece: None for a parameter that is not sharded.
     """
 
@@ -63,7 +63,7 @@ def optimizer_params(module: nn.Module, optimizer: Optimizer) -> list[list[Named
 def shared_rows(params: Iterable[NamedParam], optimizer: Optimizer) -> str:
     """The error if parameters share state that has a row for each block; else empty.
 
-    A table that all parameters share may by chance have as many rows as a rank has blocks.
+    A table shared by all parameters may have as many rows as a rank has blocks by coincidence.
     """
     first: dict[tuple[object, ...], str] = {}
     rows: dict[tuple[object, ...], str] = {}
@@ -225,7 +225,7 @@ def state_of(optimizer: Optimizer) -> Any:
 def _given(
     values: Mapping[str, Any], named: NamedParam, now: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """State in the optimizer's form, with integers unchanged. Raises before anything is loaded."""
+    """Convert state to the optimizer's form; raises before anything is loaded."""
     if named.piece is None:
         return {k: v if k == "step" else as_dtensor(v, named.param) for k, v in values.items()}
     return take_all(values, named.param, named.piece, now)

@@ -24,8 +24,8 @@ EXTRA = "_extra_state"  # the last word of torch's keys for `get_extra_state()`
 def put_back_on_error(module: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
     """Restore parameters, buffers and optimizer state if the block raises. Not a collective.
 
-    Takes a copy of this rank's parameters and buffers in CPU memory meanwhile. Optimizer state is
-    not copied: `load_state_dict` gives an optimizer new state in the old one's place.
+    Needs CPU memory for a copy of this rank's parameters and buffers. Optimizer state is not
+    copied, since `load_state_dict` replaces it by new tensors.
     """
     units = units_at_rest(module)
     tensors = [part.shard.detach() for unit in units for part in unit.parts]
@@ -34,7 +34,7 @@ def put_back_on_error(module: nn.Module, optimizer: Optimizer | None) -> Iterato
     tensors += [local_of(value).detach() for value in beside]
     copies = [tensor.to("cpu", copy=True) for tensor in tensors]
     extra = {key: _copied(value) for key, value in rest.items() if is_extra(key)}
-    if not hasattr(optimizer, "param_groups"):  # the block refuses it on all ranks
+    if not hasattr(optimizer, "param_groups"):  # the `with` block raises for it
         optimizer = None
     state = None if optimizer is None else (state_of(optimizer), optimizer.param_groups)
     options = None if optimizer is None else [dict(group) for group in optimizer.param_groups]
@@ -57,7 +57,7 @@ def put_back_on_error(module: nn.Module, optimizer: Optimizer | None) -> Iterato
 
 
 def _copied(value: Any) -> Any:
-    """Return a deep copy if the value has one, since the module may change the value later."""
+    """Return a deep copy if possible, since the module may change the value later."""
     try:
         return copy.deepcopy(value)
     except Exception:

@@ -1,7 +1,7 @@
 """Save a sharded module and its optimizer with torch.distributed.checkpoint.
 
 An asynchronous save writes in a non-daemon thread, so the interpreter waits for it. The next save
-waits for it too: there is one snapshot at a time, and ranks meet in the order of their calls.
+also waits for it, so there is one snapshot at a time, and ranks save in the order of their calls.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def _write(state: dict[str, Any], path: Path, word: str, world: World) -> None:
 
     from ._files import CheckedWriter
 
-    # Of values that several ranks have, the first rank's are saved.
+    # If several ranks have a value, the first rank saves it.
     writer, planner = CheckedWriter(path, word), DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     metadata: list[Any] = []
 

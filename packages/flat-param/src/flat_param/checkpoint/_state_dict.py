@@ -74,7 +74,7 @@ def full_state_dict(
 def _complete(
     state: dict[str, dict[str, Any]], module: nn.Module, optimizer: Optimizer, world: World
 ) -> dict[str, dict[str, Any]]:
-    """Add empty shards and values of other ranks, so that all gather the same. Collective."""
+    """Add empty shards and values of other ranks, so all gather the same tensors. Collective."""
     named = {each.name: each for group in optimizer_params(module, optimizer) for each in group}
     note = {
         name: {key: _described(value, named[name].speaks) for key, value in values.items()}
@@ -126,14 +126,14 @@ class _Shard:
 
 
 def _described(value: Any, speaks: bool) -> Any:
-    """A shard, or the value of the rank whose copy counts; None on other ranks."""
+    """A shard, or a value on the rank that provides it; None on other ranks."""
     if is_dtensor(value):
         return _Shard(value.dtype, tuple(value.shape))
     return value if speaks else None
 
 
 def _whole(value: Any, *, keeps: bool, on_host: bool) -> Any:
-    """A value as a whole tensor; None on ranks that do not keep it. Collective for shards."""
+    """Gather a value; None on ranks that do not keep it. Collective for shards."""
     if is_dtensor(value):
         value = value.full_tensor()
     if not keeps:
@@ -219,7 +219,7 @@ def tied_names(module: nn.Module) -> list[list[str]]:
 
 
 def _from_first(state: Mapping[str, Any], module: nn.Module, world: World) -> Mapping[str, Any]:
-    """Return the state. If only the first rank has it, return this rank's part. Collective."""
+    """Return the state, or this rank's part if only the first rank has it. Collective."""
     is_empty = world.comm.share(not any(len(part) for part in state.values()))
     if is_empty[0] or not any(is_empty):
         return state
@@ -242,7 +242,7 @@ def _from_first(state: Mapping[str, Any], module: nn.Module, world: World) -> Ma
 
 
 def _outline(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state with descriptions of its tensors in their place."""
+    """The state with each tensor replaced by a description."""
     outline: dict[str, Any] = {"model": _described_all(state["model"])}
     if "optim" in state:
         values = {name: _described_all(own) for name, own in state["optim"]["state"].items()}
@@ -260,7 +260,7 @@ def _described_all(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _slots(state: Mapping[str, Any]) -> Iterator[tuple[Any, str, Any]]:
-    """Each value of a state: its dict, its key there, and the name of its parameter."""
+    """Yield for each value of a state its dict, its key and its parameter's name."""
     for name in state["model"]:
         yield state["model"], name, name
     for name, values in state.get("optim", {}).get("state", {}).items():

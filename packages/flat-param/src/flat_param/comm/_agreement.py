@@ -1,6 +1,6 @@
-"""Ranks compare what they are about to shard, before any module is changed.
+"""Ranks compare their sharding plans before any module is changed.
 
-Every rank takes part, also one that has an error, so an error on one rank is an error on all. Ranks
+A rank with an error also takes part, so an error on one rank is raised on all. Ranks
 compare digests, and send whole descriptions only if digests differ.
 """
 
@@ -22,7 +22,7 @@ Description = tuple[tuple[str, str], ...]
 
 
 def describe(specs: Sequence[ParamSpec], settings: Mapping[str, object]) -> Description:
-    """Everything that must be the same on every rank, parameters first."""
+    """Return the text that must be equal on every rank, parameters first."""
     params = ((f"parameter '{spec.name}'", _describe_param(spec)) for spec in specs)
     return (*params, *((name, str(value)) for name, value in settings.items()))
 
@@ -60,14 +60,14 @@ class Described(Protocol):
 
     @property
     def description(self) -> Description:
-        """The same on every rank."""
+        """Text that must be equal on every rank."""
 
 
 P = TypeVar("P", bound=Described)
 
 
 def agree(comms: Sequence[Communicator], plan: Callable[[], P]) -> P:
-    """Plan on every rank, and return this rank's plan if all say the same. Collective."""
+    """Plan on every rank, and return this rank's plan if all descriptions are equal. Collective."""
     try:
         planned = plan()
     except Exception as error:

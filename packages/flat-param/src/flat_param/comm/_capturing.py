@@ -24,7 +24,7 @@ def _asks(kind: str) -> Callable[[], bool] | None:
 
 
 def refuse_capture(name: str, device: torch.device) -> None:
-    """Raise where a graph is captured of a unit whose gradients go to the host."""
+    """Raise an error during capture of a unit whose gradients are copied to the host."""
     if is_capturing(device):
         raise StateError(
             f"flat_param.fully_shard: unit '{name}' has an offload_policy and a graph is being "

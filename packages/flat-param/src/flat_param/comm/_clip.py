@@ -28,7 +28,7 @@ def clip_(grads: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
 
 
 def checked_norms(max_norm: float, norm_type: float) -> tuple[float, float]:
-    """Both as numbers; words such as "inf" are accepted."""
+    """Convert both to numbers; texts such as "inf" are accepted."""
     try:
         most, order = float(max_norm), float(norm_type)
     except (TypeError, ValueError):
@@ -60,7 +60,7 @@ def norm_over(
 
 
 def spread_of(place: DTensorPlace | None, log: CommLog) -> Spread:
-    """Communicators over which tensor parallelism cuts a tensor of this place."""
+    """Communicators over which tensor parallelism cuts a tensor with these placements."""
     groups = () if place is None else place.groups
     return tuple(Communicator(each, log=log) for each in groups)
 

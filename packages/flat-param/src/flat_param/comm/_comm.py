@@ -1,11 +1,11 @@
 """The only file that calls torch.distributed collectives; counts calls and bytes.
 
 - A collective that fails raises `CommError` on every rank and names the ranks that are gone.
-- Within one communicator, every rank starts the same collectives in the same order. Work whose
-  order may differ between ranks has another communicator, see Note [Two communicators] in
+- Within one communicator, every rank starts the same collectives in the same order. Collectives
+  whose order may differ between ranks use another communicator, see Note [Two communicators] in
   _groups.py.
-- Captured collectives run in replays only. They are not part of the trail, since one rank may
-  abandon a capture, and they cannot be waited for outside of their capture.
+- Captured collectives run in replays only. They are not in the trail, since one rank may abandon a
+  capture, and code outside of the capture cannot wait for them.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Pending:
     Attributes:
         by_gloo: whether the host waits for it instead of a stream.
         home: the stream that waits; None for the current one.
-        device: that runs it; None if the host waits.
+        device: the device that runs it; None if the host waits.
         captured: whether it is part of a graph.
     """
 
@@ -272,7 +272,7 @@ class Communicator:
             )
 
     def refuse(self, reason: str) -> None:
-        """Send other ranks the reason why this one does not start its next collective."""
+        """Send other ranks the reason why this rank does not start its next collective."""
         if self.board is not None:
             self.board.refuse(reason)
 

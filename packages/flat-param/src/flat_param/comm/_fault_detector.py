@@ -1,13 +1,13 @@
 """Messages between the ranks of a group through its store: failures, refusals, changes.
 
-They tell a rank why a collective that it waits for never ends. While collectives complete, and no
-rank refuses or changes, nothing is written or read.
+They explain why a collective never ends. As long as collectives complete and no rank refuses or
+changes, nothing is written or read.
 
 - A rank whose collective fails raises an alarm. Every waiting rank sees it within a second and
   answers, and the error names the ranks that do not.
-- A rank that raises before a collective, or whose parameters were cast or moved, writes that under
-  a number that counts its own refusals or changes. Ranks that run the same program refuse and
-  change equally often. A message under the number after a rank's last one is another rank's alone.
+- A rank that raises before a collective, or whose parameters were cast or moved, writes a message
+  with the number of its refusals or changes so far. Ranks that run the same program have equal
+  numbers. A message with a higher number comes from a rank that diverged.
 - After a change, a rank waits before its next collective until all ranks have made that change.
 """
 
@@ -50,9 +50,9 @@ class FaultDetector:
         return cls(default_store(), tuple(dist.get_process_group_ranks(group)), dist.get_rank())
 
     def trouble(self) -> str:
-        """Why a collective may never end, in the words of the rank that failed; empty if unknown.
+        """Why a collective may never end, with the failed rank's message; empty if unknown.
 
-        That is a refusal or a change of another rank that this one has not made, or the alarm.
+        The reason is the alarm, or a refusal or change that only another rank has made.
         """
         try:
             for kind in ("refusal", "change"):
@@ -66,7 +66,7 @@ class FaultDetector:
         return ""
 
     def deadlock(self, mine: Wait) -> str:
-        """Post this rank's wait; return which ranks wait for each other for ever, or ""."""
+        """Post this rank's wait; return which ranks are in a deadlock, or ""."""
         try:
             mine.post(self.store)
             return deadlock(self.store, mine)
@@ -80,7 +80,7 @@ class FaultDetector:
 
     def refuse(self, reason: str) -> None:
         """Write why this rank does not start its next collective."""
-        with suppress(RuntimeError):  # without the store, the others find this rank gone
+        with suppress(RuntimeError):  # without a store, others see this rank as dead
             self.store.set(self._next("refusal"), f"rank {self.rank}: {reason}")
 
     def share_change(self, change: str) -> str:
@@ -90,7 +90,7 @@ class FaultDetector:
             change: the change, in the same words on every rank.
 
         Returns:
-            What is wrong; empty if every rank made the same change.
+            The difference; empty if every rank made the same change.
         """
         key = self._next("change")
         first: str = self.store.compare_set(key, "", f"rank {self.rank}: {change}").decode()

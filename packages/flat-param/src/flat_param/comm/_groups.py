@@ -99,7 +99,7 @@ def make_comm_groups(mesh: DeviceMesh | None, *, log: CommLog) -> CommGroups:
 
 
 def meeting_comms(mesh: DeviceMesh | None) -> tuple[Communicator, ...]:
-    """Return communicators to all ranks that shard together; their calls are not counted.
+    """Return communicators of all ranks that shard together; their calls are not counted.
 
     Not a collective.
     """
@@ -160,7 +160,7 @@ def _one_group(mesh: DeviceMesh | None) -> _Group:
 
 
 def comm_of_part(comms: CommGroups, size: int) -> Communicator:
-    """Return a communicator to this rank and its neighbours: `size` ranks of those of a unit.
+    """Return a communicator of `size` neighbouring ranks of a unit, including this one.
 
     Collective over these ranks in the first call.
     """

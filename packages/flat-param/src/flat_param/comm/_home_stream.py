@@ -1,7 +1,7 @@
 """The stream that a tensor's memory belongs to: the current one when it was allocated.
 
-The allocator reuses freed memory on that stream at once. Work of another stream has to be waited
-for there, so the simplest way is to run the work on the home stream.
+The allocator reuses freed memory on that stream at once. That stream must wait for work of other
+streams on the memory, so it is simplest to run the work on the home stream.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def at_home(stream: torch.Stream | None) -> AbstractContextManager[None]:
     """Run a block on a stream, after the work queued on the current one and before later work.
 
     Args:
-        stream: of `home_stream`; None changes nothing.
+        stream: the result of `home_stream`; None runs the block on the current stream.
     """
     around = None if stream is None else torch.accelerator.current_stream(stream.device)
     if stream is None or around is None or around == stream:

@@ -1,14 +1,14 @@
-"""Which collectives this rank has started, in order, and which one it waits for.
+"""Record the collectives that this rank has started, in order, and the one it waits for.
 
 Ranks that run units in different orders receive the wrong unit's parameters, without an error if
 shapes are equal. Each rank keeps a checksum of the collectives it has started in each group, and
 ranks compare them in the collective that ends a backward, see `_order`. A unit is identified by
 the number of its `fully_shard` call in the group, which is the same on every rank.
 
-Ranks that left a unit out wait for each other for ever. A rank that has waited for two seconds
-writes to the store what it waits for, and how many collectives it has started in each group. Its
-wait never ends if some rank of the group has not started that collective and is itself in a wait
-that never ends. Slow ranks and slow networks never look like that.
+Ranks that skip a unit can deadlock. After two seconds, a waiting rank writes to the store which
+collective it waits for, and how many collectives it has started in each group. A rank is deadlocked
+if another rank of the group has not started that collective and is deadlocked too. Slow ranks and
+networks do not match this.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Trail:
         return self.started
 
     def compared(self) -> None:
-        """Start a new checksum after ranks have compared theirs."""
+        """Start a new checksum after a comparison."""
         self.checksum = 0
         self.recent.clear()
 
@@ -153,7 +153,7 @@ def _lacks(wait: Wait, others: Mapping[int, Wait]) -> bool:
 
 
 def deadlock(store: Any, mine: Wait) -> str:
-    """Which ranks wait for what, if this rank's wait never ends; else empty. Not a collective."""
+    """Describe the waiting ranks if this rank is deadlocked; else empty. Not a collective."""
     waits: dict[int, Wait] = {mine.rank: mine}
     todo: list[Any] = list(mine.ranks)
     while todo:

@@ -8,9 +8,9 @@
 | `param.data = ...`, `vector_to_parameters` | the forward pre-hook, and whole-vector calls |
 | `copy.deepcopy`, `torch.save`, `pickle` | `FlatSegments.__getstate__` and `__setstate__` |
 
-Nothing is installed outside the tree. torch's registration hooks would be one call, but they apply
-to the whole process, and a compiled forward that builds a module would trace them. The hooks copy
-and pickle as the method of their class; a copied root installs its own at its first use.
+Nothing is installed outside the tree. torch's global registration hooks would apply to the whole
+process, and a compiled forward that creates a module would trace them. A hook is copied and pickled
+as the plain method; a copied root installs new hooks at its first use.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Register:
         return module
 
     def __call__(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter; if a flat view refuses it, the module keeps the previous one."""
+        """Register a parameter; if a flat view refuses it, keep the previous parameter."""
         module = self.module
         registry = module._parameters
         had, before = name in registry, registry.get(name)

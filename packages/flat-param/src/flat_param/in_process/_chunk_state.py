@@ -2,8 +2,8 @@
 
 - State of the chunk's shape, such as `exp_avg`, is in the flat buffer's order. Any other state,
   such as `step`, is one value for a whole segment.
-- A parameter without state counts as one whose gradients were zero, as it does in a chunk.
-- Options that say how a step is computed, such as `fused`, stay the optimizer's.
+- A parameter without state is treated as if its gradients had been zero, as in a chunk.
+- Options about how a step is computed, such as `fused`, are taken from the optimizer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def chunks_of(optimizer: Optimizer, segments: Sequence[FlatSegment]) -> list[lis
     """Return the optimizer's chunks of each segment, in the buffer's order.
 
     Raises:
-        StateError: they are not all chunks of these segments, each once.
+        StateError: the optimizer does not have every chunk of these segments exactly once.
     """
     found: list[list[Chunk]] = [[] for _ in segments]
     for param in (p for group in optimizer.param_groups for p in group["params"]):
@@ -80,7 +80,7 @@ def by_name(state: Mapping[str, Any], names: Mapping[str, bool]) -> dict[str, Ma
         names: of all parameters in the module's order, and whether each requires grad.
 
     Raises:
-        StateError: positions that belong to another number of parameters, or unknown names.
+        StateError: names are unknown, or the state is for another number of parameters.
     """
     keys = [key for group in state["param_groups"] for key in group["params"]]
     trainable = [name for name, trains in names.items() if trains]
@@ -172,7 +172,7 @@ def _copied(value: Any) -> Any:
 
 
 def _only(key: str, values: Sequence[Any], segment: FlatSegment) -> Any:
-    """The value that all have; None if none has one, as the momentum buffer of plain SGD."""
+    """The common value; None if there is none, as for the momentum buffer of plain SGD."""
     present = [value for value in values if value is not None]
     if not present:
         return None

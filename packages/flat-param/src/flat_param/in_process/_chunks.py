@@ -38,8 +38,8 @@ class _Gone:
 class Chunk(nn.Parameter):
     """A leaf over a part of a segment; `grad` is the same part of the flat gradient.
 
-    Setting `grad` to None zeroes the part, and it reads as None until a backward reaches the
-    segment again, as after `optimizer.zero_grad()` of a parameter.
+    Setting `grad` to None zeroes the part. It then reads as None until the next backward through
+    the segment, as a parameter's gradient does after `optimizer.zero_grad()`.
     """
 
     _flat_segment: FlatSegment | _Gone
@@ -96,7 +96,7 @@ def default_numel(device: torch.device, total: int) -> int:
 
 
 class Chunks:
-    """The leaves of one module, which follow new plans that keep the trainable segments' sizes."""
+    """The chunks of one module; they follow new plans with equal sizes of trainable segments."""
 
     def __init__(self) -> None:
         self._all: list[Chunk] = []
@@ -117,7 +117,7 @@ class Chunks:
         return made
 
     def check(self, now: Iterable[FlatSegment], plans: Iterable[Segment]) -> None:
-        """Refuse a new plan that the present leaves cannot follow.
+        """Refuse a new plan that existing leaves cannot follow.
 
         Raises:
             StateError: there are leaves, and the trainable segments would have other sizes.
@@ -136,7 +136,7 @@ class Chunks:
             _attach(chunk, after[chunk.segment], chunk._start)
 
     def detach(self) -> None:
-        """Make the leaves raise an error when they are stepped."""
+        """Detach the leaves from their segments, so that stepping them raises an error."""
         for chunk in self._all:
             chunk._flat_segment, chunk._seen = _Gone(), None
         self._all = []

@@ -218,8 +218,9 @@ class FlatParams:
         They share memory and gradients with the parameters, so stepping them steps the module,
         and they follow it through `.to()`. Optimizers must work element by element, with one
         learning rate for all: a chunk crosses the boundaries of parameters. The state of an
-        optimizer over separate parameters is loaded by `load_optimizer_state`. The optimizer's own
-        `load_state_dict` raises `ValueError` for it, or the next step raises `StateError`.
+        optimizer over separate parameters is loaded by `load_optimizer_state`. If such a state is
+        passed to the optimizer's `load_state_dict`, that raises `ValueError`, or the next step
+        raises `StateError`.
 
         Args:
             numel: elements per leaf. Default: 262144 on a CPU, where a leaf and its state should

@@ -2,8 +2,8 @@
 
 Each parameter has a separate storage over its part of the buffer's memory, so that state dicts do
 not look tied (see `over`). `share_memory()` moves storages one by one; the buffer is then moved
-too, and the parameters become plain views of it. A storage without tensors keeps memory alive that
-a user still refers to.
+too, and the parameters become plain views of it. Memory stays alive as long as a user refers to its
+storage.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ class FlatSegments:
             segment.adopt(index, segment.params[index])
 
     def _look_over(self) -> None:
-        """Find registered parameters again, and whether they are others than before."""
+        """Collect the registered parameters again; return whether they have changed."""
         self._watch_tree()
         homes = {id(param): (s, at) for s in self.all for at, param in enumerate(s.params)}
         places = registered(self.module)
@@ -194,7 +194,7 @@ class FlatSegments:
         self._places = {(id(owner), name): (segment, at) for owner, name, segment, at in places}
 
     def assigned(self, owner: nn.Module, attribute: str, param: nn.Parameter | None) -> None:
-        """Copy in a parameter that was registered in a module of the tree, or plan again later."""
+        """Copy in a newly registered parameter, or mark the plan as stale."""
         place = self._places.get((id(owner), attribute))
         if place is None or param is None:
             self._tree_is_stale = True
@@ -231,7 +231,7 @@ class FlatSegments:
         return result
 
     def before_forward(self, module: nn.Module, args: Any) -> None:
-        """Copy in what was moved; traced code keeps the tensors of the trace."""
+        """Copy in parameters whose memory was replaced; a no-op while tracing."""
         if not torch.compiler.is_compiling():
             self.sync()
 

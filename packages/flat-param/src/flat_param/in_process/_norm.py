@@ -35,5 +35,5 @@ def _norm(vector: Tensor, ord: float) -> Tensor:
 
 
 def _norm_of_norms(norms: Tensor, ord: float) -> Tensor:
-    """Return the norm of disjoint parts; for order 0, the number of nonzero elements, their sum."""
+    """Combine the norms of disjoint parts. Order 0 counts nonzero elements, so these add up."""
     return norms.sum() if ord == 0 else torch.linalg.vector_norm(norms, ord)

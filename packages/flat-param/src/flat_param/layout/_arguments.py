@@ -15,7 +15,7 @@ from ._spec import ParamSpec
 
 
 def check_is_module(function: str, module: object) -> None:
-    """Refuse arguments in another order, a class, or a state dict in a module's place."""
+    """Refuse swapped arguments, and a class or a state dict instead of a module."""
     if not isinstance(module, nn.Module):
         raise StateError(
             f"flat_param.{function}: module is {_kind_of(module)}, but it must be an instance of "
@@ -85,7 +85,7 @@ def _check_module(module: object) -> None:
 
 
 def check_offload(policy: object) -> tuple[bool, bool]:
-    """Whether shards are kept in CPU memory, and whether that is page-locked."""
+    """Return whether shards are in CPU memory, and whether that memory is page-locked."""
     if policy is None:
         return False, False
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
@@ -109,7 +109,7 @@ def check_placement(shard_placement_fn: object) -> None:
 
 
 def check_no_grads(named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Refuse gradients of whole parameters, of which a piece would be left."""
+    """Refuse parameters that already have gradients, which sharding would cut."""
     for name, param in named:
         if param.grad is not None:
             raise ParameterError(

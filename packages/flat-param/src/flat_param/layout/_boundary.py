@@ -47,7 +47,7 @@ class Blocks:
         object.__setattr__(self, "shape", self.shape if type(self.shape) is int else sizes)
 
     def __str__(self) -> str:
-        """The form in code."""
+        """Format the boundary as in code."""
         return f"Blocks({self.shape})"
 
 
@@ -119,7 +119,7 @@ def cut_of(shape: tuple[int, ...], stride: tuple[int, ...], boundary: Word | Blo
 def numel_of_block(shape: tuple[int, ...], stride: tuple[int, ...], boundary: Word | Blocks) -> int:
     """Elements of each row or block that a boundary keeps whole; 0 where it has none.
 
-    Of tiles it is a row of them.
+    For tiles, this is one row of tiles.
     """
     return 0 if boundary in ("element", "tensor") else _atom(shape, stride, boundary)[0]
 

@@ -1,10 +1,10 @@
 """Cuts of a buffer into contiguous ranges, of which the longest is as short as possible.
 
-A range begins at an atom of a parameter (see `_boundary`) or where a parameter ends. A greedy pass
-that makes each range as long as a limit allows needs the fewest ranges, so a binary search finds
-the smallest limit. Ranges inside one parameter have one length, and are counted instead of walked:
-the cost depends on parameters, not on ranks. The longest range exceeds the mean by less than the
-largest atom and the gap before it.
+A range begins at an atom of a parameter (see `_boundary`) or where a parameter ends. For a given
+limit, a greedy pass needs the fewest ranges, so a binary search finds the smallest limit. Ranges
+inside one parameter have one length, and are counted instead of walked: the cost depends on
+parameters, not on ranks. The longest range exceeds the mean by less than the largest atom and the
+gap before it.
 """
 
 from __future__ import annotations

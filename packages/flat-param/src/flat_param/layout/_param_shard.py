@@ -69,12 +69,12 @@ def make_param_shards(plan: ShardPlan, rank: int) -> tuple[ParamShard, ...]:
 
 
 def keeps_dims(plan: ShardPlan) -> bool:
-    """Whether pieces are whole rows, blocks or tensors, or nothing."""
+    """Whether pieces only consist of whole rows, blocks or tensors."""
     return plan.boundary != "element" or _is_one_rank(plan)
 
 
 def stays_whole(plan: ShardPlan, index: int) -> bool:
-    """Whether a parameter is never cut, so some rank has all of it."""
+    """Whether a parameter is never cut, so that one rank has all of it."""
     return _is_one_rank(plan) or plan.cuts[index].whole
 
 

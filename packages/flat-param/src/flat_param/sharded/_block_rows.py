@@ -2,8 +2,9 @@
 
 - If a boundary keeps rows or blocks whole, a rank's state has one row per block that it holds, and
   the full tensor has all rows in order. The last block may be short and also has a row.
-- A tensor counts as such state if it has as many rows as there are blocks in the rank's piece or in
-  the parameter, and if no other parameter has the same tensor, see `shared_rows`.
+- A tensor counts as such state if its number of rows equals the number of blocks in the rank's
+  piece or in the parameter. A tensor that several parameters share does not count, see
+  `shared_rows`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ..layout._shard import ShardPlan
 
 @dataclass(frozen=True)
 class BlockRows:
-    """The blocks of a parameter that a rank holds, unless all or none.
+    """The blocks of a parameter that a rank holds, if it holds some but not all.
 
     Attributes:
         first: index of the first block.
@@ -51,7 +52,7 @@ def _has_rows(key: str, state: Any, count: int) -> bool:
 
 
 def block_rows(plan: ShardPlan, index: int, start: int, stop: int) -> BlockRows | None:
-    """The blocks in `[start, stop)` of a parameter; None if it has no blocks, or all are here."""
+    """Blocks in `[start, stop)` of a parameter; None without blocks or if the range has all."""
     spec = plan.layout.specs[index]
     names = [each.name for each in plan.layout.specs]
     size = numel_of_block(spec.shape, spec.stride, boundaries_of(plan.boundary, names)[index])

@@ -1,8 +1,8 @@
 """`unshard()` and `reshard()` of units, called by the user.
 
 The unsharded parameters are shown until `reshard()`, or until the unit's next forward or backward
-is over. Code that reads shards first calls `units_at_rest`, which reshards such units and takes
-over parameters that were replaced. An interrupted gather leaves the unit resharded.
+is over. Code that reads shards first calls `units_at_rest`, which reshards such units and copies
+replaced parameters into the shards. An interrupted gather leaves the unit resharded.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def begin_unshard(unit: Unit) -> UnshardHandle:
 
 
 def reshard(unit: Unit) -> None:
-    """Free a unit; a later backward gathers it again. Not a collective."""
+    """Reshard a unit; a later backward gathers it again. Not a collective."""
     schedule = unit.schedule
     schedule.settle()
     backward = schedule.backward
@@ -104,7 +104,7 @@ def units_at_rest(module: nn.Module) -> list[Unit]:
 
 
 def put_to_rest(unit: Unit) -> None:
-    """Reshard a unit that `unshard` gathered, and take over replaced parameters."""
+    """Reshard a unit that `unshard` gathered, and copy replaced parameters into the shard."""
     if unit.is_by_hand:
         reshard(unit)
     unit.take_changes()

@@ -1,9 +1,9 @@
 """Try an optimizer on empty pieces before its first step.
 
-An optimizer that needs whole tensors is refused where it reads a piece, see _piece_tensors.py. By
-then it may have updated other parameters, and a rank without elements of that piece never reads it.
-A copy of the optimizer is therefore stepped once on an empty piece of each parameter that is cut:
-the refusal comes on all ranks, before anything has changed.
+An optimizer that needs whole tensors is refused where it reads a piece, see _piece_tensors.py. At
+that point it may have updated other parameters, and a rank without elements of that piece never
+reads it. A copy of the optimizer is therefore stepped once on an empty piece of each parameter that
+is cut: the refusal comes on all ranks, before anything has changed.
 
 Not tried: torch's own elementwise optimizers, which are never refused; optimizers whose options or
 attributes are no plain values; a copy that fails in another way, such as without a closure.
@@ -33,7 +33,7 @@ _PLAIN = (bool, int, float, complex, str, type(None))
 
 
 def try_first_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise what the optimizer's step would raise on pieces; a hook before each step."""
+    """Raise the error that the step would raise on pieces; a hook before each step."""
     kind = type(optimizer)
     is_known = kind in ELEMENTWISE or hasattr(optimizer, "steps_bucket")
     if optimizer in _tried or is_known or torch.compiler.is_compiling():

@@ -247,11 +247,11 @@ def local_elements(value: Tensor, extent: Extent, owners: ShardOwners) -> Tensor
 
     Args:
         value: a whole tensor, a DTensor, a shard, or a shard that was pickled.
-        extent: of the tensor to fill.
-        owners: the same.
+        extent: this rank's elements of the target tensor.
+        owners: the ranks with the other elements of the target tensor.
 
     Raises:
-        StateError: one rank's elements that are not this rank's, or another shape.
+        StateError: `value` has another shape, or elements of another rank.
     """
     if isinstance(value, (FlatShard, StoredShard)):
         if value._extent.same_elements(extent):

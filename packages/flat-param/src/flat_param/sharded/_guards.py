@@ -9,7 +9,7 @@
   sees no change of a parameter, but all ranks make the same steps.
 - An optimizer that was made before sharding and still has DTensors refuses to step.
 - If `torch.amp.GradScaler` finds an overflow on one rank, all ranks of the unit skip the step.
-- An optimizer whose state is of whole parameters refuses to step on pieces.
+- An optimizer with state for full parameters refuses to step on pieces.
 - `optimizer.state_dict()` names the elements of its state, see _optim_state.py.
 
 All are installed at the first `fully_shard`, and change nothing for other tensors.
@@ -139,7 +139,7 @@ def by_comm(grads: list[Tensor]) -> dict[Spread, list[Tensor]]:
 
 
 def groups_of(comms: Spread) -> tuple[object, ...]:
-    """A key that is equal for spreads over the same ranks."""
+    """A key for the ranks of a spread; equal for equal ranks."""
     return tuple(comm.group for comm in comms)
 
 

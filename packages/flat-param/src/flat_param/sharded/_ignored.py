@@ -1,10 +1,10 @@
-"""Parameters that a unit leaves alone, as the plain module has them on every rank.
+"""Ignored parameters: every rank keeps them as in the plain module.
 
 - They are not sharded, gathered, moved, initialised, broadcast or cast, and their gradients are not
-  reduced. A unit around another leaves alone the other's ignored parameters, too.
-- Unsharded parameters may be read on the way to the gradient of an ignored one. So a unit waits for
-  these gradients before it reshards. They may come in a backward of another loss, which other ranks
-  may not have, so they begin no pass.
+  reduced. An outer unit also ignores the parameters that an inner unit ignores.
+- The gradient of an ignored parameter may depend on unsharded parameters, so a unit waits for it
+  before resharding. It may belong to a backward of another loss, which other ranks may not run, so
+  it starts no backward pass.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ def find_ignored(
     owned: Iterable[nn.Parameter],
     nested: Iterable[nn.Parameter],
 ) -> tuple[nn.Parameter, ...]:
-    """All parameters below a module that its unit leaves alone.
+    """All parameters below a module that its unit ignores.
 
     Args:
-        module: that becomes a unit.
-        given: `ignored_params`; parameters of other modules are skipped.
-        owned: parameters of units inside.
-        nested: parameters that units inside ignore.
+        module: the module that becomes a unit.
+        given: the argument `ignored_params`; parameters of other modules are skipped.
+        owned: parameters of inner units.
+        nested: parameters that inner units ignore.
 
     Raises:
-        ParameterError: something given is no parameter, or a unit has sharded it; or one that a
-            nested unit ignores is registered outside of it, too.
+        ParameterError: an entry is not a parameter, or a unit has sharded it; or a parameter that
+            an inner unit ignores is also registered outside of that unit.
     """
     names = {param: name for name, param in module.named_parameters()}
     found = dict.fromkeys(param for param in given if _is_of_module(param, names))
@@ -54,7 +54,7 @@ def find_ignored(
 
 
 def _is_of_module(param: object, names: Mapping[nn.Parameter, str]) -> TypeGuard[nn.Parameter]:
-    """Whether the module has the parameter: one set may be passed for all units."""
+    """Whether the parameter is in the module; users may pass one set to all units."""
     if not isinstance(param, nn.Parameter):
         raise ParameterError(
             f"flat_param.fully_shard: ignored_params has a {type(param).__name__}, but it must be "
@@ -74,7 +74,7 @@ def _check_nested(module: nn.Module, nested: Sequence[nn.Parameter]) -> None:
 def outside_units(
     module: nn.Module, params: Iterable[nn.Parameter]
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Which of some parameters are registered in a module outside of the units inside it."""
+    """The `params` that are registered in a module outside of its inner units."""
     known = {id(param) for param in params}
     modules = module.named_modules()
     inside = tuple([f"{name}." for name, child in modules if hasattr(child, "_flat_param")])
@@ -84,7 +84,7 @@ def outside_units(
 
 
 def own_ignored(module: nn.Module, params: Iterable[nn.Parameter]) -> Owner:
-    """Register what the module ignores, so that units beside it do not shard it."""
+    """Register the ignored parameters of a module, so that sibling units do not shard them."""
     known = {id(param) for param in params}
     named = module.named_parameters(remove_duplicate=False)
     return Owner(IGNORED, module, [pair for pair in named if id(pair[1]) in known])

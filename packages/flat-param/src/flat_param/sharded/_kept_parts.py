@@ -1,8 +1,8 @@
-"""Parameters of a unit between forward and backward, in a group smaller than its own.
+"""Keep a unit's full parameters between forward and backward, sharded over a smaller group.
 
 Each rank of the group keeps one part of the unsharded parameters, so backward gathers them within
-the group, for instance inside one machine. If a parameter has changed since, on any rank, backward
-gathers from the shards.
+the group, for instance inside one machine. If a parameter changed after forward on any rank,
+backward gathers from the shards.
 """
 
 from __future__ import annotations

@@ -24,9 +24,10 @@ def materialize(
 ) -> None:
     """Allocate and initialise all tensors on meta, module by module. Not a collective.
 
-    Every rank draws the same whole tensors from its generator, as one process would. If it is
-    stopped, all of them are on meta again: memory without values would look initialised to the next
-    call. Ignored parameters stay as they are; `init_fn` sees meta tensors in their place.
+    Every rank draws the same whole tensors from its generator, as one process would. If an error or
+    interrupt stops it, all tensors return to meta, so that the next call does not take
+    uninitialised memory for values. Ignored parameters stay as they are; `init_fn` sees meta
+    tensors in their place.
     """
     beside = {id(param) for param in ignored}
     named = module.named_parameters(remove_duplicate=False)

@@ -1,14 +1,15 @@
-"""Optimizer state in `optimizer.state_dict()`: every tensor has its place in the full tensor.
+"""`optimizer.state_dict()` of sharded parameters: every tensor is a shard of the full tensor.
 
 `torch.optim.Optimizer.state_dict` and `load_state_dict` are wrapped for all optimizers at the first
 `fully_shard`, and change nothing for other parameters.
 
 - State of its parameter's shape is cut like the parameter, except `step`: it has the shape of a
   0-d parameter.
-- Other state without dimensions is the same on all ranks that hold elements. If the optimizer skips
-  other ranks, the first holder's value is saved.
+- Other 0-d state is equal on all ranks that hold elements. If the optimizer skips ranks without
+  elements, the first holder's value is saved.
 - State with one row per block (scales of 8-bit moments) is cut between blocks.
-- Any other tensor belongs to the elements of its rank, and is refused unless the rank has all.
+- Any other tensor depends on the elements of one rank, and is refused unless that rank has all
+  elements.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ def _number_dtype(value: float) -> torch.dtype:
 def no_place(
     key: str, value: Any, shape: tuple[int, ...], piece: ParamPiece, name: str = ""
 ) -> str:
-    """The error if a state value cannot be a part of a whole tensor; else empty."""
+    """Return the error message if a state value is not a shard of a full tensor, else ""."""
     if isinstance(value, Tensor) and is_cut(key, tuple(value.shape), shape):
         return ""
     shapes = [tuple(tensor.shape) for tensor in tensors_in(value) if tensor.dim()]
@@ -191,9 +192,9 @@ def _take_all(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
 def take_all(
     values: Mapping[str, Any], param: Tensor, piece: ParamPiece, now: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """One parameter's state as the optimizer has it, from any form of a state dict.
+    """Convert one parameter's state from any form of a state dict to the optimizer's form.
 
-    `now` is the present state, which tells numbers from tensors.
+    `now` is the current state; it shows which values are numbers.
     """
     return {key: _take(key, value, param, piece, now.get(key)) for key, value in values.items()}
 

@@ -6,10 +6,10 @@ again a checksum and its complement only if all ranks sent the same.
 
 - All-gathers and reduce-scatters are compared by the ranks that shard the parameters, collectives
   of replicas by the ranks that hold replicas.
-- Reading the result would make the host wait for the device. On a device the word of the step
-  before is read, which has long been there.
-- Nothing is read, so nothing is sent, while a graph is captured. A replay runs no Python: the order
-  of its units and the parameters it uses are those of the capture.
+- Reading the result would synchronize with the device. So the word of the previous step is read,
+  which is ready.
+- During graph capture nothing is compared. A replay runs no Python, so its order of units and its
+  used parameters are those of the capture.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def publish(reduced: list[UnitParams]) -> None:
 
 
 def _publish_together(units: list[UnitParams]) -> None:
-    """The same for units of the same process groups."""
+    """Set `.grad` for units that share process groups. Collective."""
     all_grads = [grads for unit in units for grads in unit.grads]
     with units[0].comms.telling_others():
         for grads in all_grads:
@@ -106,7 +106,7 @@ def _agreed(word: bytes) -> bool:
 
 @dataclass(frozen=True)
 class _Said:
-    """A result of the collective, until it is read."""
+    """A result of the collective that is not read yet."""
 
     spread: Tensor
     copied: Tensor
@@ -130,7 +130,7 @@ _unread: WeakKeyDictionary[Trail, _Said] = WeakKeyDictionary()
 
 
 def _check(said: Tensor, comms: CommGroups) -> None:
-    """Raise if ranks differ; on a device, by the word of the step before."""
+    """Raise if ranks differ; on a device, the previous step's word is compared."""
     spread, copied = _trails(comms.gather, comms.reduce), _trails(comms.replicate)
     labels = ([label for t in spread for label in t.recent], [x for t in copied for x in t.recent])
     for trail in (*spread, *copied):

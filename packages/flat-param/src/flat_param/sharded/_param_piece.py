@@ -1,4 +1,4 @@
-"""The whole parameter that an optimizer's parameter is a piece of; an attribute of the latter."""
+"""Describes the full parameter of a piece; stored as an attribute of the optimizer's parameter."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class ParamPiece:
         place: placement by tensor parallelism; None without it.
 
     Attributes:
-        has_grad: whether other ranks have a gradient, if the optimizer skips this one.
-        is_stepped: whether they have optimizer state.
+        has_grad: whether other ranks have a gradient, if the optimizer skips this rank.
+        is_stepped: whether other ranks have optimizer state.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class ParamPiece:
         self.has_grad = self.is_stepped = False
 
     def follow(self, before: ParamPiece) -> None:
-        """Copy the state of the optimizer from the piece that this one replaces."""
+        """Copy optimizer flags and the step count from the piece that this piece replaces."""
         self.has_grad, self.is_stepped = before.has_grad, before.is_stepped
         self.segment.steps = before.segment.steps
 

@@ -1,18 +1,18 @@
 """The state of the forward or backward pass that runs.
 
-What belongs to one pass is in one object. Units keep nothing of a pass, so dropping the object ends
-the pass for all units.
+All state of a pass is in one object. Units have no state of a pass, so dropping the object ends the
+pass for all units.
 
     state     `forward`  `backward`  a forward begins   its outermost ends  a gradient comes
     idle      None       None        -> forward                             -> backward
     forward   a pass     None        one more inside    -> idle             -> backward, inside
     backward  None       a pass      recomputes         still backward      one more
 
-An exception takes a forward back to idle on its way out. torch does not call back when an exception
-stops a backward. The next call outside of a backward begins with `Schedule.settle`, which finds
-that no backward runs and goes to idle. The pass has a weak reference to the callback with which the
-engine would have ended it: the engine drops the callback with its work, so the next backward finds
-the reference dead.
+An exception in forward resets the state to idle. torch runs no callback when an exception stops a
+backward. The next call outside of a backward begins with `Schedule.settle`, which finds that no
+backward runs and goes to idle. The pass holds a weak reference to the callback that ends it. The
+engine drops the callback when a backward fails, so a dead reference means that the backward was
+stopped.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ class ForwardPass:
         running: units whose forwards run, one within the other.
         order: units in the order in which they began.
         ahead: units that were prefetched.
-        chain: units that backward may come back to, in order; value: whether it was resharded.
-        incomplete: units of several modules that wait for the others, and which were called.
+        chain: units that backward may reach, in order; the value says whether the unit was
+            resharded.
+        incomplete: units of several modules, of which only the listed modules were called.
     """
 
     running: list[UnitParams] = field(default_factory=list)
@@ -49,7 +50,7 @@ class ForwardPass:
     incomplete: dict[UnitParams, set[int]] = field(default_factory=dict)
 
     def waits(self, unit: UnitParams, module: object, count: int) -> bool:
-        """Whether some of the `count` modules of a unit were not called, after this one."""
+        """Record a call of `module`; return whether its unit has uncalled modules."""
         called = self.incomplete.setdefault(unit, set())
         called.add(id(module))
         if len(called) < count:
@@ -68,12 +69,13 @@ class BackwardPass:
         to_gather: units that will be unsharded, in order.
         to_reduce: units whose gradients will be reduced, in order.
         units: the state of each unit.
-        is_differentiated: whether it makes a graph, so that a later one may read parameters.
+        is_differentiated: whether `create_graph` is set, so that a later backward may read
+            parameters.
         ready: units that have all their gradients.
         reducing: reductions in flight.
-        reduced: units whose gradients are, or are about to be.
+        reduced: units whose reduction has begun or is finished.
         ending: whether only the finalize step is left.
-        failed: whether that raised, or the whole backward did.
+        failed: whether the finalize step or the backward raised an error.
     """
 
     sync: bool
@@ -90,12 +92,12 @@ class BackwardPass:
 
     @property
     def was_dropped(self) -> bool:
-        """Whether the engine will not end it any more."""
+        """Whether the engine has dropped the callback that would end it."""
         return self.failed or self.callback() is None
 
     @property
     def was_stopped(self) -> bool:
-        """Whether an exception has ended it, as far as this thread can tell."""
+        """Whether an exception has ended it, judged from this thread."""
         return self.was_dropped or not (self.ending or backward_is_running())
 
 
@@ -105,12 +107,12 @@ class UnitBackward:
 
     Attributes:
         expected: leaves that will get a gradient.
-        inner: units that ran inside this one's forward and wait for such a leaf.
+        inner: units that ran inside this unit's forward and still expect a leaf's gradient.
         begun: whether an output has its gradient.
         arrived: leaves that have their gradient.
-        inputs_arrived: inputs that have theirs.
+        inputs_arrived: inputs that have their gradient.
         freed: whether it was resharded.
-        summed: whether its gradients are reduced, or are about to be.
+        summed: whether the reduction of its gradients has begun.
     """
 
     expected: int
@@ -123,7 +125,7 @@ class UnitBackward:
 
 
 def has_old_grad(unit: str, name: str) -> StateError:
-    """For a second backward after one that was stopped.
+    """The error for a second backward after a stopped one.
 
     Args:
         unit: name of the unit; empty for the outermost.
@@ -137,7 +139,7 @@ def has_old_grad(unit: str, name: str) -> StateError:
 
 
 def too_late(name: str) -> StateError:
-    """For a gradient of a backward inside another one, which has reduced the unit's already.
+    """The error for a gradient from a nested backward, after the unit's gradients were reduced.
 
     Args:
         name: of the unit; empty for the outermost.
@@ -156,8 +158,9 @@ def inner_first(order: Iterable[U], around: Callable[[U], Container[U]]) -> list
     after all units inside it.
 
     Args:
-        order: the reverse of the order in which their forwards ended: each before those inside it.
-        around: gives the units in whose forwards a unit has run.
+        order: the reverse of the order in which forwards ended, so outer units come before inner
+            ones.
+        around: returns the units in whose forwards a unit ran.
 
     Example:
         >>> inner_first(["model", "second", "first"], lambda unit: {"model"} - {unit})

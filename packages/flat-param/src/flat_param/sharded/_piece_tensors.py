@@ -3,7 +3,7 @@
 Elementwise functions work as on any tensor, and their results are pieces too. A function that reads
 the whole tensor (a norm, a sum, a matmul) would silently give this rank's value, so it raises.
 Optimizers that need full tensors are detected by the functions they call. If any other function
-fails, as a layer that is called past its unit does, the error names the piece.
+fails, for instance in a layer that is called without its unit, the error names the piece.
 
 A piece has as many dimensions as the whole parameter, see layout/_param_shard.py.
 """
@@ -174,7 +174,7 @@ def _is_wrong(
         return True  # of everything, or without rows or blocks
     dims = (dims,) if isinstance(dims, int) else tuple(dims)
     first = min((dim % len(shape) for dim in dims), default=0)
-    # A piece's own shape has dimensions of one element before its whole ones.
+    # In a piece's shape, dimensions of size one precede the dimensions that are not cut.
     if not first or (shape == piece.shard.shape and first < len(shape) - len(cut.inner)):
         return True
     together = prod(shape[first:])  # rows of a piece, or blocks that an optimizer has viewed it as
@@ -182,7 +182,7 @@ def _is_wrong(
 
 
 def outside_unit(piece: ParamPiece, where: str) -> StateError:
-    """For a piece that was used like the whole parameter, outside the forward of its unit."""
+    """The error for a piece that was used as a full parameter, outside of its unit's forward."""
     return StateError(
         f"flat_param.fully_shard: parameter '{piece.name}' is a piece of shape {piece.shard.shape} "
         f"where {where}, but only a call of {piece.comm.unit} makes it whole, "

@@ -1,9 +1,9 @@
 """Which units are gathered ahead of their turn, while another one computes.
 
-In forward these are the units that the user has listed, or the one that came next the last time.
-Units that have begun in this pass are left out. In backward the order of gathers is fixed as the
-pass begins, by the forward and by the lists, also on a rank that has no gradient of some unit. A
-list makes a gather earlier and never adds one.
+In forward these are the units listed by the user, by default the unit that came next in the
+previous pass. Units that have already begun in this pass are skipped. In backward, forward and the
+lists determine the order of gathers when the pass begins, also on a rank without a gradient for
+some unit. A list makes a gather earlier and never adds one.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class PrefetchLists:
     def in_forward(
         self, unit: UnitParams, *, begun: Sequence[UnitParams], last_order: Sequence[UnitParams]
     ) -> list[UnitParams]:
-        """What to gather while `unit` computes in forward.
+        """Return the units to gather while `unit` computes in forward.
 
         Args:
-            unit: the last of those that have begun.
+            unit: the last unit that has begun.
             begun: units in the order in which they began.
-            last_order: the same of the forward pass before.
+            last_order: the same order for the previous forward pass.
         """
         listed = self.forward.get(unit)
         if listed:
@@ -51,7 +51,7 @@ class PrefetchLists:
         """Units in the order in which they are gathered for backward.
 
         Args:
-            order: the one in which they come to their gradients.
+            order: units in the order in which backward reaches them.
         """
         found: dict[UnitParams, None] = {}
         for unit in order:

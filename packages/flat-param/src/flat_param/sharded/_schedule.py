@@ -1,17 +1,19 @@
 """The order in which the units of one tree unshard, reshard and reduce gradients.
 
 - Units are unsharded for backward in the reverse of the order in which the forward pass left them,
-  and gradients reduced in the reverse of that in which it met them, on every rank: an outer unit is
-  needed before those inside it, and has its last gradient after theirs. A unit that a rank's batch
-  leaves out is gathered and reduced there all the same, as other ranks may need it.
-- One reduction is in flight at a time. The one before it is finished first, and its memory freed.
+  and gradients are reduced in the reverse of the order in which forward reached them, on every
+  rank: an outer unit is needed before its inner units, and gets its last gradient after them. A
+  unit that a rank's batch does not use is gathered and reduced on that rank too, as other ranks may
+  need it.
+- One reduction is in flight at a time. The previous one is finished and its memory freed before the
+  next one starts.
 - `.grad` is set at the end of backward, and only for parameters that some rank used.
-- While gradients are accumulated (`sync` is False) nothing is reduced. Where replicas are not
-  reduced yet, no `.grad` is set.
-- A backward that was stopped leaves no gradients: its own are dropped, and those accumulated before
-  it, which are in the same memory. A forward that was stopped leaves them alone.
+- While gradients are accumulated (`sync` is False) nothing is reduced. Until replicas are reduced,
+  no `.grad` is set.
+- A stopped backward leaves no gradients: its gradients are dropped, and so are earlier accumulated
+  ones, which share their memory. A stopped forward drops none.
 - A backward with `create_graph=True` keeps units unsharded: the backward through its graph reads
-  them from its first step on, and no hook announces it.
+  them at once, and no hook runs before it.
 """
 
 from __future__ import annotations
@@ -33,13 +35,13 @@ _Callback = weakref.ref[Callable[[], None]]
 
 
 class Schedule:
-    """The units of one tree, and the pass that runs; see _passes.py.
+    """The units of one tree, and the running pass; see _passes.py.
 
     Attributes:
         units: in the order in which they were sharded.
         log: counts of their collectives.
         sync: whether the next backward reduces gradients over ranks.
-        lists: what is gathered ahead of its turn.
+        lists: the prefetch lists.
         forward: the forward pass that runs.
         backward: the backward pass that runs, or was stopped.
     """
@@ -72,14 +74,14 @@ class Schedule:
         return 0 if self.forward is None else len(self.forward.running)
 
     def computes(self, unit: UnitParams) -> bool:
-        """Whether the module has the unit's leaves, since its forward or backward runs."""
+        """Whether the unit's forward or backward is running, so that the module has the leaves."""
         if self.backward is not None:
             state = self.backward.units.get(unit)
             return state is not None and state.begun and not state.freed
         return self.forward is not None and unit in self.forward.running
 
     def was_freed(self, unit: UnitParams) -> None:
-        """A unit was resharded: a backward that comes to it gathers it in its turn."""
+        """Record that a unit was resharded, so that backward gathers it again."""
         for chain in (self._chain, self._chain if self.forward is None else self.forward.chain):
             if unit in chain:
                 chain[unit] = True
@@ -132,13 +134,14 @@ class Schedule:
                 following.start_gather()
 
     def leave(self, unit: UnitParams, *, returns: bool, keeps: bool, module: object = None) -> None:
-        """A unit's forward is over.
+        """Record that a unit's forward has ended.
 
         Args:
-            unit: which one.
-            returns: whether backward may come back to it.
-            keeps: whether it stays unsharded until then.
-            module: that was called; a unit of several stays unsharded until all of them were.
+            unit: the unit.
+            returns: whether backward may reach the unit.
+            keeps: whether the unit stays unsharded until backward.
+            module: the called module; a unit of several modules stays unsharded until all were
+                called.
         """
         forward = self.forward
         if self.backward is not None or forward is None:
@@ -167,7 +170,8 @@ class Schedule:
     def stop(self, depth: int) -> None:
         """Handle an exception that leaves a forward begun at `depth`. Not a collective.
 
-        In backward that forward is a recomputation, which may end early this way; the pass goes on.
+        In backward the forward is a recomputation, which an early stop ends by an exception; the
+        pass continues.
         """
         forward = self.forward
         if forward is None or self.backward is not None:
@@ -246,8 +250,9 @@ class Schedule:
     def _refuse_old_grads(self) -> None:
         """Refuse to add to gradients in a second backward of a forward, after a stopped one.
 
-        Until the engine of a device has dropped the stopped one, the module has its leaves: a
-        loop over its parameters that clears gradients does not clear the optimizer's.
+        Until a device's engine has dropped the stopped backward, the module has its leaves. A
+        user's loop that clears gradients of module parameters then misses those of the optimizer's
+        parameters.
         """
         for unit in self.units:
             for part in unit.parts:
@@ -256,7 +261,7 @@ class Schedule:
                         raise has_old_grad(unit.name, piece.name)
 
     def standing(self, unit: UnitParams) -> UnitBackward:
-        """The state of a unit in the pass that runs."""
+        """The state of a unit in the running pass."""
         current = self.backward
         if current is None or current.was_dropped:
             current = self.begin_backward()
@@ -281,7 +286,7 @@ class Schedule:
             queue.pop(0).start_gather()
 
     def on_grads(self, unit: UnitParams) -> None:
-        """A unit has all its gradients; reduce units that are next in order. Collective."""
+        """Handle that a unit has all its gradients: reduce the next units in order. Collective."""
         current = self.backward
         assert current is not None
         current.ready.add(unit)
@@ -302,7 +307,7 @@ class Schedule:
         current.reducing = []
 
     def release(self, unit: UnitParams) -> None:
-        """Post-backward: reshard a unit whose parameters nothing reads any more."""
+        """Post-backward: reshard a unit whose parameters are no longer read."""
         frees = unit.frees_after_backward
         if frees is None:
             current = self.backward
@@ -355,9 +360,9 @@ class Schedule:
             self._accumulated = {}
 
     def abandon(self) -> None:
-        """Forget a backward that was stopped. Not a collective.
+        """Drop all state of a stopped backward. Not a collective.
 
-        It may itself be stopped, and then begins again: the pass is dropped last.
+        If it is interrupted, the next call repeats it: the pass is dropped last.
         """
         for unit in self.units:
             unit.forget()
@@ -370,8 +375,8 @@ class Schedule:
 def _on_end(schedule_ref: weakref.ref[Schedule], callback: _Callback) -> None:
     """Handle the end of a backward. If its pass is incomplete, restore the optimizer's parameters.
 
-    `settle` does the rest later, since it may raise. The running pass may belong to another
-    backward.
+    `settle` does the remaining work later, since it may raise. The running pass may belong to
+    another backward.
     """
     schedule = schedule_ref()
     current = None if schedule is None else schedule.backward

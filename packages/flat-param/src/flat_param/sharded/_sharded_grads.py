@@ -10,7 +10,7 @@
   `register_post_accumulate_grad_hook` once `.grad` is set.
 - All work runs on the stream on which the leaves' gradients arrive, which autograd chooses. Buffers
   are allocated there, so no other stream waits for them.
-- If replicas are not reduced yet, this rank's sum is kept, `(shard,)`, and added to the next.
+- Until replicas are reduced, this rank's sum, `(shard,)`, is kept and added to the next one.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ShardedGrads:
         leaves: of the segment, at construction.
         spreads: for each parameter the communicators of all ranks over which it is cut.
         used: which leaves have had a gradient on this rank since the last reduction.
-        used_before: the same for a sum that is kept for replicas.
+        used_before: leaves with a gradient in the sum that is kept for replicas.
     """
 
     def __init__(self, owner: ShardedParams) -> None:
@@ -95,7 +95,7 @@ class ShardedGrads:
         return self.owner.options.precision.reduction_dtype(self.owner.shard.dtype)
 
     def take(self, index: int) -> None:
-        """Move one leaf's gradient into the flat one, adding to what is there."""
+        """Move one leaf's gradient into the flat gradient, or add it to an existing one."""
         leaf = self.leaves[index]
         grad, leaf.grad = leaf.grad, None
         if grad is not None:
@@ -217,7 +217,7 @@ class ShardedGrads:
 
     @property
     def used_anyhow(self) -> list[bool]:
-        """Return which of the leaves this rank used, for the next assignment of gradients."""
+        """Return for each leaf whether this rank used it since `.grad` was last assigned."""
         return [now or before for now, before in zip(self.used, self.used_before, strict=True)]
 
     @torch.no_grad()
@@ -324,7 +324,7 @@ def norm_of(
         grad = grads.get(id(param))
         if grad is not None:
             beside.append(grad if place is None else place.local_of_grad(grad))
-    # If no row is cut, a rank may have no gradient, and takes part in the reduction nevertheless.
+    # If rows stay whole, a rank may have no gradient; it still takes part in the reduction.
     spread: dict[object, tuple[Spread, list[Tensor]]] = {
         groups_of(each): (each, []) for segment in of for each in segment.spreads
     }

@@ -4,8 +4,8 @@
     full   (world*shard,)  compute dtype; its storage is resized to 0 while not in use, so the
                            leaves, which view it, are made once.
 
-If one rank has everything in the compute dtype, `full` is `shard`. Parameters that are cast have
-a `full` on one rank too, so that results do not depend on the number of ranks.
+With one rank and no cast, `full` is `shard`. With a cast, one rank also has a separate `full`, so
+results do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -154,9 +154,9 @@ class ShardedParams:
             return sum([param._version for param in self.held.params])
 
     def leaves_out(self, index: int) -> bool:
-        """Whether the optimizer skips the parameter on this rank: another rank has all of its rows.
+        """Whether the optimizer skips the parameter here, because another rank has all of its rows.
 
-        Optimizers of full tensors divide by the number of elements.
+        Optimizers that need full tensors would divide by zero elements there.
         """
         divided = self.plan.world_size > 1 and keeps_dims(self.plan)
         return divided and not self.pieces[index].numel

@@ -58,7 +58,7 @@ class Extent:
         return tuple(self.shape[dim] for dim in self.order)
 
     def same_elements(self, other: Extent) -> bool:
-        """Whether two extents are of the same elements of tensors of one size."""
+        """Whether two extents have equal tensor sizes and elements."""
         return (self.shape, self.order, self.start, self.stop, self.size, self.offsets) == (
             other.shape,
             other.order,

@@ -1,4 +1,4 @@
-"""Trainable parameters that were added after `fully_shard`, and belong to no unit.
+"""Find trainable parameters that were added after `fully_shard` and belong to no unit.
 
 A forward looks for them only if a module or a parameter was registered since the last one.
 """

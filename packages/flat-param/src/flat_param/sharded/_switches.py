@@ -1,4 +1,4 @@
-"""Checks of the settings that `ShardedModule` has methods for."""
+"""Checks for the setters of `ShardedModule`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def checked_choice(value: object, function: str) -> bool:
     """The value, if it is True or False.
 
     Raises:
-        StateError: it is neither, nor 1 or 0.
+        StateError: it is not a bool, 0 or 1.
     """
     is_one = isinstance(value, Hashable) and not isinstance(value, Tensor)
     if not is_one or value not in (True, False):
@@ -27,7 +27,7 @@ def checked_choice(value: object, function: str) -> bool:
 
 
 def check_tree(unit: Unit, *, recurse: bool) -> None:
-    """Refuse a setting of a tree for one unit of it.
+    """Refuse to change a setting of the whole tree for a single unit.
 
     Raises:
         StateError: the unit is not the outermost, or `recurse` is False.
@@ -41,7 +41,7 @@ def check_tree(unit: Unit, *, recurse: bool) -> None:
 
 
 def free_after_forward(units: Sequence[Unit], how: bool | int) -> None:
-    """Set `reshard_after_forward` of units. Collective where `how` is a number, the first time.
+    """Set `reshard_after_forward` of units. The first call with a number is a collective.
 
     Raises:
         StateError: the number does not divide the ranks that share a unit; nothing is changed.

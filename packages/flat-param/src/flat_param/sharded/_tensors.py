@@ -88,17 +88,18 @@ def _with_items(value: dict[Any, Any], items: dict[Any, Any]) -> Any:
 
 
 def cast_floats(value: Any, dtype: torch.dtype | None) -> Any:
-    """Return the value with every floating-point tensor in `dtype`; unchanged for None."""
+    """Cast every floating-point tensor in the value to `dtype`; None casts nothing."""
     if dtype is None:
         return value
     return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
 class InputHooks:
-    """One hook for each tensor, which may be an input of many steps.
+    """Hooks on input tensors, one per tensor, even if it is an input several times.
 
     Args:
-        told: a method, called when an input has its gradient; it is not kept alive.
+        told: a method that is called when an input's gradient is computed; held by a weak
+            reference.
 
     Attributes:
         count: inputs hooked since the last `clear`.
@@ -135,7 +136,7 @@ def _tell(told: weakref.WeakMethod[Any], _: Tensor) -> None:
 
 
 def hook_nodes(tensors: Iterable[Tensor], told: Callable[[object], None]) -> bool:
-    """Place a hook on the autograd node of each tensor; whether there was one."""
+    """Place a hook on the autograd node of each tensor; return whether there was a node."""
     nodes = [node for tensor in tensors for node in producers(tensor)]
     for node in nodes:
         node.register_prehook(told)

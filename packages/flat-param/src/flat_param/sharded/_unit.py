@@ -1,14 +1,13 @@
 """The forward and backward of one unit on this rank.
 
-When a unit may be resharded in backward: everything that reads its parameters leads to a gradient
-of one of its leaves, of a leaf of a unit that ran inside its forward, of its inputs, or of an
-ignored parameter. Once all of these have arrived, nothing reads them. If no input has a gradient
-and not every leaf gets one, something else may lead through the unit, such as a tensor that its
-module has. The unit then stays unsharded until the end of backward, as does one whose outputs have
-no tensor to hook.
+A unit is resharded in backward once its parameters are no longer read: after the gradients of its
+leaves, of leaves of units that ran inside its forward, of its inputs, and of ignored parameters. If
+no input has a gradient and some leaf gets none, the graph may pass through the unit by another
+tensor, such as one stored in its module. The unit then stays unsharded until the end of backward,
+and so does a unit without an output tensor to hook.
 
-A leaf that this backward does not reach may be one of a backward inside it (reentrant checkpoints).
-Gradients are then reduced when all inputs have theirs, or at the end.
+A leaf that this backward does not reach may belong to a nested backward (reentrant checkpoints).
+Gradients are then reduced when all inputs have gradients, or at the end.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ class Unit(UnitParams):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Functions, not methods: a method would keep its unit alive until a garbage collection.
+        # Functions, because a bound method would keep its unit alive until a garbage collection.
         self.begin_forward, self.end_forward = _uncompiled_ends()
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule of the unit's tree. It holds all units, so modules keep it alive, not units.
+        """The schedule of the unit's tree. It refers to all units, so only modules keep it alive.
 
         Raises:
             StateError: the modules of the tree were deleted.
@@ -87,7 +86,7 @@ class Unit(UnitParams):
     # Backward.
 
     def _on_output_grad(self, schedule: Schedule, _: object) -> None:
-        """Pre-backward. The graph keeps the schedule alive here, if nothing else does."""
+        """Pre-backward. The graph may be the only reference to the schedule."""
         state = schedule.standing(self)
         if state.begun or state.freed:
             return
@@ -98,9 +97,9 @@ class Unit(UnitParams):
         self._advance(schedule, state)
 
     def on_input_grad(self) -> None:
-        """An input, or an ignored parameter, has its gradient.
+        """Handle the gradient of an input or of an ignored parameter.
 
-        It may be of another loss, so it begins no pass.
+        It may be the gradient of another loss, so it starts no backward pass.
         """
         schedule = self.schedule
         backward = schedule.backward
@@ -130,7 +129,7 @@ class Unit(UnitParams):
         self._advance(schedule, state)
 
     def _advance(self, schedule: Schedule, state: UnitBackward) -> None:
-        """Reduce and reshard as soon as that is right; see the module's docstring."""
+        """Reduce and reshard as soon as the module's docstring allows it."""
         if not state.begun or state.arrived < state.expected or state.freed:
             return
         inputs, missing = self.inputs.count, self.inputs.count - state.inputs_arrived
@@ -144,9 +143,9 @@ class Unit(UnitParams):
 
 @cache
 def _uncompiled_ends() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Pre- and post-forward, which take the unit first.
+    """Pre- and post-forward as functions of the unit.
 
-    Compiled code calls them and does not trace them: what they do to hooks, storages and the
-    registry must happen at every call.
+    Compiled code calls them without tracing them, since they change hooks and storages at every
+    call.
     """
     return torch.compiler.disable(Unit._begin_forward), torch.compiler.disable(Unit._end_forward)

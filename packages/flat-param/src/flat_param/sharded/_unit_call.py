@@ -35,12 +35,12 @@ def sharded_class(
 ) -> Any:
     """The sharded subclass of a class, which also runs `methods` as forwards of their units.
 
-    Modules of one class share it, and so does the code that a compiler makes of it.
+    Modules of one class share it and its compiled code.
 
     Args:
         base: `ShardedModule`, whose own call runs `run_unit`.
-        cls: what the modules were of.
-        methods: of `cls`, by name.
+        cls: the original class of the modules.
+        methods: names of methods of `cls`.
     """
     key = cls, *sorted(methods)
     made = _classes.get(key)

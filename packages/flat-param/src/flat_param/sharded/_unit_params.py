@@ -1,9 +1,9 @@
 """The parameters of one unit on this rank: gathered, shown, freed, with hooks on their leaves.
 
-Pieces get no gradient. A backward that comes to one was computed outside of the unit, where the
-piece was broadcast or reduced like a whole parameter, so it raises an error.
+Pieces get no gradient. If a backward reaches a piece, code outside of the unit used it like a full
+parameter, so an error is raised.
 
-`_schedule` decides when; `_unit` adds the forward and backward of the unit's module.
+`_schedule` decides when to gather and free; `_unit` runs the forward and backward of the unit.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ class UnitParams(ABC):
     """The parameters of one module, or of a list of modules, that are unsharded together.
 
     Attributes:
-        name: qualified name of the module below the outermost unit, which itself has none.
-        owners: register the unit's parameters, and those it ignores.
+        name: qualified name of the module below the outermost unit; "" for the outermost unit.
+        owners: registered owners of the unit's parameters and of the ignored ones.
         parts: its segments.
-        ignored: parameters of its module, and of units inside, that are left alone; _ignored.py.
+        ignored: ignored parameters of its module and of inner units; see _ignored.py.
         ignored_places: where they are registered, by `id` of a module's parameters, and key.
         grads: gradients of the trainable segments.
         is_unsharded: whether every leaf may be read.
-        around: units in whose forward this one has run since the last backward.
+        around: units in whose forward this unit ran since the last backward.
         frees_after_forward: whether it is resharded between forward and backward.
-        frees_after_backward: whether it is after backward; None: as `Schedule.release` says.
+        frees_after_backward: whether it is resharded after backward; None: see `Schedule.release`.
         reduction: how its gradients are reduced.
-        regroup: the smaller group that has the unit whole from forward to backward, if any.
-        looked_at: how many registrations there were when strays were last looked for.
-        nodes: of the graph, at which gradients of the leaves arrive.
-        leaf_count: how many leaves there are, frozen ones too.
+        regroup: the smaller group that keeps the full unit between forward and backward, if any.
+        looked_at: number of registrations at the last search for strays.
+        nodes: graph nodes that accumulate the gradients of the leaves.
+        leaf_count: number of leaves, including frozen ones.
         inputs: hooks on the inputs of forwards.
-        is_by_hand: whether its user has had it gathered, and no forward or backward has begun yet.
+        is_by_hand: whether a user called `unshard()`, and no forward or backward has begun since.
     """
 
     def __init__(
@@ -97,22 +97,22 @@ class UnitParams(ABC):
         self._use_leaves()
 
     def join(self, schedule: object) -> None:
-        """Use the schedule of a tree, which the units' modules keep alive."""
+        """Use the schedule of a tree; the modules keep it alive."""
         self._schedule: weakref.ref[Any] = weakref.ref(schedule)
         for module in self.modules():
             object.__setattr__(module, "_flat_param_schedule", schedule)
 
     def modules(self) -> list[nn.Module]:
-        """Its modules, but those that are deleted."""
+        """Its modules that still exist."""
         return [module for each in self._modules if (module := each()) is not None]
 
     @property
     def module_count(self) -> int:
-        """How many modules are this unit; more than one where a list was sharded."""
+        """Number of modules of this unit; more than one if a list was sharded."""
         return len(self._modules)
 
     def rename(self, name: str, label: str) -> None:
-        """Take the name that the unit has below its outermost one."""
+        """Set the unit's name relative to the outermost unit."""
         self.name = name
         self.comms.name(label)
         if self.regroup is not None:
@@ -150,7 +150,7 @@ class UnitParams(ABC):
 
     @abstractmethod
     def on_grad(self, grads: ShardedGrads, index: int) -> None:
-        """A leaf of the unit has its gradient."""
+        """Handle the gradient of a leaf of the unit."""
 
     @abstractmethod
     def on_input_grad(self) -> None:
@@ -158,7 +158,7 @@ class UnitParams(ABC):
 
     @abstractmethod
     def on_inner_grads(self) -> None:
-        """A unit that ran inside this one's forward has all its gradients."""
+        """Called when a unit inside this unit's forward has all its gradients."""
 
     # Unshard and reshard.
 
@@ -178,14 +178,14 @@ class UnitParams(ABC):
             gathering.append(source.start_gather(part) if source else part.start_gather())
 
     def take_changes(self) -> None:
-        """Copy what a user put in place of parameters. Errors are raised on every rank."""
+        """Copy parameters that a user replaced into the shard. Errors are raised on every rank."""
         if self.sites.have_changed():
             with self.comms.telling_others():
                 if self.sites.take_changes():
                     self._version = self._kept = None
 
     def unshard(self) -> None:
-        """Make the parameters whole. Collective, unless they are."""
+        """Gather the full parameters. Collective, unless they are gathered already."""
         if not self.is_unsharded:
             self.start_gather()
             for pending in self._gathering or ():
@@ -223,7 +223,7 @@ class UnitParams(ABC):
         if self._gathering is not None:
             for pending in filter(None, self._gathering):
                 pending.leave()
-            # A gather that was stopped as it began may still write to its memory.
+            # An interrupted gather may still write to its memory.
             if len(self._gathering) < len(self.parts):
                 for part in self.parts[len(self._gathering) :]:
                     part.remake()
@@ -235,7 +235,7 @@ class UnitParams(ABC):
             part.free()
 
     def reshard_until_backward(self) -> None:
-        """Reshard, but for what a smaller group keeps. Not a collective."""
+        """Reshard, except for the part that a smaller group keeps. Not a collective."""
         kept = None if self.regroup is None else KeptParts(self.parts, self.regroup, self._version)
         self.reshard()
         self._kept = kept
@@ -250,11 +250,11 @@ class UnitParams(ABC):
 
     @property
     def is_stale(self) -> bool:
-        """Whether the gather is older than the last step, or than a value that a user put there."""
+        """Whether a step or an assignment changed a parameter after the gather."""
         return self.is_gathered and self._version != self._current_version()
 
     def _current_version(self) -> tuple[int, int, bool]:
-        """Steps count on all ranks alike, also on one that has no piece to change.
+        """Optimizer steps are counted on all ranks, also on ranks without elements.
 
         A gather in a captured graph runs in replays only, so a capture counts too.
         """
@@ -262,7 +262,7 @@ class UnitParams(ABC):
         return optimizer_steps(), sum([part.version for part in self.parts]), captured
 
     def rebind(self) -> None:
-        """Follow a change of dtype or device that `module.to()` has made to the parameters."""
+        """Update shards and leaves after `module.to()` changed dtype or device."""
         self.reshard()
         before = placement_of(self.parts)
         for part in self.parts:
@@ -272,11 +272,11 @@ class UnitParams(ABC):
         self._use_leaves()
 
     def count_expected(self) -> int:
-        """Leaves that will get a gradient in the backward that runs now."""
+        """Leaves that will get a gradient in the running backward."""
         return sum(map(will_run, self.nodes))
 
     def forget(self) -> None:
-        """Drop everything that belongs to a backward that was stopped. Not a collective."""
+        """Drop all state of a stopped backward. Not a collective."""
         self.reshard()
         self.drop_leaf_grads()
         for grads in self.grads:
@@ -288,7 +288,7 @@ class UnitParams(ABC):
             leaf.grad = None
 
     def forget_inputs(self) -> None:
-        """No backward comes back to the forwards so far."""
+        """Drop the inputs of earlier forwards: no backward will reach them."""
         self.inputs.clear()
         self.around.clear()
 
@@ -314,7 +314,7 @@ def _on_grad(
     index: int,
     leaf: Tensor,
 ) -> None:
-    """A leaf has its gradient; its unit, or its buffers, may be gone."""
+    """Handle the gradient of a leaf; its unit or its buffers may be deleted."""
     unit, grads = unit_ref(), grads_ref()
     if unit is None:
         return

@@ -1,12 +1,12 @@
-"""A module's `forward` as a checkpointed region, put in its place and taken away again.
+"""Replace a module's `forward` by a checkpointed region, and undo that.
 
-- The only change is an attribute of the module: `forward`, or the compiled call. A wrapper that
-  was put around it meanwhile calls a region that does nothing more once it is undone.
-- A second forward finds buffers that the first one wrote to with their values from before it, and
-  leaves them unchanged: running statistics count a batch once.
-- A second forward runs with the hooks, modes and switches (attributes that are a bool or a str)
-  that the modules had at the end of the first one.
-- The region of a compiled block that keeps matmuls is inside of its compiled code. The compiler
+- The only change is an attribute of the module: `forward`, or the compiled call. If a user has
+  wrapped the region, it stays inside the wrapper after undo and only calls the original forward.
+- The second forward reads buffers with their values from before the first one, and its writes are
+  dropped, so running statistics count a batch once.
+- The second forward runs with the hooks, modes and switches (bool and str attributes) from the end
+  of the first one.
+- For a compiled block that keeps matmuls, the region is inside of the compiled code. The compiler
   compares functions, so the forward is a method of one class, and equal blocks share their code.
 """
 
@@ -38,18 +38,18 @@ class Checkpointed:
 
     Attributes:
         module: the module.
-        place: the attribute that calls of the module end at.
-        forward: its value without the region.
-        is_undone: whether the region only calls that.
+        place: name of the attribute that a call of the module runs.
+        forward: the original value of that attribute.
+        is_undone: whether the region only calls the original forward.
         compares: whether a second forward compares the bits that it saves with those of the first.
 
     Args:
         module: the module; `undo` restores a `forward` that is not its class's.
-        policy: what it keeps; None for a second forward that keeps nothing. If it reads names, the
+        policy: the policy; None for a second forward that keeps nothing. If the policy reads names,
             inputs are named `INPUT`.
         wrote: names of the buffers that its forward writes to.
-        rewrites: whether its forward writes to tensors that it is given.
-        lag_bytes: by how much copies to host memory may fall behind while it runs.
+        rewrites: whether its forward writes to its arguments.
+        lag_bytes: most bytes of running copies to host memory while the region runs.
     """
 
     is_undone = False
@@ -73,7 +73,7 @@ class Checkpointed:
         _in_use.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward, checkpointed unless that is undone."""
+        """Run the module's forward, checkpointed unless undone."""
         if self.is_undone or in_func_transform():
             return self.forward(*args, **kwargs)
         if self.policy is None:
@@ -121,7 +121,7 @@ class Tagged(Checkpointed):
         self.forward = type(self.module).forward
 
     def tagged(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward as a region, unless that is undone."""
+        """Run the module's forward as a region, unless undone."""
         if self.is_undone:
             return self.forward(self.module, *args, **kwargs)
         return checkpoint(self.forward, self.module, *args, policy=COSTLY, **kwargs)
@@ -131,7 +131,7 @@ class Tagged(Checkpointed):
 
 
 class _InputsNamed:
-    """A forward with inputs named for the policy; a method of its module, for error messages."""
+    """A forward that names its inputs for the policy; bound to its module for messages."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self.__self__, self._forward = module, forward
@@ -143,7 +143,7 @@ class _InputsNamed:
 
 
 def inputs_among(given: Any) -> list[torch.Tensor]:
-    """List the activations among arguments: no parameters, masks or tables."""
+    """List the activations among the arguments, leaving out parameters, masks and tables."""
     return [each for each in tensors_in(given) if each.requires_grad and not each.is_leaf]
 
 
@@ -152,7 +152,7 @@ class _AsInForward(AbstractContextManager[None]):
 
     Args:
         module: the module.
-        wrote: names of buffers that get their present values.
+        wrote: names of buffers whose current values are restored.
     """
 
     def __init__(self, module: nn.Module, wrote: tuple[str, ...]) -> None:

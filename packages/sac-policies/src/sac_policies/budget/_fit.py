@@ -27,13 +27,13 @@ from ._step_trace import StepTrace, traced_step
 
 @dataclass(frozen=True)
 class Fit:
-    """A plan that was measured.
+    """A measured plan.
 
     Attributes:
         policy: for `checkpoint(model, *batch, policy=...)`.
         peak_bytes: peak memory of a step with it; at most the budget.
         budget_bytes: the budget minus the reserve.
-        rounds: (bytes kept, peak) of each measured plan, in order.
+        rounds: (kept bytes, peak) of each measured plan, in order.
         predicted_bytes: its predicted peak (`profile_step`).
     """
 
@@ -54,12 +54,12 @@ def plan_region(
     reserve: Budget = 0,
     unit: Unit = "ns",
 ) -> Fit | Infeasible:
-    """Find the plan that repeats the least work while a step's measured peak fits `budget`.
+    """Find the plan with the least recomputation whose measured peak fits `budget`.
 
     The plan is for the whole model as one region. `fit_` divides a model into blocks, and reaches
-    smaller budgets. Runs a step without checkpointing and predicts from it what others take, solves
-    for the best plan that is predicted to fit, and confirms it by a measured step, or up to two
-    more. Collective where a process group is initialised.
+    smaller budgets. Runs a step without checkpointing, predicts the peaks of plans from it, and
+    measures the best plan that is predicted to fit. At most three plans are measured. Collective
+    where a process group is initialised.
 
     Args:
         model: on the device it trains on, in the mode it trains in; it does not change.
@@ -75,7 +75,7 @@ def plan_region(
             That is known for torch's elementwise optimizers; others need to have run a step.
         reserve: how much of the budget stays free, for the allocator and other programs: bytes,
             text, or a fraction of the budget.
-        unit: what work is measured in, see `profile`; with "flops" equal runs give equal plans.
+        unit: unit of work, see `profile`; with "flops", equal runs give equal plans.
 
     Returns:
         The plan and its peak, or an `Infeasible` with the smallest peak measured.
@@ -105,7 +105,7 @@ def plan_region(
 
 
 def _steady(model: nn.Module, plan: BudgetPlan, *args: Any, **kwargs: Any) -> Any:
-    """Run a forward like later ones, which compare no bits."""
+    """Run a forward without comparing bits, as later steps do."""
     return checkpoint(model, *args, policy=plan, determinism_check="none", **kwargs)
 
 
@@ -118,7 +118,7 @@ _STRIDE = 4
 
 
 class _Search:
-    """Plans, with the peaks that were predicted or measured for them."""
+    """Plans with their predicted or measured peaks."""
 
     def __init__(self, traced: StepTrace, step: Step) -> None:
         self._traced, self._step = traced, step
@@ -151,8 +151,8 @@ class _Search:
     def _candidates(self) -> list[BudgetPlan]:
         """Yield plans in order of work.
 
-        The peak need not fall with the bytes kept: a long chain of replays restores all its values
-        at once. Plans that keep every n-th value have short chains.
+        Fewer kept bytes may give a higher peak: a long chain of replays restores all its values at
+        once. Plans that keep every n-th value have short chains.
         """
         low, high = self._trace.fixed_bytes(), self._trace.total_bytes()
         budgets = (low + (high - low) * number // _POINTS for number in range(_POINTS))
@@ -162,7 +162,7 @@ class _Search:
         return sorted(plans, key=lambda plan: plan.recompute_cost)
 
     def _cheapest(self, plans: list[BudgetPlan], target: int) -> BudgetPlan | None:
-        """Return the plan with least work among those with a predicted peak of at most `target`."""
+        """Return the plan with least work among plans with a predicted peak of at most `target`."""
         for at in range(_STRIDE - 1, len(plans) + _STRIDE - 1, _STRIDE):
             group = plans[at - _STRIDE + 1 : at + 1]
             if self._predicted(group[-1]) <= target:

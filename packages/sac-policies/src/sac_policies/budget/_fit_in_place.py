@@ -2,10 +2,10 @@
 
 Regions are the modules that repeat, or that one step calls several times. If they do not fit the
 budget, the blocks of lists inside them are tried. A step is measured with all regions on each
-level. From those steps, the peak and the time of every mixture are known (`_intervals`), and the
-mixture that costs least time is measured before it is accepted. Policies name operators, so another
-loss, batch or branch than the measured one is no error. All ranks use the largest numbers of any
-rank.
+level. `_intervals` predicts the peak and time of every mixture from those steps, and the fastest
+mixture that fits is measured before it is accepted. Policies name operators, so later steps may use
+another loss, batch or branch than the measured one. All ranks use the maximum of each number over
+ranks.
 """
 
 from __future__ import annotations
@@ -52,17 +52,18 @@ _TRIES = 2
 
 @dataclass(frozen=True)
 class InPlaceFit:
-    """A model that was changed, and what a step of it takes.
+    """A model with checkpointed blocks, and the memory of a step.
 
     Attributes:
         peak_bytes: most memory in use during a step; at most the budget.
         plain_bytes: `peak_bytes` without checkpointing.
         predicted_bytes: prediction for `peak_bytes`, from steps at single levels.
         budget_bytes: the budget less the reserve.
-        regions: level of each region, in the order in which they run.
-        idle: blocks that the measured step did not run, and their levels. A step that runs them
-            instead of others of their class fits; one that runs more blocks may take more.
-        rounds: (regions that are checkpointed, peak) of each step that was measured, in order.
+        regions: each region and its level, in the order in which regions run.
+        idle: blocks that the measured step did not run, and their levels. A step fits if it runs
+            idle blocks instead of others of their class; a step that runs more blocks may take
+            more.
+        rounds: (number of checkpointed regions, peak) of each measured step, in order.
     """
 
     peak_bytes: int
@@ -77,7 +78,8 @@ class InPlaceFit:
     def undo(self) -> None:
         """Undo the checkpointing; a second call does nothing.
 
-        Wrappers that were put around a block's forward since then stay, and call the block's own.
+        Wrappers that users put around a block's forward stay, and call the block's original
+        forward.
         """
         for region in self._checkpointed:
             region.undo()
@@ -121,15 +123,16 @@ def fit_(
     optimizer: torch.optim.Optimizer | None = None,
     reserve: Budget = 0,
 ) -> InPlaceFit | Infeasible:
-    """Checkpoint the blocks of a model in place, just enough for a step to fit `budget`.
+    """Checkpoint blocks of a model in place, no more than needed for a step to fit `budget`.
 
-    Finds the modules that repeat (layers of a transformer, blocks of a network), measures a step
-    without checkpointing and one with all of them on each of two levels (four on accelerators,
-    where inputs can be offloaded, and as many values as their copies hide behind the forward), and
-    lets each do what costs least time in all. A last step confirms that it fits, or a second one.
-    At most eight steps are run for that, thirteen on accelerators. If no choice fits and the blocks
-    are stages with lists of blocks, those blocks are tried in turn. Blocks do not run again if that
-    gives other bits, as with random numbers from a generator that is not torch's own. Collective.
+    Finds the modules that repeat (layers of a transformer, blocks of a network). Measures a step
+    without checkpointing, and one with all of them on each of two levels. Accelerators have four
+    levels: inputs can be offloaded, and so can values whose copies are hidden behind the forward.
+    Then chooses the level of each module so that a step is as fast as possible. One or two more
+    steps confirm that the mixture fits. At most eight steps are run, thirteen on accelerators. If
+    no choice fits and the blocks are stages with lists of blocks, the blocks in those lists are
+    tried next. Blocks are not run again if that changes results, for instance with random numbers
+    from a generator outside of torch. Collective.
 
     Args:
         model: on the device it trains on, in the mode it trains in. Parameters, buffers,
@@ -319,8 +322,8 @@ class _Search:
     def _learn(self) -> None:
         """Run the first step of each level, which compiles or compares bits. Collective.
 
-        If a second forward has other bits on any rank, no region runs again. If compiled code with
-        tags has graph breaks on any rank, no compiled region is tagged.
+        If a second forward gives other results on any rank, no region runs again. If compiled code
+        with tags has graph breaks on any rank, no compiled region is tagged.
         """
         for level in range(1, self._levels):
             self.put((level,) * len(self._regions))
@@ -347,7 +350,7 @@ class _Search:
         return graph_breaks() > before
 
     def _varies(self) -> bool:
-        """Whether a second forward differs from the first, as with noise that a router draws."""
+        """Whether a second forward gives other results than the first, as with router noise."""
         for region in filter(None, (region_of(each.module) for each in self._regions)):
             region.compares = True
         try:
@@ -389,7 +392,7 @@ class _Search:
         )
 
     def _idle_levels(self, choice: Sequence[int]) -> list[int]:
-        """Return for each idle block the level of its class that keeps least."""
+        """Return for each idle block the level that keeps least among blocks of its class."""
         found = []
         for region in self._idle:
             pairs = list(zip(self._regions, choice, strict=True))
@@ -415,7 +418,7 @@ def _put(region: Region, level: int) -> RegionFit:
 
 
 def _like(path: str, module: nn.Module, regions: Sequence[Region]) -> Region:
-    """Return a region for a block that did not run, with what one of its class did."""
+    """Return a region for a block that did not run, with facts from a block of its class."""
     for region in regions:
         if kind_of(region.module) is kind_of(module):
             return replace(

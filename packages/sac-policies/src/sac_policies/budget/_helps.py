@@ -1,4 +1,4 @@
-"""Suggestions, with bytes, for a step that no choice of levels fits into its budget."""
+"""Suggest remedies, with bytes, if no choice of levels fits the budget."""
 
 from __future__ import annotations
 

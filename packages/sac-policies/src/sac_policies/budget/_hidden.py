@@ -27,7 +27,7 @@ def hidden_by(call: Callable[..., Any], args: Any, kwargs: Any, device: torch.de
     Args:
         call: the forward, which runs a few times; results are dropped.
         args: its positional arguments.
-        kwargs: its keyword arguments. If one is mutable, such as a cache, nothing runs.
+        kwargs: its keyword arguments. With a mutable argument, such as a cache, nothing is run.
         device: an accelerator.
     """
     input_bytes = storage_bytes(inputs_among((args, kwargs)), device=device)

@@ -1,14 +1,14 @@
 """Predicts a step in which regions are on different levels, from steps on single levels.
 
-A step is divided where a region begins: in forward where it is called, in backward where the
-gradient of its output is known. The part until the next region begins belongs to the region. The
-part after the last call, with the model's head and the loss, is the tail. A region's part does not
-depend on the levels of other regions, so a mixture is put together from measured steps.
+A step is divided into intervals. A region's interval begins in forward at its call, in backward
+when the gradient of its output is computed, and ends where the next one begins. The tail is the
+interval after the last call, with the model's head and the loss. An interval does not depend on the
+levels of other regions, so a mixture is assembled from measured steps.
 
 The tail is an exception. Objects such as a cache may hold tensors until then, and the tail frees
-those that no region keeps. The bytes of a region's tensors depend on that region's level, and on
-levels on which other regions hold their arguments, such as the cache. Bytes from before all regions
-depend on all levels. If the allocator reports only sums, they are divided evenly.
+those that no region keeps. How many bytes of a region it frees depends on that region's level, and
+on whether other regions hold their arguments, such as the cache. Bytes allocated before all regions
+depend on all levels. If the allocator reports only totals, they are divided evenly.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Measured(NamedTuple):
     """Steps in which all regions were on one level.
 
     Attributes:
-        intervals: in order; the key of what comes before the first region is None.
+        intervals: in order; the interval before the first region has the key None.
         spent: their times, by key.
     """
 
@@ -103,7 +103,7 @@ class Steps:
         self.costs = self._costs(kinds, measured)
 
     def growth(self, choice: Sequence[int]) -> int:
-        """Return the peak over the bytes before the step, with the levels of `choice`."""
+        """Return the peak, minus the bytes before the step, with the levels of `choice`."""
         now = top = 0
         for plain in self._plain:
             interval = self._interval_of(plain, choice)
@@ -148,9 +148,10 @@ class Steps:
         return self._offloaded.among(choice, self._by_level[level].get(plain.key, plain))
 
     def _left_in_tail(self, one: Measured) -> int:
-        """Return the bytes of the last region's inputs that the tail frees as no region holds them.
+        """Return the bytes of the last region's inputs that the tail frees.
 
-        A device tells sums alone. The region before frees as much before the last one begins.
+        An accelerator's allocator reports only totals. There the bytes are estimated
+        by those freed between the last two regions.
         """
         tail = {each.key: each for each in one.intervals}.get(self._tail)
         if self._tail is None or tail is None or tail.freed is not None:
@@ -161,7 +162,7 @@ class Steps:
         return max(0, more[-1]) if more else 0
 
     def _freed_in_tail(self, one: Measured, left: int) -> dict[int | None, int]:
-        """Return by region the bytes that the tail frees; under None, those from before."""
+        """Return the bytes that the tail frees by region; None: allocated before all regions."""
         found: dict[int | None, int] = dict.fromkeys((None, *range(self._count)), 0)
         tail = {each.key: each for each in one.intervals}.get(self._tail)
         if self._tail is None or tail is None:
@@ -176,7 +177,7 @@ class Steps:
         return found
 
     def _held_longer(self, choice: Sequence[int]) -> int:
-        """Return how much less the tail frees than where everything is kept."""
+        """Return how many bytes fewer the tail frees than with everything kept."""
         all_hold = {level for level in choice if level in self._holding}
         freed = min(self._freed[level][None] for level in choice)
         for number, own in enumerate(choice):
@@ -184,11 +185,11 @@ class Steps:
         return sum(self._freed[0].values()) - freed
 
     def _late(self, number: int, level: int) -> int:
-        """Return bytes of a region that the tail frees, beyond those with everything kept."""
+        """Return how many more bytes of a region the tail frees than with everything kept."""
         return self._freed[level][number] - self._freed[0][number]
 
     def _costs(self, kinds: Sequence[object], measured: Sequence[Measured]) -> list[list[int]]:
-        """Return by region and level the time over that of keeping everything."""
+        """Return by region and level the extra time over keeping everything."""
         spent = [self._by_region(one.spent) for one in measured]
         offloads = any(each.moved.out for one in measured for each in one.intervals)
         alike: dict[Any, list[int]] = {}
@@ -292,9 +293,9 @@ _MOST_STATES = 2_000
 
 
 def _front(found: list[Any], target: int) -> list[Any]:
-    """Drop states that another one beats in bytes and cost; of very many, those that differ little.
+    """Drop states that another state dominates in bytes and cost; of too many, drop similar ones.
 
-    Of equal states the first one stays, in which earlier regions keep less.
+    Of equal states the first one is kept, because earlier regions keep less in it.
     """
     front: list[Any] = []
     for state in sorted(found, key=lambda state: state[:2]):

@@ -173,7 +173,8 @@ class _Search:
     def _let_go(self, states: list[State], bounds: list[int], *, keep: int) -> list[State]:
         """Keep only the `keep` most promising states, and record the best bound of the others.
 
-        Of equal bounds, keep the fullest: with equal densities, bounds do not distinguish states.
+        Among equal bounds, keep the states closest to the capacity: if all items have equal
+        density, all bounds are equal.
         """
         spare = [abs(self.capacity - state[0]) for state in states]
         order = sorted(range(len(states)), key=lambda n: (-bounds[n], spare[n]))

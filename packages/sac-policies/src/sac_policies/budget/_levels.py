@@ -58,17 +58,17 @@ class RegionFit:
 
 @dataclass(frozen=True)
 class Region:
-    """A module, and facts from a plain step of it.
+    """A module, and facts from a plain step.
 
     Attributes:
         path: of the module.
         module: the module.
         operators: costly operators that ran in it.
-        wrote: names of buffers that it writes to; None if it cannot run again, because it
-            replaces buffers or gives other results the second time.
+        wrote: names of buffers that it writes to. None if it must not be run again: it replaces
+            buffers, or gives other results the second time.
         rewrites: whether it writes to tensors in its arguments.
-        is_compiled: whether it is compiled: then it keeps everything, keeps matmuls by tags in
-            its graph, or runs again.
+        is_compiled: whether it is compiled. A compiled module has three levels: keep everything,
+            keep matmuls by tags in its graph, run again.
         is_taggable: whether its compiled code, if any, takes tags.
         hidden: calls whose values can be offloaded behind its forward.
         hidden_bytes: bytes of those values and of its inputs.

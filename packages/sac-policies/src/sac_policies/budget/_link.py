@@ -55,13 +55,13 @@ class Link:
     def hidden(self, trace: Trace, input_bytes: int) -> list[Item]:
         """Return the values of a block that can leave during its forward and return in time.
 
-        Copies out run one after another, the inputs first, each from the time its value is made.
+        Copies out run one after another, inputs first; each starts after its value is computed.
         Copies back run during the backward of the following block. Values with the most work per
         byte come first.
 
         Args:
             trace: of the block's forward, in nanoseconds.
-            input_bytes: of inputs, which are copied in any case.
+            input_bytes: bytes of the inputs, which are always copied.
         """
         done = list(accumulate(op.cost if op.out_bytes else 0 for op in trace.ops))
         work = self.work_seconds * SECOND
@@ -125,14 +125,15 @@ def _rate(
 
 
 def beside_on(device: torch.device, work: Callable[[], object]) -> Run:
-    """Return what runs `work` on a device beside copies on another stream.
+    """Return a function that runs `work` on a device, with a concurrent copy on another stream.
 
     Args:
         device: an accelerator whose events have times.
         work: queues kernels on the current stream, such as a forward.
 
     Raises:
-        BudgetError: the device is not an accelerator. Later: host memory has no room for a copy.
+        BudgetError: the device is not an accelerator. Raised by the function: host memory has no
+            room for a copy.
     """
     if not is_accelerator(device):
         raise BudgetError(

@@ -50,9 +50,9 @@ class Interval:
 
     Attributes:
         key: of the mark; None before the first.
-        grown: bytes in use at its end over those at its start.
-        most: the same at its highest; at least 0.
-        freed: on CPU, how many bytes it freed of earlier intervals, by their number.
+        grown: bytes in use at its end, minus those at its start.
+        most: peak bytes in use, minus those at its start; at least 0.
+        freed: on CPU, bytes of earlier intervals that it freed, by number of the interval.
         moved: bytes that were offloaded.
     """
 
@@ -70,7 +70,7 @@ class Marks:
         device: where the step allocates; CPU, or an accelerator with CUDA's memory statistics.
 
     Attributes:
-        spent: by key, the time of each interval once the step has run, the profiler's included.
+        spent: time of each interval by key, including the profiler's; set after the step.
     """
 
     spent: Spent
@@ -91,7 +91,7 @@ class Marks:
         self._keys.append(key)
 
     def intervals(self, step: Callable[[], object]) -> list[Interval]:
-        """Run a step; return what it allocated, divided at its marks.
+        """Run a step; return the memory of each interval between marks.
 
         Temporaries inside operators count. On CPU, memory from before that the step frees is left
         out.
@@ -179,7 +179,7 @@ def _changes(step: Callable[[], object]) -> list[tuple[int, int] | None]:
 
     Marks are None.
     """
-    # Not by `torch.profiler`: torch 2.11 warns there unless it makes an object of each event.
+    # `torch.profiler` is not used: in torch 2.11 it warns unless it creates an object per event.
     with _quiet(), profile(profile_memory=True, use_kineto=True) as profiler:
         step()
     with no_collection():  # these events would trigger many collections
@@ -205,7 +205,7 @@ def _read(profiler: profile) -> list[tuple[int, int] | None]:
 def _quiet() -> Iterator[None]:
     """Silence the profiler's messages, unless the environment asks for them.
 
-    It reads the variable when it is first used in a process.
+    The profiler reads the variable at its first use in a process.
     """
     if _LOG_LEVEL in os.environ:
         yield
@@ -220,7 +220,7 @@ def _quiet() -> Iterator[None]:
 def _divided(
     changes: Iterable[tuple[int, int] | None],
 ) -> list[tuple[int, int, Counter[int]]]:
-    """Return for each interval its growth, at its end and at most, and what it freed.
+    """Return for each interval its growth, its peak, and the bytes that it freed.
 
     Freed bytes are counted by the interval that allocated them; older memory is left out.
 

@@ -1,7 +1,7 @@
-"""Memory of a region whose neighbours offload other values than in the measured step.
+"""Predict memory of a region whose neighbours offload other values than in the measured step.
 
-In backward a region requests the values of the preceding region that offloads, and the last region
-also requests its own. Values that no backward reads are requested in the measured step only.
+In backward a region requests the values of the preceding region that offloads; the last region also
+requests its own values. Unread values are requested in the measured step only.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class _Level:
     Attributes:
         order: numbers of the regions that offload; empty if one is called several times, since
             its neighbours are then unknown.
-        asked: by region, bytes that it requested.
-        unread: by region, bytes that it requested and did not read.
-        values: by region, bytes that the following region requests.
+        asked: requested bytes by region.
+        unread: bytes by region that were requested and not read.
+        values: bytes of each region that the following region requests.
     """
 
     def __init__(self, intervals: Sequence[Interval]) -> None:
@@ -37,7 +37,7 @@ class _Level:
             before: self.asked[number] - self.unread[before]
             for before, number in pairwise(self.order)
         }
-        if self.order:  # the last one has requested its own with those of the one before
+        if self.order:  # the last region requests its own values too
             *before, last = self.order[-2:]
             both = self.asked[last] - sum(self.unread[n] for n in self.order[-2:])
             sizes = [each.moved.out for each in begun[-2:]]
@@ -58,11 +58,11 @@ class Offloaded:
         self._order = list(dict.fromkeys(number for number, *_ in keys))
 
     def among(self, choice: Sequence[int], measured: Interval) -> Interval:
-        """Return an interval of a region, for other levels of its neighbours.
+        """Predict an interval of a region when other regions are on other levels.
 
         Args:
-            choice: by region, its level.
-            measured: the interval with all regions on this region's level.
+            choice: level of each region.
+            measured: the measured interval, with all regions on this region's level.
         """
         number, is_backward = measured.key[0], measured.key[2]
         level = self._levels[choice[number]]

@@ -70,7 +70,7 @@ def existing_bytes(optimizer: optim.Optimizer, device: torch.device) -> int:
 def state_bytes(optimizer: optim.Optimizer, device: torch.device) -> int:
     """Return bytes of an optimizer's state on a device after its next step.
 
-    Parameters without state count as if that step allocates it.
+    For parameters without state, the state that the step will allocate is counted.
 
     Example:
         >>> state_bytes(optim.Adam([torch.ones(2, requires_grad=True)]), torch.device("cpu"))

@@ -102,8 +102,8 @@ def trace_of(run: Run, timed: Sequence[Run], unit: Unit, *, where: str) -> Trace
 
     Args:
         run: the forward, or a step that begins with it.
-        timed: forwards whose work was measured; the least of each call counts.
-        unit: of that work.
+        timed: forwards with measured work; the minimum of each call counts.
+        unit: unit of the work.
         where: the public function, for messages.
 
     Raises:
@@ -145,7 +145,7 @@ def trace_of(run: Run, timed: Sequence[Run], unit: Unit, *, where: str) -> Trace
 
 
 def _packs(run: Run, makers: dict[int, tuple[int, int]]) -> list[TracedPack]:
-    others: dict[tuple[int, int], int] = {}  # storages from before the calls, numbered from 1
+    others: dict[tuple[int, int], int] = {}  # storages allocated before the calls, numbered from 1
     found = []
     for each in made_again(run):
         reads = []

@@ -1,7 +1,7 @@
 """Replay a recorded run under a policy: the real tape runs on tensors without data.
 
-The tape has its values, copies and replays. Only operators do not run: they return tensors on the
-meta device, of the recorded sizes and strides. A ledger counts live storages.
+The tape makes its values, copies and replays as in a real run. Operators are not run: they return
+meta tensors of the recorded sizes and strides. A ledger counts live storages.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Again:
 
     Attributes:
         storage: number of its storage in the run.
-        held: its bytes if it is held in any case; None if it is recomputed.
+        held: its bytes if the tape must hold it; None if it is recomputed.
         producer: the operator that recomputes it; "" if it is held.
-        reads: bytes of storages held only for its recomputation.
+        reads: bytes of storages that are held only for its recomputation.
     """
 
     storage: int
@@ -88,7 +88,7 @@ class Ledger:
         Args:
             tensor: any tensor of that storage.
             size: bytes to count; by default those of the storage.
-            number: of the storage in the run; -1 for one that the tape made.
+            number: number of the storage in the run; -1 if the tape made it.
         """
         storage = tensor.untyped_storage()
         key = storage_key(tensor)
@@ -181,8 +181,8 @@ def _packing_bytes(mask: torch.Tensor) -> int:
 class _Rehearsal:
     """One run, event by event.
 
-    A storage that autograd saved lives as long as its tensors and the tape's values. Other
-    storages live as recorded, also if none of their tensors was seen.
+    A storage that autograd saved lives as long as its tensors and the tape's values. Other storages
+    have their recorded lifetimes.
     """
 
     def __init__(self, run: Run, plan: Policy | None) -> None:
@@ -306,7 +306,7 @@ class _Rehearsal:
         return _filled(value, self._tensor)
 
     def _tensor(self, number: int) -> torch.Tensor:
-        """Return the tensor with a number; one that no call made is an input, or an alias."""
+        """Return the tensor with this number. If no call made it, it is an input or an alias."""
         tensor = self._live.get(number)
         if tensor is not None:
             return tensor

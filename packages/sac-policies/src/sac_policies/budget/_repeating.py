@@ -1,4 +1,4 @@
-"""Finds the blocks that a model is a stack of, and watches what they do in a step."""
+"""Find the repeated blocks of a model, and record their operators and writes in a step."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def repeating(model: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
     """Return the modules that repeat, outermost first, with their paths.
 
     A module repeats if a container has several modules of its class. Other modules of that class
-    count wherever they are. Modules without children do not count, nor containers of blocks, whose
-    blocks do. If no container has several of one class, any parent may; else the model is one
-    region.
+    count wherever they are. Modules without children do not count. Of a container of blocks, the
+    blocks count. If no container has several modules of one class, children of any parent may
+    count; else the model is one region.
 
     Example:
         >>> block = lambda: nn.TransformerEncoderLayer(8, 2)
@@ -44,7 +44,7 @@ def repeating(model: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
 def inside(regions: Sequence[tuple[str, nn.Module]]) -> tuple[tuple[str, nn.Module], ...]:
     """Return the blocks of lists inside regions, such as stages; () if no region has a list.
 
-    A region without such blocks stays, and a compiled one, in which Python calls nothing.
+    A region without such blocks stays; so does a compiled region, in which Python calls no modules.
 
     Example:
         >>> stage = nn.Module()
@@ -139,7 +139,7 @@ def _is_block(module: nn.Module) -> bool:
 
 
 class Seen(WatchingMode):
-    """Notes which operators run in each region, and in which order regions begin.
+    """Records the operators of each region, and the order in which regions begin.
 
     Attributes:
         operators: by path, the costly operators that ran there.

@@ -86,7 +86,7 @@ class RunCall:
         out: its result, likewise.
         written: storages that it wrote to, by its schema.
         made: numbers of the storages that it made.
-        records: whether gradients were on, or a library handled them.
+        records: whether gradients were enabled, or a library's autograd formula called it.
         most_bytes: peak of its allocations, over the bytes before it.
         cost: work to run it again, in the recorder's unit.
     """
@@ -256,7 +256,7 @@ class Recorder(WatchingMode):
             return known.number
         layout = self._layout(tensor)
         reads = self._read.get(layout) if layout.storage >= 0 else None
-        # Autograd makes a separate tensor of each one that it reads.
+        # Autograd unpacks a separate tensor for each saved one.
         number = reads.pop(0) if reads else self._new(layout)
         seen = _Known(tensor, self._gone)
         seen.number = number
@@ -291,11 +291,11 @@ class Recorder(WatchingMode):
         self._settle_in_place(number)
 
     def _settle_in_place(self, storage: int) -> None:
-        """Place a result in the memory of the tensor that backward would have written to.
+        """Record a result as if it reused the memory that backward would overwrite.
 
-        If nothing else holds the first gradient, autograd adds the next one in place, and a few
-        formulas write in place too. Under a mode they do not, and the tensor is freed as soon as
-        the result exists.
+        Without a mode, autograd adds a gradient in place if nothing else holds the first one, and a
+        few formulas write in place too. Under a mode a new tensor is allocated, and the old one is
+        freed at once.
         """
         events, layouts = self._run.events, self._run.layouts
         at = len(events) - 1
@@ -308,7 +308,7 @@ class Recorder(WatchingMode):
         if not self._in_backward or at < 0 or events[at][0] != "call":
             return
         call = self._run.calls[events[at][1]]
-        # A view holds its base, and is not written to.
+        # A view keeps its base alive, so autograd does not write to it.
         if call.op in _IN_PLACE and gone == [call.inputs[0]]:
             events.append(events.pop(at))
 
@@ -360,8 +360,8 @@ class _Saved:
 
     Attributes:
         tensor: an alias of it.
-        places: its places among the saves: one, or those of the tensors inside a wrapper.
-        note: called when it is released.
+        places: its positions among the saves: one, or one per inner tensor of a wrapper.
+        note: callback for its release.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""One training step that is run to measure it, and leaves the model unchanged."""
+"""Run a training step for measurements, leaving the model unchanged."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Step:
         loss.backward()
 
     def peak(self, call: Callable[..., Any]) -> int:
-        """Run a step; return the largest peak of all ranks, in bytes. Collective."""
+        """Run a step; return its peak in bytes, the maximum over ranks. Collective."""
         self._settle()
         found = Marks(self.device).intervals(lambda: self.run(call))
         return largest(self._resident() + highest(found))
@@ -118,7 +118,7 @@ class Step:
     def settle_buckets(self) -> None:
         """Run a step in which DDP makes the buckets that it keeps. Collective.
 
-        It makes them again in the forward after its first backward. They have as many bytes as the
+        DDP rebuilds them in the forward after its first backward. They are as large as the
         gradients, and exist before each later step.
         """
         if any(isinstance(each, DistributedDataParallel) for each in self.model.modules()):
@@ -126,10 +126,10 @@ class Step:
             self.forward()
 
     def intervals(self, call: Callable[..., Any], marks: Marks) -> list[Interval]:
-        """Run a step; return what it allocated, the most of all ranks. Collective.
+        """Run a step; return its intervals, with the maximum over ranks. Collective.
 
-        An interval `BACKWARD` begins where forward has ended; `freed` is only there in the one
-        before it.
+        The interval `BACKWARD` begins at the end of forward; only the interval before it has
+        `freed`.
         """
         self._settle()
         own = marks.intervals(lambda: self.run(call, marks))
@@ -153,11 +153,11 @@ class Step:
         return dict(zip(spent, largest_each(list(spent.values())), strict=True))
 
     def resident(self) -> int:
-        """Return bytes of parameters, buffers, batch and state; the largest rank. Collective."""
+        """Return bytes of parameters, buffers, batch and state; maximum over ranks. Collective."""
         return largest(self._resident())
 
     def available(self) -> int:
-        """Bytes that a step may take on its accelerator, the least of all ranks. Collective.
+        """Bytes that a step may take on its accelerator; minimum over ranks. Collective.
 
         Free bytes, and those of the step's tensors, gradients, and optimizer state.
         """
@@ -168,7 +168,7 @@ class Step:
 
     @property
     def is_dry(self) -> bool:
-        """Whether its tensors have no data."""
+        """Whether the step's tensors have no data."""
         return any(is_fake(each) for each in self._tensors())
 
     def check_data(self) -> None:
@@ -192,10 +192,11 @@ class Step:
         return storage_bytes(self._tensors(), device=self.device) + self.optimizer_bytes()
 
     def _settle(self) -> None:
-        """Free what the step before has left."""
+        """Free leftover memory of the previous step."""
         self._clear()
         if is_accelerator(self.device):
-            # A device's thread frees a backward when it takes up the next one; this one is empty.
+            # A device's backward thread frees a graph when it starts the next one, here an empty
+            # one.
             none = torch.zeros(0, device=self.device, requires_grad=True)
             torch.autograd.grad(none * 1.0, none, grad_outputs=none.detach())
 

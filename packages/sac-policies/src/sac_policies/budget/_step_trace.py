@@ -71,7 +71,7 @@ class StepTrace:
 def profile_step(
     model: nn.Module, batch: Any, *, loss: Loss | None = None, unit: Unit | None = None
 ) -> StepTrace:
-    """Run a training step, to predict what it takes under any plan without running that.
+    """Run a training step once, to predict its memory under any plan.
 
     Runs up to three forwards and one backward. Collective where a process group is initialised.
 
@@ -107,7 +107,8 @@ def profile_step(
 
 def traced_step(step: Step, unit: Unit | None) -> StepTrace:
     """Record a step, and time its forward. Collective; ranks must run the same operators."""
-    # The first mode of a process imports modules, whose frames would hold a forward's tensors.
+    # The first mode in a process imports modules; their frames would keep tensors of the forward
+    # alive.
     Recorder().record(partial(torch.empty, 0))
     chosen = unit or ("flops" if step.is_dry else "ns")
     # The profiler that reads the allocator would distort times.

@@ -1,8 +1,8 @@
-"""Times what levels cost, where memory is measured.
+"""Measure the times of levels on the device of the step.
 
 On the CPU the clock is per-thread CPU time, so other processes do not count; backward runs in the
-calling thread. No garbage is collected meanwhile. Regions that are alike are timed together: a
-short disturbance hits one of them.
+calling thread. Garbage collection is disabled during a measurement. Times of equal regions are
+combined, since a short disturbance hits only one of them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Clock:
         self._read.append((key, self._now()))
 
     def spent(self, step: Callable[[], object]) -> dict[Any, int]:
-        """Run a step; return nanoseconds between marks by key; None is the first's."""
+        """Run a step; return the nanoseconds after each mark; None: before the first mark."""
         with no_collection():
             self.mark(None)
             step()
@@ -66,13 +66,13 @@ class Clock:
 
 
 def costs(spent: Sequence[Sequence[int]], kept: Sequence[int]) -> list[int]:
-    """Return by level how many nanoseconds more regions that are alike take than on the first.
+    """Return by level the extra nanoseconds of a region over the first level.
 
     A level that keeps less costs no more than another if it is at most 2 % of the plain time
     slower. Levels that checkpoint cost at least one nanosecond.
 
     Args:
-        spent: by level, the nanoseconds of each region.
+        spent: by level, the nanoseconds of each of several equal regions.
         kept: bytes that a region keeps, by level.
 
     Example:

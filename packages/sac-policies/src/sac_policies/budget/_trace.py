@@ -66,10 +66,10 @@ class TracedPack:
     """One tensor that autograd saved.
 
     Attributes:
-        producer: the operator that recomputes it; "" if it is held in any case.
+        producer: the operator that recomputes it; "" if it must be held.
         made_by: index of the call that made its storage, -1 for inputs of the region.
         output: number of the storage among those of the call, from 0; 0 for inputs.
-        storage_bytes: bytes of keeping it: those of its storage, or less.
+        storage_bytes: bytes of keeping it; at most those of its storage.
         reads: other tensors held if it is recomputed.
     """
 
@@ -86,7 +86,7 @@ class TracedPack:
 
     @property
     def held(self) -> Held:
-        """The tensor as held if it is kept."""
+        """The bytes that are held if the tensor is kept."""
         return Held(self.made_by, self.output, self.storage_bytes)
 
 
@@ -97,7 +97,7 @@ class Item:
     Attributes:
         ops: their positions in `Trace.ops`.
         kept_bytes: bytes of keeping all of them, minus those held for recomputing them.
-        cost: of running them again, in the trace's `unit`.
+        cost: work to run them again, in the trace's `unit`.
     """
 
     ops: tuple[int, ...]
@@ -125,7 +125,7 @@ class Trace:
         return tuple(Item((op,), weights[op], self._replay_cost(op)) for op in weights)
 
     def fixed_bytes(self) -> int:
-        """Bytes kept if everything possible is recomputed; some are inputs of recomputation."""
+        """Bytes kept if everything possible is recomputed, including inputs of recomputation."""
         return self.bytes_kept(frozenset())
 
     def total_bytes(self) -> int:
@@ -178,7 +178,7 @@ class Trace:
         }
 
     def _weights(self) -> dict[int, int]:
-        """Return the bytes of each call's result, minus bytes that are held only for the call."""
+        """Return the bytes of each call's result, minus those held only to recompute it."""
         reads: dict[int, set[Held]] = {call: set() for call, _ in sorted(self.replayable)}
         always: set[Held] = set()
         for pack in self.packs:

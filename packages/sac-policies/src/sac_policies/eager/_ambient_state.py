@@ -29,7 +29,7 @@ class AmbientState:
         self._autocast = _autocast(self._kinds)
 
     def settle(self) -> None:
-        """Drop the random state of the CPU if no number was drawn since."""
+        """Drop the CPU's random state if no number was drawn in forward."""
         if self._cpu is not None and torch.equal(self._cpu, torch.get_rng_state()):
             self._cpu = None
 

@@ -13,7 +13,7 @@ _KEEPS_PINNED_MEMORY = torch.__version__ >= "2.13"  # a TorchVersion, which comp
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether the current stream is being captured; `device` has the type of the current one."""
+    """Whether the current stream is being captured. `device` gives the device type."""
     ask = _asks(device.type)
     return ask is not None and ask()
 
@@ -26,7 +26,7 @@ def _asks(kind: str) -> Callable[[], bool] | None:
 
 
 def refuse_old_torch(is_captured: bool) -> None:
-    """Raise if a captured copy would write to host memory that is reused later.
+    """Raise if host memory of a captured copy would be reused later.
 
     Raises:
         EngineError: before torch 2.13, which reserves pinned memory for a graph.

@@ -1,7 +1,7 @@
 """Compiled modules in a region: each runs again as a whole, as in torch's checkpoint.
 
-The tape sees no operators of a compiled module, and its graph saves for backward the values that
-the compiler chose, without regard to the region.
+The tape does not see the operators of a compiled module. Without this file, its graph would save
+the values that the compiler chose for backward, regardless of the policy.
 """
 
 from __future__ import annotations
@@ -68,12 +68,13 @@ _lock = threading.Lock()
 
 
 def follow_compiled(modules: list[nn.Module], region: Region, until: ExitStack) -> None:
-    """Have compiled modules run again in backward where they are called in a region.
+    """Make compiled modules run again in backward if they are called in a region.
 
     Args:
         modules: none inside another.
         region: the open region.
-        until: closed when the region ends. If that is interrupted, calls without a region remain.
+        until: closed when the region ends. If closing is interrupted, the replaced calls remain,
+            without a region.
     """
     for module in modules:
         with _lock:
@@ -108,7 +109,7 @@ def _run(
 
 
 def _keeps_all(region: Region) -> bool:
-    """Whether the policy keeps even an operator that it does not name."""
+    """Whether the policy also keeps operators that it does not name."""
     module = "" if region.path is None else region.path.now
     answer = region.policy.decide(OpView(NAME_OP, 0, None, (), {}, module, None, RegionState()))
     return answer is not None and answer.keeps

@@ -9,13 +9,13 @@ Invariants:
 - Device memory that a copy reads or writes is freed only after the home stream has waited for the
   copy, or the host has seen it end. So `record_stream` is needed only where a tensor is produced or
   read on another stream.
-- Device memory is freed once it is copied. If the copies of a thread fall behind by more than its
-  largest tensor, or than `lag_bytes`, the device waits for the oldest copy. At the end of a region
-  the device waits for all copies, so what a region holds does not depend on the regions after it.
+- Device memory is freed once it is copied. If a thread's running copies exceed its largest tensor,
+  or `lag_bytes`, the device waits for the oldest copy. At the end of a region the device waits for
+  all copies, so a region's memory does not depend on later regions.
 - When backward first reads a region, the copies of that region and of the region before it start
   back.
-- Host memory that cannot be had is no error: the value stays on the device.
-- An in-place change of an offloaded tensor is an error, however far its copy is.
+- If host memory cannot be allocated, the value stays on the device without an error.
+- An in-place change of an offloaded tensor is an error, even before its copy has ended.
 - During graph capture, events are not queried: that would end the capture.
 """
 
@@ -221,7 +221,7 @@ class Leaving(threading.local):
 
     Attributes:
         region: the last region that offloaded, held weakly.
-        lag_bytes: by how much copies of the running region may fall behind.
+        lag_bytes: most bytes of running copies of the running region.
     """
 
     def __init__(self) -> None:
@@ -232,7 +232,7 @@ class Leaving(threading.local):
         self._region_moves = False
 
     def note(self, moved: MovedTensor) -> None:
-        """Add a value; free those that were copied, and the oldest if there are too many."""
+        """Add a value; free copied values, and the oldest one if too many copies are running."""
         nbytes = moved.host.nbytes
         self._region_moves = True
         self._values.append((weakref.ref(moved), nbytes))
@@ -242,7 +242,7 @@ class Leaving(threading.local):
 
     @contextmanager
     def lagging(self, nbytes: int) -> Iterator[None]:
-        """Let copies fall behind by that many bytes."""
+        """Allow that many bytes of running copies."""
         before, self.lag_bytes = self.lag_bytes, nbytes
         try:
             yield
@@ -256,7 +256,7 @@ class Leaving(threading.local):
         return moves
 
     def _settle(self, held_bytes: int) -> None:
-        """Free copied values, and the oldest as long as the others exceed the limit."""
+        """Free copied values, and the oldest ones while running copies exceed the limit."""
         while self._values:
             ref, first_bytes = self._values[0]
             first = ref()

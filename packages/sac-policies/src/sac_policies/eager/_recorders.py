@@ -1,7 +1,7 @@
 """Recorders: how the tape treats an operator, decided once from its schema and the policy.
 
 An operator is recorded only if its schema and tags say that it is functional and deterministic.
-Short lists name the operators whose schema is wrong about that.
+Short lists name the operators with a wrong schema.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Tape(Protocol):
         """Hold a mask as bits."""
 
     def before_write(self, written: list[torch.Tensor], *, is_seen: bool = True) -> None:
-        """Forget tensors of storages about to be written; copy tensors that values hold."""
+        """Forget tensors of storages that will be written; copy the ones held by values."""
 
     def note_unversioned(self, written: list[torch.Tensor]) -> None:
-        """Record storages with writes that no version counter shows."""
+        """Record storages that were written without a version change."""
 
     def decide(
         self, recorder: Recorder, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -102,7 +102,7 @@ class Recorder:
         answer: the policy's constant answer.
         asks: whether the policy is called after each call, or counts calls.
         shares: whether its results share memory with its first argument.
-        why: why its results are held, if the policy does not keep them.
+        why: reason why its results are held although the policy does not keep them.
     """
 
     __slots__ = (
@@ -258,9 +258,10 @@ class Recorder:
             call.items.append(None if item is None else ref(item))
 
     def _chosen(self, args: tuple[Any, ...], out: Any) -> list[torch.Size]:
-        """Shapes of integer results that depend on values: other results of these shapes are held.
+        """Return the shapes of integer results that depend on values.
 
-        So an operator such as topk or sort runs once. Of pooling only the indices are held.
+        Floating-point results of these shapes are held too, so topk and sort run once. Pooling is
+        excluded: only its indices are held.
         """
         if "pool" in self._short:
             return []
@@ -367,7 +368,7 @@ class Recorder:
         return not self.is_aten and is_called_by_library(4)
 
     def _cuts(self, args: tuple[Any, ...], dtype: torch.dtype) -> bool:
-        """Whether an integer result depends on floating point values: it must not change."""
+        """Whether an integer result depends on floating-point values and so must be held."""
         if dtype is torch.bool:
             return False
         return any(each.is_floating_point() for each in tensors_among(args))
@@ -413,8 +414,9 @@ class Table:
     """The recorders of one policy, made as operators appear.
 
     Attributes:
-        policy: what decides.
-        runs: what runs the calls of an operator, by its id: hashing an operator runs Python.
+        policy: the policy.
+        runs: function for the calls of an operator, by `id`, because hashing an operator runs
+            Python.
         recorders: by operator.
     """
 
@@ -424,7 +426,7 @@ class Table:
         self.recorders: dict[Operator, Recorder] = {}
 
     def run_of(self, op: Operator) -> Run:
-        """Return what runs the calls of an operator."""
+        """Return the function for the calls of an operator."""
         recorder = self.recorders.get(op) or Recorder(op, self.policy)
         self.recorders[op], self.runs[id(op)] = recorder, recorder.run
         return recorder.run

@@ -43,7 +43,7 @@ def run(
     watch, table = _known(policy)
     is_new = watch.is_new(function)
     checks = check == "bits" or (is_new and check == "default")
-    # A new table lists the operators of this region only.
+    # In the first forward, a new table lists only the operators of this region, for warnings.
     table = Table(policy) if is_new else table
     region = Region(policy, table, watch, root_of(function), checks, observer)
     hooks = saved_tensor_hooks()

@@ -6,16 +6,16 @@ dispatch modes or functorch transforms.
 
 Invariants:
 - The n-th tensor saved by the second run replaces the n-th of the first. Shape, dtype and device
-  are compared. The second run stops at the last of them.
+  are compared. The second run stops after the last saved tensor.
 - An operator may save a tensor before it writes it, as `rrelu` does with its noise. Then the second
-  run goes on to the next saved tensor, or to the end.
-- A recomputed tensor is dropped when it has been read. Another backward runs the function again.
+  run continues to the next saved tensor, or to the end.
+- A recomputed tensor is dropped after its read. Another backward runs the function again.
 - Inputs are held with their versions, and so are the parameters that forward saves. Backward raises
   if one was modified in place since.
 - Random numbers and autocast are those of the first run.
 - On request, bits of saved tensors are compared: a second run may draw other numbers from a
-  generator that is not restored. Integers are not compared, nor on accelerators tensors that need
-  no gradient: kernels leave unused seeds, workspaces and padding unwritten.
+  generator that is not restored. Integers are not compared. On accelerators, neither are tensors
+  without gradients: kernels leave unused seeds, workspaces and padding uninitialised.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def run(
 
 
 class _Saved:
-    """Replaces a saved tensor in the graph; holds it from the second run until it is read."""
+    """Placeholder for a saved tensor; holds the tensor from the second run until its read."""
 
     __slots__ = ("__weakref__", "value")
 
@@ -103,7 +103,7 @@ class _Saved:
 
 
 class _Region:
-    """One call of a function; the graph keeps it alive through what it saved."""
+    """One call of a function; saved placeholders in the graph keep it alive."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class _Region:
             leaf = tensor if tensor.is_leaf else base_of(tensor)
             if leaf is not None and leaf.is_leaf:
                 self._parameters.append(leaf)
-        # Results require a gradient when they are saved, and are written by then.
+        # A result that is saved requires grad, and its kernel has finished writing.
         is_input = tensor.requires_grad or not tensor.is_floating_point()
         self._may_be_unwritten.append(not is_input)
         if self._compared is not None:
@@ -143,7 +143,7 @@ class _Region:
 
     @property
     def stops_at_last(self) -> bool:
-        """Whether the last saved tensor is complete: one operator may save the last three."""
+        """Whether the last saved tensor is complete; one operator may save the last three."""
         return not any(self._may_be_unwritten[-3:])
 
     def ended(self) -> None:
@@ -169,7 +169,7 @@ class _Region:
             try:
                 self._function(*(tensor for tensor, _ in self._tensors))
             except Exception:
-                # A function that handles errors may raise another one when it is stopped.
+                # A function that catches the stop may raise another error.
                 if not second.has_ended:
                     raise
             finally:
@@ -182,7 +182,7 @@ class _Region:
         for at, (tensor, version) in enumerate(self._tensors):
             if tensor._version != version:
                 raise self._written(f"tensor {at} that {self.name} was given", tensor, version)
-        # A gradient inside forward comes before versions of parameters are noted.
+        # A gradient computed inside forward may precede the recording of parameter versions.
         for tensor, version in zip(self._parameters, self._versions, strict=False):
             if tensor._version != version:
                 shape = tuple(tensor.shape)
@@ -201,7 +201,7 @@ class _StopRun(Exception):
 
 
 class _Second:
-    """Hands the tensors that a second run saves to the graph of the first."""
+    """Passes the tensors saved by a second run to the graph of the first."""
 
     def __init__(self, region: _Region) -> None:
         self._region, self._count = region, 0
@@ -209,7 +209,7 @@ class _Second:
 
     @property
     def has_ended(self) -> bool:
-        """Whether all tensors are there, or one differed."""
+        """Whether all tensors were recomputed, or a difference was found."""
         return self._error is not None or self._count >= len(self._region.saved)
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -244,7 +244,7 @@ class _Second:
                 guard.check(found.value, partial(self._differs, at))
 
     def settle(self) -> None:
-        """Raise an error that the function caught, or for too few saved tensors."""
+        """Raise an error that the function caught, or the error for too few saved tensors."""
         if self._error is not None:
             raise self._error
         if self._count != len(self._region.saved):

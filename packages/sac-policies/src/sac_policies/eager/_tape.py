@@ -55,8 +55,8 @@ class Region:
     Attributes:
         policy: the policy of the region.
         table: the recorders of the policy.
-        watch: names and operators that regions of the policy had so far.
-        state: number of calls of each counted operator.
+        watch: names and operators of the policy's regions so far.
+        state: call counts of operators.
         checks: whether replays are compared with the bits of the forward.
         labels: names given to tensors.
         kept: operators of which the policy kept a result.
@@ -228,7 +228,7 @@ class Tape(TorchDispatchMode):
         return self._is_open and hooks is not None and hooks[0] == self._pack
 
     def _end(self) -> None:
-        """Forget all tensors; pack held ones by the hooks around the region."""
+        """Forget all tensors; pack held tensors with the hooks around the region."""
         self._is_open = False
         self.known.clear()
         self._gone.clear()
@@ -244,7 +244,7 @@ class Tape(TorchDispatchMode):
             return
         live = self._live_holders()
         held = [value.held for value in live]
-        for value in live:  # no tensor with a graph may stay here if a hook raises
+        for value in live:  # if a hook raises, no tensor with a graph may stay here
             value.held = None
         self._holders = []
         pack, unpack = outer
@@ -274,7 +274,7 @@ class Tape(TorchDispatchMode):
             self.known[seen.key] = seen
 
     def forget_gone(self) -> None:
-        """Forget tensors that were freed, so that what their values hold is freed too."""
+        """Forget freed tensors, so that tensors held by their values are freed too."""
         while self._gone:
             seen = self._gone.pop()
             if self.known.get(seen.key) is seen:
@@ -293,7 +293,7 @@ class Tape(TorchDispatchMode):
         self.note(mask, call, version)
 
     def before_write(self, written: list[torch.Tensor], *, is_seen: bool = True) -> None:
-        """Forget tensors of storages that are about to be written; copy what values hold.
+        """Forget tensors of storages that will be written; copy tensors held by values.
 
         Args:
             written: the tensors.
@@ -323,7 +323,7 @@ class Tape(TorchDispatchMode):
                 tape._before_later_write(storages, is_seen)
 
     def _before_later_write(self, storages: set[int | None], is_seen: bool) -> None:
-        """Copy held tensors of this ended region before another region writes to them.
+        """After this region has ended, copy its held tensors before another region writes to them.
 
         This lets running averages be replayed after the next micro-batch. Tensors that autograd
         saved are not copied: autograd refuses them after a write, and so does the tape.
@@ -343,7 +343,7 @@ class Tape(TorchDispatchMode):
         return [value for value in (each() for each in self._holders) if value is not None]
 
     def note_unversioned(self, written: list[torch.Tensor]) -> None:
-        """Note storages whose writes no version counter shows; values hold copies of them."""
+        """Record storages written without a version change; values hold copies of them."""
         self._unversioned |= {storage_of(each) for each in written}
 
     def decide(
@@ -375,7 +375,7 @@ class Tape(TorchDispatchMode):
             self._hold_what_reads_freed()
 
     def _hold_what_reads_freed(self) -> None:
-        """Hold tensors that were made from parameters which FSDP has freed.
+        """Hold tensors computed from parameters that FSDP has freed.
 
         Backward may read them before FSDP gathers the parameters again.
         """
@@ -420,7 +420,7 @@ class Tape(TorchDispatchMode):
             self._holders.append(ref(value))
 
     def _copy(self, value: Value, tensor: torch.Tensor) -> None:
-        """Hold a copy in place of a tensor, unless it was changed unseen or freed."""
+        """Hold a copy instead of a tensor, unless the tensor was freed or modified unnoticed."""
         if value.version in (UNVERSIONED, version_of(tensor)) and not is_freed(tensor):
             copy = copy_of(tensor.detach())
             if self.region.observer is not None:
@@ -447,7 +447,7 @@ class Tape(TorchDispatchMode):
                 self._pending.append(ref(value))
 
     def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the base of a view, if the region knows it: other values may read it."""
+        """Return the base of a view, if the base has a value, since other values may read it."""
         base = base_of(tensor)
         return tensor if base is None or self.known_value(base) is None else base
 
@@ -456,7 +456,7 @@ class Tape(TorchDispatchMode):
     def _start_copies(self) -> None:
         """Start the copies of values to be offloaded that backward reads."""
         if self._outer is not None:
-            return  # the hooks around the region decide where tensors lie
+            return  # hooks around the region store the tensors
         waiting = []
         for each in self._pending:
             value = each()
@@ -481,7 +481,7 @@ class Tape(TorchDispatchMode):
         self._moved.append(ref(moved))
 
     def _ask_back(self, backward: int) -> None:
-        """Start to copy back the tensors that this region and the one before it offloaded."""
+        """Start the copies back of tensors offloaded by this region and the previous one."""
         self._asked = backward
         earlier = self._earlier()
         for tape in (self, earlier):
@@ -518,7 +518,7 @@ class Tape(TorchDispatchMode):
         return value
 
     def _pack_part(self, tensor: torch.Tensor) -> Any:
-        """Save a tensor inside a wrapper; hold integers, whose identity a jagged tensor reads."""
+        """Save an inner tensor; hold integers, because jagged tensors compare them by identity."""
         if not (tensor.is_floating_point() or tensor.is_complex()):
             value = self.value_of(tensor)
             if value.held is None:
@@ -584,10 +584,10 @@ _current = _Current()
 
 
 def tape_here(hooks: Hooks | None) -> Tape | None:
-    """Return this thread's tape that receives the tensors that autograd saves now.
+    """Return this thread's tape, if autograd currently saves to it.
 
     Args:
-        hooks: the saved-tensor hooks that autograd would use.
+        hooks: the current saved-tensor hooks.
     """
     tape = _current.tape
     return tape if tape is not None and tape.takes_hooks(hooks) else None
@@ -615,8 +615,8 @@ def _unpacked(
 ) -> torch.Tensor:
     """Call an unpack hook.
 
-    With hooks, autograd does not compare versions. A replay may read a tensor that autograd did
-    not save, so a write to a tensor that a hook only passed through is an error here.
+    With hooks, autograd does not compare versions. A replay may also read tensors that autograd did
+    not save. So if a hook returns the packed tensor itself, a write to it is an error.
     """
     if alias is not None and version_of(alias[0]) != alias[1]:
         raise changed(alias[0])
@@ -624,7 +624,7 @@ def _unpacked(
 
 
 def differs(value: Value) -> RecomputeError:
-    """Make the error for a replay with other bits than the forward."""
+    """Make the error for a replay that is not bit-identical to forward."""
     call = value.made_by
     op = "a saved tensor" if call is None else f"the result of {call.recorder.op}"
     return RecomputeError(

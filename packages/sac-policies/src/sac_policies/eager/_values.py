@@ -1,8 +1,8 @@
 """Values on a tape, and their replay.
 
 A value is a held tensor, a call of an operator on other values, or one result of such a call.
-Values refer to the values that they are made of, and never to a tensor with a graph. So the graph
-keeps alive the values that backward may need, and nothing else.
+Values refer to their inputs and never to a tensor with a graph. So the graph keeps alive exactly
+the values that backward may need.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Value:
         boxed: reads the result of saved-tensor hooks around the region; None without them.
         cached: a replayed tensor that later reads of this backward need.
         readers: number of times the value is saved, or read by a call that backward may need.
-        reads: how many of these read it in this backward.
+        reads: number of these readers that have read it in this backward.
         is_saved: whether autograd saved it.
-        is_alone: whether it is held only because autograd saved it.
+        is_alone: whether autograd's save is the only reason to hold it.
         guard: compares a replay with the bits of the forward; None if bits are not compared.
     """
 
@@ -103,12 +103,12 @@ class Call(Value):
     """A call of a functional operator; also the value of its only result.
 
     Attributes:
-        recorder: of the operator.
+        recorder: the operator's recorder.
         args: positional arguments, with values in place of tensors.
         kwargs: keyword arguments, likewise.
         inputs: all values among the arguments.
         items: weak references to the values of several results.
-        copies: whether the operator writes to its first argument, which is then a copy.
+        copies: whether the operator writes to its first argument, of which each run makes a copy.
         wanted: whether backward may run it.
     """
 
@@ -141,7 +141,7 @@ class Call(Value):
         self.args, self.kwargs, self.inputs = [], None, []
 
     def run(self, made: dict[Value, torch.Tensor]) -> Any:
-        """Call the operator again. `made` has those inputs that are neither held nor cached."""
+        """Call the operator again. `made` contains the inputs that are neither held nor cached."""
         args = self.args.copy()
         for at, arg in enumerate(args):
             kind = type(arg)
@@ -237,15 +237,15 @@ class Replay:
         self.runs = False
 
     def read(self, value: Value, backward: int, *, caches: bool) -> torch.Tensor:
-        """Return the tensor of a value that a node saved and that is not held.
+        """Return the tensor of a saved value that is not held.
 
         Args:
-            value: which one.
+            value: the value.
             backward: number of the running backward.
             caches: whether values with other readers may be cached.
 
         Raises:
-            MutationError: a tensor that it is made of was changed in place.
+            MutationError: a tensor that it is computed from was changed in place.
         """
         if backward != self._backward:
             self.drop()
@@ -284,7 +284,7 @@ class Replay:
 
     def _made(self, root: Value, caches: bool) -> torch.Tensor:
         made: dict[Value, torch.Tensor] = {}
-        order = _order(root, made)  # hooks around the region run with autograd
+        order = _order(root, made)  # hooks around the region may use autograd
         readers: dict[Value, int] = {root: 1}
         for call in order:
             for each in call.inputs:
@@ -320,7 +320,7 @@ class Replay:
         readers: dict[Value, int],
         borrowed: set[Value] | None,
     ) -> None:
-        """Drop the inputs that no later call of this replay reads, or cache them for later reads.
+        """Drop inputs that no later call of this replay reads, or cache them for other readers.
 
         Args:
             call: the call that has run.
@@ -349,7 +349,7 @@ class Replay:
         readers: dict[Value, int],
         caches: bool,
     ) -> None:
-        """Give the results of a call to their values."""
+        """Assign the results of a call to their values."""
         for item, tensor in zip(call.items or (), out, strict=True):
             value = None if item is None else item()
             if value is None or value.held is not None:

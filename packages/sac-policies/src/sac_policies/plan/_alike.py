@@ -1,7 +1,7 @@
 """Run a few of a model's equal blocks, and return empty tensors for the others.
 
-Blocks are equal if their modules, plain attributes, parameters and inputs are. An attribute with
-the block's own number may differ.
+Blocks are equal if their modules, plain attributes, parameters and inputs are equal. An attribute
+that contains the block's number may differ.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Blocks:
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
-        """Replace the forward of blocks that need not run."""
+        """Replace the forward of blocks that have an equal block."""
         with ExitStack() as stack:
             for number in self.like:
                 call = partial(_stand_in, self.outputs[number])
@@ -52,7 +52,7 @@ class Blocks:
 
 
 def find_blocks(candidates: Sequence[nn.Module], run: Callable[[], object]) -> Blocks:
-    """Run a forward in which one of several equal blocks is called, and sort them.
+    """Run a forward that calls one of several equal blocks; return the blocks in order.
 
     Raises:
         BudgetError: none of them is called exactly once.

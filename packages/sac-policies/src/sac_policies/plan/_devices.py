@@ -26,7 +26,7 @@ class Device:
     """A device to plan for.
 
     Attributes:
-        name: as people write it.
+        name: the common name.
         memory_bytes: available to the allocator, without the driver's part.
         flops: dense bfloat16 operations per second of the data sheet.
         bandwidth: bytes per second of its memory.

@@ -2,7 +2,8 @@
 
 A block's contribution does not depend on the levels of others, so a mixture's peak and time are
 sums over spans. Mixtures have at most two levels: between two corners of the lower convex hull of
-memory and time there are no others. The first blocks keep less, because their values wait longest.
+memory and time, more levels do not help. The first blocks keep less, because their values wait
+longest.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Measured:
     optimizer_seconds: float
 
     def step(self, low: str, count: int, high: str, slices: int = 1) -> Step:
-        """Return memory and time with the first `count` blocks on one level, others on another.
+        """Return memory and time with the first `count` blocks on level `low`, the rest on `high`.
 
         Args:
             low: level of the first blocks.
@@ -88,12 +89,12 @@ class Measured:
                     yield self.step(low, count, high, slices)
 
     def fastest(self, budget_bytes: int, slices: int = 1) -> Step | None:
-        """Return the fastest mixture that fits, the smallest of equally fast ones."""
+        """Return the fastest mixture that fits; of equally fast ones, the smallest."""
         fitting = [one for one in self.mixtures(slices) if one.peak_bytes <= budget_bytes]
         return min(fitting, key=lambda one: (one.seconds, one.peak_bytes), default=None)
 
     def smallest(self, slices: int = 1) -> Step:
-        """Return the mixture with the lowest peak, the fastest of equal ones."""
+        """Return the mixture with the lowest peak; of equal peaks, the fastest."""
         return min(self.mixtures(slices), key=lambda one: (one.peak_bytes, one.seconds))
 
 
@@ -109,8 +110,8 @@ def _sliced(amount: Amount, slices: int) -> Amount:
 def offloaded(spans: Sequence[Span], input_bytes: Sequence[int], copy_seconds: float) -> list[Span]:
     """Return the spans of blocks that run again, with offloaded inputs.
 
-    A block's input is copied out while the next block runs, and is back one block early. If a
-    copy takes longer than the block, the difference is waited for.
+    A block's input is copied out while the next block runs, and copied back one block early. If a
+    copy takes longer than the block, the step waits for the difference.
 
     Args:
         spans: of blocks that run again.

@@ -53,7 +53,7 @@ def parse_tokens(text: str) -> Batch:
     """Read "32k", "4096" or "4x8k" as sequences, and tokens of each.
 
     Raises:
-        BudgetError: the text is something else.
+        BudgetError: the text has another form.
 
     Example:
         >>> parse_tokens("32k"), parse_tokens("4x2048")
@@ -80,7 +80,7 @@ def build(source: str, batch: Batch, dtype: torch.dtype) -> Subject:
         dtype: of a transformers model.
 
     Raises:
-        BudgetError: the source does not exist, or is something else.
+        BudgetError: the source does not exist, or does not give a model and a batch.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -151,7 +151,8 @@ _ATTENTION = "sac_policies_plan"
 def _register_attention(transformers: Any) -> None:
     """Make transformers call sdpa without a mask, as on a device for batches without padding.
 
-    With fake tensors it would make a mask of tokens by tokens, since it cannot read them.
+    With fake tensors it would create a full (tokens, tokens) mask, since it cannot read the
+    padding.
     """
     sdpa = importlib.import_module("transformers.integrations.sdpa_attention")
     transformers.AttentionInterface.register(_ATTENTION, sdpa.sdpa_attention_forward)

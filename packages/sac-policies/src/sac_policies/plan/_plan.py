@@ -1,7 +1,7 @@
 """Watches a step on each level on fake tensors, and recommends a mixture for a device.
 
-On fake tensors nothing is offloaded. Offloaded values are kept instead, and their bytes and copies
-are added afterwards.
+Fake tensors cannot be offloaded. The values are kept instead; their bytes and copy times are
+corrected afterwards.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Estimate:
         uniform: by level, a step with all blocks on it.
         recommended: the fastest mixture that fits; None if none does.
         smallest: the mixture with the smallest peak.
-        sliced: the fastest mixture that fits with logits and loss in slices; None if none does.
+        sliced: the fastest mixture that fits if logits and loss are in slices; None if none fits.
         smallest_sliced: the mixture with the smallest peak with slices.
         block_count: number of blocks.
         block_name: class of the first block.
@@ -105,11 +105,11 @@ def estimate(
     dtype: torch.dtype = torch.bfloat16,
     budget_bytes: int | None = None,
 ) -> Estimate:
-    """Plan a training step of a model on a device, without either.
+    """Plan a training step without the device and without the model's weights.
 
     Args:
-        source: of the model, see `build`.
-        device: to plan for.
+        source: source of the model, see `build`.
+        device: the device to plan for.
         batch: sequences, and tokens of each.
         optimizer: one of `OPTIMIZERS`.
         dtype: of a transformers model.

@@ -1,8 +1,8 @@
 """Record a step on fake tensors: allocations with their cause, and the time of each part.
 
-A storage has one cause. Storages of the tail, the code after the last block until backward reaches
-that block, are "logits and loss". A storage that becomes a parameter's gradient is "gradients" from
-then on. All others are "activations".
+Each storage has one cause. The tail is the code from the end of the last block until backward
+reaches that block; its storages are "logits and loss". A parameter's gradient is "gradients". All
+other storages are "activations".
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Watch(WatchingMode):
         self._begin(key)
 
     def note_gradient(self, parameter: torch.Tensor) -> None:
-        """Count the storage of a parameter's gradient as one."""
+        """Count a storage as gradient memory."""
         key = storage_key(parameter.grad) if parameter.grad is not None else 0
         if key in self._made:
             storage, size, cause = self._made[key]
@@ -148,10 +148,10 @@ def watch_step(
     """Run a step on fake tensors; return its spans. Gradients are dropped.
 
     Args:
-        model: whose parameters get gradients.
-        blocks: a block that does not run counts like an equal one.
+        model: the model, whose parameters get gradients.
+        blocks: blocks of the model; a block that is not run counts as an equal one that is.
         loss_of: runs the forward and returns its loss.
-        device: gives the times.
+        device: the device whose roofline gives the times.
     """
     watch = Watch(device)
     with no_collection(), blocks.standing_in(), _marks(model, blocks.modules, watch), watch:

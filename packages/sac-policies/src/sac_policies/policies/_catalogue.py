@@ -20,7 +20,7 @@ class Group:
         why: what its members have in common.
         reasons: (operator name, overload or packet; why it is listed).
         parts: operators that run instead of a member if torch has no kernel for the inputs.
-        instead: what to write then, as a sentence.
+        instead: a sentence that says what to write in that case.
     """
 
     entry: str

@@ -75,7 +75,7 @@ class FunctionPolicy(Policy):
         return f"{_label(self.function)}{place}"
 
     def unmatched(self, seen: RegionSummary) -> tuple[str, ...]:
-        """Packets, if a function that kept nothing compares operators with packets."""
+        """Return the packets that the function compares operators with, if it kept nothing."""
         if seen.kept:
             return ()
         overloads = (op for op in seen.ops if isinstance(op, OpOverload))
@@ -88,7 +88,7 @@ class FunctionPolicy(Policy):
     def _would_save(self, packet: Any) -> bool:
         try:
             return from_torch(self.function(OpView(packet, 0), packet)).keeps
-        except Exception:  # called without arguments; a function that needs them raises
+        except Exception:  # a callable object may require arguments
             return False
 
 
@@ -97,8 +97,8 @@ def as_policy(given: PolicyLike) -> Policy:
 
     Args:
         given: a policy; a function (ctx, op, *args, **kwargs) -> CheckpointPolicy or bool; an
-            operator or group to save, or a list of them, as for `save_ops`; or a dict from them to
-            decisions, of which the first that names an operator decides. A decision is a
+            operator or group to save, or a list of them, as for `save_ops`; or a dict from
+            operators to decisions, in which the first matching entry decides. A decision is a
             `Decision`, its word ("save", "offload", "recompute"), a CheckpointPolicy or a bool.
             "PATHS :: OPERATOR", in a list or a dict, is an operator inside modules, as for
             `scoped`.

@@ -57,8 +57,8 @@ class Facts:
         returns_written: whether it returns a tensor that it writes to.
         random: whether it may advance a random number generator.
         dropout: position of an argument `dropout_p`, None without one.
-        is_view: whether its result is a view of an input, or it makes its input a view: the
-            values of another tensor, at other sizes or strides.
+        is_view: whether its result is a view of an input, or it turns an input into a view with
+            other sizes or strides.
     """
 
     bookkeeping: bool = False

@@ -104,11 +104,11 @@ class Policy(ABC):
         return any(part.reads_names for part in self.parts)
 
     def unmatched(self, seen: RegionSummary) -> tuple[str, ...]:
-        """Return operators that this policy names and `seen` lacks; they cause a warning."""
+        """Return operators that this policy names and that `seen` lacks; they cause a warning."""
         return tuple(entry for part in self.parts for entry in part.unmatched(seen))
 
     def missing(self, seen: RegionSummary) -> tuple[Unmatched, ...]:
-        """Return modules and tensors that this policy names and `seen` lacks; they are errors."""
+        """Return modules and tensors that this policy names and `seen` lacks: an error."""
         return tuple(name for part in self.parts for name in part.missing(seen))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -127,7 +127,7 @@ class EveryNth(_Entries):
         return DEPENDS if self._names(op) else None
 
     def counts(self, op: Operator) -> bool:
-        """Counts the operators named."""
+        """Whether `op` is one of the named operators, whose calls are counted."""
         return self._names(op)
 
 
@@ -170,7 +170,7 @@ class NameRule(SourceLocated):
         return True
 
     def missing(self, seen: RegionSummary) -> tuple[Unmatched, ...]:
-        """List the names that no tensor was given."""
+        """List the names that no tensor has."""
         return tuple(
             Unmatched(each, "save_named", "tensor", self.line)
             for each in self.labels

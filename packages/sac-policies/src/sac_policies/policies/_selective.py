@@ -24,7 +24,7 @@ def is_selective(policy: Policy) -> bool:
 
 
 def selective(policy: Policy) -> Callable[..., Any]:
-    """Return the policy as a function for torch; it gets no modules, names and numbers.
+    """Return the policy as a function for torch, without modules, names or call numbers.
 
     Example:
         >>> import torch

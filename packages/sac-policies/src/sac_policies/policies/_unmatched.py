@@ -1,12 +1,12 @@
 """Reports entries of a policy that match nothing in its regions.
 
 - An operator may run for other inputs or on another device, so an entry that matches no operator
-  gives a warning, after the first forward of each region under the policy: a module, or the code
-  of a function.
-- A module path or a tensor name that no region had when backward starts is an error: by then the
-  forward is over. Modules count whether they ran or not.
+  only gives a warning. It is given after the first forward of each module or function under the
+  policy.
+- A module path or a tensor name that no region had when backward starts is an error, since the
+  forward has ended. Modules count even if they did not run.
 - Compiled code only warns about operators, once for each set of operators: a trace does not know
-  its function, and backward may be traced before later regions are.
+  its function, and backward may be traced before later regions.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _hint(entry: str, ran: list[str]) -> str:
 
 
 def _twin_hint(packet: str, ran: list[str]) -> str:
-    """Suggest an operator of the same kind that ran: addmm for mm, if a Linear has a bias."""
+    """Suggest an operator of the same kind that ran, such as addmm for mm."""
     for group in (MATMULS, ATTENTION, CONVOLUTIONS, QUANTISED):
         reasons = dict(group.reasons)
         twins = get_close_matches(packet, set(ran) & reasons.keys(), n=1, cutoff=0)
