@@ -15,7 +15,7 @@ from torch import nn
 
 from sac_policies import MATMULS, checkpoint, fit_, offload
 
-KIND = torch.accelerator.current_accelerator() or torch.device("cpu")
+KIND = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def blocks() -> nn.Sequential:
