@@ -134,7 +134,7 @@ def test_line_skips_frames_of_torch_and_this_package(file, named):
 
 
 class Region:
-    """Keeps a tensor, and the results of its own saved-tensor hooks."""
+    """Has saved-tensor hooks of its own, and keeps one tensor and what the hooks return."""
 
     def __init__(self, module, beside):
         self.module, self.beside = module, beside

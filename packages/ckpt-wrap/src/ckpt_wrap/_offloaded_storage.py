@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 
 import torch
@@ -95,33 +96,33 @@ class Counters:
         return replace(self.counts, bytes_away=sum(self._away.values()))
 
 
-class Stored:
+class Stored(ABC):
     """The bytes of one storage, elsewhere.
 
     The defaults are those of a place that has all bytes when `take` returns.
     """
 
+    @abstractmethod
     def take(self, source: torch.Tensor) -> None:
         """Start copying the bytes of a flat tensor."""
-        raise NotImplementedError
 
     def copied(self) -> bool:
         """Whether the source is not read any more."""
         return True
 
-    def release_source(self) -> None:
+    def release_source(self) -> None:  # noqa: B027  # nothing, by default
         """Release the source after the device's present work."""
 
+    @abstractmethod
     def fetch(self) -> torch.Tensor:
         """Start bringing the bytes back; call `wait_fetched` before using them."""
-        raise NotImplementedError
 
-    def wait_fetched(self) -> None:
+    def wait_fetched(self) -> None:  # noqa: B027  # nothing, by default
         """Make the device's later work wait for the fetched bytes."""
 
+    @abstractmethod
     def discard(self) -> None:
         """Drop the bytes, and the fetched ones if there are any."""
-        raise NotImplementedError
 
 
 class OffloadedStorage:
