@@ -36,12 +36,18 @@ class Chunk(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        grad, flat = self._flat_grad()
+        grad = self._flat_segment.grad
+        flat = grad.synced
+        if flat is None:
+            grad, flat = self._compared()
         return None if grad.arrivals == self._cleared_at else self._tensor_slice(flat)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        grad, flat = self._flat_grad()
+        grad = self._flat_segment.grad
+        flat = grad.synced
+        if flat is None:
+            grad, flat = self._compared()
         if value is None:
             self._tensor_slice(flat).zero_()
             self._cleared_at = grad.arrivals
@@ -49,11 +55,8 @@ class Chunk(nn.Parameter):
             self._tensor_slice(flat).copy_(value)
             self._cleared_at = -1
 
-    def _flat_grad(self) -> tuple[FlatGrad, Tensor]:
-        """The flat gradient of the present segment, up to date."""
-        grad = self._flat_segment.grad
-        if not grad.is_stale:
-            return grad, grad.flat
+    def _compared(self) -> tuple[FlatGrad, Tensor]:
+        """The flat gradient after a comparison with the module, which may plan again."""
         self._flat_segment.sync()
         grad = self._flat_segment.grad
         return grad, grad.vector
@@ -108,9 +111,12 @@ def _watch_steps() -> None:
 
 
 def _sync_chunks(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    chunks = (p for group in optimizer.param_groups for p in group["params"] if type(p) is Chunk)
-    for segment in {id(chunk._flat_segment): chunk._flat_segment for chunk in chunks}.values():
-        segment.sync()
+    last = None
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if type(param) is Chunk and param._flat_segment is not last:
+                last = param._flat_segment
+                last.sync()
 
 
 def _not_of_chunk(chunk: Chunk, key: str, shape: tuple[int, ...]) -> StateError:

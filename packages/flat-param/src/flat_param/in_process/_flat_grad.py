@@ -7,7 +7,8 @@ Invariants:
 - Whenever the flat gradient is read, it is zero where a parameter's gradient is None.
 - It is allocated at the first gradient. A frozen segment has none.
 - A gradient that was assigned or cleared without a backward is found by `vector`, which compares
-  all parameters. Chunks are read several times a step, so they do so only if `is_stale`.
+  all parameters. Chunks are read several times a step, so they call it only after an arrival, or
+  if the gradient of the first or the last parameter has changed.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class FlatGrad:
 
     def close(self) -> None:
         """Remove the hooks; parameters keep their gradients."""
-        self.is_closed = True
+        self.is_closed, self._seen = True, ()
         for hook in self._hooks:
             hook.remove()
 
@@ -72,19 +73,17 @@ class FlatGrad:
                 f"flat_param.FlatParams: segment '{self.segment.name}' is frozen, but only a "
                 "trainable segment has a gradient. Name a trainable segment."
             )
-        self._take_all()
-        self._seen = self._state()
-        return self.flat
+        held = self._allocated()
+        self._take_all(held)
+        self._seen = () if self.is_closed else self._state()
+        return held.flat
 
     @property
-    def flat(self) -> Tensor:
-        """The flat gradient as it is; up to date unless `is_stale`."""
-        return self._allocated().flat
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether a gradient has arrived, or the first or the last one has changed."""
-        return self.is_closed or self._seen != self._state()
+    def synced(self) -> Tensor | None:
+        """The flat gradient; None if a gradient may have changed, so that `vector` is needed."""
+        if self._held is None or self._seen != self._state():
+            return None
+        return self._held.flat
 
     def zero_(self) -> None:
         """Zero the flat gradient with one fill; gradients that are None stay None."""
@@ -95,8 +94,7 @@ class FlatGrad:
         return self.arrivals, id(self._params[0].grad), id(self._params[-1].grad)
 
     @torch.no_grad()
-    def _take_all(self) -> None:
-        held = self._allocated()
+    def _take_all(self, held: GradBuffer) -> None:
         if all(map(is_, map(_grad_of, self._params), held.views)):
             return
         for index, param in enumerate(self._params):

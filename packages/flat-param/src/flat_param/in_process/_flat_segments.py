@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from operator import is_, methodcaller
+from operator import methodcaller
 from typing import Any
 from weakref import ref
 
@@ -104,10 +104,10 @@ class FlatSegments:
         self.all, self.outline, self.closed = (), (), False
         self._chunks: list[Any] = []
         self._owner: Owner | None = None
+        self._kept: list[nn.Module] = []
         self._registries: list[Any] = []
-        self._seen: list[object] | None = None
         self._tensors: list[Tensor] = []
-        self._pointers: list[int] = []
+        self._seen: list[int] | None = None
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -165,18 +165,14 @@ class FlatSegments:
         module = self._module()
         if self.closed:
             raise unflattened(type(module).__name__)
-        if module is not None and not torch.compiler.is_compiling() and self._changed():
-            self._plan(module)
+        if module is None or torch.compiler.is_compiling() or self._now() == self._seen:
+            return
+        self._plan(module)
 
-    def _changed(self) -> bool:
-        """Compare; some 100 ns for each module and each parameter."""
-        now, seen = self._registered(), self._seen
-        if seen is None or len(now) != len(seen) or not all(map(is_, now, seen)):
-            return True
-        return self._pointers != list(map(Tensor.data_ptr, self._tensors))
-
-    def _registered(self) -> list[object]:
-        return list(chain.from_iterable(map(_values, self._registries)))
+    def _now(self) -> list[int]:
+        """What is registered, and where its memory is; 100 ns for each module and parameter."""
+        registered = chain.from_iterable(map(_values, self._registries))
+        return [*map(id, registered), *map(Tensor.data_ptr, self._tensors)]
 
     @torch.inference_mode(False)
     def _plan(self, module: nn.Module) -> None:
@@ -200,12 +196,14 @@ class FlatSegments:
             chunk.attach(segment)
         self._owner = Owner(FLATTENED, module, named)
         self.outline = tuple(map(_outline, plans))
+        root, *self._kept = module.modules()  # so that no other object gets the same `id`
         self._registries = [
-            registry for each in module.modules() for registry in (each._modules, each._parameters)
+            registry
+            for each in (root, *self._kept)
+            for registry in (each._modules, each._parameters)
         ]
         self._tensors = [each for one in self.all for each in (one.buffer, *one.params)]
-        self._pointers = list(map(Tensor.data_ptr, self._tensors))
-        self._seen = self._registered()
+        self._seen = self._now()
 
     def _check_chunks(self, plans: Sequence[Segment]) -> None:
         now = [segment.plan.layout.numel for segment in self.trainable]
