@@ -28,7 +28,7 @@ class KeptParts:
         self,
         parts: Sequence[ShardedParams],
         comm: Communicator,
-        version: tuple[int, int, bool] | None,
+        version: tuple[int, bool] | None,
     ) -> None:
         self.version = version
         self._comm = comm

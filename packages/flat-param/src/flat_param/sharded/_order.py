@@ -83,7 +83,7 @@ def _publish_together(units: list[UnitParams]) -> None:
     with units[0].comms.telling_others():
         for grads in all_grads:
             grads.check_hooks()
-    agreed = agree_on_step([flag for grads in all_grads for flag in grads.used_anyhow], units[0])
+    agreed = agree_on_step([flag for grads in all_grads for flag in grads.used], units[0])
     for grads in all_grads:
         mine, agreed = agreed[: len(grads.used)], agreed[len(grads.used) :]
         grads.assign_grads(mine)

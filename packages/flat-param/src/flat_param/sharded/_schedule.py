@@ -335,7 +335,7 @@ class Schedule:
         self.backward = None
 
     def _publish(self, reduced: list[UnitParams]) -> None:
-        kept = [unit for unit in reduced if any(each.is_kept for each in unit.grads)]
+        kept = [unit for unit in reduced if any(each.kept is not None for each in unit.grads)]
         publish([unit for unit in reduced if unit not in kept])
         self._accumulated = dict.fromkeys(kept)
 
