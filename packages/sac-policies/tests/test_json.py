@@ -165,7 +165,6 @@ def _plan(**changed: Any) -> str:
     [
         {"kept_bytes": -1},
         {"recompute_cost": -1},
-        {"bound_cost": 10**6},
         {"unit": "s"},
         {"backend": "eager"},
     ],
