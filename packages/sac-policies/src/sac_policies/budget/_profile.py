@@ -13,9 +13,9 @@ import torch
 from .._errors import BudgetError, shown
 from .._tensors import tensors_in
 from .._torch_compat import is_fake
-from ..policies._checked import is_count
 from ..policies._operators import facts_of
 from ..policies._plans import Unit
+from ..policies._rules import is_count
 from ._rehearsal import made_again
 from ._run import Recorder, Run
 from ._trace import Held, Trace, TracedOp, TracedPack

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .._errors import PolicyError
 from ._plans import Plan, Unit
 
 
@@ -23,16 +22,6 @@ class BudgetPlan(Plan):
     recompute_cost: int
     bound_cost: int
     unit: Unit
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        counts = (self.kept_bytes, self.recompute_cost, self.bound_cost)
-        if min(counts) < 0 or self.bound_cost > self.recompute_cost:
-            raise PolicyError(
-                f"sac_policies.BudgetPlan: bytes and costs {counts} are of no plan, but none may "
-                "be negative, and bound_cost is a part of recompute_cost. Take the plan that "
-                "solve(...) returned."
-            )
 
     @property
     def gap(self) -> float:
