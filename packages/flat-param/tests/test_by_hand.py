@@ -56,26 +56,46 @@ def test_wait_does_nothing_once_the_gather_is_used_up(use: str) -> None:
     assert _is_free(layer)
 
 
-def test_wrong_value_is_refused_before_a_gather() -> None:
+def test_replaced_parameter_is_refused_before_a_gather() -> None:
     """And the unit is freed."""
     layer = _layer()
     layer.weight = nn.Parameter(torch.ones(2, 2))
-    with pytest.raises(ParameterError, match="'weight' was re-assigned"):
+    with pytest.raises(ParameterError, match="'weight' was replaced by a Parameter"):
         layer.unshard()
     assert _is_free(layer)
 
 
-def test_second_gather_keeps_what_is_shown_and_assigned() -> None:
-    """The same tensors; what was put in place of one is no reason to begin again."""
+def test_second_gather_keeps_what_is_shown() -> None:
+    """The same tensors."""
     layer = _layer()
     layer.unshard()
     weight = layer.weight
-    layer.bias = bias = nn.Parameter(torch.ones(3, dtype=torch.float64))
     layer.unshard()
     assert layer.weight is weight
-    assert layer.bias is bias
+
+
+def _set_data(layer: nn.Module) -> None:
+    layer.weight.data = torch.ones_like(layer.weight)
+
+
+def _assign(layer: nn.Module) -> None:
+    layer.weight = nn.Parameter(torch.ones_like(layer.weight))
+
+
+@pytest.mark.parametrize("replace", [_set_data, _assign])
+def test_parameter_replaced_while_shown_is_refused(replace: Callable[[nn.Module], None]) -> None:
+    """As it is resharded; the optimizer's parameters are back with their values."""
+    layer = _layer()
+    param, before = layer.weight, layer.weight.detach().clone()
+    layer.unshard()
+    replace(layer)
+    with pytest.raises(ParameterError, match="'weight' was replaced by a Parameter"):
+        layer.reshard()
+    assert layer.weight is param
+    assert torch.equal(param, before)
+    layer(_x()).sum().backward()
     layer.reshard()
-    assert torch.equal(layer.bias, torch.ones(3))
+    assert _is_free(layer)
 
 
 @pytest.mark.parametrize("shown", [False, True])
@@ -167,20 +187,17 @@ def test_inner_unit_is_named_and_others_may_be_freed() -> None:
     assert torch.allclose(x.grad, torch.ones(2, 4).double() @ weights[0] @ weights[1])
 
 
-def test_state_dict_frees_units_and_takes_what_was_put_there() -> None:
+def test_state_dict_frees_units() -> None:
     """Units gathered by hand, shown or not, and units not gathered."""
     model = nn.Sequential(_layer(), _layer(), _layer())
     params = list(model.parameters())
     model[0].unshard()
-    model[0].weight.data = torch.full((3, 4), 2.0, dtype=torch.float64)
     model[1].unshard(async_op=True)
-    model[2].weight = nn.Parameter(torch.full((3, 4), 4.0))
+    model[2].weight.data = torch.full((3, 4), 4.0)
     state = model.state_dict()
     assert _is_free(model)
     assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
-    for index, value in ((0, 2.0), (2, 4.0)):
-        assert torch.equal(model[index].weight, torch.full((3, 4), value))
-        assert torch.equal(state[f"{index}.weight"], model[index].weight)
+    assert torch.equal(state["2.weight"], torch.full((3, 4), 4.0))
 
 
 @pytest.mark.parametrize("use", ["forward", "reshard"])

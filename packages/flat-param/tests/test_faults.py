@@ -52,7 +52,7 @@ def test_one_sided_change_is_an_error_on_every_rank(
 ) -> None:
     """All fail within the timeout, each with the words of the rank that changed."""
     moved = "parameters are torch.float64 on cpu"
-    words = moved if case[1] == "to" else "'head.bias' was re-assigned with shape (3,)"
+    words = moved if case[1] == "to" else "'head.bias' was replaced by a Parameter"
     results = ranks.results_of(changes[case])
     for result in results:
         assert words in result["error"]

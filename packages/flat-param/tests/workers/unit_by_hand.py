@@ -20,7 +20,6 @@ from _harness import (
 )
 from _whole import plain_grads, whole_bytes, whole_grads
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.nn import functional
 
 import flat_param
@@ -102,47 +101,6 @@ def check_steps_where_a_rank_has_no_piece_are_seen(rank: int, world: int) -> Non
         found = model(x)
         whole = whole_state(model)["weight"] if whole is None else whole
         assert torch.equal(found, nn.functional.linear(x, whole))
-
-
-def _write_new(module: nn.Module) -> None:
-    weight = module.weight.detach().clone()
-    weight[1:3] += 1
-    module.weight = nn.Parameter(weight)
-    module.bias = nn.Parameter(torch.full_like(module.bias, 2).detach())
-
-
-def check_assigned_values_stay(rank: int, world: int) -> None:
-    """Whatever comes next; what was not assigned keeps its bits."""
-    (ids,) = batches(world, 1)
-    afters: tuple[Callable[[nn.Module], object], ...] = (
-        lambda model: model.reshard(),
-        lambda model: model(share(ids, rank)),
-        lambda model: loss_of(model, share(ids, rank)).backward(),
-        whole_state,
-        lambda model: model.to(torch.float32),
-    )
-    low = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    offloaded = {"offload_policy": CPUOffloadPolicy()}
-    for options in ({}, {"mp_policy": low}, options_of("replicated"), offloaded):
-        before = plain().state_dict()
-        for after in afters:
-            model, expected = sharded(**options), plain()
-            model.unshard()
-            _write_new(model.head)
-            after(model)
-            weight = before["head.weight"].clone()
-            is_low = "mp_policy" in options
-            rows = weight[1:3].bfloat16() if is_low else weight[1:3].clone()
-            if is_low:  # all of it is written
-                weight = weight.bfloat16().float()
-            weight[1:3] = (rows + 1).float()
-            with torch.no_grad():
-                expected.head.weight.copy_(weight)
-                expected.head.bias.fill_(2)
-            found = whole_state(model)
-            assert distance(found, whole_state(expected)) == 0, options
-            if not options:
-                _same_grads(model, ids, rank, expected)
 
 
 def check_writes_in_place_are_lost(rank: int, world: int) -> None:

@@ -63,10 +63,10 @@ class ShardedModule(nn.Module):
         Units inside are left alone. Parameters stay full until `reshard()`, or until the unit's
         next forward or backward has ended; that forward does not gather then. Computations with
         them lead backward into the unit. As with FSDP2, in-place writes to them are lost when they
-        are resharded: write to `parameters()` before, or under `whole_params(write_back=True)`. A
-        parameter that is re-assigned is kept. `parameters()` returns the full tensors meanwhile, so
-        make optimizers and read gradients after `reshard()`. In the unit's own forward or backward
-        they are full already, and nothing happens.
+        are resharded: write to `parameters()` before, or under `whole_params(write_back=True)`.
+        `parameters()` returns the full tensors meanwhile, so make optimizers and read gradients
+        after `reshard()`. In the unit's own forward or backward they are full already, and nothing
+        happens.
 
         Args:
             async_op: only begin; the next forward waits, or the handle.
@@ -290,12 +290,11 @@ class ShardedModule(nn.Module):
         `state_dict()` returns them.
 
         Args:
-            write_back: keep values that were written to them or replaced them; every rank must
-                write the same.
+            write_back: keep values that were written to them; every rank must write the same.
 
         Raises:
             StateError: called in forward or backward, or inside another one.
-            ParameterError: one was replaced by another shape, and is to be written back.
+            ParameterError: one was replaced, and is to be written back.
         """
         with full_params(self, write_back=write_back):
             yield

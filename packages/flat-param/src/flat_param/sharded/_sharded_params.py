@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from .._errors import ParameterError
 from .._torch_compat import without_torch_function
 from ..buffers._dtensors import as_plain, local_of, place_of_dtensor
 from ..buffers._views import ParamViews, memory_order, param_view, param_views, zeros
@@ -199,35 +200,38 @@ class ShardedParams:
     @torch.no_grad()
     def load_full(self, index: int, whole: Tensor) -> None:
         """Copy this rank's piece of a full parameter, of any dtype. Not a collective."""
-        piece = self.pieces[index]
-        whole = self.local_of_value(index, whole)
+        piece, place = self.pieces[index], self.places[index]
+        whole = whole if place is None else place.local_of_value(whole)
         if piece.numel:
             elements = memory_order(whole, piece.spec)[piece.start : piece.stop]
             piece.flat(self.shard).copy_(elements)
 
-    def fits(self, index: int, value: Tensor) -> bool:
-        """Whether a value is a full parameter, or this rank's piece of one."""
-        piece = self.pieces[index]
-        return tuple(value.shape) in (tuple(piece.spec.shape), tuple(piece.shape))
-
     @torch.no_grad()
-    def load(self, index: int, value: Tensor) -> None:
-        """Copy a value that fits, and make the parameter a view of the shard again."""
-        if tuple(value.shape) == tuple(self.pieces[index].spec.shape):
-            self.load_full(index, value)
-        else:
-            self.held.views[index].copy_(value)
-        self.held.attach(index)
+    def take_moved(self) -> bool:
+        """Copy values that parameters have in other memory into the shard; whether there are any.
+
+        Raises:
+            ParameterError: one has another shape than the piece.
+        """
+        moved = self.held.moved()
+        for index in moved:
+            values, view = self.held.params[index].detach(), self.held.views[index]
+            if values.shape != view.shape:
+                self.held.attach(index)
+                name = self.pieces[index].spec.name
+                raise ParameterError(
+                    f"flat_param.fully_shard: the data of parameter '{name}' was replaced by a "
+                    f"tensor of shape {tuple(values.shape)}, but this rank's piece has "
+                    f"{tuple(view.shape)}. The piece is back. Load full values by "
+                    "load_state_dict, or write them under whole_params(write_back=True)."
+                )
+            self.held.take(index, values)
+        return bool(moved)
 
     @torch.no_grad()
     def write(self, index: int, elements: Tensor) -> None:
         """Copy this rank's elements of a parameter, 1-D, into the shard. Not a collective."""
         self.pieces[index].flat(self.shard).copy_(elements)
-
-    def local_of_value(self, index: int, value: Tensor) -> Tensor:
-        """Return this rank's part of a value for a parameter, after tensor parallelism."""
-        place = self.places[index]
-        return value if place is None else place.local_of_value(value)
 
     @torch.no_grad()
     def rebind(self, tensors: Sequence[Tensor]) -> None:

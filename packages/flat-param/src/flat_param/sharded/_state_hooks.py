@@ -33,7 +33,7 @@ def install_module_hooks(module: nn.Module, unit: Unit) -> None:
 
 
 def _before(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    if not unit.sites.shows_copies:
+    if unit.sites.copies is None:
         _rest(unit, "state_dict")
 
 
@@ -55,7 +55,7 @@ def _present(
     prefix: str,
     metadata: Any,
 ) -> None:
-    if unit.sites.shows_copies:
+    if unit.sites.copies is not None:
         return
     for name, site in _named(sites, prefix):
         if isinstance(state.get(name), Tensor):

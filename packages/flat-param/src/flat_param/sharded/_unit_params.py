@@ -177,7 +177,7 @@ class UnitParams(ABC):
             gathering.append(source.start_gather(part) if source else part.start_gather())
 
     def take_changes(self) -> None:
-        """Copy parameters that a user replaced into the shard. Errors are raised on every rank."""
+        """Copy parameters with other memory into the shard. Errors are raised on every rank."""
         if self.sites.have_changed():
             with self.comms.telling_others():
                 if self.sites.take_changes():
@@ -203,12 +203,16 @@ class UnitParams(ABC):
         self.sites.show()
 
     def end_show(self) -> None:
-        """Copy parameters that were re-assigned while shown. Not a collective."""
+        """Put the optimizer's parameters back. Not a collective.
+
+        Raises:
+            ParameterError: one was replaced while shown.
+        """
         self.is_by_hand = False
         if self.sites.shows:
             with self.comms.telling_others():
-                if self.sites.write(self.sites.checked(self.sites.end_show())):
-                    self._version = None
+                if error := self.sites.end_show():
+                    raise error
 
     def compute_with_leaves(self) -> None:
         """Set the leaves in the module."""
