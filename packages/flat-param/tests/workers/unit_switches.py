@@ -106,7 +106,7 @@ def check_one_module_of_a_class_is_not_another(rank: int, world: int) -> None:
     before = Coder.encode
     first.register_forward_method("encode")
     assert Coder.encode is before
-    assert type(second).encode is before
+    assert "encode" not in vars(second)
 
 
 def check_sums_are_switched_off_and_on(rank: int, world: int) -> None:
@@ -121,7 +121,7 @@ def check_sums_are_switched_off_and_on(rank: int, world: int) -> None:
         is_set = any(param.grad is not None for param in model.parameters())
         assert is_set == (step == len(inputs) - 1)
     assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
-    text = "called for unit 'blocks.1' alone, but the units of a tree sum their gradients together"
+    text = "called for one unit alone, but the units of a tree sum their gradients together"
     raises(
         flat_param.StateError,
         text,
@@ -129,7 +129,7 @@ def check_sums_are_switched_off_and_on(rank: int, world: int) -> None:
     )
     raises(
         flat_param.StateError,
-        "called for the outermost unit alone",
+        text,
         lambda: model.set_requires_gradient_sync(True, recurse=False),
     )
 
