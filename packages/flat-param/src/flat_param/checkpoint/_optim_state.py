@@ -68,12 +68,11 @@ def shared_rows(params: Iterable[NamedParam], optimizer: Optimizer) -> str:
     first: dict[tuple[object, ...], str] = {}
     rows: dict[tuple[object, ...], str] = {}
     for named in params:
-        rows_here = None if named.piece is None else named.piece.rows
         for key, value in optimizer.state.get(named.param, {}).items():
             if type(value) is not Tensor or not value.dim() or not value.data_ptr():
                 continue
             place = value.device, value.data_ptr(), tuple(value.shape)
-            if rows_here is not None and rows_here.fits_piece(key, value):
+            if named.piece is not None and named.piece.has_rows(key, value):
                 rows.setdefault(place, key)
             other = first.setdefault(place, named.name)
             if other != named.name and place in rows:

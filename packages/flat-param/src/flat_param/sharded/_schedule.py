@@ -398,7 +398,9 @@ class Schedule:
         try:
             self._finish_queues(current)
             if current.sync:
-                kept = [unit for unit in current.reduced if any(g.is_kept for g in unit.grads)]
+                kept = [
+                    unit for unit in current.reduced if any(g.kept is not None for g in unit.grads)
+                ]
                 publish([unit for unit in current.reduced if unit not in kept])
                 self._accumulated = dict.fromkeys(kept)
         except BaseException:

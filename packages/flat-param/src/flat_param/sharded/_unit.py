@@ -23,7 +23,6 @@ from ..comm._capturing import is_capturing
 from ..comm._comm import Pending
 from ..comm._groups import CommGroups
 from ..layout._options import UnitOptions
-from ._guards import optimizer_steps
 from ._param_piece import ParamPiece
 from ._param_sites import ParamSite, ParamSites
 from ._piece_tensors import outside_unit
@@ -89,7 +88,7 @@ class Unit:
         self.backward_prefetch: tuple[Unit, ...] = ()
         self.is_unsharded = self.is_by_hand = self.is_shown = False
         self._gathering: list[Pending | None] | None = None
-        self._version: tuple[int, int, bool] | None = None
+        self._version: tuple[int, bool] | None = None
         self.nodes: list[Any] = []
         self._piece_nodes: list[Any] = []
         self.inputs = InputHooks(self.on_input_grad)
@@ -242,13 +241,10 @@ class Unit:
         """Whether a step or an assignment changed a parameter after the gather."""
         return self.is_gathered and self._version != self._current_version()
 
-    def _current_version(self) -> tuple[int, int, bool]:
-        """Optimizer steps are counted on all ranks, also on ranks without elements.
-
-        A gather in a captured graph runs in replays only, so a capture counts too.
-        """
+    def _current_version(self) -> tuple[int, bool]:
+        """A gather in a captured graph runs in replays only, so a capture counts too."""
         captured = bool(self.parts) and is_capturing(self.parts[0].device)
-        return optimizer_steps(), sum([part.version for part in self.parts]), captured
+        return sum([part.version for part in self.parts]), captured
 
     def rebind(self) -> None:
         """Update shards and leaves after `module.to()` changed dtype or device."""

@@ -38,7 +38,8 @@ from ..layout._options import UnitOptions, precision_of
 from ..layout._shard import plan_shard
 from ..layout._spec import ParamSpec, collect_params, place_of
 from ._by_hand import STOPPED, units_at_rest
-from ._guards import install_guards, mark_replaced
+from ._first_step import mark_replaced
+from ._guards import install_guards
 from ._ignored import find_ignored, outside_units, own_ignored
 from ._materialize import broadcast_module, check_init, materialize, move_buffers
 from ._param_sites import ParamSite
