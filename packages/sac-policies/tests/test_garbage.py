@@ -77,8 +77,6 @@ ENTRIES = {
     "fit_.optimizer": (lambda g: sp.fit_(LAYER, X, "1 GiB", optimizer=g), "none"),
     "fit_.loss": (lambda g: sp.fit_(LAYER, X, "1 GiB", loss=g), "none type"),
     "format_size": (sp.budget.format_size, "int negative"),
-    "from_json": (sp.policies.from_json, ""),
-    "from_torch": (sp.policies.from_torch, "true"),
     "checkpoint_name.tensor": (lambda g: sp.checkpoint_name(g, "a"), "tensor"),
     "checkpoint_name.label": (lambda g: sp.checkpoint_name(X, g), "empty long text"),
     "offload": (sp.offload, ""),
@@ -101,8 +99,6 @@ ENTRIES = {
         "",
     ),
     "save_by_index.decision": (lambda g: sp.policies.save_by_index([(("a", 0), g)]), ""),
-    "save_by_shape": (sp.save_by_shape, "list tuple"),
-    "save_by_shape.size": (lambda g: sp.save_by_shape((g,)), "none int"),
     "save_every_nth": (lambda g: sp.save_every_nth(g, n=2), ""),
     "save_every_nth.n": (lambda g: sp.save_every_nth("aten.mm", n=g), "int"),
     "save_every_nth.phase": (lambda g: sp.save_every_nth("aten.mm", n=4, phase=g), "int"),
@@ -113,8 +109,6 @@ ENTRIES = {
     "scoped.path": (lambda g: sp.scoped(ALL, g), "text long"),
     "solve": (lambda g: sp.solve(g, 1), ""),
     "solve.budget": (lambda g: sp.solve(TRACE, g), "int huge"),
-    "to_json": (sp.policies.to_json, ""),
-    "to_torch": (sp.policies.to_torch, "none"),
 }
 
 

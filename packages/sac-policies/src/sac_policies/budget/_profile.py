@@ -20,12 +20,13 @@ from ..eager._masks import UNPACK
 from ..eager._recorders import Table
 from ..eager._tape import Region, Tape
 from ..eager._values import Call, Value
-from ..policies._checked import is_count
+from ..policies._decisions import Answer
 from ..policies._flops import flops_of
 from ..policies._modules import root_of
 from ..policies._operators import facts_of
 from ..policies._plans import Unit
-from ..policies._policies import Answer, Policy
+from ..policies._policies import Policy
+from ..policies._rules import is_count
 from ..policies._unmatched import Watch
 from ..policies._views import OpView
 from ._trace import Held, Trace, TracedOp, TracedPack

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .._errors import PolicyError
 from ._plans import Plan, Unit
 
 
@@ -21,14 +20,6 @@ class BudgetPlan(Plan):
     kept_bytes: int
     recompute_cost: int
     unit: Unit
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if min(self.kept_bytes, self.recompute_cost) < 0:
-            raise PolicyError(
-                f"sac_policies.BudgetPlan: bytes and costs {self.kept_bytes, self.recompute_cost} "
-                "are of no plan, but none may be negative. Take the plan that solve(...) returned."
-            )
 
 
 @dataclass(frozen=True)
