@@ -61,11 +61,13 @@ class RegionSummary(NamedTuple):
         ops: operators, and the number of calls of each counted one.
         labels: names given to tensors.
         modules: paths of modules in the region, whether they ran or not.
+        kept: whether the policy kept a value by an answer to one call.
     """
 
     ops: Mapping[Operator, int]
     labels: frozenset[str] = frozenset()
     modules: frozenset[str] = frozenset()
+    kept: bool = False
 
 
 class Missing(NamedTuple):
