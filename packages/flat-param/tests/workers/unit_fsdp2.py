@@ -165,8 +165,7 @@ def check_sums_are_divided_as_fsdp2_divides_them(rank: int, world: int) -> None:
 
 def check_accumulated_sums_are_divided_once(rank: int, world: int) -> None:
     """After `no_sync`, in replicas of a mesh and without shards, by what was said last."""
-    mesh = init_device_mesh("cpu", (world, 1))
-    for options in ({"mesh": mesh}, options_of("replicated"), {}):
+    for options in (options_of("replicated"), {}):
         grads = []
         for factor in (None, 4.0):
             torch.manual_seed(0)

@@ -48,15 +48,6 @@ def check_no_sync_accumulates_and_stays_silent(rank: int, world: int) -> None:
         assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
 
 
-def check_gradients_add_up_until_they_are_cleared(rank: int, world: int) -> None:
-    """Gradients add up until they are cleared."""
-    reference, model = plain(), sharded()
-    for ids in batches(world):
-        loss_of(reference, ids).backward()
-        loss_of(model, share(ids, rank)).backward()
-    assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
-
-
 def check_one_forward_two_backwards(rank: int, world: int) -> None:
     """One forward two backwards."""
     reference, model = plain(), sharded()
@@ -65,15 +56,6 @@ def check_one_forward_two_backwards(rank: int, world: int) -> None:
         loss = loss_of(module, part)
         loss.backward(retain_graph=True)
         loss.backward()
-    assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
-
-
-def check_two_forwards_one_backward(rank: int, world: int) -> None:
-    """Two forwards one backward."""
-    reference, model = plain(), sharded()
-    first, second, _ = batches(world)
-    (loss_of(reference, first) + loss_of(reference, second)).backward()
-    (loss_of(model, share(first, rank)) + loss_of(model, share(second, rank))).backward()
     assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
 
 
@@ -164,11 +146,6 @@ def check_input_used_in_many_steps_is_hooked_once(rank: int, world: int) -> None
     del model, out
     gc.collect()
     assert all(hook.args[0]() is None for hook in x._backward_hooks.values())
-
-
-def run(rank: int, world: int) -> dict[str, str]:
-    """All checks."""
-    return run_checks(globals(), rank, world)
 
 
 def check_a_loss_of_an_input_alone_sends_nothing(rank: int, world: int) -> None:

@@ -99,28 +99,9 @@ def check_methods_that_are_none_are_refused(rank: int, world: int) -> None:
         )
 
 
-def check_one_module_of_a_class_is_not_another(rank: int, world: int) -> None:
-    """Methods are registered for one module, and its class is left alone."""
-    _, first = _coders()
-    _, second = _coders()
-    before = Coder.encode
-    first.register_forward_method("encode")
-    assert Coder.encode is before
-    assert type(second).encode is before
-
-
-def check_sums_are_switched_off_and_on(rank: int, world: int) -> None:
-    """As inside of `no_sync`, until it is said again; for the whole tree alone."""
-    reference, model = plain(), sharded(reshard_after_forward=False)
-    inputs = batches(world)
-    for ids in inputs:
-        loss_of(reference, ids).backward()
-    for step, ids in enumerate(inputs):
-        model.set_requires_gradient_sync(step == len(inputs) - 1)
-        loss_of(model, share(ids, rank)).backward()
-        is_set = any(param.grad is not None for param in model.parameters())
-        assert is_set == (step == len(inputs) - 1)
-    assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
+def check_sums_of_one_unit_are_not_switched(rank: int, world: int) -> None:
+    """Units of a tree sum their gradients together."""
+    model = sharded()
     text = "called for unit 'blocks.1' alone, but the units of a tree sum their gradients together"
     raises(
         flat_param.StateError,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 
 import torch
 import torch.distributed as dist
@@ -184,6 +185,23 @@ def check_parameters_are_frozen_and_trained_again(rank: int, world: int) -> None
     other.head.requires_grad_(True)
     text = "parameter 'head.weight' was frozen when it was sharded and is trainable now"
     raises(flat_param.ParameterError, text, lambda: other(ids))
+
+
+def check_mistake_of_all_ranks_can_be_mended(rank: int, world: int) -> None:
+    """Every rank refuses the same shape, mends it, casts alike, and trains on while one is slow."""
+    model = sharded()
+    (ids,) = batches(world, 1)
+    kept = model.head.bias
+    for value in (1, 2):
+        model.head.bias = nn.Parameter(torch.zeros(value))
+        text = "re-assigned with shape"
+        raises(flat_param.ParameterError, text, lambda: model(share(ids, rank)))
+        model.head.bias = kept
+        model.to(torch.float64 if value == 1 else torch.float32)
+        if rank == 0:
+            time.sleep(0.8)  # longer than a rank waits before it looks for notices
+        loss_of(model, share(ids, rank)).backward()
+    assert model.head.bias.grad.dtype == torch.float32
 
 
 if __name__ == "__main__":

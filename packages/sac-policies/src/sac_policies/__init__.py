@@ -55,7 +55,7 @@ from sac_policies.policies._rules import (
 )
 
 if TYPE_CHECKING:
-    from sac_policies.budget import fit_, plan_region, profile, profile_step, solve
+    from sac_policies.budget import fit_, profile, solve
     from sac_policies.reports import report
 
 __all__ = [
@@ -85,9 +85,7 @@ __all__ = [
     "in_slices",
     "offload",
     "offload_stats",
-    "plan_region",
     "profile",
-    "profile_step",
     "recompute_all",
     "recompute_ops",
     "report",

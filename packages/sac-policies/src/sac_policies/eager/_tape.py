@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 from weakref import WeakSet, ref
@@ -283,7 +283,8 @@ class Tape(TorchDispatchMode):
         """Hold a mask as bits."""
         if not takes(mask):
             return
-        with no_dispatch():
+        # Hidden from its mode, a fake tensor would be one of the meta device.
+        with nullcontext() if is_fake(mask) else no_dispatch():
             bits = packed(mask)
         if self.region.observer is not None:
             self.region.observer.replaced(bits, mask)

@@ -9,25 +9,17 @@ from ._plans import Plan, Unit
 
 @dataclass(frozen=True, repr=False)
 class BudgetPlan(Plan):
-    """The best decisions for a budget.
+    """Decisions for a budget.
 
     Attributes:
         kept_bytes: bytes kept between forward and backward; at most the budget.
         recompute_cost: work that backward repeats, in `unit`.
-        bound_cost: lower bound of that work within the budget; equal if the plan is optimal.
         unit: "ns" or "flops".
     """
 
     kept_bytes: int
     recompute_cost: int
-    bound_cost: int
     unit: Unit
-
-    @property
-    def gap(self) -> float:
-        """Share of `recompute_cost` that a better plan could save at most; 0.0 is optimal."""
-        spare = self.recompute_cost - self.bound_cost
-        return spare / self.recompute_cost if spare else 0.0
 
 
 @dataclass(frozen=True)
