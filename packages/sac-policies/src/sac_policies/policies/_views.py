@@ -50,8 +50,7 @@ class OpView(NamedTuple):
     @property
     def out_bytes(self) -> int:
         """Bytes of all output tensors together."""
-        tensors = (each for each in _flat(self.output) if isinstance(each, torch.Tensor))
-        return sum(each.numel() * each.element_size() for each in tensors)
+        return _bytes(self.output)
 
 
 class RegionSummary(NamedTuple):
@@ -90,7 +89,7 @@ def runs_of(path: str) -> Iterator[str]:
             yield ".".join(names[start:stop])
 
 
-def _flat(value: Any) -> tuple[Any, ...]:
-    if isinstance(value, (tuple, list)):
-        return tuple(leaf for each in value for leaf in _flat(each))
-    return (value,)
+def _bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    return sum(map(_bytes, value)) if isinstance(value, (tuple, list)) else 0
