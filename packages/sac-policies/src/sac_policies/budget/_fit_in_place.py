@@ -21,7 +21,7 @@ from torch import nn
 
 from .._errors import BudgetError, RecomputeError
 from .._torch_compat._module_calls import around_calls, graph_breaks, is_compiled, is_taggable
-from ..policies._budget_plan import Infeasible
+from ..policies._plans import Infeasible
 from ._agree import check_equal, from_first_rank, largest
 from ._checkpointed import Checkpointed, Tagged, is_checkpointed, region_of, release
 from ._helps import what_helps
