@@ -35,7 +35,7 @@ def full_params(module: nn.Module, *, write_back: bool) -> Iterator[None]:
             unit.sites.swap_out()
         yield
     finally:
-        errors = [unit.sites.end_show() for unit in units]
+        errors = [unit.sites.drop_copies() for unit in units]
     if write_back:
         for unit, error in zip(units, errors, strict=True):
             with unit.comms.telling_others():

@@ -4,7 +4,7 @@
 |---|---|
 | between steps | the optimizer's parameters, which are pieces |
 | in the unit's forward and backward | the leaves, which are full |
-| after `unshard()` | the leaves, until the unit is resharded; writes are dropped, as in FSDP2 |
+| after `unshard()` | the leaves, until the unit is resharded; changes are dropped, as in FSDP2 |
 | inside `whole_params()` | full copies in the parameters' own dtype |
 
 A parameter that a user replaces is an error, before any communication. Other memory, by
@@ -45,14 +45,12 @@ class ParamSites:
 
     Attributes:
         copies: the full copies that the module has inside `whole_params()`, one per parameter.
-        shows: whether the leaves are set between steps.
     """
 
     def __init__(self, sites: Sequence[ParamSite]) -> None:
         self._param_sites = tuple(sites)
         self._parts = tuple(dict.fromkeys(site.part for site in sites))
         self.copies: Mapping[ShardedParams, Sequence[nn.Parameter]] | None = None
-        self.shows = False
         self.refresh()
 
     def __iter__(self) -> Iterator[ParamSite]:
@@ -80,30 +78,17 @@ class ParamSites:
             for registry, key, param, _ in self._entries:
                 registry[key] = param
 
-    def show(self) -> None:
-        """Set the leaves between steps."""
-        self.shows = True
-        self.swap_in()
-
-    def end_show(self) -> FlatParamError | None:
-        """Set the optimizer's parameters, in the place of leaves or copies.
+    def drop_copies(self) -> FlatParamError | None:
+        """Set the optimizer's parameters in the place of copies.
 
         Returns:
-            The error if there was another tensor.
+            The error if there was another tensor than a copy, or one of another shape.
         """
-        copies, self.copies, self.shows = self.copies, None, False
-        error = None
-        for site, (registry, key, param, leaf) in zip(
-            self._param_sites, self._entries, strict=True
-        ):
-            current = registry.get(key)
-            shown = leaf if copies is None else copies[site.part][site.index]
-            if current is not shown and current is not param:
-                error = _replaced(site, current)
-            elif current is leaf and site.part.has_moved(site.index):  # by `.data = ...`
-                site.part.attach_leaf(site.index)
-                error = _replaced(site, current)
-            elif copies and tuple(shown.shape) != site.part.param_pieces[site.index].shape:
+        copies, self.copies, error = self.copies or {}, None, None
+        for site in self._param_sites if copies else ():
+            copy: Tensor = copies[site.part][site.index]
+            current = site.registry.get(site.key)
+            if current is not copy or tuple(copy.shape) != site.part.param_pieces[site.index].shape:
                 error = _replaced(site, current)
         self.swap_out()
         return error

@@ -50,13 +50,11 @@ class Reduction:
         factor: divisor of sums; None: the number of ranks.
         sums_copies: whether replicas are reduced.
         on_sum: called with this rank's part of each sum before the division.
-        in_place: called instead of the reduction; see `ShardedModule.register_comm_hook`.
     """
 
     factor: float | None = None
     sums_copies: bool = True
     on_sum: Callable[[Tensor], object] | None = None
-    in_place: Callable[..., object] | None = None
 
 
 class ShardedGrads:
@@ -124,27 +122,12 @@ class ShardedGrads:
 
     def _start_reduce(self, full: Tensor, how: Reduction) -> Pending:
         self._reduced = self._destination()
-        if how.in_place is not None:
-            self._reduce_by(how.in_place, self._staged(full), self._reduced)
-            return Pending(self.comms.reduce, "comm_hook").then(self._release)
         factor = float(self.comms.world_size if how.factor is None else how.factor)
         if full.dtype == torch.float16:
             full.div_(self.comms.world_size)  # a sum over many ranks may exceed float16's range
             factor /= self.comms.world_size
         pending = self.comms.reduce.reduce_scatter(_real(self._reduced), _real(self._staged(full)))
         return pending.then(partial(self._after_reduce, how, factor))
-
-    def _reduce_by(self, hook: Callable[..., object], full: Tensor, out: Tensor) -> None:
-        """Let a hook reduce; it may replace the memory of its arguments."""
-        given = full.detach()
-        if self.comms.reduce.group is None:
-            hook(given)
-            out.copy_(given)
-            return
-        found = out.detach()
-        hook(given, found)
-        if found.data_ptr() != out.data_ptr():
-            out.copy_(found)
 
     def _staged(self, full: Tensor) -> Tensor:
         plan = self.owner.plan

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .._errors import ParameterError
 from .._torch_compat import without_torch_function
 from ..buffers._dtensors import as_plain, local_of, place_of_dtensor
-from ..buffers._views import ParamViews, memory_order, param_view, param_views, zeros
+from ..buffers._views import ParamViews, memory_order, param_views, zeros
 from ..comm._clip import spread_of
 from ..comm._comm import Communicator, Pending
 from ..comm._groups import CommGroups
@@ -182,15 +182,14 @@ class ShardedParams:
         if not self.aliased:
             self._make_full()
 
-    def has_moved(self, index: int) -> bool:
-        """Whether a leaf has other memory than the full buffer's."""
-        leaf = local_of(self.leaves[index])
-        return leaf.untyped_storage().data_ptr() != self.full.untyped_storage().data_ptr()
-
-    def attach_leaf(self, index: int) -> None:
-        """Give a leaf its part of the full buffer again."""
-        view = param_view(self.full, self.segment.layout, index)
-        local_of(self.leaves[index]).data = view.data
+    def attach_leaves(self) -> None:
+        """Give leaves that have other memory, as after `leaf.data = ...`, the full buffer again."""
+        memory = self.full.untyped_storage().data_ptr()
+        for leaf, view in zip(
+            map(local_of, self.leaves), param_views(self.full, self.segment.layout), strict=True
+        ):
+            if leaf.untyped_storage().data_ptr() != memory:
+                leaf.data = view.data
 
     def free(self) -> None:
         """Free the full buffer's memory; the leaves stay."""
@@ -253,12 +252,6 @@ class ShardedParams:
             self._make_full()
         self.param_pieces[0].segment.device = self.device
         self._mark_params()
-
-
-def placement_of(parts: Sequence[ShardedParams]) -> str:
-    """Describe dtypes and device types of shards, in words that are the same on every rank."""
-    kinds = (f"{part.shard.dtype} on {part.shard.device.type}" for part in parts)
-    return f"parameters are {', '.join(kinds)}"
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
