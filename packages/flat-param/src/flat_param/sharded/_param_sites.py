@@ -88,7 +88,7 @@ class ParamSites:
         for site in self._param_sites if copies else ():
             copy: Tensor = copies[site.part][site.index]
             current = site.registry.get(site.key)
-            if current is not copy or tuple(copy.shape) != site.part.param_pieces[site.index].shape:
+            if current is not copy or tuple(copy.shape) != site.part.pieces[site.index].shape:
                 error = _replaced(site, current)
         self.swap_out()
         return error

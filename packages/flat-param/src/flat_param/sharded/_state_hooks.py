@@ -60,7 +60,7 @@ def _present(
     for name, site in _named(sites, prefix):
         if isinstance(state.get(name), Tensor):
             param = site.part.params[site.index]
-            piece = site.part.param_pieces[site.index]
+            piece = site.part.pieces[site.index]
             state[name] = (
                 param.detach() if piece.is_plain else piece.present(flat_view(param, param))
             )
@@ -85,7 +85,7 @@ def _take(
         if not isinstance(value, Tensor) or value is param:
             continue  # torch passes the module's own parameters for missing values
         try:
-            elements = site.part.param_pieces[site.index].elements(value, name)
+            elements = site.part.pieces[site.index].elements(value, name)
         except FlatParamError as error:
             errors.append(str(error))
             state[name] = param
