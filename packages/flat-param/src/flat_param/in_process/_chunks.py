@@ -17,8 +17,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from .._errors import StateError
 from ..buffers._elementwise import ELEMENTWISE
-from ._flat_grad import FlatGrad
-from ._flat_segments import FlatSegment, FlatSegments
+from ._flat_segment import FlatSegment
+from ._flat_segments import FlatSegments
 
 CPU_NUMEL = 1 << 18  # a float32 leaf of AdamW and its state then take 4 MiB
 
@@ -37,30 +37,28 @@ class Chunk(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        grad = self._flat_segment.grad
-        flat = grad.synced
+        flat = self._flat_segment.synced_grad
         if flat is None:
-            grad, flat = self._compared()
-        return None if grad.arrivals == self._cleared_at else self._tensor_slice(flat)
+            flat = self._compared_grad()
+        is_cleared = self._flat_segment.arrivals == self._cleared_at
+        return None if is_cleared else self._tensor_slice(flat)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        grad = self._flat_segment.grad
-        flat = grad.synced
+        flat = self._flat_segment.synced_grad
         if flat is None:
-            grad, flat = self._compared()
+            flat = self._compared_grad()
         if value is None:
             self._tensor_slice(flat).zero_()
-            self._cleared_at = grad.arrivals
+            self._cleared_at = self._flat_segment.arrivals
         else:
             self._tensor_slice(flat).copy_(value)
             self._cleared_at = -1
 
-    def _compared(self) -> tuple[FlatGrad, Tensor]:
+    def _compared_grad(self) -> Tensor:
         """The flat gradient after a comparison with the module, which may plan again."""
         self._flat_segment.sync()
-        grad = self._flat_segment.grad
-        return grad, grad.vector
+        return self._flat_segment.grad
 
     def _tensor_slice(self, flat: Tensor) -> Tensor:
         if self._seen is None or self._seen[0] is not flat:
@@ -100,7 +98,7 @@ def make_chunks(segments: FlatSegments, numel: int | None) -> list[Chunk]:
             chunk._start = start
             chunk.attach(segment)
             made.append(chunk)
-    segments.follow(made)
+    segments.chunks += made
     return made
 
 
