@@ -37,8 +37,7 @@ def full_params(module: nn.Module, *, write_back: bool) -> Iterator[None]:
     if write_back:
         values = {}
         for unit, each in found.items():  # check all of them before writing
-            with unit.comms.telling_others():
-                values[unit] = unit.sites.checked(each)
+            values[unit] = unit.sites.checked(each)
         for unit in found:
             unit.sites.write(values[unit])
             unit.reshard()
