@@ -21,11 +21,9 @@ from torch import nn
 
 from .._errors import BudgetError, RecomputeError
 from .._torch_compat._module_calls import around_calls, graph_breaks, is_compiled, is_taggable
-from ..policies._budget_plan import Infeasible
 from ._agree import check_equal, from_first_rank, largest
 from ._checkpointed import Checkpointed, Tagged, is_checkpointed, region_of, release
 from ._helps import what_helps
-from ._hidden import Hidden, hidden_by
 from ._intervals import Steps, marked
 from ._levels import (
     AGAIN,
@@ -39,9 +37,11 @@ from ._levels import (
     Region,
     RegionFit,
 )
+from ._link import Hidden, hidden_by
 from ._measure import Interval, Marks, highest
 from ._repeating import Seen, called_again, check_compiled, inside, kind_of, repeating
 from ._sizes import Budget, format_size
+from ._solve import Infeasible
 from ._step import Limit, Loss, Step, check_order, check_step
 
 _TRIES = 2
