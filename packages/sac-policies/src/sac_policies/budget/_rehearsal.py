@@ -164,6 +164,7 @@ class _Unpacked:
 
     def __init__(self, ledger: Ledger) -> None:
         self.op, self.shares, self.call = UNPACK.op, UNPACK.shares, self._call
+        self.positions, self.lists = UNPACK.positions, UNPACK.lists
         self._ledger = ledger
 
     def _call(self, bits: torch.Tensor, *layout: Any) -> torch.Tensor:

@@ -14,12 +14,13 @@ LEAST_ELEMENTS = 1024
 class _Unpack:
     """Restores a mask from its bits; on the tape it is the operator of a call."""
 
-    __slots__ = ("call", "op", "shares")
+    __slots__ = ("call", "lists", "op", "positions", "shares")
 
     def __init__(self, call: Callable[..., torch.Tensor]) -> None:
         self.op = "the bits of a mask"
         self.call = call
         self.shares = False
+        self.positions, self.lists = (0,), ()
 
 
 def takes(tensor: Any) -> bool:

@@ -19,7 +19,7 @@ from ..policies._decisions import Decision
 from ..policies._operators import BATCH_NORMS, STATISTICS, Facts, facts_of
 from ..policies._policies import DEPENDS, Constant, Policy
 from ..policies._views import Operator
-from ._aliasing import tensors_among, version_of
+from ._aliasing import UNVERSIONED, tensors_among, version_of
 from ._fsdp import RANGE_OPS
 from ._values import Call, Item, Seen, Value
 
@@ -29,12 +29,19 @@ class Tape(Protocol):
 
     Attributes:
         known: the tensors that have a value, by `id`.
+        note_gone: called with what is freed of `known`.
+        records_views: whether views of held tensors are recorded.
     """
 
     known: dict[int, Seen]
+    note_gone: Callable[[Any], None]
+    records_views: bool
 
     def value_of(self, tensor: torch.Tensor) -> Value:
         """Return the value of a tensor; hold an unknown tensor."""
+
+    def hold(self, tensor: torch.Tensor, version: int) -> Value:
+        """Hold an unknown tensor."""
 
     def known_value(self, tensor: torch.Tensor) -> Value | None:
         """Return the value of a tensor, None if it is unknown."""
@@ -102,20 +109,22 @@ class Recorder:
         answer: the policy's constant answer.
         asks: whether the policy is called after each call, or counts calls.
         shares: whether its results share memory with its first argument.
+        positions: of arguments that may be tensors.
+        lists: positions of arguments that are lists of tensors.
         why: reason why its results are held although the policy does not keep them.
     """
 
     __slots__ = (
         "_is_view",
-        "_lists",
-        "_positions",
         "_short",
         "answer",
         "asks",
         "call",
         "facts",
         "is_aten",
+        "lists",
         "op",
+        "positions",
         "run",
         "shares",
         "why",
@@ -135,7 +144,7 @@ class Recorder:
         self._short = "" if schema is None else schema.name.partition("::")[2]
         self.shares = self.facts.is_view or (self.is_aten and self._short in _UNSAFE_VIEWS)
         self._is_view = self.facts.is_view
-        self._positions, self._lists = _tensor_positions(schema)
+        self.positions, self.lists = _tensor_positions(schema)
         self.run, self.why = self._kind(schema)
 
     @property
@@ -179,9 +188,7 @@ class Recorder:
             return self._held, ""
         if self.keeps:
             return self._held, ""
-        run = self._several
-        if _returns_one(schema):
-            run = self._view if self._is_view else self._single
+        run = self._single if _returns_one(schema) else self._several
         return run, "integer results are held"
 
     def _kind_of_write(self, schema: Any) -> tuple[Run, str]:
@@ -214,24 +221,33 @@ class Recorder:
         out = self.call(*args, **kwargs) if kwargs else self.call(*args)
         if self.asks and self._keeps(tape, out, args, kwargs):
             return out
-        if not (_is_grad_enabled() or self._is_called_by_library()):
+        version = 0
+        if self.shares:
+            if self._views_held(tape, args[0]):
+                return out
+            version = version_of(args[0]) if self._is_view else 0
+        # DTensor makes views in autograd functions.
+        if not (_is_grad_enabled() or self._is_view or self._is_called_by_library()):
             return out
         dtype = out.dtype
-        if dtype.is_floating_point or dtype.is_complex or not self._cuts(args, dtype):
-            tape.note(out, self._recorded(tape, args, kwargs), 0)
-        return out
-
-    def _view(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record a view, also without gradients: DTensor makes views in autograd functions."""
-        out = self.call(*args, **kwargs) if kwargs else self.call(*args)
-        if self.asks:
-            self._keeps(tape, out, args, kwargs)
-        tape.note(out, self._recorded(tape, args, kwargs), version_of(args[0]))
+        if (
+            dtype.is_floating_point
+            or dtype.is_complex
+            or self._is_view
+            or not self._cuts(args, dtype)
+        ):
+            value = self._recorded(tape, args, kwargs)
+            if version != UNVERSIONED:
+                seen = Seen(out, tape.note_gone)
+                seen.key, seen.value, seen.version = id(out), value, version
+                tape.known[seen.key] = seen
         return out
 
     def _several(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self.call(*args, **kwargs) if kwargs else self.call(*args)
         if self.asks and self._keeps(tape, out, args, kwargs):
+            return out
+        if self.shares and self._views_held(tape, args[0]):
             return out
         is_recorded = _is_grad_enabled() or self._is_view or self._is_called_by_library()
         if is_recorded and type(out) in (tuple, list):
@@ -344,25 +360,31 @@ class Recorder:
     ) -> Call:
         inputs: list[Value] = []
         values, count, known = list(args), len(args), tape.known
-        for at in self._positions:
+        for at in self.positions:
             if at >= count:
                 break
             arg = args[at]
-            if isinstance(arg, torch.Tensor):
-                seen = known.get(id(arg))
-                if seen is not None and seen() is arg and seen.version == arg._version:
-                    value = seen.value
-                else:
-                    value = tape.value_of(arg)
-                values[at] = value
-                inputs.append(value)
-        for at in self._lists:
+            seen = known.get(id(arg))
+            if seen is not None and seen() is arg and seen.version == arg._version:
+                value = seen.value
+            elif isinstance(arg, torch.Tensor):
+                value = tape.hold(arg, version_of(arg))
+            else:
+                continue
+            values[at] = value
+            inputs.append(value)
+        for at in self.lists:
             if at < count:
                 values[at] = _listed(tape, args[at], inputs)
         named = None
         if kwargs:
             named = {name: _listed(tape, arg, inputs) for name, arg in kwargs.items()}
         return Call(self, values, named, inputs, copies)
+
+    def _views_held(self, tape: Tape, tensor: torch.Tensor) -> bool:
+        """Whether a view of this tensor is not recorded: it is held itself when it is read."""
+        seen = tape.known.get(id(tensor))
+        return (seen is None or seen.value.held is not None) and not tape.records_views
 
     def _is_called_by_library(self) -> bool:
         return not self.is_aten and is_called_by_library(4)
@@ -415,13 +437,14 @@ class Table:
 
     Attributes:
         policy: the policy.
+        offloads: whether the policy can offload.
         runs: function for the calls of an operator, by `id`, because hashing an operator runs
             Python.
         recorders: by operator.
     """
 
     def __init__(self, policy: Policy) -> None:
-        self.policy = policy
+        self.policy, self.offloads = policy, policy.offloads
         self.runs: dict[int, Run] = {}
         self.recorders: dict[Operator, Recorder] = {}
 

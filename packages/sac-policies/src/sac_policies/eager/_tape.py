@@ -156,6 +156,8 @@ class Tape(TorchDispatchMode):
 
     Attributes:
         region: the running region; nested regions share the tape.
+        records_views: whether views of held tensors are recorded. Otherwise such a view is unknown,
+            and held when it is read: its memory is held in any case.
         takes_fakes: whether calls with fake tensors are recorded. DTensor propagates shardings on
             fake tensors, which a region of real tensors must ignore.
     """
@@ -172,10 +174,12 @@ class Tape(TorchDispatchMode):
         self.region = region
         self._runs = region.table.runs
         self._outer = outer
+        # Hooks around the region store each value once, and a view keeps its base on the device.
+        self.records_views = outer is not None or region.table.offloads
         self._is_open = True
         self.known: dict[int, Seen] = {}
         self._gone: list[Seen] = []
-        self._note_gone = self._gone.append
+        self.note_gone = self._gone.append
         self._holders: list[ref[Value]] = []
         self._storages: set[int | None] | None = None
         self._ranges = Ranges()
@@ -215,6 +219,7 @@ class Tape(TorchDispatchMode):
         """Call the function of a nested region under its own policy."""
         before = self.region
         self.region, self._runs = region, region.table.runs
+        self.records_views |= region.table.offloads
         try:
             with ExitStack() as until:
                 region.follow(until, self._named)
@@ -257,7 +262,7 @@ class Tape(TorchDispatchMode):
 
     def value_of(self, tensor: torch.Tensor) -> Value:
         """Return the value of a tensor; hold an unknown tensor."""
-        return self.known_value(tensor) or self._hold(tensor, version_of(tensor))
+        return self.known_value(tensor) or self.hold(tensor, version_of(tensor))
 
     def known_value(self, tensor: torch.Tensor) -> Value | None:
         """Return the value of a tensor, None if it is unknown."""
@@ -269,7 +274,7 @@ class Tape(TorchDispatchMode):
     def note(self, tensor: torch.Tensor, value: Value, version: int) -> None:
         """Note the value of a tensor at this version; an inference tensor stays unknown."""
         if version != UNVERSIONED:
-            seen = Seen(tensor, self._note_gone)
+            seen = Seen(tensor, self.note_gone)
             seen.key, seen.value, seen.version = id(tensor), value, version
             self.known[seen.key] = seen
 
@@ -389,7 +394,7 @@ class Tape(TorchDispatchMode):
 
     # Holding
 
-    def _hold(self, tensor: torch.Tensor, version: int) -> Value:
+    def hold(self, tensor: torch.Tensor, version: int) -> Value:
         is_itself = (
             self._outer is not None  # hooks get the tensor that autograd would give them
             or version == UNVERSIONED
@@ -506,11 +511,11 @@ class Tape(TorchDispatchMode):
     def saved(self, tensor: torch.Tensor, needs_grad: bool) -> Value:
         """Return the value of a tensor that autograd saves; hold an unknown tensor."""
         value = self.known_value(tensor)
-        if not needs_grad and (value is None or (not self._marked and _views_held(value))):
+        if value is None and not needs_grad:
             value = self._held(tensor, version_of(tensor))
             value.is_alone = True
         elif value is None:
-            value = self._hold(tensor, version_of(tensor))
+            value = self.hold(tensor, version_of(tensor))
         value.is_saved = True
         want(value)
         if self._pending:
@@ -647,15 +652,6 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     names, _ = tensor.__tensor_flatten__()
     parts = [part for name in names if isinstance(part := getattr(tensor, name), torch.Tensor)]
     return [each for part in parts for each in parts_of(part)]
-
-
-def _views_held(value: Value) -> bool:
-    """Whether a value is a view of a held tensor, such as a buffer: both have one storage."""
-    call = value.made_by
-    while value.held is None and call is not None and call.recorder.shares:
-        value = call.inputs[0]
-        call = value.made_by
-    return type(value) is Value and value.held is not None
 
 
 def _reads_freed(value: Value) -> bool:
