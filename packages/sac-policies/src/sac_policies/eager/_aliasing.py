@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from .._torch_compat import storage_key
-
 UNVERSIONED = -1
 """Version of an inference tensor: it has no counter."""
 
@@ -27,10 +25,11 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def storage_of(tensor: torch.Tensor) -> int | None:
-    """Return a key of a tensor's storage; None for layouts without one."""
-    if tensor.layout is not torch.strided:
+    """Return a key of a tensor's storage; None without one."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except NotImplementedError:
         return None
-    return storage_key(tensor)
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:

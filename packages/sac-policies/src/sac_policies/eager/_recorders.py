@@ -223,7 +223,8 @@ class Recorder:
             return out
         version = 0
         if self.shares:
-            if self._views_held(tape, args[0]):
+            seen = tape.known.get(id(args[0]))
+            if (seen is None or seen.value.held is not None) and not tape.records_views:
                 return out
             version = version_of(args[0]) if self._is_view else 0
         # DTensor makes views in autograd functions.
@@ -247,8 +248,10 @@ class Recorder:
         out = self.call(*args, **kwargs) if kwargs else self.call(*args)
         if self.asks and self._keeps(tape, out, args, kwargs):
             return out
-        if self.shares and self._views_held(tape, args[0]):
-            return out
+        if self.shares:
+            seen = tape.known.get(id(args[0]))
+            if (seen is None or seen.value.held is not None) and not tape.records_views:
+                return out
         is_recorded = _is_grad_enabled() or self._is_view or self._is_called_by_library()
         if is_recorded and type(out) in (tuple, list):
             self._note_items(tape, args, kwargs, out)
@@ -380,11 +383,6 @@ class Recorder:
         if kwargs:
             named = {name: _listed(tape, arg, inputs) for name, arg in kwargs.items()}
         return Call(self, values, named, inputs, copies)
-
-    def _views_held(self, tape: Tape, tensor: torch.Tensor) -> bool:
-        """Whether a view of this tensor is not recorded: it is held itself when it is read."""
-        seen = tape.known.get(id(tensor))
-        return (seen is None or seen.value.held is not None) and not tape.records_views
 
     def _is_called_by_library(self) -> bool:
         return not self.is_aten and is_called_by_library(4)

@@ -309,10 +309,10 @@ class Tape(TorchDispatchMode):
             return
         with no_dispatch():
             storages = {storage_of(each) for each in written}
-            for seen in list(self.known.values()):
+            for key, seen in list(self.known.items()):
                 tensor = seen()
                 if tensor is not None and storage_of(tensor) in storages:
-                    self.known.pop(seen.key, None)
+                    self.known.pop(key, None)
             tensor = None
             live = self._live_holders()
             for value in live:
@@ -345,7 +345,7 @@ class Tape(TorchDispatchMode):
                     self._copy(value, value.held)
 
     def _live_holders(self) -> list[Value]:
-        return [value for value in (each() for each in self._holders) if value is not None]
+        return [value for each in self._holders if (value := each()) is not None]
 
     def note_unversioned(self, written: list[torch.Tensor]) -> None:
         """Record storages written without a version change; values hold copies of them."""
@@ -510,12 +510,14 @@ class Tape(TorchDispatchMode):
 
     def saved(self, tensor: torch.Tensor, needs_grad: bool) -> Value:
         """Return the value of a tensor that autograd saves; hold an unknown tensor."""
-        value = self.known_value(tensor)
-        if value is None and not needs_grad:
+        seen = self.known.get(id(tensor))
+        if seen is not None and seen() is tensor and seen.version == tensor._version:
+            value = seen.value
+        elif needs_grad:
+            value = self.hold(tensor, version_of(tensor))
+        else:
             value = self._held(tensor, version_of(tensor))
             value.is_alone = True
-        elif value is None:
-            value = self.hold(tensor, version_of(tensor))
         value.is_saved = True
         want(value)
         if self._pending:
