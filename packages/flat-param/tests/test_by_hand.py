@@ -78,18 +78,6 @@ def test_second_gather_keeps_what_is_shown_and_assigned() -> None:
     assert torch.equal(layer.bias, torch.ones(3))
 
 
-@pytest.mark.parametrize("shown", [False, True])
-def test_gather_after_a_step_is_of_its_values(shown: bool) -> None:
-    """What was gathered before it is freed first."""
-    layer = _layer()
-    layer(_x()).sum().backward()
-    param, optimizer = layer.weight, torch.optim.SGD(layer.parameters(), lr=1.0)
-    layer.unshard(async_op=not shown)
-    optimizer.step()
-    layer.unshard()
-    assert torch.equal(layer.weight, param.double())
-
-
 class Asks(nn.Module):
     """A layer that is used twice, and a moment in which to ask for something."""
 

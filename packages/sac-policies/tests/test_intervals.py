@@ -91,7 +91,7 @@ def test_every_mixture_takes_what_is_predicted(kind: Any) -> None:
             nn.Sequential(*(Block(24, nn.BatchNorm1d) for _ in range(4))),
             ROWS.repeat(1, 3),
         )
-    search = _search(model, Step("here", model, batch, None))
+    search = _search(model, Step(model, batch, None))
     search._learn()
     intervals = [search._intervals(level) for level in range(search._levels)]
     steps = Steps([Block] * 4, [Measured(each) for each in intervals])
@@ -138,7 +138,7 @@ def test_what_others_hold_until_the_end_goes_by_the_region_that_made_it(freed: b
     def loss(out: dict[str, Any]) -> torch.Tensor:
         return out["scores"].square().sum()
 
-    search = _search(model := Caching(4), Step("here", model, ROWS, loss))
+    search = _search(model := Caching(4), Step(model, ROWS, loss))
     levels = range(search._levels)
     search._learn()
     intervals = [search._intervals(level) for level in levels]

@@ -62,12 +62,6 @@ def put(model: nn.Module, optimizer: Any, state: dict[str, Any], **options: Any)
     )
 
 
-def check_training_is_that_of_one_process(rank: int, world: int) -> None:
-    """What all other checks compare with."""
-    for boundary in BOUNDARIES:
-        same(values_of(*trained(3, boundary=boundary)), truth(3))
-
-
 def check_saved_state_comes_back_and_trains_on(rank: int, world: int) -> None:
     """In the same model after more steps, and in another one; lr follows the groups' names."""
     for boundary in BOUNDARIES:
@@ -250,14 +244,6 @@ def check_whole_tensors_load(rank: int, world: int) -> None:
     raises(RuntimeError, "has shape (29, 12)", lambda: model.load_state_dict(wrong))
     part = model.load_state_dict({"embed.weight": expected["embed.weight"]}, strict=False)
     assert "layers.0.up.weight" in part.missing_keys
-
-
-def check_state_dict_is_refused_inside_forward(rank: int, world: int) -> None:
-    """There the module has unsharded parameters."""
-    model = sharded()
-    model.layers[0].up.register_forward_hook(lambda *_: model.state_dict())
-    ids = torch.zeros(1, 2, dtype=torch.long)
-    raises(flat_param.StateError, "called inside forward or backward", lambda: model(ids))
 
 
 def check_count_of_ranks_that_skip_does_not_count(rank: int, world: int) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import pytest
 import torch
 from _harness import (
@@ -18,7 +15,7 @@ from _harness import (
     sharded,
     share,
 )
-from _whole import plain_grads, whole_bytes, whole_grads
+from _whole import same_grads, whole_bytes, whole_grads
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -54,7 +51,7 @@ def check_groups_send_and_keep_their_parts(rank: int, world: int) -> None:
         model.set_reshard_after_forward(2)
         parts = [(4 * plan.shard_numel, 4 * -(-plan.numel // 2)) for plan in _parts(model)]
         assert _sent(model, ids, rank) == usual - sum(3 * shard - half for shard, half in parts)
-        assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
+        same_grads(model, reference)
         assert (whole_bytes(model), _kept_bytes(model)) == (0, 0)
         loss = loss_of(model, share(ids, rank))
         assert _kept_bytes(model) == sum(half for _, half in parts)
@@ -114,38 +111,6 @@ def check_numbers_that_do_not_divide_are_refused(rank: int, world: int) -> None:
     assert all(unit.frees_after_forward and unit.regroup is None for unit in units)
 
 
-class PastUnits(Model):
-    """Calls a layer inside of its first block itself."""
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return super().forward(ids) + self.blocks[0].up(self.embed(ids))[..., :11]
-
-
-def _past(*, unit: bool) -> PastUnits:
-    torch.manual_seed(0)
-    model = PastUnits()
-    if unit:
-        flat_param.fully_shard(model.blocks[0].up)
-    for block in model.blocks:
-        flat_param.fully_shard(block)
-    return flat_param.fully_shard(model)
-
-
-def check_module_called_past_its_unit_is_named(rank: int, world: int) -> None:
-    """With a way out that works; the model may be used on."""
-    (ids,) = batches(world, 1)
-    torch.manual_seed(0)
-    reference = PastUnits()
-    loss_of(reference, ids).backward()
-    model = _past(unit=False)
-    text = "linear computes with it, but only a call of unit 'blocks.0' makes it whole, (15, 7)."
-    raises(flat_param.StateError, text, lambda: loss_of(model, share(ids, rank)))
-    assert whole_bytes(model) == 0
-    model = _past(unit=True)
-    loss_of(model, share(ids, rank)).backward()
-    assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
-
-
 def check_errors_of_whole_modules_are_their_own(rank: int, world: int) -> None:
     """A wrong input of a unit that computes stays torch's error."""
     model = sharded()
@@ -177,24 +142,6 @@ def check_copies_in_another_order_are_named(rank: int, world: int) -> None:
     assert str(caught.value).startswith(f"flat_param.fully_shard: rank {first} did "), caught.value
     assert f" where rank {other} did " in str(caught.value)
     assert all(param.grad is None for param in model.parameters())
-
-
-def check_layer_unused_by_one_copy_gets_the_mean_with_zero(rank: int, world: int) -> None:
-    """Both copies have its gradient."""
-    reference, model, (ids,) = plain(), _copies(), batches(world, 1)
-
-    def loss(module: Any, part: Tensor, *, skip: bool) -> Tensor:
-        x = module.embed(part)
-        for index, block in enumerate(module.blocks):
-            out = block(x)
-            x = x if skip and index == 1 else out
-        return module.head(x).square().mean()
-
-    model.forward = partial(loss, model, skip=rank >= 2)
-    for other in range(world):
-        (loss(reference, share(ids, other), skip=other >= 2) / world).backward()
-    model(share(ids, rank)).backward()
-    assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
 
 
 def check_sums_are_those_in_the_order_of_ranks(rank: int, world: int) -> None:

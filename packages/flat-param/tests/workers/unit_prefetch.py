@@ -151,17 +151,6 @@ def check_units_listed_and_not_used_are_freed(rank: int, world: int) -> None:
         assert torch.equal(found, plainly(share(x, rank), [3], None))
 
 
-def check_lists_that_differ_between_ranks_are_an_error(rank: int, world: int) -> None:
-    """As units that run in another order; no gradient is handed out."""
-    model = sharded()
-    first, second = model.blocks[:2]
-    model.set_modules_to_forward_prefetch([first, second] if rank else [second, first])
-    loss = loss_of(model, share(batches(world, 1)[0], rank))
-    text = "rank 0 did all_gather of unit 'blocks.1' where rank 1 did all_gather of unit 'blocks.0'"
-    raises(flat_param.CommError, text, loss.backward)
-    assert all(param.grad is None for param in model.parameters())
-
-
 def check_wrong_lists_are_refused_by_name(rank: int, world: int) -> None:
     """No list, no unit, the unit itself, another tree; what was said before stays."""
     (ids,) = batches(world, 1)

@@ -176,17 +176,8 @@ def check_copies_of_one_unit_are_left_apart(rank: int, world: int) -> None:
     assert_same(theirs, ours)
 
 
-def check_no_shard_is_copies_alone(rank: int, world: int) -> None:
-    """And other strategies have none, so nothing is left apart there."""
-    models = [by_us(**options_of("replicated")) for _ in range(2)]
-    for seed in (1, 2):
-        models[0].set_requires_all_reduce(seed == 2)
-        models[1].set_requires_gradient_sync(seed == 2)
-        for model in models:
-            step(model, rank, seed)
-            assert have_grads(model) == (seed == 2)
-    sums = [whole_grads(model) for model in models]
-    assert all(torch.allclose(sums[0][name], sums[1][name], atol=1e-6) for name in sums[0])
+def check_model_without_copies_leaves_nothing_apart(rank: int, world: int) -> None:
+    """Gradients come at once."""
     divided = by_us()
     divided.set_requires_all_reduce(False)
     step(divided, rank, 1)

@@ -39,11 +39,10 @@ from ._levels import (
     Region,
     RegionFit,
 )
-from ._limit import Limit
 from ._measure import Interval, Marks, highest
 from ._repeating import Seen, called_again, check_compiled, inside, kind_of, repeating
 from ._sizes import Budget, format_size
-from ._step import Loss, Step, check_order, check_step
+from ._step import Limit, Loss, Step, check_order, check_step
 from ._times import Spent
 
 _TRIES = 2
@@ -167,10 +166,10 @@ def fit_(
         True
         >>> found.undo()
     """
-    check_step("fit_", model, loss)
-    check_order("fit_", batch, budget)
+    check_step(model, loss)
+    check_order(batch, budget)
     limit = Limit(budget, reserve)
-    step, search = Step("fit_", model, batch, loss, optimizer), None
+    step, search = Step(model, batch, loss, optimizer), None
     fitted = [path for path, module in model.named_modules() if is_checkpointed(module)]
     if fitted:
         raise BudgetError(
@@ -234,7 +233,7 @@ class _Search:
             for path, module in regions
             if path not in seen.operators
         ]
-        check_equal(repr(list(seen.operators)), what="block", where="fit_")
+        check_equal(repr(list(seen.operators)), what="block")
         self._levels = AGAIN + 1 if step.device.type == "cpu" else len(LEVELS)
         self._rounds: list[tuple[int, int]] = []
         self._tried: dict[int, list[str]] = {}

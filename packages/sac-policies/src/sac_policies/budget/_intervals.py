@@ -25,6 +25,7 @@ from torch import nn
 
 from .._tensors import tensors_in
 from .._torch_compat._module_calls import around_calls
+from ._choose import Option, cheapest
 from ._measure import Interval, Marks
 from ._offloaded import Offloaded
 from ._times import Spent, costs
@@ -222,33 +223,27 @@ class Steps:
     def _search(self, target: int) -> tuple[int, ...] | None:
         """`choose` for a step that calls every region once and reverses the order in backward.
 
-        Otherwise the result is approximate, and `choose` checks it. From region to region it keeps
-        every pair (bytes kept so far, cost) that no other pair dominates.
+        Otherwise the result is approximate, and `choose` checks it.
         """
         head = next((each for each in self._plain if each.key is None), Interval(None, 0, 0))
         order = list(dict.fromkeys(each.key[0] for each in self._plain if _region_of(each.key)))
         rest = sum(map(self._sum, order))
         between, top = self._between()
-        states: list[tuple[int, int, tuple[int, ...]]] = [(head.grown, 0, ())]
+        parts = []
         for number in order:
             rest -= self._sum(number)
-            found = []
+            options = []
             for level, cost in enumerate(self.costs[number]):
                 first, last = self._most(number, level)
                 kept = self._kept(number, level) - self._late(number, level)
-                for before, spent, levels in states:
-                    after = before + kept
-                    if max(before + first, after + rest + between + last) <= target:
-                        found.append((after, spent + cost, (*levels, level)))
-            states = _front(found, target)
-        states = [state for state in states if state[0] + top <= target]
-        if not states:
+                room = target - max(first, kept + rest + between + last)
+                options.append(Option(kept, cost, room))
+            parts.append(options)
+        levels = cheapest(parts, start=head.grown, limit=target - top)
+        if levels is None:
             return None
-        levels = min(states, key=lambda state: state[1])[2]
-        choice = [0] * self._count
-        for number, level in zip(order, levels, strict=True):
-            choice[number] = level
-        return tuple(choice)
+        choice = dict(zip(order, levels, strict=True))
+        return tuple(choice.get(number, 0) for number in range(self._count))
 
     def _sum(self, number: int) -> int:
         return sum(
@@ -287,21 +282,3 @@ def _region_of(key: Any) -> tuple[int] | None:
         ((3,), None, None)
     """
     return key[:1] if isinstance(key, tuple) else None
-
-
-_MOST_STATES = 2_000
-
-
-def _front(found: list[Any], target: int) -> list[Any]:
-    """Drop states that another state dominates in bytes and cost; of too many, drop similar ones.
-
-    Of equal states the first one is kept, because earlier regions keep less in it.
-    """
-    front: list[Any] = []
-    for state in sorted(found, key=lambda state: state[:2]):
-        if not front or state[1] < front[-1][1]:
-            front.append(state)
-    if len(front) <= _MOST_STATES:
-        return front
-    step = max(1, target // _MOST_STATES)
-    return list({state[0] // step: state for state in front}.values())

@@ -145,7 +145,7 @@ def highest(intervals: Iterable[Interval]) -> int:
     return top
 
 
-def free_bytes(device: torch.device, *, where: str) -> int:
+def free_bytes(device: torch.device) -> int:
     """Return the free bytes of an accelerator, with those cached by the allocator.
 
     Raises:
@@ -154,7 +154,7 @@ def free_bytes(device: torch.device, *, where: str) -> int:
     memory: Any = None if device.type == "cpu" else getattr(torch, device.type, None)
     if not hasattr(memory, "mem_get_info"):
         raise BudgetError(
-            f"sac_policies.{where}: budget 'device' is the memory that is free on the model's "
+            f"sac_policies.fit_: budget 'device' is the memory that is free on the model's "
             f"accelerator, but the model's device {str(device)!r} has no such number. Pass bytes, "
             'for example "6 GiB", or a share.'
         )

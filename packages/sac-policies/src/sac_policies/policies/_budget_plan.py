@@ -4,41 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .._errors import PolicyError
 from ._plans import Plan, Unit
 
 
 @dataclass(frozen=True, repr=False)
 class BudgetPlan(Plan):
-    """The best decisions for a budget.
+    """Decisions for a budget.
 
     Attributes:
         kept_bytes: bytes kept between forward and backward; at most the budget.
         recompute_cost: work that backward repeats, in `unit`.
-        bound_cost: lower bound of that work within the budget; equal if the plan is optimal.
         unit: "ns" or "flops".
     """
 
     kept_bytes: int
     recompute_cost: int
-    bound_cost: int
     unit: Unit
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        counts = (self.kept_bytes, self.recompute_cost, self.bound_cost)
-        if min(counts) < 0 or self.bound_cost > self.recompute_cost:
-            raise PolicyError(
-                f"sac_policies.BudgetPlan: bytes and costs {counts} are of no plan, but none may "
-                "be negative, and bound_cost is a part of recompute_cost. Take the plan that "
-                "solve(...) returned."
-            )
-
-    @property
-    def gap(self) -> float:
-        """Share of `recompute_cost` that a better plan could save at most; 0.0 is optimal."""
-        spare = self.recompute_cost - self.bound_cost
-        return spare / self.recompute_cost if spare else 0.0
 
 
 @dataclass(frozen=True)
