@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -23,49 +23,8 @@ from ._aliasing import UNVERSIONED, tensors_among, version_of
 from ._fsdp import RANGE_OPS
 from ._values import Call, Item, Seen, Value
 
-
-class Tape(Protocol):
-    """The parts of a tape that recorders use.
-
-    Attributes:
-        known: the tensors that have a value, by `id`.
-        note_gone: called with what is freed of `known`.
-        records_views: whether views of held tensors are recorded.
-    """
-
-    known: dict[int, Seen]
-    note_gone: Callable[[Any], None]
-    records_views: bool
-
-    def value_of(self, tensor: torch.Tensor) -> Value:
-        """Return the value of a tensor; hold an unknown tensor."""
-
-    def hold(self, tensor: torch.Tensor, version: int) -> Value:
-        """Hold an unknown tensor."""
-
-    def known_value(self, tensor: torch.Tensor) -> Value | None:
-        """Return the value of a tensor, None if it is unknown."""
-
-    def note(self, tensor: torch.Tensor, value: Value, version: int) -> None:
-        """Note the value of a tensor at this version."""
-
-    def note_mask(self, mask: torch.Tensor, version: int) -> None:
-        """Hold a mask as bits."""
-
-    def before_write(self, written: list[torch.Tensor], *, is_seen: bool = True) -> None:
-        """Forget tensors of storages that will be written; copy the ones held by values."""
-
-    def note_unversioned(self, written: list[torch.Tensor]) -> None:
-        """Record storages that were written without a version change."""
-
-    def decide(
-        self, recorder: Recorder, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
-        """Count a call, and return whether the policy keeps its result."""
-
-    def follow_range(self, op: Operator, args: tuple[Any, ...]) -> None:
-        """Record nothing while FSDP gathers or frees parameters."""
-
+if TYPE_CHECKING:
+    from ._tape import Tape
 
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Runs one call of an operator under a tape, and records it."""
@@ -102,10 +61,8 @@ class Recorder:
     """One operator under one policy.
 
     Attributes:
-        op: the operator.
-        call: calls it.
-        facts: facts from its schema.
-        run: runs one call.
+        call: calls the operator.
+        run: runs one call under a tape.
         answer: the policy's constant answer.
         asks: whether each call is counted, and the policy is called after it.
         shares: whether its results share memory with its first argument.
@@ -149,7 +106,6 @@ class Recorder:
 
     @property
     def keeps(self) -> bool:
-        """Whether the policy keeps the result of every call."""
         return self.answer is Decision.SAVE
 
     def _kind(self, schema: Any) -> tuple[Run, str]:
@@ -289,7 +245,6 @@ class Recorder:
         return [t.shape for t in exact if t.dim() and self._cuts(args, t.dtype)]
 
     def _attention(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record attention without dropout."""
         at, given = self.facts.dropout, kwargs.get("dropout_p", 0.0)
         assert at is not None
         if self.keeps or (args[at] if at < len(args) else given):
@@ -306,7 +261,6 @@ class Recorder:
         return (self._held if self.keeps else self._several)(tape, args, kwargs)
 
     def _mask(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Draw a mask, and record its bits."""
         out = self._held(tape, args, kwargs)
         if _is_grad_enabled():
             mask = out if isinstance(out, torch.Tensor) else out[_MASKS[self._short]]
@@ -314,7 +268,6 @@ class Recorder:
         return out
 
     def _drawn_mask(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Draw a mask into a tensor, and record its bits."""
         out = self._written(tape, args, kwargs)
         if _is_grad_enabled():
             tape.note_mask(args[0], version_of(args[0]) + 1)
@@ -368,7 +321,7 @@ class Recorder:
                 break
             arg = args[at]
             seen = known.get(id(arg))
-            if seen is not None and seen() is arg and seen.version == arg._version:
+            if seen is not None and seen() is arg and seen.version == args[at]._version:
                 value = seen.value
             elif isinstance(arg, torch.Tensor):
                 value = tape.hold(arg, version_of(arg))
@@ -394,7 +347,6 @@ class Recorder:
         return any(each.is_floating_point() for each in tensors_among(args))
 
     def _keeps(self, tape: Tape, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Count a call, and return whether the policy keeps the result."""
         return tape.decide(self, out, args, kwargs) and not self._is_view
 
 
@@ -434,11 +386,7 @@ class Table:
     """The recorders of one policy, made as operators appear.
 
     Attributes:
-        policy: the policy.
-        offloads: whether the policy can offload.
-        runs: function for the calls of an operator, by `id`, because hashing an operator runs
-            Python.
-        recorders: by operator.
+        runs: what runs the calls of an operator, by `id`: hashing an operator runs Python.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -447,7 +395,6 @@ class Table:
         self.recorders: dict[Operator, Recorder] = {}
 
     def run_of(self, op: Operator) -> Run:
-        """Return the function for the calls of an operator."""
         recorder = self.recorders.get(op) or Recorder(op, self.policy)
         self.recorders[op], self.runs[id(op)] = recorder, recorder.run
         return recorder.run

@@ -53,8 +53,6 @@ class Region:
     """One call of a function under one policy.
 
     Attributes:
-        policy: the policy of the region.
-        table: the recorders of the policy.
         watch: names and operators of the policy's regions so far.
         calls: number of calls of each operator that the policy is asked about, by `id`, because
             hashing an operator runs Python.
@@ -62,8 +60,6 @@ class Region:
         labels: names given to tensors.
         inside: operators of nested regions.
         path: the running module, if the policy reads modules.
-        compiled: the compiled modules below the root.
-        observer: for reports.
     """
 
     def __init__(
@@ -93,7 +89,6 @@ class Region:
         kwargs: dict[str, Any],
         label: str | None = None,
     ) -> OpView:
-        """Return one call as the policy sees it."""
         module = "" if self.path is None else self.path.now
         return OpView(op, index, out, args, kwargs, module, label)
 
@@ -130,7 +125,6 @@ class _Flattened:
         self.version, self.wrapper = version_of(tensor), ref(tensor)
 
     def restored(self, unpack: Callable[[Any], torch.Tensor]) -> torch.Tensor:
-        """Return such a tensor around the values."""
         wrapper = self.wrapper()
         if wrapper is not None and version_of(wrapper) != self.version:
             raise MutationError(
@@ -163,7 +157,6 @@ class Tape(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compiled code run compiled, if torch allows that under a mode."""
         return LETS_COMPILE
 
     def __init__(self, region: Region, outer: Hooks | None) -> None:
@@ -195,7 +188,6 @@ class Tape(TorchDispatchMode):
     # Running a region
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Call a function and record its operators."""
         before, _current.tape = getattr(_current, "tape", None), self
         push_hooks(self._pack, self._unpack)
         try:
@@ -298,10 +290,8 @@ class Tape(TorchDispatchMode):
     def before_write(self, written: list[torch.Tensor], *, is_seen: bool = True) -> None:
         """Forget tensors of storages that will be written; copy tensors held by values.
 
-        Args:
-            written: the tensors.
-            is_seen: whether version counters show the write. If not, tensors that autograd saved
-                itself are not copied: batch norm saves its statistics and does not read them.
+        If version counters do not show the write, tensors that autograd saved itself are not
+        copied: batch norm saves its statistics and does not read them.
         """
         if not written:
             return
@@ -352,7 +342,7 @@ class Tape(TorchDispatchMode):
     def decide(
         self, recorder: Recorder, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
-        """Count a call, and return whether the policy keeps its result."""
+        """Whether the policy keeps the result of a call, which is counted."""
         region, op = self.region, recorder.op
         key: Any = id(op)
         if isinstance(op, torch._ops.HigherOrderOperator) and args:
@@ -418,7 +408,6 @@ class Tape(TorchDispatchMode):
         return value
 
     def _keep(self, value: Value, tensor: torch.Tensor) -> None:
-        """Hold a tensor that a call made."""
         if value.held is None and value.boxed is None:
             value.hold(tensor if self._outer is not None else unseen_alias(tensor))
             self._holders.append(ref(value))
@@ -498,21 +487,10 @@ class Tape(TorchDispatchMode):
     def _pack(self, tensor: torch.Tensor) -> Any:
         if type(tensor) not in _PLAIN and is_wrapper(tensor):
             return _Flattened(tensor, self._pack_part)
-        value = self.saved(tensor, tensor.requires_grad)
-        if self.region.checks and value.guard is None:
-            is_made_again = value.held is None and value.boxed is None
-            with no_dispatch():
-                is_dense = tensor.layout is torch.strided and not tensor.is_nested
-                if is_made_again and is_dense and not is_fake(tensor):
-                    value.guard = Guard(_resolved(tensor))
-        return value
-
-    def saved(self, tensor: torch.Tensor, needs_grad: bool) -> Value:
-        """Return the value of a tensor that autograd saves; hold an unknown tensor."""
         seen = self.known.get(id(tensor))
         if seen is not None and seen() is tensor and seen.version == tensor._version:
             value = seen.value
-        elif needs_grad:
+        elif tensor.requires_grad:
             value = self.hold(tensor, version_of(tensor))
         else:
             value = self._held(tensor, version_of(tensor))
@@ -521,6 +499,11 @@ class Tape(TorchDispatchMode):
         want(value)
         if self._pending:
             self._start_copies()
+        if self.region.checks and value.guard is None and value.made_by is not None:
+            with no_dispatch():
+                is_dense = tensor.layout is torch.strided and not tensor.is_nested
+                if value.held is None and is_dense and not is_fake(tensor):
+                    value.guard = Guard(_resolved(tensor))
         return value
 
     def _pack_part(self, tensor: torch.Tensor) -> Any:
@@ -590,11 +573,7 @@ _current = _Current()
 
 
 def tape_here(hooks: Hooks | None) -> Tape | None:
-    """Return this thread's tape, if autograd currently saves to it.
-
-    Args:
-        hooks: the current saved-tensor hooks.
-    """
+    """Return this thread's tape, if its hooks are the current ones."""
     tape = _current.tape
     return tape if tape is not None and tape.takes_hooks(hooks) else None
 
@@ -604,7 +583,7 @@ _ended: WeakSet[Tape] = WeakSet()
 
 
 def _nothing() -> None:
-    """Replace a weak reference to an earlier region that offloads."""
+    """No earlier region offloads."""
 
 
 def _alias_in(packed: Any, tensor: torch.Tensor) -> tuple[torch.Tensor, int] | None:

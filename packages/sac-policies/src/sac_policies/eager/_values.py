@@ -58,15 +58,10 @@ class Value:
 
     @property
     def made_by(self) -> Call | None:
-        """The call that recomputes it."""
         return None
 
     def now(self) -> torch.Tensor | None:
-        """Return the tensor if it is held or cached.
-
-        Raises:
-            MutationError: it was changed in place.
-        """
+        """Return the tensor if it is held or cached, unless it was changed."""
         tensor = self.held
         if tensor is not None:
             if self.version != UNVERSIONED and tensor._version != self.version:
@@ -105,11 +100,9 @@ class Call(Value):
     """A call of a functional operator; also the value of its only result.
 
     Attributes:
-        recorder: the operator's recorder.
         args: positional arguments, with values in place of tensors.
-        kwargs: keyword arguments, likewise.
         inputs: all values among the arguments.
-        items: weak references to the values of several results.
+        items: the values of several results.
         copies: whether the operator writes to its first argument, of which each run makes a copy.
         wanted: whether backward may run it.
     """
@@ -176,7 +169,6 @@ class Item(Value):
 
     @property
     def made_by(self) -> Call | None:
-        """The call of the result."""
         return self.whole
 
     def hold(self, tensor: torch.Tensor) -> None:
@@ -228,12 +220,7 @@ def want(value: Value) -> None:
 
 
 class Replay:
-    """Replays values, and caches those that a backward reads again.
-
-    Attributes:
-        runs: whether a replay runs now.
-        cached: the cached values.
-    """
+    """Replays values, and caches those that a backward reads again."""
 
     __slots__ = ("_backward", "cached", "runs")
 
@@ -249,17 +236,16 @@ class Replay:
             value: the value.
             backward: number of the running backward.
             caches: whether values with other readers may be cached.
-
-        Raises:
-            MutationError: a tensor that it is computed from was changed in place.
         """
         if backward != self._backward:
             self.drop()
             self._backward = backward
         tensor = value.now()
         if tensor is None:
-            is_ready = type(value) is Call and _is_ready(value)
-            tensor = (self._made_at_once if is_ready else self._made)(value, caches)
+            if isinstance(value, Call) and _is_ready(value):
+                tensor = self._made_at_once(value, caches)
+            else:
+                tensor = self._made(value, caches)
         value.reads += 1
         if value.reads >= value.readers:
             value.cached, value.reads = None, 0
@@ -268,7 +254,6 @@ class Replay:
         return tensor
 
     def drop(self) -> None:
-        """Drop cached values."""
         for each in self.cached:
             value = each()
             if value is not None:
@@ -283,13 +268,14 @@ class Replay:
                 tensor: torch.Tensor = root.run({})
         finally:
             self.runs = before
+        is_borrowed = root.recorder.shares and root.inputs[0].held is not None
+        if caches and not is_borrowed and root.readers - root.reads > 1:
+            self._cache(root, tensor)
         for each in root.inputs:
             if each.held is None:
                 each.reads += 1
                 if each.reads >= each.readers:
                     each.cached, each.reads = None, 0
-        if caches and root.readers - root.reads > 1 and not root.recorder.shares:
-            self._cache(root, tensor)
         return tensor
 
     def _made(self, root: Value, caches: bool) -> torch.Tensor:
@@ -318,12 +304,11 @@ class Replay:
                         left = readers[each] = readers[each] - 1
                         if left:
                             continue
-                        tensor = made.pop(each)
                         if each.reads >= each.readers:
                             each.cached, each.reads = None, 0
                         elif caches and each.cached is None and each not in borrowed:
-                            self._cache(each, tensor)
-                        tensor = None
+                            self._cache(each, made[each])
+                        del made[each]
         finally:
             self.runs = before
         tensor = made[root]
@@ -339,7 +324,6 @@ class Replay:
         readers: dict[Value, int],
         caches: bool,
     ) -> None:
-        """Assign the results of a call to their values."""
         for item, tensor in zip(call.items or (), out, strict=True):
             value = None if item is None else item()
             if value is None or value.held is not None:
@@ -362,16 +346,13 @@ def _is_ready(call: Call) -> bool:
 
 
 def _results(call: Call) -> list[Value]:
-    """List the values that a call makes."""
     if call.items is None:
         return [call]
     found = [item() for item in call.items if item is not None]
     return [call, *(each for each in found if each is not None)]
 
 
-def _order(
-    root: Value, made: dict[Value, torch.Tensor], readers: dict[Value, int]
-) -> list[Call]:
+def _order(root: Value, made: dict[Value, torch.Tensor], readers: dict[Value, int]) -> list[Call]:
     """List the calls that make a value, in order.
 
     Args:
