@@ -41,7 +41,7 @@ def publish(reduced: list[Unit]) -> None:
         all_grads = [grads for unit in units for grads in unit.grads]
         for grads in all_grads:
             grads.check_hooks()
-        agreed = _agree([flag for grads in all_grads for flag in grads.used_anyhow], units[0])
+        agreed = _agree([flag for grads in all_grads for flag in grads.used], units[0])
         for grads in all_grads:
             mine, agreed = agreed[: len(grads.used)], agreed[len(grads.used) :]
             grads.assign_grads(mine)

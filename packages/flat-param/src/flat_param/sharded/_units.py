@@ -38,7 +38,8 @@ from ..layout._options import UnitOptions, precision_of
 from ..layout._shard import plan_shard
 from ..layout._spec import ParamSpec, collect_params, place_of
 from ._by_hand import STOPPED, units_at_rest
-from ._guards import install_guards, mark_replaced
+from ._first_step import mark_replaced
+from ._guards import install_guards
 from ._ignored import find_ignored, outside_units, own_ignored
 from ._materialize import broadcast_module, check_init, materialize, move_buffers
 from ._param_sites import ParamSite
@@ -210,7 +211,7 @@ def _plan_unit(
     """Check a module completely, and describe it for other ranks."""
     copies, world_size = groups.sizes
     module = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-    inner = tuple(units_at_rest(module))
+    inner = tuple(units_at_rest(module, "fully_shard"))
     for each in modules:
         if isinstance(each, ShardedModule):
             raise StateError(

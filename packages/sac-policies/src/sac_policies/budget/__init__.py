@@ -9,7 +9,7 @@ from sac_policies.budget._profile import profile
 from sac_policies.budget._sizes import format_size, parse_size
 from sac_policies.budget._solve import solve
 from sac_policies.budget._trace import Held, Item, Trace, TracedOp, TracedPack
-from sac_policies.policies._budget_plan import BudgetPlan, Infeasible
+from sac_policies.policies._plans import BudgetPlan, Infeasible
 
 __all__ = [
     "BudgetPlan",

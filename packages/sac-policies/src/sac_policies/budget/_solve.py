@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .._errors import BudgetError, shown
-from ..policies._budget_plan import BudgetPlan, Infeasible
 from ..policies._decisions import Decision
+from ..policies._plans import BudgetPlan, Infeasible
 from ._choose import Option, cheapest
 from ._sizes import Budget, budget_bytes
 from ._trace import Trace
