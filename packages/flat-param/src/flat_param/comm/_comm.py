@@ -153,7 +153,6 @@ class Communicator:
         self.log = log
         self.number = 0
         self.unit = ""
-        self._marks: dict[tuple[str, bool, int], tuple[str, bytes]] = {}
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.trail = None if group is None else Trail.of(group)
@@ -168,11 +167,6 @@ class Communicator:
             "flat_param.fully_shard: a gradient of a sharded module cannot be pickled with the "
             "ranks that it is spread over. Save grad.detach(), or full_state_dict(module)."
         )
-
-    def rename(self, unit: str) -> None:
-        """Set the name of the unit in messages."""
-        self.unit = unit
-        self._marks.clear()
 
     def is_gloo(self, device_type: str) -> bool:
         """Whether gloo moves tensors of these devices in this group."""
@@ -286,7 +280,8 @@ class Communicator:
     ) -> Pending:
         assert self.trail is not None, "it has a group"
         self.log.add(what, sent)
-        label, mark = self._mark(what, of_unit, tensor.nbytes)
+        label = f"{what} of {self.unit}" if of_unit and self.unit else what
+        mark = f"{what} {self.number if of_unit else ''} {tensor.nbytes}".encode()
         device = None if self.is_gloo(tensor.device.type) else tensor.device
         captured = device is not None and is_capturing(device)
         number = 0 if captured else self.trail.add(label, mark)
@@ -295,15 +290,6 @@ class Communicator:
         except RuntimeError as error:
             raise self._fault(label, str(error)) from error
         return Pending(self, label, work, number, device=device, captured=captured)
-
-    def _mark(self, what: str, of_unit: bool, nbytes: int) -> tuple[str, bytes]:
-        """A collective in words, and its bytes in the trail's checksum."""
-        known = self._marks.get((what, of_unit, nbytes))
-        if known is None:
-            label = f"{what} of {self.unit}" if of_unit and self.unit else what
-            mark = f"{what} {self.number if of_unit else ''} {nbytes}".encode()
-            known = self._marks[what, of_unit, nbytes] = (label, mark)
-        return known
 
     def _fault(self, label: str, reason: str) -> CommError:
         assert self.trail is not None, "it has a group"
