@@ -16,12 +16,11 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 WORKERS = Path(__file__).parent / "workers"
-OF_UNITS = (*sorted(path.stem for path in WORKERS.glob("unit_*.py")), "hooks")
+OF_UNITS = sorted(path.stem for path in WORKERS.glob("unit_*.py"))
 NOT_HERE = {
     "freed_units_are_gathered_again": "counts gathers",
     "freeing_is_switched_off_and_on": "counts gathers",
     "frozen_segments_have_no_gradient_memory_or_traffic": "counts sums over ranks",
-    "gradient_hooks_see_whole_gradients_or_are_refused": "no tensor is cut",
     "lists_change_when_and_not_what_is_gathered": "counts gathers",
     "no_sync_accumulates_and_stays_silent": "counts gathers",
     "state_of_whole_parameters_is_not_stepped_over_pieces": "no tensor is cut",
