@@ -29,7 +29,6 @@ NOT_HERE = {
 }
 """Claims that are not tried in a group of one, and why."""
 OF_ITS_OWN_DTYPE = {
-    "missing_values_and_other_shapes_are_refused_by_name",
     "peak_of_whole_gradients_is_as_planned",
     "peak_of_whole_parameters_is_as_planned",
     "ranks_come_from_a_mesh_or_a_group",

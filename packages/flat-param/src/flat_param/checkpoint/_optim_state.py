@@ -39,7 +39,7 @@ class NamedParam:
 
 def pieces_of(module: nn.Module) -> dict[str, ParamPiece]:
     """The piece of each sharded parameter, under all of its names."""
-    return {name: site.part.param_pieces[site.index] for name, site in named_sites(module)}
+    return {name: site.part.pieces[site.index] for name, site in named_sites(module)}
 
 
 def optimizer_params(module: nn.Module, optimizer: Optimizer) -> list[list[NamedParam]]:

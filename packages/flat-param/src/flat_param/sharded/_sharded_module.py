@@ -322,12 +322,11 @@ class ShardedModule(nn.Module):
         `state_dict()` returns them.
 
         Args:
-            write_back: keep values that were written to them or replaced them; every rank must
-                write the same.
+            write_back: keep values that were written to them; every rank must write the same.
 
         Raises:
             StateError: called in forward or backward, or inside another one.
-            ParameterError: one was replaced by another shape, and is to be written back.
+            ParameterError: one was replaced, and is to be written back.
         """
         with full_params(self, write_back=write_back):
             yield

@@ -144,7 +144,7 @@ class Unit:
     def _refuse_grads_of_pieces(self) -> None:
         before, found = set(map(id, self._piece_nodes)), []
         for part in self.parts:
-            for param, piece in zip(part.held.params, part.param_pieces, strict=True):
+            for param, piece in zip(part.held.params, part.pieces, strict=True):
                 with without_torch_function():
                     is_cut = piece.is_cut and param.requires_grad
                     node = get_gradient_edge(param).node if is_cut else None
