@@ -129,6 +129,14 @@ def dtensor_spec(
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(size, stride, dtype))
 
 
+def dtensor_offsets(size: torch.Size, mesh: Any, placements: Any) -> tuple[int, ...]:
+    """The start of this rank's part of a DTensor along each dimension."""
+    from torch.distributed.tensor import _utils
+
+    found: tuple[int, ...] = _utils.compute_local_shape_and_global_offset(size, mesh, placements)[1]
+    return tuple(found)
+
+
 def make_wrapper(cls: Any, size: torch.Size, stride: tuple[int, ...], local: Tensor) -> Any:
     """A tensor of a subclass without memory, of the dtype and device of `local`."""
     return Tensor._make_wrapper_subclass(

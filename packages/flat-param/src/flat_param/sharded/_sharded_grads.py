@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,15 +28,11 @@ from .._torch_compat import (
     post_accumulate_grad_hooks,
     without_torch_function,
 )
-from ..buffers._dtensors import place_of_dtensor
 from ..buffers._grads import GradBuffer
 from ..buffers._views import zero_gaps_, zeros
 from ..comm._buffer_pool import acquire, release
-from ..comm._clip import Spread, norm_over, spread_of
 from ..comm._comm import Pending
-from ..comm._groups import CommGroups
 from ..comm._home_stream import at_home, home_stream
-from ._guards import by_comm, groups_of
 from ._piece_tensors import as_piece
 from ._sharded_params import ShardedParams
 
@@ -239,44 +235,6 @@ class ShardedGrads:
         """
         self.used = [False] * len(self.used)
         self.kept = self._reduced = self._borrowed = self.held = None
-
-
-def norm_of(
-    grads: Mapping[int, Tensor],
-    norm_type: float,
-    *,
-    of: Iterable[ShardedGrads],
-    ignored: Sequence[Tensor],
-    comms: CommGroups,
-) -> Tensor:
-    """Return the norm over all ranks of the gradients of some units. Collective.
-
-    Args:
-        grads: this rank's, by `id` of the parameter.
-        norm_type: order of the norm.
-        of: the units' segments.
-        ignored: parameters with separate gradients on each rank.
-        comms: of the outermost unit.
-    """
-    known, ranks = set(map(id, ignored)), (comms.reduce, comms.replicate)
-    apart: dict[object, tuple[Spread, Spread, list[Tensor]]] = {}
-    for param in ignored:
-        place = place_of_dtensor(param)
-        cut = spread_of(place, comms.log)
-        *_, beside = apart.setdefault(groups_of(cut), (cut, ranks, []))
-        grad = grads.get(id(param))
-        if grad is not None:
-            beside.append(grad if place is None else place.local_of_grad(grad))
-    # If rows stay whole, a rank may have no gradient; it still takes part in the reduction.
-    spread: dict[object, tuple[Spread, list[Tensor]]] = {
-        groups_of(piece.spread): (piece.spread, [])
-        for segment in of
-        for piece in segment.owner.pieces
-    }
-    left = [grad for key, grad in grads.items() if key not in known]
-    for each, found in by_comm(left).items():
-        spread.setdefault(groups_of(each), (each, []))[1].extend(found)
-    return norm_over(spread.values(), norm_type, apart=apart.values())
 
 
 def _real(tensor: Tensor) -> Tensor:
