@@ -37,10 +37,8 @@ def full_params(module: nn.Module, *, write_back: bool) -> Iterator[None]:
     finally:
         errors = [unit.sites.drop_copies() for unit in units]
     if write_back:
-        for unit, error in zip(units, errors, strict=True):
-            with unit.comms.telling_others():
-                if error is not None:
-                    raise error
+        for error in filter(None, errors):
+            raise error
         for unit in units:
             for part, wholes in copies[unit].items():
                 for index, whole in enumerate(wholes):

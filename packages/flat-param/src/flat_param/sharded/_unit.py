@@ -169,11 +169,9 @@ class Unit:
             gathering.append(part.start_gather())
 
     def take_changes(self) -> None:
-        """Copy parameters that a user replaced into the shard. Errors are raised on every rank."""
-        if self.sites.have_changed():
-            with self.comms.telling_others():
-                if self.sites.take_changes():
-                    self._version = None
+        """Copy parameters that a user replaced into the shard."""
+        if self.sites.have_changed() and self.sites.take_changes():
+            self._version = None
 
     def unshard(self) -> None:
         """Gather the full parameters. Collective, unless they are gathered already."""
