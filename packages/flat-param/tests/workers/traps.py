@@ -197,9 +197,9 @@ def check_second_backward_after_a_stopped_one(rank: int, world: int) -> None:
     expected = [param.grad.clone() for param in model.parameters()]
     hidden = model[0](x)
 
-        def stop(grad: Tensor) -> Tensor:
-            handle.remove()  # noqa: B023  # of this turn
-            raise ZeroDivisionError
+    def stop(grad: Tensor) -> Tensor:
+        handle.remove()
+        raise ZeroDivisionError
 
     handle = hidden.register_hook(stop)
     loss = model[1](hidden).sum()

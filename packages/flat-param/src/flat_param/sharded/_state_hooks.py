@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._errors import FlatParamError, StateError
+from .._errors import FlatParamError
 from ..buffers._views import flat_view
-from ._by_hand import put_to_rest
+from ._by_hand import put_to_rest, refuse_inside_step
 from ._param_sites import ParamSite
 from ._unit import Unit
 
@@ -38,12 +38,7 @@ def _before(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None
 
 
 def _rest(unit: Unit, method: str) -> None:
-    unit.schedule.settle()
-    if unit.schedule.depth or unit.schedule.backward is not None:
-        raise StateError(
-            f"flat_param.{method}: called inside forward or backward, where the module has "
-            "unsharded parameters. Call it between steps."
-        )
+    refuse_inside_step(unit, method)
     put_to_rest(unit)
 
 
