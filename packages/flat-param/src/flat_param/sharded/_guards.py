@@ -112,7 +112,7 @@ def _found_by_all(original: Callable[..., dict[Any, Tensor]]) -> Callable[..., d
             comm.group: comm
             for piece in pieces
             if piece is not None
-            for comm in piece.together
+            for comm in (*piece.spread, piece.segment.replicate)
             if comm.world_size > 1
         }
         if ranks:

@@ -20,7 +20,7 @@ from .._torch_compat import without_torch_function
 from ..buffers._dtensors import as_plain, local_of, place_of_dtensor
 from ..buffers._views import ParamViews, memory_order, param_views, zeros
 from ..comm._clip import spread_of
-from ..comm._comm import Communicator, Pending
+from ..comm._comm import Pending
 from ..comm._groups import CommGroups
 from ..layout._layout import Segment
 from ..layout._options import UnitOptions
@@ -88,22 +88,13 @@ class ShardedParams:
         return ParamViews(moved, views)
 
     def _make_pieces(self, params: Sequence[nn.Parameter]) -> tuple[ParamPiece, ...]:
-        comms, segment = self.comms, PieceSegment(self.plan, self.comms.gather, self.device)
+        comms = self.comms
+        segment = PieceSegment(self.plan, comms.gather, comms.replicate, self.device)
         parts = {part.index: part for part in self.plan.parts(comms.gather.rank)}
         made = []
-        for index, param in enumerate(params):
-            place = place_of_dtensor(param)
-            axes = () if place is None else map(place.mesh.get_group, range(place.mesh.ndim))
-            together = [Communicator(each, log=comms.log) for each in axes]
-            piece = ParamPiece(
-                index,
-                parts.get(index),
-                segment,
-                place=place,
-                spread=(comms.reduce, *spread_of(place, comms.log)),
-                together=(comms.reduce, comms.replicate, *together),
-            )
-            made.append(piece)
+        for index, place in enumerate(map(place_of_dtensor, params)):
+            spread = (comms.reduce, *spread_of(place, comms.log))
+            made.append(ParamPiece(index, parts.get(index), segment, place=place, spread=spread))
         return tuple(made)
 
     def _mark_params(self) -> None:
