@@ -105,10 +105,10 @@ def assign_grad(param: Tensor, grad: Tensor) -> None:
         vars(stand_in).update(vars(grad))
 
 
-def has_grad_hook(param: Tensor) -> bool:
-    """Whether a hook of `param.register_hook` is set."""
+def with_grad_hook(params: Sequence[Tensor]) -> list[int]:
+    """Positions of the parameters with a hook of `register_hook`."""
     with without_torch_function():
-        return bool(getattr(param, "_backward_hooks", None))
+        return [index for index, param in enumerate(params) if param._backward_hooks]
 
 
 def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -24,8 +25,8 @@ from torch import Tensor
 from .._errors import ParameterError
 from .._torch_compat import (
     assign_grad,
-    has_grad_hook,
     post_accumulate_grad_hooks,
+    with_grad_hook,
     without_torch_function,
 )
 from ..buffers._grads import GradBuffer
@@ -57,6 +58,7 @@ class ShardedGrads:
 
     Attributes:
         leaves: of the segment, at construction.
+        dtype: of the reduction.
         used: which leaves had a gradient on this rank in the sums since `.grad` was last set.
         kept: this rank's sum, `(shard,)`, if it waits for the reduction over replicas.
     """
@@ -65,6 +67,7 @@ class ShardedGrads:
         self.owner = owner
         self.leaves = owner.leaves
         self.comms = owner.comms
+        self.dtype = owner.options.precision.reduction_dtype(owner.shard.dtype)
         self.used = [False] * len(owner.leaves)
         self._borrowed: Tensor | None = None
         self.held: GradBuffer | None = None
@@ -73,11 +76,6 @@ class ShardedGrads:
         self._reduced: Tensor | None = None
         self.kept: Tensor | None = None
         self._home: torch.Stream | None = None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the reduction."""
-        return self.owner.options.precision.reduction_dtype(self.owner.shard.dtype)
 
     def take(self, index: int) -> None:
         """Move one leaf's gradient into the flat gradient, or add it to an existing one."""
@@ -151,7 +149,8 @@ class ShardedGrads:
 
     def _is_clear(self) -> bool:
         with without_torch_function():
-            return self.kept is None and all(p.grad is None for p in self.owner.held.params)
+            grads = [param.grad for param in self.owner.held.params]
+        return self.kept is None and all(map(partial(is_, None), grads))
 
     def _after_reduce(self, how: Reduction, factor: float) -> None:
         self._release()
@@ -219,14 +218,12 @@ class ShardedGrads:
         Raises:
             ParameterError: names the parameter.
         """
-        for param, piece in zip(self.owner.held.params, self.owner.pieces, strict=True):
-            if has_grad_hook(param):
-                raise ParameterError(
-                    f"flat_param.fully_shard: parameter '{piece.name}' has a hook of "
-                    "register_hook, but autograd only sees unsharded parameters, so it would never "
-                    "be called. Use register_post_accumulate_grad_hook, which gets this rank's "
-                    "piece."
-                )
+        for index in with_grad_hook(self.owner.held.params):
+            raise ParameterError(
+                f"flat_param.fully_shard: parameter '{self.owner.pieces[index].name}' has a hook "
+                "of register_hook, but autograd only sees unsharded parameters, so it would never "
+                "be called. Use register_post_accumulate_grad_hook, which gets this rank's piece."
+            )
 
     def forget(self) -> None:
         """Drop the gradients of a stopped backward.
