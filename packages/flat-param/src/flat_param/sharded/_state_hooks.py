@@ -6,7 +6,7 @@ sharded parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -47,13 +47,11 @@ def _present(
 ) -> None:
     if unit.sites.copies is not None:
         return
-    for name, site in _named(sites, prefix):
+    for site in sites:
+        name, param = prefix + site.key, site.part.held.params[site.index]
         if isinstance(state.get(name), Tensor):
-            param = site.part.params[site.index]
-            piece = site.part.pieces[site.index]
-            state[name] = (
-                param.detach() if piece.is_plain else piece.present(flat_view(param, param))
-            )
+            plain = site.piece.is_plain
+            state[name] = param.detach() if plain else site.piece.present(flat_view(param, param))
 
 
 def _take(
@@ -70,24 +68,16 @@ def _take(
 ) -> None:
     put_to_rest(unit, "load_state_dict")
     unit.reshard()
-    for name, site in _named(sites, prefix):
-        value, param = state.get(name), site.part.params[site.index]
+    for site in sites:
+        name, param = prefix + site.key, site.part.held.params[site.index]
+        value = state.get(name)
         if not isinstance(value, Tensor) or value is param:
             continue  # torch passes the module's own parameters for missing values
         try:
-            elements = site.part.pieces[site.index].elements(value, name)
+            elements = site.piece.elements(value, name)
         except FlatParamError as error:
             errors.append(str(error))
-            state[name] = param
-            continue
-        if elements.data_ptr() == param.data_ptr():  # read in place, see checkpoint/_load.py
-            state[name] = param
-            continue
-        state[name] = elements.as_strided(param.shape, param.stride())
-        if metadata.get("assign_to_params_buffers"):
-            site.part.write(site.index, elements)
-            state[name] = param
-
-
-def _named(sites: Sequence[ParamSite], prefix: str) -> Iterator[tuple[str, ParamSite]]:
-    return ((prefix + site.key, site) for site in sites)
+        else:
+            if elements.data_ptr() != param.data_ptr():  # not read in place by load_sharded
+                site.part.write(site.index, elements)
+        state[name] = param
