@@ -54,6 +54,9 @@ _OUTSIDE = frozenset(("fsdp", "profiler", "prim"))
 _MASKS = {"bernoulli_": 0, "bernoulli": 0, "native_dropout": 1}
 """Operators that draw masks, and which of their results is one."""
 
+MUCH_SMALLER = 32
+"""Times that the result of a reduction is smaller than its argument to be held."""
+
 _is_grad_enabled = torch.is_grad_enabled
 
 
@@ -105,6 +108,11 @@ class Recorder:
         self.run, self.why = self._kind(schema)
 
     @property
+    def reduces(self) -> bool:
+        """Whether its result may be held because it is small."""
+        return self.run == self._reduction
+
+    @property
     def keeps(self) -> bool:
         return self.answer is Decision.SAVE
 
@@ -140,12 +148,13 @@ class Recorder:
             return self._held, "it does not return the same bits each time"
         if self.is_aten and self._short in _UNDEFINED:
             return self._held, "its result is not determined by its arguments"
-        if not _returns_tensors(schema):
+        if self.keeps or not _returns_tensors(schema):
             return self._held, ""
-        if self.keeps:
-            return self._held, ""
-        run = self._single if _returns_one(schema) else self._several
-        return run, "integer results are held"
+        if not _returns_one(schema):
+            return self._several, "integer results are held"
+        if any(each.name == "keepdim" for each in schema.arguments):
+            return self._reduction, "integer results are held"
+        return self._single, "integer results are held"
 
     def _kind_of_write(self, schema: Any) -> tuple[Run, str]:
         first = schema.arguments[0].alias_info if schema.arguments else None
@@ -198,6 +207,13 @@ class Recorder:
                 seen = Seen(out, tape.note_gone)
                 seen.key, seen.value, seen.version = id(out), value, version
                 tape.known[seen.key] = seen
+        return out
+
+    def _reduction(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Hold a result that is much smaller than its argument: it costs less than a replay."""
+        out = self._single(tape, args, kwargs)
+        if out.numel() * MUCH_SMALLER <= args[0].numel():
+            tape.known.pop(id(out), None)
         return out
 
     def _several(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
