@@ -50,12 +50,8 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "mesh": ({"mesh": 2}, StateError, "mesh is 2, but it must be a DeviceMesh"),
     "init": ({"init_fn": "zeros"}, StateError, "init_fn is 'zeros', but it is called with each"),
-    "freeing": (
-        {"reshard_after_forward": "no"},
-        StateError,
-        "a unit is told 'no', but it is freed after forward, or a number of ranks keep it whole",
-    ),
-    "half a rank": ({"reshard_after_forward": 0.5}, StateError, "a unit is told 0.5, but it is"),
+    "freeing": ({"reshard_after_forward": "no"}, StateError, "got 'no'. Pass True or False."),
+    "ranks": ({"reshard_after_forward": 8}, StateError, "fewer ranks with a 2-D mesh"),
     "ignored name": (
         {"ignored_params": ["weight"]},
         ParameterError,

@@ -144,10 +144,9 @@ def check_nothing_is_done_to_them(rank: int, world: int) -> None:
     """They are not cast, broadcast, initialised or moved, on meta or not; others are."""
     for is_meta in (False, True):
         layer = build().first
-        kept = layer.scale
         if is_meta:
             layer.to("meta")
-            layer.scale = kept
+        kept = layer.scale
         with torch.no_grad():
             kept.fill_(rank + 1)
         fully_shard(
@@ -158,15 +157,31 @@ def check_nothing_is_done_to_them(rank: int, world: int) -> None:
             mp_policy=MixedPrecisionPolicy(torch.float64),
         )
         assert layer.scale is kept
-        assert kept.tolist() == [rank + 1.0] * 5
-        assert layer.shift.is_meta == is_meta
-        if is_meta:
-            layer.shift = nn.Parameter(torch.zeros(5))
+        assert kept.is_meta == layer.shift.is_meta == is_meta
+        if not is_meta:
+            assert kept.tolist() == [rank + 1.0] * 5
+        else:
+            layer.scale, layer.shift = (nn.Parameter(torch.zeros(5)) for _ in range(2))
             assert whole_state(layer)["still"].tolist() == torch.ones(5, 5).tolist()
         layer.forward = lambda x, layer=layer: layer.up(x) * layer.scale
         assert layer(torch.ones(2, 5)).dtype == torch.float64
         assert layer.scale.dtype == torch.float32
         assert layer.up.weight.numel() < 25 or world == 1
+
+
+def check_one_with_values_beside_meta_tensors_is_refused(rank: int, world: int) -> None:
+    """Initialising its module would overwrite it."""
+    layer = build().first
+    kept = layer.scale
+    layer.to("meta")
+    layer.scale = kept
+    text = "has tensors on meta beside an ignored parameter that has values"
+    raises(
+        flat_param.ParameterError,
+        text,
+        lambda: fully_shard(layer, ignored_params={kept}, init_fn=lambda module: None),
+    )
+    assert layer.up.weight.is_meta
 
 
 def check_checkpoints_have_them(rank: int, world: int) -> None:

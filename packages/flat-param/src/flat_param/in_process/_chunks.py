@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from functools import cache
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from .._errors import StateError
-from ..buffers._loaded_state import LoadedStates
+from ..buffers._elementwise import ELEMENTWISE
 from ._flat_grad import FlatGrad
 from ._flat_segments import FlatSegment, FlatSegments
 
@@ -104,7 +105,7 @@ def make_chunks(segments: FlatSegments, numel: int | None) -> list[Chunk]:
 def _watch_steps() -> None:
     """Look at chunks and at their state before each optimizer step, from the first chunk on."""
     register_optimizer_step_pre_hook(_sync_chunks)
-    LoadedStates("_flat_segment", _not_of_chunk).install()
+    register_optimizer_step_pre_hook(_check_state)
 
 
 def _sync_chunks(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -113,9 +114,32 @@ def _sync_chunks(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         segment.sync()
 
 
-def _not_of_chunk(chunk: Chunk, key: str, shape: tuple[int, ...]) -> StateError:
-    return StateError(
-        f"flat_param.FlatParams.chunks: optimizer state '{key}' has shape {shape}, but the chunk "
-        f"that it was loaded for has {tuple(chunk.shape)}: it was saved over separate parameters. "
-        "Nothing was stepped. Load it with flat.load_optimizer_state(optimizer, state)."
-    )
+_checked: WeakSet[Optimizer] = WeakSet()
+_hooked: WeakSet[Optimizer] = WeakSet()
+
+
+def _check_state(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Refuse state of separate parameters in the first step, and in the first after each load.
+
+    torch loads state by position and compares no shapes. Fused kernels then read as many elements
+    of the state as the chunk has, beyond the state's end. Optimizers that are not torch's may have
+    state of any shape.
+    """
+    if optimizer in _checked:
+        return
+    classes = type(optimizer).__mro__  # offloading adds a class of this package
+    own = next(cls for cls in classes if not cls.__module__.startswith("flat_param."))
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for param in params if own in ELEMENTWISE else ():
+        for key, value in optimizer.state.get(param, {}).items() if type(param) is Chunk else ():
+            if isinstance(value, Tensor) and value.dim() and value.shape != param.shape:
+                raise StateError(
+                    f"flat_param.FlatParams.chunks: optimizer state '{key}' has shape "
+                    f"{tuple(value.shape)}, but the chunk that it was loaded for has "
+                    f"{tuple(param.shape)}: it was saved over separate parameters. Nothing was "
+                    "stepped. Load it with flat.load_optimizer_state(optimizer, state)."
+                )
+    _checked.add(optimizer)
+    if optimizer not in _hooked:
+        _hooked.add(optimizer)
+        optimizer.register_load_state_dict_post_hook(_checked.discard)

@@ -238,8 +238,7 @@ class FlatParams:
 
         Returns:
             `{"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}`, tensors
-            in the parameters' shapes, copies. `optimizer_state_by_position` converts it for
-            `torch.optim.Optimizer.load_state_dict`.
+            in the parameters' shapes, copies. An optimizer of separate parameters loads it.
 
         Raises:
             StateError: not all of the optimizer's parameters are chunks of this module, groups

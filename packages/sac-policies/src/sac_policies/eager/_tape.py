@@ -58,6 +58,7 @@ class Region:
             hashing an operator runs Python.
         checks: whether replays are compared with the bits of the forward.
         labels: names given to tensors.
+        kept: whether the policy kept a value by an answer to one call.
         inside: operators of nested regions.
         path: the running module, if the policy reads modules.
     """
@@ -74,6 +75,7 @@ class Region:
         self.policy, self.table, self.watch, self.checks = policy, table, watch, checks
         self.calls: dict[Any, int] = {}
         self.labels: set[str] = set()
+        self.kept = False
         self.inside: set[Operator] = set()
         self.path = ModulePath(root) if policy.reads_modules else None
         # Up to torch 2.9 compiled code runs eagerly under a dispatch mode.
@@ -105,7 +107,7 @@ class Region:
         """Summarize the region, to find entries of the policy that match nothing."""
         calls = {op: self.calls.get(id(op), 0) for op in (*self.inside, *self.table.recorders)}
         paths = frozenset() if self.path is None else self.path.known
-        return RegionSummary(calls, frozenset(self.labels), paths)
+        return RegionSummary(calls, frozenset(self.labels), paths, self.kept)
 
 
 class _Flattened:
@@ -356,6 +358,7 @@ class Tape(TorchDispatchMode):
             region.observer.called(recorder, index, out)
         if answer is None or not answer.keeps or recorder.facts.is_view:
             return False
+        region.kept = True
         if answer is Decision.OFFLOAD and not recorder.shares:
             for each in tensors_among((out,)):
                 self._marked[id(each)] = ref(each)

@@ -1,9 +1,7 @@
-"""A policy with a decision for each listed operator call, as solvers return it."""
+"""Plans: policies with a decision for each listed operator call, as a solver returns them."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -57,17 +55,6 @@ class Plan(Policy):
     def __repr__(self) -> str:
         """Format briefly, since a plan lists every call of a region."""
         return f"{type(self).__name__}({len(self.choices)} calls)"
-
-    @cached_property
-    def digest(self) -> str:
-        """Sixteen hexadecimal digits; equal on every rank that holds the same plan.
-
-        Example:
-            >>> save_by_index({("aten.mm.default", 0): Decision.SAVE}).digest
-            '2dfdf749e6687ba5'
-        """
-        rows = [[name, index, choice.value] for (name, index), choice in self.choices]
-        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
 
     @cached_property
     def _by_call(self) -> dict[Call, Decision]:
