@@ -174,7 +174,7 @@ class Recorder:
     def _held(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self.call(*args, **kwargs) if kwargs else self.call(*args)
         if self.asks:
-            self._keeps(tape, out, args, kwargs)
+            tape.decide(self, out, args, kwargs)
         return out
 
     def _range(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -184,7 +184,7 @@ class Recorder:
 
     def _single(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self.call(*args, **kwargs) if kwargs else self.call(*args)
-        if self.asks and self._keeps(tape, out, args, kwargs):
+        if self.asks and tape.decide(self, out, args, kwargs):
             return out
         version = 0
         if self.shares:
@@ -218,7 +218,7 @@ class Recorder:
 
     def _several(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self.call(*args, **kwargs) if kwargs else self.call(*args)
-        if self.asks and self._keeps(tape, out, args, kwargs):
+        if self.asks and tape.decide(self, out, args, kwargs):
             return out
         if self.shares:
             seen = tape.known.get(id(args[0]))
@@ -321,7 +321,7 @@ class Recorder:
         call = self._recorded(tape, args, kwargs, copies=True)
         tape.before_write([target])
         out = self.call(*args, **kwargs) if kwargs else self.call(*args)
-        if not (self.asks and self._keeps(tape, out, args, kwargs)):
+        if not (self.asks and tape.decide(self, out, args, kwargs)):
             tape.note(target, call, version_of(target) + 1)
         return out
 
@@ -361,9 +361,6 @@ class Recorder:
         if dtype is torch.bool:
             return False
         return any(each.is_floating_point() for each in tensors_among(args))
-
-    def _keeps(self, tape: Tape, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        return tape.decide(self, out, args, kwargs) and not self._is_view
 
 
 def _listed(tape: Tape, arg: Any, inputs: list[Value]) -> Any:
