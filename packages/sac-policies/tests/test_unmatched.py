@@ -244,9 +244,10 @@ def test_models_are_not_held(x):
         (save_ops("aten.*mish*"), r"fits the glob\. There are 'aten\.addmm', .*'aten\.sin'"),
         (save_by_index({("aten.sin.default", 9): Decision.SAVE}), r"calls aten\.sin\.default more"),
         (save_ops("aten.mish"), r"Nothing close to it ran\."),
+        (lambda ctx, op, *args, **kwargs: op is torch.ops.aten.sin, "Compare op with the overload"),
         (save_ops(*(f"b.x{n}" for n in range(10))), r"'b\.x7' and 2 more match nothing"),
     ],
-    ids=["group", "glob", "plan", "far", "many"],
+    ids=["group", "glob", "plan", "far", "packet", "many"],
 )
 def test_warning_says_what_the_entry_is(x, policy, said):
     """Suggestions are only made for names."""

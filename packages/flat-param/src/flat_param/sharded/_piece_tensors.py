@@ -5,27 +5,21 @@ the whole tensor (a norm, a sum, a matmul) would silently give this rank's value
 Optimizers that need full tensors are detected by the functions they call. If any other function
 fails, for instance in a layer that is called without its unit, the error names the piece.
 
-A piece has as many dimensions as the whole parameter, see layout/_param_shard.py.
+A piece has as many dimensions as the whole parameter, see _param_piece.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._errors import FlatParamError, ParameterError, StateError
 from .._torch_compat import allow_foreach, without_torch_function
-from ..layout._param_shard import stays_whole
-
-if TYPE_CHECKING:
-    from ._param_piece import ParamPiece
-
-PIECE = "_flat_param_piece"
-"""The attribute of a tensor that says what it is a piece of."""
+from ._param_piece import PIECE, ParamPiece, piece_of
 
 _SELF_ONLY = {
     *("argmax", "argmin", "count_nonzero", "cumsum", "kthvalue", "logsumexp"),
@@ -93,11 +87,9 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def as_piece(tensor: Tensor, piece: ParamPiece) -> Tensor:
-    """Return a gradient as a piece; unchanged if this rank has all of the parameter."""
-    if _is_all(piece):
-        return tensor
+    """Return a gradient as a piece; a plain tensor if this rank has all of the parameter."""
     with without_torch_function():
-        found = tensor.as_subclass(Piece)
+        found = tensor if piece.is_whole else tensor.as_subclass(Piece)
     setattr(found, PIECE, piece)
     return found
 
@@ -105,19 +97,14 @@ def as_piece(tensor: Tensor, piece: ParamPiece) -> Tensor:
 def be_piece(param: nn.Parameter, piece: ParamPiece) -> None:
     """Turn a parameter into a piece; the object stays the same."""
     setattr(param, PIECE, piece)
-    if type(param) is nn.Parameter and not _is_all(piece):
+    if type(param) is nn.Parameter and not piece.is_whole:
         param.__class__ = PieceParameter
-
-
-def _is_all(piece: ParamPiece) -> bool:
-    """Whether this rank has all elements of a parameter that is never cut."""
-    return piece.shard.numel == piece.shard.spec.numel and stays_whole(piece.plan, piece.index)
 
 
 def _call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     name = getattr(func, "__name__", "")
     if name in _SELF_ONLY or name in _WHOLE:
-        for tensor, piece in _pieces_in(args):
+        for tensor, piece in _pieces_in((*args, *kwargs.values())):
             if _is_wrong(name, tensor, piece, args, kwargs):
                 raise _refused(name, piece)
     try:
@@ -128,7 +115,7 @@ def _call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             # A write to a piece, as by an optimizer, is no computation of a module.
             read = args[1:] if name.endswith("_") or name.startswith("__i") else args
             for _, piece in _pieces_in((*read, *kwargs.values())):
-                if not _is_all(piece):
+                if not piece.is_whole:
                     raise outside_unit(piece, f"{name} computes with it") from error
         raise
     if type(found) is not Tensor or (name == "__get__" and func not in _VIEWS):
@@ -149,7 +136,7 @@ def _call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _pieces_in(args: Iterable[Any]) -> Iterator[tuple[Tensor, ParamPiece]]:
     for each in args:
         if isinstance(each, (Piece, PieceParameter)):
-            piece = getattr(each, PIECE, None)
+            piece = piece_of(each)
             if piece is not None:
                 yield each, piece
         elif isinstance(each, (list, tuple)):
@@ -159,7 +146,7 @@ def _pieces_in(args: Iterable[Any]) -> Iterator[tuple[Tensor, ParamPiece]]:
 def _is_wrong(
     name: str, tensor: Tensor, piece: ParamPiece, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> bool:
-    if _is_all(piece):
+    if piece.is_whole:
         return False
     if name in _WHOLE:
         return True
@@ -175,7 +162,7 @@ def _is_wrong(
     dims = (dims,) if isinstance(dims, int) else tuple(dims)
     first = min((dim % len(shape) for dim in dims), default=0)
     # In a piece's shape, dimensions of size one precede the dimensions that are not cut.
-    if not first or (shape == piece.shard.shape and first < len(shape) - len(cut.inner)):
+    if not first or (shape == piece.piece_shape and first < len(shape) - len(cut.inner)):
         return True
     together = prod(shape[first:])  # rows of a piece, or blocks that an optimizer has viewed it as
     return cut.atom_numel % max(together, 1) != 0
@@ -184,19 +171,18 @@ def _is_wrong(
 def outside_unit(piece: ParamPiece, where: str) -> StateError:
     """The error for a piece that was used as a full parameter, outside of its unit's forward."""
     return StateError(
-        f"flat_param.fully_shard: parameter '{piece.name}' is a piece of shape {piece.shard.shape} "
+        f"flat_param.fully_shard: parameter '{piece.name}' is a piece of shape {piece.piece_shape} "
         f"where {where}, but only a call of {piece.comm.unit} makes it whole, "
-        f"{tuple(piece.shard.spec.shape)}. Call that module, make the module that computes with it "
+        f"{tuple(piece.spec.shape)}. Call that module, make the module that computes with it "
         "a unit of its own, do not shard it by itself, or read the parameter between unshard() and "
         "reshard()."
     )
 
 
 def _refused(name: str, piece: ParamPiece) -> ParameterError:
-    shard = piece.shard
     return ParameterError(
         f"flat_param.fully_shard: {name} was called with parameter '{piece.name}' or its gradient, "
-        f"but this rank has {shard.numel} of {shard.spec.numel} elements. Use the module's "
+        f"but this rank has {piece.numel} of {piece.spec.numel} elements. Use the module's "
         "clip_grad_norm_ for norms, whole_params() or full_state_dict for values, unshard() to "
         "compute a loss, as_subclass(torch.Tensor) for the elements of this rank, and for "
         "optimizers of whole tensors shard with boundary='tensor'. In an optimizer's step, "

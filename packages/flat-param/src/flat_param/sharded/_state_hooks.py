@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._errors import FlatParamError, StateError
+from .._errors import FlatParamError
+from ..buffers._views import flat_view
 from ._by_hand import put_to_rest
 from ._param_sites import ParamSite
 from ._unit import Unit
@@ -32,18 +33,8 @@ def install_module_hooks(module: nn.Module, unit: Unit) -> None:
 
 
 def _before(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    if not unit.sites.shows_copies:
-        _rest(unit, "state_dict")
-
-
-def _rest(unit: Unit, method: str) -> None:
-    unit.schedule.settle()
-    if unit.schedule.depth or unit.schedule.backward is not None:
-        raise StateError(
-            f"flat_param.{method}: called inside forward or backward, where the module has "
-            "unsharded parameters. Call it between steps."
-        )
-    put_to_rest(unit)
+    if unit.sites.copies is None:
+        put_to_rest(unit, "state_dict")
 
 
 def _present(
@@ -54,14 +45,12 @@ def _present(
     prefix: str,
     metadata: Any,
 ) -> None:
-    if unit.sites.shows_copies:
+    if unit.sites.copies is not None:
         return
-    from ._flat_shard import flat_view
-
     for name, site in _named(sites, prefix):
         if isinstance(state.get(name), Tensor):
             param = site.part.params[site.index]
-            piece = site.part.param_pieces[site.index]
+            piece = site.part.pieces[site.index]
             state[name] = (
                 param.detach() if piece.is_plain else piece.present(flat_view(param, param))
             )
@@ -79,14 +68,14 @@ def _take(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    _rest(unit, "load_state_dict")
+    put_to_rest(unit, "load_state_dict")
     unit.reshard()
     for name, site in _named(sites, prefix):
         value, param = state.get(name), site.part.params[site.index]
         if not isinstance(value, Tensor) or value is param:
             continue  # torch passes the module's own parameters for missing values
         try:
-            elements = site.part.param_pieces[site.index].elements(value, name)
+            elements = site.part.pieces[site.index].elements(value, name)
         except FlatParamError as error:
             errors.append(str(error))
             state[name] = param

@@ -56,6 +56,7 @@ class TagForward(_TagMode):
         super().__init__(values)
         self._policy = policy
         self._calls: Counter[Operator] = Counter()
+        self._kept = False
         self.ac_graph_id: int | None = None
         self._outside: dict[str, Any] = {}
 
@@ -72,7 +73,7 @@ class TagForward(_TagMode):
             if tag in self._outside:
                 meta[tag] = self._outside[tag]
         if error[0] is None and traced_graph() is not None:
-            watch_of(self._policy).forward_traced(RegionSummary(self._calls))
+            watch_of(self._policy).forward_traced(RegionSummary(self._calls, kept=self._kept))
 
     def __torch_dispatch__(
         self, op: Operator, types: Any, args: Any = (), kwargs: Any = None
@@ -101,6 +102,7 @@ class TagForward(_TagMode):
         view = OpView(op, self._calls[op], out, args, kwargs, running_modules(), label)
         self._calls[op] += 1
         decision = self._policy.decide(view)
+        self._kept |= decision is Decision.SAVE
         if decision is Decision.OFFLOAD:
             raise EngineError(
                 f"sac_policies.checkpoint: policy offloads operator {op} "

@@ -15,7 +15,7 @@ from ._catalogue import Group
 from ._decisions import Answer, Decision, decision_of, to_torch
 from ._policies import Combined, Policy, Replaced, first_match
 from ._rules import Always, OpRule, offload, recompute_all, recompute_ops, save_ops, scoped
-from ._views import Operator, OpView
+from ._views import Operator, OpView, RegionSummary
 
 PolicyFunction = Callable[..., Any]
 """(ctx, op, *args, **kwargs) -> CheckpointPolicy or bool; `ctx` is an `OpView`."""
@@ -58,6 +58,22 @@ class FunctionPolicy(Policy):
                 "or a bool. Return one of them on every path."
             )
         return answer
+
+    def unmatched(self, seen: RegionSummary) -> tuple[str, ...]:
+        """Return the packets that the function compares operators with, if it kept nothing."""
+        overloads = (op for op in seen.ops if isinstance(op, OpOverload) and not seen.kept)
+        return tuple(
+            f"{op.overloadpacket} (a packet; operators are overloads, as {op})"
+            for op in overloads
+            if self._would_save(op.overloadpacket)
+        )
+
+    def _would_save(self, packet: Any) -> bool:
+        try:
+            answer = decision_of(self.function(OpView(packet, 0), packet))
+        except Exception:  # it may require arguments
+            return False
+        return answer is not None and answer.keeps
 
 
 def as_policy(given: PolicyLike) -> Policy:

@@ -1,4 +1,4 @@
-"""A policy with a decision for each listed operator call, as solvers return it."""
+"""Plans: policies with a decision for each listed operator call, as a solver returns them."""
 
 from __future__ import annotations
 

@@ -280,9 +280,8 @@ class SizeRule(Policy):
 
     def decide(self, view: OpView) -> Answer:
         """Compare the output's bytes."""
-        fits = self.at_least <= view.out_bytes and (
-            self.at_most is None or view.out_bytes <= self.at_most
-        )
+        size = view.out_bytes
+        fits = self.at_least <= size and (self.at_most is None or size <= self.at_most)
         return Decision.SAVE if fits else None
 
 

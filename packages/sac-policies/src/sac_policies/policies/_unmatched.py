@@ -143,6 +143,8 @@ def _hint(entry: str, ran: list[str]) -> str:
     call = _CALL.fullmatch(entry)
     if call is not None:
         return f"A plan lists it: it is for a function that calls {call[1]} more often."
+    if "(" in entry:
+        return "Compare op with the overload."
     if "*" in entry or "?" in entry or "[" in entry:
         return f"No operator that ran fits the glob. {_listed(set(ran))}"
     twin = _twin_hint(".".join(entry.split(".")[:2]), ran)

@@ -50,8 +50,7 @@ class OpView(NamedTuple):
     @property
     def out_bytes(self) -> int:
         """Bytes of all output tensors together."""
-        tensors = (each for each in _flat(self.output) if isinstance(each, torch.Tensor))
-        return sum(each.numel() * each.element_size() for each in tensors)
+        return _bytes(self.output)
 
 
 class RegionSummary(NamedTuple):
@@ -61,11 +60,13 @@ class RegionSummary(NamedTuple):
         ops: operators, and the number of calls of each counted one.
         labels: names given to tensors.
         modules: paths of modules in the region, whether they ran or not.
+        kept: whether the policy kept a value by an answer to one call.
     """
 
     ops: Mapping[Operator, int]
     labels: frozenset[str] = frozenset()
     modules: frozenset[str] = frozenset()
+    kept: bool = False
 
 
 class Missing(NamedTuple):
@@ -88,7 +89,7 @@ def runs_of(path: str) -> Iterator[str]:
             yield ".".join(names[start:stop])
 
 
-def _flat(value: Any) -> tuple[Any, ...]:
-    if isinstance(value, (tuple, list)):
-        return tuple(leaf for each in value for leaf in _flat(each))
-    return (value,)
+def _bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    return sum(map(_bytes, value)) if isinstance(value, (tuple, list)) else 0
