@@ -172,11 +172,6 @@ def _search(model: nn.Module, x: Tensor, act: Callable[[], object]) -> Scene:
     return Scene(act, wrong, settle)
 
 
-def _fitted(folder: Path) -> Scene:
-    model, x = stack(), inputs()
-    return _search(model, x, lambda: sac_policies.plan_region(model, (x,), "90%", unit="flops"))
-
-
 def _fitted_in_place(folder: Path) -> Scene:
     """Its blocks are checkpointed if it returns, and not otherwise."""
     model, x = stack(), inputs(rows=256)  # enough rows for activations to dominate memory
@@ -221,7 +216,6 @@ def scenarios() -> list[Scenario]:
         "matmuls": some,
         "offload": functools.partial(_selective, policy=away),
         "plan": _planned,
-        "fit": _fitted,
         "fit-in-place": _fitted_in_place,
     }
     return [

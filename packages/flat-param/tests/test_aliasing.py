@@ -1,19 +1,24 @@
-"""A flattened module stays flat when it is moved, cast or loaded, and nothing stays behind."""
+"""A flattened module is flat again when its flat view is used, whatever was done to it before."""
+
+import copy
+import io
+import pickle
 
 import pytest
 import torch
 from torch import nn
 
-from flat_param import flatten, fully_shard
+from flat_param import flat_params_of, flatten, fully_shard
 
 
 @pytest.mark.parametrize("change", [nn.Module.double, nn.Module.bfloat16, nn.Module.share_memory])
 def test_moving_and_casting_keep_the_aliasing_at_once(mlp, change, aliased):
-    """Right after the call, before any forward, parameters lie in the buffer."""
+    """Right after the call, so that the old memory is freed."""
     flat = flatten(mlp)
     change(nn.Sequential(mlp))
     pointer = mlp[0].weight.data_ptr()
     assert pointer == flat.as_vector().data_ptr()
+    assert flat.as_vector().is_shared() == (change is nn.Module.share_memory)
     assert aliased(mlp)
 
 
@@ -39,14 +44,12 @@ def test_channels_last_keeps_the_aliasing(aliased):
 
 @pytest.mark.parametrize("assign", [False, True])
 def test_load_state_dict_keeps_the_aliasing(mlp, assign, aliased):
-    """Loading copies in, and with `assign=True` the assigned parameters move in."""
+    """Loading copies in; parameters that `assign=True` makes move in at the next use."""
     flat = flatten(mlp)
     state = {name: torch.full_like(value, 2.0) for name, value in mlp.state_dict().items()}
     mlp.load_state_dict(state, assign=assign)
-    pointer = mlp[0].weight.data_ptr()
-    assert pointer == flat.as_vector().data_ptr()
-    assert aliased(mlp)
     assert int(flat.as_vector().sum()) == 2 * sum(p.numel() for p in mlp.parameters())
+    assert aliased(mlp)
 
 
 def test_loading_by_assignment_fills_a_meta_module(mlp, aliased):
@@ -58,53 +61,6 @@ def test_loading_by_assignment_fills_a_meta_module(mlp, aliased):
     x = torch.randn(2, 5)
     assert torch.equal(empty(x), mlp(x))
     assert aliased(empty)
-
-
-def test_nothing_stays_in_the_process(mlp):
-    """No hook of torch's for all modules is set, and other modules carry nothing."""
-    everywhere = vars(torch.nn.modules.module)
-    before = {k: dict(v) for k, v in everywhere.items() if k.startswith("_global_") and v}
-    other = nn.Linear(2, 2)
-    carried = set(vars(other))
-    flatten(mlp)
-    mlp(torch.ones(1, 5)).sum().backward()
-    mlp.add_module("new", other)
-    assert set(vars(other)) == carried
-    assert before == {k: dict(v) for k, v in everywhere.items() if k.startswith("_global_") and v}
-
-
-class Slicing(nn.Module):
-    """Builds a module in its forward, as transformers do with `self.layers[:n]`."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x):
-        for layer in self.layers[:2]:
-            x = layer(x)
-        return x
-
-
-@pytest.mark.parametrize("which", ["beside a flat module", "beside a sharded one", "flat"])
-def test_a_forward_that_slices_a_list_of_modules_compiles_whole(mlp, which, group_of_one):
-    """With `fullgraph=True`, twice, without another compilation."""
-    torch._dynamo.reset()
-    model = Slicing()
-    if which == "beside a sharded one":
-        fully_shard(mlp)
-    else:
-        flatten(mlp if which == "beside a flat module" else model)
-    graphs = []
-
-    def count(graph, example):
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(model, fullgraph=True, backend=count)
-    for _ in range(2):
-        compiled(torch.ones(1, 4)).sum().backward()
-    assert len(graphs) == 1
 
 
 def test_parameters_made_anew_by_a_move_are_taken_in(aliased):
@@ -126,21 +82,265 @@ def test_flattening_in_inference_mode_leaves_a_module_that_trains(mlp):
     assert flat.grad_norm()
 
 
-def test_sharing_memory_shares_the_buffer(mlp, aliased):
-    """`share_memory` moves the one storage, and later forwards leave it there."""
-    flat = flatten(mlp)
-    mlp.share_memory()
-    mlp(torch.ones(1, 5))
-    assert flat.as_vector().is_shared()
-    assert aliased(mlp)
-
-
-@pytest.mark.parametrize("use", [lambda f: f.module(torch.ones(1, 5)), lambda f: f.as_vector()])
-def test_swapped_data_is_taken_back_at_the_next_use(mlp, use, aliased):
-    """`vector_to_parameters` and its like do not tear the module off its buffer."""
+def test_swapped_data_is_taken_back_at_the_next_use(mlp, aliased):
+    """After `vector_to_parameters`, which replaces the memory."""
     flat = flatten(mlp)
     nn.utils.vector_to_parameters(torch.ones(66), mlp.parameters())
-    use(flat)
-    assert mlp[0].weight.data_ptr() == flat.as_vector().data_ptr()
+    assert flat.norm() == torch.tensor(66.0).sqrt()
     assert torch.equal(mlp[0].weight, torch.ones(7, 5))
     assert aliased(mlp)
+
+
+class Slicing(nn.Module):
+    """Builds a module in its forward, as transformers do with `self.layers[:n]`."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers[:2]:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("which", ["beside a sharded one", "flat"])
+def test_a_forward_that_slices_a_list_of_modules_compiles_whole(mlp, which, group_of_one):
+    """With `fullgraph=True`, twice, without another compilation."""
+    torch._dynamo.reset()
+    model = Slicing()
+    if which == "beside a sharded one":
+        fully_shard(mlp)
+    else:
+        flatten(model)
+    graphs = []
+
+    def count(graph, example):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, fullgraph=True, backend=count)
+    for _ in range(2):
+        compiled(torch.ones(1, 4)).sum().backward()
+    assert len(graphs) == 1
+
+
+def _assign(model):
+    model[0].weight = nn.Parameter(torch.ones(7, 5))
+
+
+def _load(model):
+    state = {name: torch.ones_like(value) for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def _swap_data(model):
+    model[2].weight.data = torch.ones(3, 7)
+
+
+def _new_head(model):
+    torch.manual_seed(1)
+    model[2] = nn.Linear(7, 3)
+
+
+CHANGES = [_assign, _load, _swap_data, _new_head]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_step_over_chunks_after_a_change_is_the_plain_one(mlp, change, compiled):
+    """Each parameter is replaced between steps; the old optimizer steps the new values."""
+    torch._dynamo.reset()
+    found = []
+    for flat in (False, True):
+        model = copy.deepcopy(mlp)
+        params = flatten(model).chunks(16) if flat else model.parameters()
+        optimizer = torch.optim.SGD(params, lr=0.1)
+        forward = torch.compile(model, backend="eager") if compiled else model
+        for step in range(3):
+            if step == 1:
+                change(model)
+                optimizer = optimizer if flat else torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer.zero_grad()
+            forward(torch.ones(2, 5)).pow(2).sum().backward()
+            optimizer.step()
+        found.append([param.detach().clone() for param in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def test_step_over_chunks_trains_a_replaced_head_alone(mlp):
+    """No other parameter of the segment has a gradient that would tell of a backward."""
+    optimizer = torch.optim.SGD(flatten(mlp).chunks(), lr=0.1)
+    mlp[2] = nn.Linear(7, 3)
+    before = mlp[2].bias.detach().clone()
+    optimizer.zero_grad()
+    mlp[2](torch.ones(1, 7)).sum().backward()
+    optimizer.step()
+    assert torch.equal(mlp[2].bias, before - 0.1)
+
+
+def test_gradient_scaler_unscales_an_assigned_parameter(mlp):
+    """It reads gradients of chunks before the step."""
+    found = []
+    for flat in (False, True):
+        model = copy.deepcopy(mlp)
+        chunks = flatten(model).chunks(16) if flat else []
+        _assign(model)
+        optimizer = torch.optim.SGD(chunks or model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler.scale(model(torch.ones(2, 5)).sum()).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        found.append(list(model.parameters()))
+    assert all(map(torch.equal, *found))
+
+
+def test_an_assigned_frozen_parameter_makes_a_new_plan(mlp, aliased):
+    """It goes to the frozen segment, which has no gradient."""
+    flat = flatten(mlp)
+    mlp[0].weight = nn.Parameter(torch.ones(7, 5), requires_grad=False)
+    assert list(flat.layouts) == ["float32.frozen", "float32"]
+    assert aliased(mlp)
+
+
+def test_untying_makes_a_new_plan(mlp, aliased):
+    """A tied name that is given another parameter gets another place in the buffer."""
+    mlp.add_module("tied", nn.Linear(5, 7))
+    mlp.tied.weight = mlp[0].weight
+    flat = flatten(mlp)
+    before = flat.numel
+    mlp.tied.weight = nn.Parameter(torch.zeros(7, 5))
+    assert flat.as_vector().numel() == before + 36
+    assert aliased(mlp)
+
+
+def test_tying_makes_a_new_plan(mlp, aliased):
+    """A parameter given a second name has one place, and both names' gradients."""
+    mlp.add_module("tied", nn.Linear(5, 7))
+    flat = flatten(mlp)
+    before = flat.numel
+    mlp.tied.weight = mlp[0].weight
+    assert flat.as_vector().numel() == before - 36
+    (mlp[0](torch.ones(1, 5)) + mlp.tied(torch.ones(1, 5))).sum().backward()
+    assert torch.equal(mlp[0].weight.grad, torch.full((7, 5), 2.0))
+    assert mlp.tied.weight is mlp[0].weight
+    assert aliased(mlp)
+
+
+def test_swapping_two_parameters_swaps_their_values(aliased):
+    """Each object keeps its values on its way through the other's name."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    first, second = model[0].weight.tolist(), model[1].weight.tolist()
+    flat = flatten(model)
+    model[0].weight, model[1].weight = model[1].weight, model[0].weight
+    assert flat.as_vector()[:9].tolist() == [x for row in second for x in row]
+    assert (model[0].weight.tolist(), model[1].weight.tolist()) == (second, first)
+    assert aliased(model)
+
+
+@pytest.mark.parametrize("name", ["0", "new"])
+def test_a_module_put_in_later_is_taken_in_at_the_next_use(mlp, name, aliased):
+    """Replaced or added, its parameters get places, and the replaced ones lose theirs."""
+    flat = flatten(mlp)
+    mlp.add_module(name, nn.Linear(5, 7) if name == "0" else nn.Linear(3, 2))
+    mlp(torch.ones(1, 5)).sum().backward()
+    assert flat.grad_vector().any()
+    assert flat.numel == (72 if name == "0" else 72 + 8 + 4)
+    assert aliased(mlp)
+
+
+def test_parameters_are_added_and_removed(mlp, aliased):
+    """In a module with or without parameters; also the last one of a module."""
+    flat = flatten(mlp)
+    mlp[1].register_parameter("slope", nn.Parameter(torch.ones(2)))
+    mlp.prompt = nn.Parameter(torch.ones(1))
+    mlp[0].bias = None
+    assert flat.numel == 72 + 2 * 4 - 8
+    assert aliased(mlp)
+    layer = nn.Linear(2, 2, bias=False)
+    flat = flatten(layer)
+    layer.weight = None
+    assert flat.layouts == {}
+    layer.weight = nn.Parameter(torch.ones(2, 2))
+    layer(torch.ones(1, 2)).sum().backward()
+    assert flat.grad_vector().tolist() == [1.0] * 4
+
+
+def test_a_functional_call_takes_nothing_in(mlp, aliased):
+    """Parameters that are there for one call only are not mistaken for new ones."""
+    flat = flatten(mlp)
+    kept = [(param, param.detach().clone()) for param in mlp.parameters()]
+    others = {name: nn.Parameter(torch.zeros_like(p)) for name, p in mlp.named_parameters()}
+    out = torch.func.functional_call(mlp, others, torch.ones(1, 5))
+    assert not out.any()
+    assert aliased(mlp)
+    for (param, value), now in zip(kept, mlp.parameters(), strict=True):
+        assert param is now
+        assert torch.equal(now, value)
+    assert not any(other.data_ptr() == flat.as_vector().data_ptr() for other in others.values())
+
+
+@pytest.mark.parametrize("how", ["parametrize", "weight_norm", "prune"])
+def test_what_rearranges_a_layer_is_followed(mlp, how, aliased):
+    """torch's utilities that rename and add parameters; the step is the plain module's."""
+    from torch.nn.utils import parametrizations, prune
+
+    change = {
+        "parametrize": lambda m: parametrizations.orthogonal(m[0]),
+        "weight_norm": lambda m: parametrizations.weight_norm(m[0]),
+        "prune": lambda m: prune.l1_unstructured(m[0], "weight", amount=0.3),
+    }[how]
+    plain = copy.deepcopy(mlp)
+    flat = flatten(mlp)
+    x = torch.randn(2, 5)
+    for m in (mlp, plain):
+        torch.manual_seed(0)
+        change(m)
+        m(x).pow(2).sum().backward()
+    assert aliased(mlp)
+    assert flat.grad_norm()
+    ours, theirs = dict(mlp.named_parameters()), dict(plain.named_parameters())
+    assert ours.keys() == theirs.keys()
+    for name, param in ours.items():
+        assert torch.equal(param.grad, theirs[name].grad)
+
+
+def saved(module):
+    """Through torch.save and torch.load."""
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved])
+def test_a_copy_is_flat_and_apart(mlp, copied, aliased):
+    """Also inside a larger module, with tied weights; it has another buffer and trains."""
+    mlp.add_module("tied", nn.Linear(3, 7))
+    mlp.tied.bias = mlp[0].bias
+    flat = flatten(mlp)
+    twin = copied(nn.ModuleDict({"body": mlp}))["body"]
+    ours = flat_params_of(twin)
+    assert ours.module is twin
+    assert twin.tied.bias is twin[0].bias
+    assert torch.equal(ours.as_vector(), flat.as_vector())
+    assert aliased(twin)
+    twin(torch.ones(1, 5)).sum().backward()
+    assert ours.grad_vector().any()
+    assert mlp[0].weight.grad is None
+    twin[2] = nn.Linear(7, 2)
+    assert aliased(twin)
+    twin.double()
+    assert ours.as_vector().dtype == torch.float64
+
+
+def test_a_submodule_copied_or_saved_alone_needs_nothing_from_here(mlp):
+    """It is the plain layer that it would be, and its file names no class of this package."""
+    plain = set(vars(nn.Linear(2, 2)))
+    flatten(mlp)
+    assert set(vars(copy.deepcopy(mlp[0]))) == set(vars(mlp[0])) == plain
+    file = io.BytesIO()
+    torch.save(mlp[0], file)
+    assert b"flat_param" not in file.getvalue()
+    assert len(file.getvalue()) < 4096
+    assert list(saved(mlp[0]).state_dict()) == ["weight", "bias"]

@@ -170,13 +170,14 @@ def failed_in_forward(net: nn.Module) -> None:
 
 AT_ONCE: dict[str, Callable[[nn.Module], None]] = {
     **{way: WAYS[way] for way in ("replicated", "ZeRO-2", "ZeRO-3", "sharded alone")},
+    **{way.__name__: way for way in (flattened, trained, stepped_over_chunks, moved, copied)},
     **{way.__name__: way for way in (shown, saved, failed_in_forward)},
 }
 
 
 @pytest.mark.parametrize("way", AT_ONCE)
-def test_deleted_sharded_model_is_freed_without_a_collection(group_of_one: None, way: str) -> None:
-    """A unit and its schedule do not keep each other."""
+def test_deleted_model_is_freed_without_a_collection(group_of_one: None, way: str) -> None:
+    """A unit and its schedule do not keep each other, nor a module and its segments."""
     net = model()
     params = list(map(weakref.ref, net.parameters()))
     gc.collect()

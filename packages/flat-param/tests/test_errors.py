@@ -175,10 +175,6 @@ def test_the_handle_keeps_the_sentences_of_the_source(holder):
     with pytest.raises(ValueError, match="on the same device but got both cpu and meta"):
         fp.handle.FlatParamHandle(list(devices.parameters()), devices)
     handle = _handle()
-    with pytest.raises(ValueError, match="Expects non-empty `tensors`"):
-        handle.flatten_tensors([], 0)
-    with pytest.raises(ValueError, match="Expects non-negative `aligned_numel` but got -1"):
-        handle.flatten_tensors([torch.ones(2)], -1)
     nest = nn.Module()
     nest.register_parameter("flat", handle.flat_param)
     with pytest.raises(ValueError, match="Cannot flatten a `FlatParameter`"):

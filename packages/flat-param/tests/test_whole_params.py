@@ -231,16 +231,6 @@ def test_stopped_backward_does_not_refuse_what_follows() -> None:
         assert layer.weight.shape == (4, 4)
 
 
-def test_values_put_in_place_are_in_state_dict() -> None:
-    """Also where whole ones are shown."""
-    layer = _layer()
-    layer.weight = nn.Parameter(torch.full((3, 4), 0.5))
-    assert torch.equal(layer.state_dict()["weight"], torch.full((3, 4), 0.5))
-    layer.unshard()
-    layer.weight = nn.Parameter(torch.full((3, 4), 2.0))
-    assert torch.equal(layer.state_dict()["weight"], torch.full((3, 4), 2.0))
-
-
 def test_written_and_loaded_values_replace_what_was_gathered() -> None:
     """A forward before them, without a backward, keeps nothing that the next one reads."""
     layer = _layer()

@@ -45,7 +45,7 @@ def run_step(case: Case, model: nn.Module) -> None:
 
 def levels_of(model: nn.Module, batch: object) -> dict[str, tuple[int, int]]:
     """Return kept bytes and peak of a step on each level of the CPU."""
-    step, found = Step("bench_levels", model, batch, loss_of), {}
+    step, found = Step(model, batch, loss_of), {}
     with step.leaving_the_model():
         search = _Search(model, step, next(iter(_divisions(model, step))))
         search._learn()

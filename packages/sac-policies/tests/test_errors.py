@@ -54,15 +54,12 @@ def test_wrong_order_of_arguments_prints_no_tensor_values(call):
     assert "0.123" not in str(caught.value)
 
 
-@pytest.mark.parametrize("search", [sac_policies.fit_, sac_policies.plan_region])
 @pytest.mark.parametrize(("budget", "batch"), [("70%", VALUES), (0.7, {"x": VALUES})])
-def test_budget_before_batch_is_answered_with_the_order(search, budget, batch):
+def test_budget_before_batch_is_answered_with_the_order(budget, batch):
     """One sentence gives the right call."""
-    said = (
-        rf"the order is model, batch, budget\. Write {search.__name__}\(model, batch, {budget!r}\)"
-    )
+    said = rf"the order is model, batch, budget\. Write fit_\(model, batch, {budget!r}\)"
     with pytest.raises(sac_policies.BudgetError, match=said):
-        search(nn.Linear(3, 3), budget, batch)
+        sac_policies.fit_(nn.Linear(3, 3), budget, batch)
 
 
 X = torch.ones(2, 4, requires_grad=True)

@@ -319,7 +319,7 @@ def test_blocks_that_did_not_run_keep_no_more(share: float) -> None:
     assert [region.path for region in found.idle] == [f"towers.1.{n}" for n in range(4)]
     assert "so a step that runs more blocks may take more: 4 x" in str(found)
     model.runs = [1]
-    step = Step("here", model, x, None)
+    step = Step(model, x, None)
     with step.leaving_the_model():
         for _ in range(2):
             step.run(model)
@@ -391,3 +391,25 @@ def test_shared_block_with_batch_norm_runs_again() -> None:
     found = fit_(nn.Sequential(_Again()), ROWS[:256].repeat(1, 3), 1)
     assert isinstance(found, Infeasible)
     assert "runs again" in found.how
+
+
+class Graph(nn.Module):
+    """Layers between neighbour sums, whose matrix is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+        self.register_buffer("neighbours", torch.eye(256).to_sparse())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Mix the rows after each layer."""
+        for layer in self.layers:
+            x = torch.tanh(torch.sparse.mm(self.neighbours, layer(x)))
+        return x
+
+
+def test_sparse_buffer_is_no_obstacle() -> None:
+    """It counts as resident and is unchanged."""
+    changed = fit_(Graph(), torch.randn(256, 32), 1.0)
+    assert changed
+    changed.undo()

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn, optim
 
-from sac_policies import BudgetError, fit_, plan_region
-from sac_policies.budget import Fit, InPlaceFit, _step
+from sac_policies import BudgetError, fit_
+from sac_policies.budget import InPlaceFit, _step
 from sac_policies.budget._optimizer import existing_bytes, state_bytes
 
 from ._blocks import stack
@@ -99,23 +99,6 @@ def test_reserve_stays_free(reserve: Any, left: int) -> None:
     assert found.peak_bytes <= found.budget_bytes
 
 
-def test_one_region_takes_an_optimizer_and_a_reserve() -> None:
-    """As with blocks."""
-    model, x = nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 8)), torch.ones(512, 64)
-    plain = plan_region(model, x, 1.0)
-    optimizer = optim.AdamW(model.parameters())
-    state = 2 * sum(each.nbytes for each in model.parameters())
-    found = plan_region(model, x, 1.0, optimizer=optimizer, reserve="2%")
-    assert isinstance(plain, Fit)
-    assert isinstance(found, Fit)
-    assert found.rounds[0][1] == plain.peak_bytes + state
-    assert found.peak_bytes <= found.budget_bytes == pytest.approx(0.98 * found.rounds[0][1], abs=2)
-    with pytest.raises(
-        BudgetError, match=r"sac_policies\.plan_region: budget 'device' is the memory"
-    ):
-        plan_region(model, x, "device")
-
-
 @pytest.mark.parametrize(
     ("budget", "given", "said"),
     [
@@ -138,13 +121,13 @@ def test_device_budget_is_what_is_free_and_what_the_step_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Parameters, batch, gradients and state are already allocated."""
-    monkeypatch.setattr(_step, "free_bytes", lambda device, where: 1000)
+    monkeypatch.setattr(_step, "free_bytes", lambda device: 1000)
     model = nn.Linear(4, 4)
     optimizer = stepped(model, optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-    step = _step.Step("here", model, torch.ones(2, 4), None)
+    step = _step.Step(model, torch.ones(2, 4), None)
     assert step.available() == 1000 + 80 + 32
     model(torch.ones(2, 4)).sum().backward()
-    step = _step.Step("here", model, torch.ones(2, 4), None, optimizer)
+    step = _step.Step(model, torch.ones(2, 4), None, optimizer)
     assert step.available() == 1000 + 3 * 80 + 32
     found = fit_(stack(), BATCH, "device", reserve=100)
     assert not found

@@ -40,9 +40,8 @@ seen = Region.seen
 
 
 def note_kept(region):
-    found = seen(region)
-    kept.update(str(op) for op in found.kept)
-    return found
+    kept.update(str(op) for op, each in region.table.recorders.items() if each.keeps)
+    return seen(region)
 
 
 Region.seen = note_kept

@@ -21,7 +21,7 @@ from sac_policies import (
     save_ops,
     scoped,
 )
-from sac_policies.policies import Decision, as_policy, from_json, to_json
+from sac_policies.policies import Decision, as_policy
 
 
 @pytest.mark.parametrize(
@@ -50,9 +50,8 @@ from sac_policies.policies import Decision, as_policy, from_json, to_json
     ],
 )
 def test_what_is_given_is_the_policy_that_rules_would_make(given, policy):
-    """The result is equal to the rule, so it has the same JSON and hash."""
+    """The result is equal to the rule."""
     assert as_policy(given) == policy
-    assert from_json(to_json(as_policy(given))) == policy
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(["aten.mm", "aten.*", "aten.sin"])))

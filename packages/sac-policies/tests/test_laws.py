@@ -14,11 +14,10 @@ from sac_policies import (
     recompute_ops,
     save_all,
     save_by_bytes,
-    save_by_shape,
     save_ops,
     scoped,
 )
-from sac_policies.policies import Decision, OpView, from_json, save_by_index, to_json
+from sac_policies.policies import Decision, OpView, save_by_index
 
 aten = torch.ops.aten
 OPS = [aten.mm.default, aten.bmm.default, aten.sin.default, aten.relu_.default]
@@ -32,7 +31,6 @@ _leaves = st.sampled_from(
         save_ops("aten.*mm"),
         recompute_ops("aten.mm", "aten.sin"),
         save_by_bytes(at_least=64),
-        save_by_shape((None, 2)),
         save_by_index({("aten.mm.default", 1): Decision.SAVE}),
         scoped(save_all(), "attn"),
     ]
@@ -48,11 +46,11 @@ _policies = st.recursive(
     max_leaves=5,
 )
 _views = st.builds(
-    OpView,
+    lambda op, index, out, module: OpView(op, index, out, module=module),
     st.sampled_from(OPS),
     st.integers(0, 2),
     st.sampled_from([torch.ones(2, 2), torch.ones(8, 8), (torch.ones(3), None)]),
-    module=st.sampled_from(["", "attn", "blocks.0.attn.out", "mlp"]),
+    st.sampled_from(["", "attn", "blocks.0.attn.out", "mlp"]),
 )
 _few = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -116,7 +114,8 @@ def test_constant_is_a_promise(policy, view):
 @_few
 @given(_policies)
 def test_policies_are_values(policy):
-    """JSON and pickle give an equal policy with an equal hash."""
-    for again in (from_json(to_json(policy)), pickle.loads(pickle.dumps(policy))):
-        assert again == policy
-        assert hash(again) == hash(policy)
+    """Pickle gives an equal policy with an equal hash, which compiled code tells apart."""
+    again = pickle.loads(pickle.dumps(policy))
+    assert again == policy
+    assert hash(again) == hash(policy)
+    assert again.handle != policy.handle

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sac_policies import checkpoint, fit_, profile, recompute_all, report, save_ops
+from sac_policies.policies import OpView
 from sac_policies.policies._operators import facts_of
-from sac_policies.policies._views import OpView
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
@@ -138,10 +138,9 @@ def test_profile_tells_of_them(layout: torch.layout) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_policies_see_their_shape_and_bytes(layout: torch.layout) -> None:
-    """The ragged dimension is -1."""
+def test_policies_see_their_bytes(layout: torch.layout) -> None:
+    """Each part counts with its own size."""
     seen = OpView(torch.ops.aten.relu.default, 0, given(layout))
-    assert seen.shapes == ((3, -1, 16),)
     assert seen.out_bytes == 12 * 16 * 4
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sac_policies import BudgetError, profile
-from sac_policies.budget import _run
+from sac_policies.budget import _profile
 
 SIM: Any = getattr(torch, "simdev", None)
 DEVICE = torch.accelerator.current_accelerator() or torch.device("cpu")
@@ -103,7 +103,7 @@ def test_operators_of_a_device_take_as_long_as_their_kernels(
     x, w = leaf(2, 3).to("simdev"), leaf(3, 5).to("simdev")
     SIM.simulate(virtual=True, kernel_us=100)
     clock = SimpleNamespace(perf_counter_ns=lambda: round(SIM.host_us() * 1000))
-    monkeypatch.setattr(_run, "time", clock)
+    monkeypatch.setattr(_profile, "time", clock)
     trace = profile(function, x, w)
     SIM.reset()
     kernels = [op.cost for op in trace.ops if "view" not in op.name]

@@ -91,30 +91,6 @@ def test_rule_is_the_innermost_that_decides():
     assert [row.rule for row in kept] == [repr(save_ops("aten.sin"))]
 
 
-def test_difference_of_two_policies():
-    """Rows with different decisions are returned in pairs."""
-    p, q = _leaves()
-    left = report(_body, p, q, policy=save_ops("aten.mm"))
-    right = report(_body, p, q, policy=save_ops("aten.mm", "aten.sin"))
-    ((row, twin),) = left.differs_from(right)
-    assert (row.op, row.decision, twin.decision) == (
-        "aten.sin.default",
-        Decision.RECOMPUTE,
-        Decision.SAVE,
-    )
-
-
-def test_rows_without_a_counterpart_differ():
-    """A call that the other report lacks is paired with None."""
-    p, q = _leaves()
-    left = report(_body, p, q, policy=recompute_all())
-    right = report(torch.mm, p, q, policy=recompute_all())
-    assert [(row.op, twin) for row, twin in left.differs_from(right)] == [
-        ("aten.sin.default", None),
-        ("aten.mm.default", None),
-    ]
-
-
 def test_report_leaves_no_trace():
     """Gradients and the random state are unchanged, and no warning is given."""
     p, q = _leaves()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sac_policies import BudgetError, fit_, plan_region, profile_step
+from sac_policies import BudgetError, fit_
 from sac_policies.budget._step import Step
 
 
@@ -19,7 +19,7 @@ def made(batch: Any = None, loss: Any = None, model: nn.Module | None = None) ->
     """A step of a linear layer on a batch of ones, by default."""
     if model is None:
         model = linear()
-    return Step("here", model, torch.ones(2, 3) if batch is None else batch, loss)
+    return Step(model, torch.ones(2, 3) if batch is None else batch, loss)
 
 
 def linear() -> nn.Linear:
@@ -95,8 +95,8 @@ def test_given_loss_is_taken_before_the_outputs_own() -> None:
 
 
 def test_output_without_a_gradient_asks_for_a_loss() -> None:
-    """The error names the public function."""
-    with pytest.raises(BudgetError, match=r"here: the model's output has no tensor.*Pass loss="):
+    """The error says how to pass one."""
+    with pytest.raises(BudgetError, match=r"fit_: the model's output has no tensor.*Pass loss="):
         made().run(lambda x: {"scores": W.detach()})
 
 
@@ -159,15 +159,7 @@ def test_interrupted_step_leaves_the_model_as_it_was() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-MEASURED = {
-    "plan_region": lambda model, x: plan_region(model, x, 1.0),
-    "profile_step": profile_step,
-    "fit_": lambda model, x: fit_(model, x, 1.0),
-}
-
-
-@pytest.mark.parametrize("call", MEASURED.values(), ids=MEASURED)
-def test_measured_model_is_left_as_it_was(call: Any) -> None:
+def test_measured_model_is_left_as_it_was() -> None:
     """Gradients, buffers and random state."""
     model, x = (
         nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)),
@@ -177,7 +169,7 @@ def test_measured_model_is_left_as_it_was(call: Any) -> None:
     grads = [p.grad for p in model.parameters()]
     values = [each.clone() for each in (*grads, *model.buffers())]
     state = torch.get_rng_state()
-    call(model, x)
+    fit_(model, x, 1.0)
     assert all(p.grad is grad for p, grad in zip(model.parameters(), grads, strict=True))
     assert all(map(torch.equal, (*grads, *model.buffers()), values))
     assert torch.equal(torch.get_rng_state(), state)
@@ -190,10 +182,9 @@ def test_gradients_are_on_inside_whatever_is_around() -> None:
 
 
 @pytest.mark.parametrize("dry", [FakeTensorMode, partial(torch.device, "meta")])
-@pytest.mark.parametrize("search", [plan_region, fit_])
-def test_tensors_without_data_are_not_measured(search: Any, dry: Any) -> None:
+def test_tensors_without_data_are_not_measured(dry: Any) -> None:
     """A step of fake tensors allocates nothing."""
     with dry():
         model, batch = nn.Sequential(nn.Linear(4, 4), nn.SiLU()), torch.ones(2, 4)
-        with pytest.raises(BudgetError, match=r"has no data .* with step = profile_step"):
-            search(model, batch, "50%")
+        with pytest.raises(BudgetError, match=r"has no data .* python -m sac_policies plan"):
+            fit_(model, batch, "50%")

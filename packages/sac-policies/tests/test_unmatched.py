@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import weakref
 from functools import partial
 
@@ -16,14 +15,12 @@ from sac_policies import (
     UnmatchedNameError,
     checkpoint,
     checkpoint_name,
-    report,
-    save_every_nth,
     save_modules,
     save_named,
     save_ops,
     scoped,
 )
-from sac_policies.policies import Decision, from_json, save_by_index, to_json
+from sac_policies.policies import Decision, save_by_index
 from sac_policies.policies._unmatched import watch_of
 
 
@@ -52,12 +49,12 @@ def x() -> torch.Tensor:
     [
         (
             save_modules("blocsk.*"),
-            r"sac_policies\.save_modules: module 'blocsk\.\*' \(written at .*test_unmatched\.py:"
-            r"\d+ in .*\) .*but .*Did you mean 'blocks\.[01]' or .* pass missing_ok=True\.",
+            r"module 'blocsk\.\*' of the policy is in no region .*but .*"
+            r"Did you mean 'blocks\.[01]' or .* pass missing_ok=True\.",
         ),
         (
             scoped(save_ops("aten.addmm"), "block"),
-            r"sac_policies\.scoped: module 'block' .*Did you mean 'blocks'",
+            r"module 'block' .*Did you mean 'blocks'",
         ),
         (
             save_modules("layers.3.attn"),
@@ -65,7 +62,7 @@ def x() -> torch.Tensor:
         ),
         (
             save_named("hiden"),
-            r"sac_policies\.save_named: tensor 'hiden' \(written at .*Did you mean 'hidden'\?",
+            r"tensor 'hiden' .*Did you mean 'hidden'\?",
         ),
         (save_ops("aten.addmm") | save_named("zzz"), r"tensor 'zzz' .*There are 'hidden'\."),
         (~save_named("qqq"), r"tensor 'qqq'"),
@@ -73,7 +70,7 @@ def x() -> torch.Tensor:
     ids=["modules", "scoped", "absolute", "named", "union", "complement"],
 )
 def test_name_that_nothing_has_raises_in_the_first_backward(policy, said, x):
-    """The error names rule, entry, line, close matches and a remedy."""
+    """The error names the entry, close matches and a remedy."""
     out = checkpoint(_Stack(), x, policy=policy).sum()
     with pytest.raises(UnmatchedNameError, match=said):
         out.backward()
@@ -130,7 +127,6 @@ def test_missing_ok_is_silent(policy):
     """A name that may be missing gives no warning."""
     x = torch.ones(2, 4, requires_grad=True)
     checkpoint(nn.Sequential(nn.Linear(4, 4)), x, policy=policy).sum().backward()
-    assert from_json(to_json(policy)) == policy
 
 
 def test_error_goes_when_the_name_comes(x):
@@ -140,15 +136,6 @@ def test_error_goes_when_the_name_comes(x):
     with pytest.raises(UnmatchedNameError):
         checkpoint(plain, x, policy=policy).sum().backward()
     checkpoint(mended, x, policy=policy).sum().backward()
-
-
-def test_line_is_no_part_of_the_value():
-    """Equal rules on two lines have equal hashes and JSON; pickling keeps the line."""
-    one = save_modules("blocks")
-    two = save_modules("blocks")
-    assert one.line != two.line
-    assert (one, hash(one), to_json(one), repr(one)) == (two, hash(two), to_json(two), repr(two))
-    assert pickle.loads(pickle.dumps(one)).line == one.line
 
 
 def test_warning_of_an_operator_names_one_that_ran(x):
@@ -250,25 +237,6 @@ def test_models_are_not_held(x):
     assert watch_of(policy)._known == {}
 
 
-def test_attention_that_ran_as_its_parts_is_explained(x):
-    """With a mask that needs a gradient, CPU attention runs as matmuls and a softmax."""
-    mask = torch.zeros(2, 2, requires_grad=True)
-
-    def attend(t):
-        t = t.view(1, 1, 2, 4)
-        return nn.functional.scaled_dot_product_attention(t, t, t, attn_mask=mask)
-
-    said = (
-        r"entries '@attention' match nothing in the region 'attend', .*@attention stands for "
-        r"aten\._scaled_dot_product_flash_attention, .* and 12 more\. Here it ran as its parts, "
-        r"aten\._safe_softmax and aten\.bmm, .*save_every_nth\('aten\.bmm', n=2, phase=1\) keeps"
-    )
-    with pytest.warns(UnmatchedEntryWarning, match=said):
-        checkpoint(attend, x, policy=save_ops(ATTENTION))
-    rows = report(attend, x, policy=save_every_nth("aten.bmm", n=2, phase=1)).kept
-    assert [(row.op, row.index) for row in rows] == [("aten.bmm.default", 1)]
-
-
 @pytest.mark.parametrize(
     ("policy", "said"),
     [
@@ -276,9 +244,10 @@ def test_attention_that_ran_as_its_parts_is_explained(x):
         (save_ops("aten.*mish*"), r"fits the glob\. There are 'aten\.addmm', .*'aten\.sin'"),
         (save_by_index({("aten.sin.default", 9): Decision.SAVE}), r"calls aten\.sin\.default more"),
         (save_ops("aten.mish"), r"Nothing close to it ran\."),
+        (lambda ctx, op, *args, **kwargs: op is torch.ops.aten.sin, "Compare op with the overload"),
         (save_ops(*(f"b.x{n}" for n in range(10))), r"'b\.x7' and 2 more match nothing"),
     ],
-    ids=["group", "glob", "plan", "far", "many"],
+    ids=["group", "glob", "plan", "far", "packet", "many"],
 )
 def test_warning_says_what_the_entry_is(x, policy, said):
     """Suggestions are only made for names."""

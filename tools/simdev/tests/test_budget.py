@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from sac_policies import fit_, offload_stats
-from sac_policies.budget import _run, _times
+from sac_policies.budget import _measure, _profile
 from sac_policies.budget._fit_in_place import _divisions, _Search
 from sac_policies.budget._levels import AGAIN, HIDDEN_AWAY, INPUTS_AWAY, LEVELS
-from sac_policies.budget._step import Step
+from sac_policies.budget._step import BACKWARD, Step
 
 
 class Block(nn.Module):
@@ -33,7 +33,7 @@ def _search(model, step):
 
 def forward_of(intervals):
     """Intervals before backward."""
-    return list(takewhile(lambda each: each.key != _run.BACKWARD, intervals))
+    return list(takewhile(lambda each: each.key != BACKWARD, intervals))
 
 
 def gradients(model, x):
@@ -80,7 +80,7 @@ def test_blocks_may_offload(sim, device, level):
     model = nn.Sequential(nn.Linear(32, 32), *(Block() for _ in range(3))).to(device)
     x = torch.randn(512, 32, device=device)
     plain = gradients(model, x)
-    search = _search(model, Step("here", model, x, None))
+    search = _search(model, Step(model, x, None))
     assert search._levels == len(LEVELS)
     search._hide_copies()
     does = search.put((level,) * 3)
@@ -104,14 +104,14 @@ def test_regions_that_offload_fit_as_predicted(sim, device, choice, copy_us):
         device
     )
     x = torch.randn(512, 32, device=device)
-    step = Step("here", model, x, None)
+    step = Step(model, x, None)
     search = _search(model, step)
     search._hide_copies()
     sim.simulate(kernel_us=20, copy_us=copy_us, virtual=True)
     plain = search._intervals(0)
     search._learn()
     measured = [plain, *(search._intervals(level) for level in range(1, search._levels))]
-    steps = search._steps(measured, [{}] * search._levels)
+    steps = search._steps(measured)
     assert step.resident() + steps.growth(choice) == search._measured(choice)
     search.undo()
 
@@ -122,7 +122,7 @@ def virtual(sim, monkeypatch):
     costs = {"kernel_us": 100, "virtual": True}
     sim.simulate(**costs, copy_gbps=1)
     clock = SimpleNamespace(perf_counter_ns=lambda: int(sim.host_us() * 1e3))
-    for module in (_run, _times):
+    for module in (_measure, _profile):
         monkeypatch.setattr(module, "time", clock)
     return costs
 
@@ -132,7 +132,7 @@ def test_copies_hide_behind_forward_and_backward(sim, device, virtual):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), *(Block() for _ in range(6))).to(device)
     x = torch.randn(1024, 32, device=device)
-    search = _search(model, Step("here", model, x, None))
+    search = _search(model, Step(model, x, None))
     search._hide_copies()
     search.put((HIDDEN_AWAY,) * 6)
     region = search._regions[0]
@@ -172,7 +172,7 @@ def test_what_is_measured_is_that_of_a_host_far_ahead(sim, device):
         model = nn.Sequential(nn.Linear(32, 32), *(Block() for _ in range(3))).to(device)
         for block in model[1:] if waits else ():
             block.down.register_forward_hook(lambda *_: torch.accelerator.synchronize())
-        step = Step("here", model, torch.randn(512, 32, device=device), None)
+        step = Step(model, torch.randn(512, 32, device=device), None)
         search = _search(model, step)
         forward = forward_of(search._intervals(INPUTS_AWAY))[1:]
         found.append([(each.grown, each.most, each.moved) for each in forward])
@@ -195,7 +195,7 @@ def test_host_without_memory_keeps_values_on_the_device(sim, device, room):
     plain = gradients(model, x)
     torch.simdev.limit_pinned(room)
     for level in (INPUTS_AWAY, HIDDEN_AWAY):
-        search = _search(model, Step("here", model, x, None))
+        search = _search(model, Step(model, x, None))
         search._hide_copies()
         search.put((level,) * 3)
         before = offload_stats()
@@ -216,7 +216,7 @@ def test_slower_link_costs_time_alone(sim, device, virtual, level):
     """A step takes longer than planned: not more memory, and nothing is read too early."""
     model, x = blocks_on(device)
     plain = gradients(model, x)
-    step = Step("here", model, x, None)
+    step = Step(model, x, None)
     search = _search(model, step)
     search._hide_copies()
     search.put((level,) * 3)

@@ -6,29 +6,19 @@ import time
 from typing import Any
 
 import torch
-from _harness import batches, loss_of, main, options_of, sharded, share
+from _harness import batches, loss_of, main, sharded, share
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import flat_param
 
 
-def change(model: nn.Module, what: str) -> None:
-    """What the last rank alone does."""
-    if what == "shape":
-        model.head.bias = nn.Parameter(torch.zeros(3))
-    else:
-        model.to(torch.float64)
-
-
-def run(rank: int, world: int, what: str, way: str) -> dict[str, Any]:
+def run(rank: int, world: int) -> dict[str, Any]:
     """What this rank sees, and after how long."""
-    mesh = init_device_mesh("cpu", (2, world // 2)) if way == "HSDP" else None
-    model = sharded(**options_of(way) | ({} if mesh is None else {"mesh": mesh}))
+    model = sharded()
     (ids,) = batches(world, 1)
     loss_of(model, share(ids, rank)).backward()
     if rank == world - 1:
-        change(model, what)
+        model.head.bias = nn.Parameter(torch.zeros(3))
     start = time.monotonic()
     try:
         loss_of(model, share(ids, rank)).backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from _harness import (
@@ -17,54 +18,15 @@ from _harness import (
     share,
     whole_state,
 )
-from _whole import plain_grads, whole_bytes, whole_grads
+from _whole import same_grads, same_step, whole_bytes, whole_grads
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.nn import functional
 
 import flat_param
 from flat_param import fully_shard
-from flat_param.plan import CommCount
 
-
-def _same_grads(model: nn.Module, ids: Tensor, rank: int, reference: nn.Module) -> int:
-    """Compare a step's gradients with one process's; how many gathers it took."""
-    reference.zero_grad()
-    loss_of(reference, ids).backward()
-    model.zero_grad()
-    loss_of(model, share(ids, rank)).backward()
-    gathers = model.comm_counts().get("all_gather", CommCount()).calls
-    assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
-    assert whole_bytes(model) == 0
-    model.comm_counts()
-    return gathers
-
-
-def _numel(module: nn.Module) -> int:
-    return sum(param.numel() for param in module.parameters())
-
-
-def check_units_are_gathered_once(rank: int, world: int) -> None:
-    """Shown at once or after the wait; the next step gathers only the other units."""
-    (ids,) = batches(world, 1)
-    reference = plain()
-    for way in ("ZeRO-3", "ZeRO-2"):
-        expected = _same_grads(sharded(**options_of(way)), ids, rank, reference)
-        model = sharded(**options_of(way))
-        assert model.blocks[1].unshard() is None
-        assert model.blocks[1].unshard() is None
-        handle = model.unshard(async_op=True)
-        never = model.blocks[0].unshard(async_op=True)
-        assert _numel(model.head) < _numel(reference.head)
-        handle.wait()
-        handle.wait()
-        for name in ("head.weight", "embed.weight", "blocks.1.up.weight", "blocks.1.gain"):
-            assert torch.equal(model.get_parameter(name), reference.get_parameter(name)), name
-        assert _numel(model.blocks[0]) < _numel(reference.blocks[0])
-        assert _same_grads(model, ids, rank, reference) == expected
-        never.wait()
-        assert whole_bytes(model) == 0
-        assert _same_grads(model, ids, rank, reference) == expected
+FOLDER = Path()
 
 
 def check_freed_units_are_gathered_again(rank: int, world: int) -> None:
@@ -73,12 +35,12 @@ def check_freed_units_are_gathered_again(rank: int, world: int) -> None:
     reference = plain()
     for way in ("ZeRO-3", "ZeRO-2"):
         model = sharded(**options_of(way))
-        expected = _same_grads(model, ids, rank, reference)
+        expected = same_step(model, reference, ids, rank)
         model.unshard(async_op=True)
         model.reshard()
         model.reshard()
         assert whole_bytes(model) == 0
-        assert _same_grads(model, ids, rank, reference) == expected + 1
+        assert same_step(model, reference, ids, rank) == expected + 1
         model.zero_grad()
         loss = loss_of(model, share(ids, rank))
         for unit in (model, *model.blocks):
@@ -87,7 +49,7 @@ def check_freed_units_are_gathered_again(rank: int, world: int) -> None:
         loss.backward()
         gathers = model.comm_counts()["all_gather"].calls
         assert gathers == 2 * len([model, *model.blocks])
-        assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
+        same_grads(model, reference)
 
 
 def check_freed_units_are_gathered_in_their_turn(rank: int, world: int) -> None:
@@ -108,35 +70,19 @@ def check_freed_units_are_gathered_in_their_turn(rank: int, world: int) -> None:
 
 def check_steps_where_a_rank_has_no_piece_are_seen(rank: int, world: int) -> None:
     """Every rank gathers again after a step, also one that has no part of the unit's parameter."""
-    for by_hand in (False, True):
-        torch.manual_seed(0)
-        model = fully_shard(
-            nn.Linear(4, 4, bias=False), reshard_after_forward=False, boundary="tensor"
-        )
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        x = torch.ones(2, 4)
-        model(x).sum().backward()
-        if by_hand:
-            model.unshard()
-        else:
-            model(x)
-        optimizer.step()
-        optimizer.zero_grad()
-        whole = whole_state(model)["weight"] if not by_hand else None
-        found = model(x)
-        whole = whole_state(model)["weight"] if whole is None else whole
-        assert torch.equal(found, nn.functional.linear(x, whole))
+    layer = nn.Linear(4, 4, bias=False)
+    model = fully_shard(layer, reshard_after_forward=False, boundary="tensor")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    x = torch.ones(2, 4)
+    model(x).sum().backward()
+    model(x)
+    optimizer.step()
+    whole = whole_state(model)["weight"]
+    assert torch.equal(model(x), nn.functional.linear(x, whole))
 
 
-def _write_new(module: nn.Module) -> None:
-    weight = module.weight.detach().clone()
-    weight[1:3] += 1
-    module.weight = nn.Parameter(weight)
-    module.bias = nn.Parameter(torch.full_like(module.bias, 2).detach())
-
-
-def check_assigned_values_stay(rank: int, world: int) -> None:
-    """Whatever comes next; what was not assigned keeps its bits."""
+def check_changes_of_shown_parameters_are_lost(rank: int, world: int) -> None:
+    """As with FSDP2, where ranks have pieces; the next forward has the optimizer's values."""
     (ids,) = batches(world, 1)
     afters: tuple[Callable[[nn.Module], object], ...] = (
         lambda model: model.reshard(),
@@ -145,42 +91,18 @@ def check_assigned_values_stay(rank: int, world: int) -> None:
         whole_state,
         lambda model: model.to(torch.float32),
     )
-    low = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    offloaded = {"offload_policy": CPUOffloadPolicy()}
-    for options in ({}, {"mp_policy": low}, options_of("replicated"), offloaded):
-        before = plain().state_dict()
+    for options in ({}, options_of("replicated"), {"offload_policy": CPUOffloadPolicy()}):
         for after in afters:
-            model, expected = sharded(**options), plain()
+            model = sharded(**options)
             model.unshard()
-            _write_new(model.head)
+            if world > 1 and options != options_of("replicated"):
+                with torch.no_grad():
+                    model.head.weight.add_(1)
+            model.head.bias = nn.Parameter(torch.full_like(model.head.bias, 2).detach())
+            model.embed.weight.data = torch.zeros_like(model.embed.weight)
             after(model)
-            weight = before["head.weight"].clone()
-            is_low = "mp_policy" in options
-            rows = weight[1:3].bfloat16() if is_low else weight[1:3].clone()
-            if is_low:  # all of it is written
-                weight = weight.bfloat16().float()
-            weight[1:3] = (rows + 1).float()
-            with torch.no_grad():
-                expected.head.weight.copy_(weight)
-                expected.head.bias.fill_(2)
-            found = whole_state(model)
-            assert distance(found, whole_state(expected)) == 0, options
-            if not options:
-                _same_grads(model, ids, rank, expected)
-
-
-def check_writes_in_place_are_lost(rank: int, world: int) -> None:
-    """As with FSDP2, where ranks have pieces; the next forward has the optimizer's values."""
-    (ids,) = batches(world, 1)
-    model = sharded()
-    before = whole_state(model)
-    model.unshard()
-    with torch.no_grad():
-        model.head.weight.add_(1)
-    model.reshard()
-    if world > 1:
-        assert distance(whole_state(model), before) == 0
-        _same_grads(model, ids, rank, plain())
+            assert distance(whole_state(model), plain().state_dict()) == 0, options
+            same_step(model, plain(), ids, rank)
 
 
 class _OfData(torch.optim.Optimizer):
@@ -210,7 +132,7 @@ def check_steps_in_between_are_not_lost(rank: int, world: int) -> None:
                     unit.unshard(async_op=async_op)
                 for optimizer in optimizers:
                     optimizer.step()
-                _same_grads(model, second, rank, reference)
+                same_step(model, reference, second, rank)
                 assert distance(whole_state(model), whole_state(reference)) < 1e-6
 
 
@@ -242,9 +164,9 @@ def check_use_beside_forward_has_its_gradients(rank: int, world: int) -> None:
             loss.backward()
             expected.backward()
             del loss
-            assert distance(whole_grads(model), plain_grads(reference)) < 1e-6, order
+            same_grads(model, reference)
             assert whole_bytes(model) == 0
-            _same_grads(model, ids, rank, reference)
+            same_step(model, reference, ids, rank)
 
 
 def check_writes_that_a_backward_misses_are_an_error(rank: int, world: int) -> None:
@@ -257,74 +179,56 @@ def check_writes_that_a_backward_misses_are_an_error(rank: int, world: int) -> N
     raises(RuntimeError, "modified by an inplace operation", loss.backward)
 
 
-class _Steers(nn.Module):
-    """Gathers the last of its layers early, uses it beside its forward, and frees it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.frees: nn.Module | None = None
-        self.in_backward: Callable[[Tensor], None] | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        is_sharded = isinstance(self.second, flat_param.ShardedModule)
-        if is_sharded:
-            self.unshard()
-            handle = self.second.unshard(async_op=True)
-        x = torch.tanh(self.first(x))
-        if is_sharded:
-            handle.wait()
-        y = x @ self.second.weight
-        if self.in_backward is not None:
-            y.register_hook(self.in_backward)
-        if is_sharded:
-            self.second.reshard()
-        if self.frees is not None:
-            self.frees.reshard()
-        return self.second(y)
-
-
-def check_forwards_may_gather_and_free_others(rank: int, world: int) -> None:
-    """Inside a forward and a backward; what computes may be asked for and is not freed."""
-    torch.manual_seed(0)
-    reference = _Steers()
-    model = _Steers()
-    model.load_state_dict(whole_state(reference))
-    fully_shard(model.first)
-    fully_shard(model.second)
-    fully_shard(model)
-    x = torch.linspace(-1, 1, 8 * world).view(2 * world, 4)
-    asked = []
-
-    def ask(_: Tensor) -> None:
-        model.first.unshard()
-        asked.append(model.first.weight.shape)
-        text = "unit 'first' is in the backward that runs, but"
-        raises(flat_param.StateError, text, model.first.reshard)
-
-    object.__setattr__(model, "in_backward", ask)
-    for _ in range(2):
-        for module in (model, reference):
-            module.zero_grad()
-        model(share(x, rank)).square().mean().backward()
-        reference(x).square().mean().backward()
-        assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
-        assert whole_bytes(model) == 0
-    assert asked == [(4, 4)] * 2
-    object.__setattr__(model, "frees", model)
-    text = "flat_param.reshard: the outermost unit is in the forward that runs, but that computes"
-    raises(flat_param.StateError, text, lambda: model(share(x, rank)))
-    assert whole_bytes(model) == 0
+def check_everything_else_sees_pieces(rank: int, world: int) -> None:
+    """Clipping, clearing, states, loads, casts and whole parameters, while units are whole."""
+    first, second = batches(world, 2)
+    other = plain(1).state_dict()
+    uses: dict[str, Callable[[nn.Module], object]] = {
+        "zero_grad": lambda model: model.zero_grad(),
+        "clip": lambda model: model.clip_grad_norm_(1e-3),
+        "state_dict": whole_state,
+        "load": lambda model: model.load_state_dict(other),
+        "to": lambda model: model.to(torch.float64).to(torch.float32),
+        "whole": lambda model: _double(model),
+        "full": lambda model: flat_param.full_state_dict(model),
+        "save": lambda model: flat_param.save_sharded(model, FOLDER / "saved"),
+        "load_sharded": lambda model: flat_param.load_sharded(model, FOLDER / "saved"),
+    }
+    found = {}
+    for name, use in uses.items():
+        for opened in (False, True):
+            model = sharded()
+            loss_of(model, share(first, rank)).backward()
+            for unit in (model, *model.blocks):
+                if opened:
+                    unit.unshard()
+                    unit.get_submodule("head" if unit is model else "up").bias.data.add_(0)
+            result = use(model)
+            result = result if isinstance(result, Tensor) else torch.zeros(())
+            loss_of(model, share(second, rank)).backward()
+            found[name, opened] = [result, whole_grads(model), whole_state(model)]
+            assert whole_bytes(model) == 0, name
+            assert all(param.is_leaf for param in model.parameters())
+        (norm, grads, state), (expected, *others) = found[name, True], found[name, False]
+        assert torch.equal(norm, expected), name
+        assert distance(grads, others[0]) == 0, name
+        assert distance(state, others[1]) == 0, name
 
 
-def check_another_order_is_an_error(rank: int, world: int) -> None:
-    """Units of one size, gathered by hand in another order on each rank."""
-    model = sharded()
-    for index in (0, 1) if rank == 0 else (1, 0):
-        model.blocks[index].unshard()
-    text = "rank 0 did all_gather of unit 'blocks.0' where rank 1 did all_gather of unit 'blocks.1'"
-    loss = loss_of(model, share(batches(world, 1)[0], rank))
-    raises(flat_param.CommError, text, loss.backward)
+def _double(model: nn.Module) -> None:
+    with model.whole_params(write_back=True):
+        for param in model.parameters():
+            param.data.mul_(2)
+
+
+def check_units_around_take_up_what_is_there(rank: int, world: int) -> None:
+    """A unit that is made around one that is shown whole has none of its parameters."""
+    inner = fully_shard(nn.Linear(4, 4))
+    inner.unshard()
+    outer = fully_shard(nn.Sequential(inner, nn.Linear(4, 4)))
+    assert sorted(len(unit.parts[0].params) for unit in outer._flat_param.schedule.units) == [2, 2]
+    outer(torch.ones(1, 4)).sum().backward()
+    assert all(param.grad is not None or not param.numel() for param in outer.parameters())
 
 
 if __name__ == "__main__":

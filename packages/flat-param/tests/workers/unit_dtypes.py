@@ -22,21 +22,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from flat_param import fully_shard
 
 
-def check_mixed_precision_computes_low_and_keeps_high(rank: int, world: int) -> None:
-    """Mixed precision computes low and keeps high."""
-    seen: list[torch.dtype] = []
-    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model, reference = sharded(mp_policy=precision), plain()
-    model.blocks[0].up.register_forward_hook(lambda m, a, out: seen.append(out.dtype))
-    (ids,) = batches(world, 1)
-    loss_of(model, share(ids, rank)).backward()
-    loss_of(reference, ids).backward()
-    assert seen == [torch.bfloat16]
-    assert model.blocks[0].up.weight.dtype == torch.float32
-    assert model.blocks[0].up.weight.grad.dtype == torch.float32
-    assert distance(whole_grads(model), plain_grads(reference)) < 0.05
-
-
 def check_reduce_dtype_and_inputs_are_as_asked(rank: int, world: int) -> None:
     """Each setting alone: sums in another dtype, and inputs left as they come."""
     (ids,) = batches(world, 1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,7 +18,6 @@ from _harness import (
     run_checks,
     sharded,
     share,
-    whole_state,
 )
 from _whole import whole_bytes, whole_grad_bytes
 from torch import nn
@@ -74,22 +71,21 @@ def check_peak_of_whole_gradients_is_as_planned(rank: int, world: int) -> None:
         assert max(seen) == plan.rank_bytes.whole_grads_peak, (way, max(seen), str(plan))
 
 
-def check_module_is_freed_at_once(rank: int, world: int) -> None:
-    """A deleted module is freed with its units, without a garbage collection."""
-    gc.collect()
-    gc.disable()
-    try:
-        for way in WAYS:
-            model = sharded(**options_of(way))
-            with model.no_sync():
-                loss_of(model, share(batches(world)[0], rank)).backward()
-            loss_of(model, share(batches(world)[1], rank)).backward()
-            whole_state(model)
-            known = [weakref.ref(model), *map(weakref.ref, model.parameters())]
-            del model
-            assert [each() for each in known] == [None] * len(known), way
-    finally:
-        gc.enable()
+def check_frozen_segments_have_no_gradient_memory_or_traffic(rank: int, world: int) -> None:
+    """Nothing is kept for frozen blocks, and nothing is summed over ranks."""
+    model = plain()
+    for name, param in model.named_parameters():
+        param.requires_grad_(name.startswith("head"))
+    for block in model.blocks:
+        flat_param.fully_shard(block)
+    flat_param.fully_shard(model)
+    (ids,) = batches(world, 1)
+    loss_of(model, share(ids, rank)).backward()
+    counts = model.comm_counts()
+    assert counts["reduce_scatter"].calls == 1
+    assert all(not block._flat_param.grads for block in model.blocks)
+    assert model.blocks[0].up.weight.grad is None
+    assert model.head.weight.grad is not None
 
 
 if __name__ == "__main__":

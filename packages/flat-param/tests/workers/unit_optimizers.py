@@ -18,7 +18,7 @@ from _harness import (
     share,
     whole_state,
 )
-from _whole import plain_grads, whole_grads
+from _whole import same_grads
 from torch import nn
 
 import flat_param
@@ -45,19 +45,7 @@ def check_clipping_knows_all_ranks(rank: int, world: int) -> None:
             loss_of(module, share(ids, rank)).backward()
             got = module.clip_grad_norm_(0.1, norm_type)
             assert torch.allclose(got, expected, rtol=1e-5), (norm_type, got, expected)
-            assert distance(whole_grads(module), plain_grads(reference)) < 1e-6
-
-
-def check_torch_clipping_is_right_on_shards(rank: int, world: int) -> None:
-    """Torch clipping is right on shards."""
-    (ids,) = batches(world, 1)
-    reference, model = plain(), sharded()
-    loss_of(reference, ids).backward()
-    loss_of(model, share(ids, rank)).backward()
-    expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
-    got = nn.utils.clip_grad_norm_(model.parameters(), 0.1, error_if_nonfinite=True)
-    assert torch.allclose(got, expected, rtol=1e-5)
-    assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
+            same_grads(module, reference)
 
 
 def check_optimizer_made_before_still_trains(rank: int, world: int) -> None:
@@ -71,28 +59,6 @@ def check_optimizer_made_before_still_trains(rank: int, world: int) -> None:
     for optimizer in optimizers:
         optimizer.step()
     assert distance(whole_state(model), whole_state(reference)) < 1e-6
-
-
-def check_whole_tensor_optimizers_match_one_process_or_refuse(rank: int, world: int) -> None:
-    """Whole tensor optimizers match one process or refuse."""
-    (ids,) = batches(world, 1)
-    kinds: list[Any] = [torch.optim.Adafactor]
-    if hasattr(torch.optim, "Muon"):
-        kinds.append(torch.optim.Muon)
-    for kind in kinds:
-        reference, model, cut = plain(), sharded(boundary="tensor"), sharded(boundary="row")
-        optimizers = []
-        for module, part in ((reference, ids), (model, share(ids, rank)), (cut, share(ids, rank))):
-            loss_of(module, part).backward()
-            names = {n for n, p in reference.named_parameters() if p.dim() == 2}
-            matrices = [p for n, p in module.named_parameters() if n in names]
-            optimizers.append(kind(matrices, lr=0.1))
-        optimizers[0].step()
-        optimizers[1].step()
-        assert distance(whole_state(model), whole_state(reference)) < 1e-5, kind
-        before = whole_state(cut)
-        raises(flat_param.ParameterError, "boundary='tensor'", optimizers[2].step)
-        assert distance(whole_state(cut), before) == 0
 
 
 class _Foreign(torch.optim.Optimizer):

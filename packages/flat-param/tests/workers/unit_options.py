@@ -1,17 +1,20 @@
-"""What a unit is made from: ranks, meta parameters, options, names; one check per claim."""
+"""What a unit is made from: ranks, meta parameters, options, names, ties; one check per claim."""
 
 from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from _harness import (
+    WAYS,
     Model,
     batches,
     distance,
     loss_of,
+    options_of,
     plain,
     raises,
     run_checks,
@@ -19,7 +22,7 @@ from _harness import (
     share,
     whole_state,
 )
-from _whole import plain_grads, whole_grads
+from _whole import plain_grads, same_step, whole_grads
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -32,12 +35,9 @@ def check_ranks_come_from_a_mesh_or_a_group(rank: int, world: int) -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
     groups = [dist.new_group([each]) for each in range(world)]
     (ids,) = batches(world, 1)
-    reference, alone_reference = plain(), plain()
-    loss_of(reference, ids).backward()
+    same_step(sharded(mesh=mesh), plain(), ids, rank)
+    alone_reference = plain()
     loss_of(alone_reference, share(ids, rank)).backward()
-    model = sharded(mesh=mesh)
-    loss_of(model, share(ids, rank)).backward()
-    assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
     alone = sharded(mesh=DeviceMesh.from_group(groups[rank], "cpu"))
     loss_of(alone, share(ids, rank)).backward()
     assert not alone.comm_counts()
@@ -111,6 +111,50 @@ def check_class_and_names_stay(rank: int, world: int) -> None:
     assert isinstance(model, flat_param.ShardedModule)
     names = [name for name, _ in model.named_parameters()]
     assert names == [name for name, _ in plain().named_parameters()]
+
+
+def tied_layers() -> nn.Sequential:
+    """Two layers of one weight."""
+    layers = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in "ab"))
+    layers[1].weight = layers[0].weight
+    return layers
+
+
+def check_weights_tied_to_a_unit_beside_are_refused_by_name(rank: int, world: int) -> None:
+    """By `fully_shard` and `flatten`, before anything is changed."""
+    for way in WAYS:
+        model = tied_layers()
+        fully_shard(model[0], **options_of(way))
+        before = model[1].weight
+        for move in (partial(fully_shard, **options_of(way)), flat_param.flatten):
+            text = "parameter 'weight' is tied to 'weight' in a unit beside this module"
+            raises(flat_param.ParameterError, text, partial(move, model[1]))
+            raises(flat_param.ParameterError, "or shard their common", partial(move, model[1]))
+        assert type(model[1]) is nn.Linear
+        assert model[1].weight is model[0].weight is before
+
+
+def check_weights_tied_to_a_flattened_module_beside_are_refused_by_name(
+    rank: int, world: int
+) -> None:
+    """As with a unit; once that is unflattened, sharding goes on."""
+    model = tied_layers()
+    flat_param.flatten(model[0])
+    text = "parameter 'weight' is tied to 'weight' in a flattened module beside this module"
+    raises(flat_param.ParameterError, text, partial(fully_shard, model[1]))
+    assert type(model[1]) is nn.Linear
+    flat_param.unflatten(model[0])
+    fully_shard(model[1])
+
+
+def check_parameters_that_share_memory_are_refused_by_name(rank: int, world: int) -> None:
+    """Two parameters over the same memory are refused, naming both; nothing is changed."""
+    model = plain()
+    down = model.blocks[0].down
+    down.bias = nn.Parameter(down.weight.detach()[0])
+    for name in ("'blocks.0.down.weight'", "'blocks.0.down.bias' share memory"):
+        raises(flat_param.ParameterError, name, lambda: fully_shard(model))
+    assert type(model) is type(plain())
 
 
 if __name__ == "__main__":

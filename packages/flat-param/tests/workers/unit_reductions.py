@@ -1,22 +1,18 @@
-"""How sums over ranks are made, as its user says: beside FSDP2 and FSDP1, bit by bit."""
+"""How sums over ranks are made, as its user says: beside FSDP2, bit by bit."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from _harness import options_of, raises, run_checks, whole_state
+from _harness import raises, run_checks, whole_state
 from _whole import whole_bytes, whole_grads
 from torch import Tensor, nn
-from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as fsdp2
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 from flat_param import fully_shard
@@ -78,22 +74,6 @@ def by_us(shape: tuple[int, ...] | None = None, **options: Any) -> Model:
     return model
 
 
-STRATEGIES = {"replicated": "NO_SHARD", "ZeRO-2": "SHARD_GRAD_OP", "ZeRO-3": "FULL_SHARD"}
-
-
-def by_fsdp1(strategy: str) -> nn.Module:
-    """As FSDP1 has it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of NO_SHARD
-        return FullyShardedDataParallel(
-            built(),
-            auto_wrap_policy=ModuleWrapPolicy({Layer}),
-            sharding_strategy=ShardingStrategy[strategy],
-            use_orig_params=True,
-            device_id=torch.device("cpu"),
-        )
-
-
 def step(model: nn.Module, rank: int, seed: int) -> None:
     """Forward and backward on this rank's batch."""
     generator = torch.Generator().manual_seed(10 * seed + rank)
@@ -117,9 +97,6 @@ def assert_same(theirs: Model, ours: Model) -> None:
     for name, grad in expected.items():
         assert same(grad, found[name]), name
     assert expected["head.weight"].any()
-
-
-close = partial(torch.allclose, rtol=1e-2, atol=1e-4)
 
 
 def have_grads(model: nn.Module) -> bool:
@@ -176,17 +153,8 @@ def check_copies_of_one_unit_are_left_apart(rank: int, world: int) -> None:
     assert_same(theirs, ours)
 
 
-def check_no_shard_is_copies_alone(rank: int, world: int) -> None:
-    """And other strategies have none, so nothing is left apart there."""
-    models = [by_us(**options_of("replicated")) for _ in range(2)]
-    for seed in (1, 2):
-        models[0].set_requires_all_reduce(seed == 2)
-        models[1].set_requires_gradient_sync(seed == 2)
-        for model in models:
-            step(model, rank, seed)
-            assert have_grads(model) == (seed == 2)
-    sums = [whole_grads(model) for model in models]
-    assert all(torch.allclose(sums[0][name], sums[1][name], atol=1e-6) for name in sums[0])
+def check_model_without_copies_leaves_nothing_apart(rank: int, world: int) -> None:
+    """Gradients come at once."""
     divided = by_us()
     divided.set_requires_all_reduce(False)
     step(divided, rank, 1)
@@ -239,69 +207,6 @@ def _halve(called: list[str], name: str, part: Tensor) -> None:
     ranks = torch.ones(())
     dist.all_reduce(ranks)  # it may communicate
     part.div_(2 * ranks)
-
-
-def check_torchs_comm_hooks_reduce_as_with_fsdp1(rank: int, world: int) -> None:
-    """All of a tree, whole and divided, in low precision, after accumulation."""
-    if world == 1:
-        return  # FSDP1 ignores the factor there
-    group = dist.new_group(list(range(world)))
-    low = default_hooks.LowPrecisionState(group)
-    cases: list[tuple[str, Any, Callable[..., None]]] = [
-        ("replicated", default_hooks.DefaultState(group), default_hooks.allreduce_hook),
-        ("ZeRO-3", default_hooks.DefaultState(group), default_hooks.reduce_scatter_hook),
-        ("ZeRO-2", default_hooks.DefaultState(group), default_hooks.reduce_scatter_hook),
-        ("ZeRO-3", low, low_precision),
-        ("replicated", low, low_precision),
-    ]
-    for way, state, hook in cases:
-        theirs = by_fsdp1(STRATEGIES[way])
-        ours = by_us(**options_of(way))
-        for model in (theirs, ours):
-            model.register_comm_hook(state, hook)
-            with model.no_sync():
-                step(model, rank, 1)
-            step(model, rank, 2)
-        found = whole_grads(ours)
-        with FullyShardedDataParallel.summon_full_params(theirs, with_grads=True):
-            for name, param in theirs.named_parameters():
-                grad = found[name.replace("_fsdp_wrapped_module.", "")]
-                assert (torch.equal if world < 3 else close)(param.grad, grad), (way, name)
-
-
-def low_precision(state: Any, grad: Tensor, out: Tensor | None = None) -> None:
-    """As torch's bf16_compress_hook, whose last line needs a device: other memory is put there."""
-    grad.data = grad.data.to(torch.bfloat16)
-    if out is None:
-        default_hooks.allreduce_hook(state, grad)
-        grad.data = grad.data.to(torch.float32)
-    else:
-        out.data = out.data.to(torch.bfloat16)
-        default_hooks.reduce_scatter_hook(state, grad, out)
-        out.data = out.data.to(torch.float32)
-
-
-def check_comm_hook_of_uneven_parts_and_units(rank: int, world: int) -> None:
-    """Parts of whole tensors have one length each; a unit's own hook is for it and those inside."""
-    plain, ours = by_us(boundary="tensor"), by_us(boundary="tensor")
-    state = default_hooks.DefaultState(dist.new_group(list(range(world))))
-    ours.register_comm_hook(state, default_hooks.reduce_scatter_hook)
-    ours.first.register_comm_hook(None, partial(_zeros))
-    for model in (plain, ours):
-        step(model, rank, 1)
-    expected, found = whole_grads(plain), whole_grads(ours)
-    for name, grad in found.items():
-        wanted = torch.zeros_like(grad) if name.startswith("first.") else expected[name]
-        assert torch.allclose(grad, wanted, atol=1e-7), name
-    ours.register_comm_hook(None, None)
-    ours.zero_grad()
-    step(ours, rank, 1)
-    assert all(torch.equal(grad, expected[name]) for name, grad in whole_grads(ours).items())
-
-
-def _zeros(state: None, full: Tensor, part: Tensor) -> None:
-    assert full.numel() == dist.get_world_size() * part.numel()
-    part.zero_()
 
 
 def check_whole_parameters_stay_after_backward_as_fsdp2s(rank: int, world: int) -> None:

@@ -1,18 +1,16 @@
-"""`torch.amp.GradScaler` on pieces: an overflow on one rank is one on all, as with FSDP2."""
+"""`torch.amp.GradScaler` on pieces: an overflow on one rank is one on all."""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from _harness import options_of, run_checks, whole_state
+from _harness import WAYS, distance, options_of, run_checks, whole_state
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.distributed.tensor import DTensor
 
 from flat_param import fully_shard
 
@@ -32,7 +30,7 @@ class Scales(nn.Module):
         return (self.weight * factors + self.bias).square().mean()
 
 
-def train(model: nn.Module, scaler: Any, *, fused: bool, unscales: bool = False) -> list[float]:
+def train(model: nn.Module, scaler: Any, *, fused: bool, unscales: bool) -> list[float]:
     """Five steps, of which the third overflows; the scale after each."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
     scales = []
@@ -55,32 +53,18 @@ def new_scaler(kind: Any = torch.amp.GradScaler) -> Any:
     return kind("cpu", init_scale=16.0, growth_interval=2)
 
 
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    """Whole values by name."""
-    if isinstance(model, FullyShardedDataParallel):
-        with FullyShardedDataParallel.summon_full_params(model):
-            return {name: each.detach().clone() for name, each in model.named_parameters()}
-    state = whole_state(model)
-    return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in state.items()}
-
-
 def check_overflow_on_one_rank_is_one_on_all(rank: int, world: int) -> None:
-    """The scale and the weights are one process's, however optimizers find out about overflow."""
-    for way in ("ZeRO-3", "ZeRO-2", "replicated"):
-        for boundary in ("element", "tensor"):
-            for fused in (False, True):
-                for unscales in (False, True):
-                    plain, model = (
-                        Scales(),
-                        fully_shard(Scales(), **options_of(way), boundary=boundary),
-                    )
-                    options = {"fused": fused, "unscales": unscales}
-                    expected = train(plain, new_scaler(), **options)
-                    assert train(model, new_scaler(), **options) == expected
-                    assert expected == [16, 32, 16, 16, 32]
-                    found = weights(model)
-                    for name, value in weights(plain).items():
-                        assert torch.equal(found[name], value), name
+    """The scale and the weights are one process's, for FSDP1's scaler, too."""
+    plainly, for_fsdp1 = torch.amp.GradScaler, ShardedGradScaler  # the latter steps none fused
+    scalers = ((plainly, False), (plainly, True), (for_fsdp1, False))
+    for (kind, fused), way, boundary, unscales in product(
+        scalers, WAYS, ("element", "tensor"), (False, True)
+    ):
+        plain, model = Scales(), fully_shard(Scales(), **options_of(way), boundary=boundary)
+        options = {"fused": fused, "unscales": unscales}
+        expected = train(plain, new_scaler(), **options)
+        assert train(model, new_scaler(kind), **options) == expected == [16, 32, 16, 16, 32]
+        assert distance(whole_state(model), whole_state(plain)) == 0, (way, options)
 
 
 def check_it_is_on_one_rank_alone(rank: int, world: int) -> None:
@@ -95,29 +79,13 @@ def check_it_is_on_one_rank_alone(rank: int, world: int) -> None:
     assert ranks.count(False) == 1
 
 
-def check_training_is_fsdp2s_and_fsdp1s(rank: int, world: int) -> None:
-    """The same scale and weights, FSDP1's with torch's scaler for it, and ours with that, too."""
-    theirs = fsdp2(Scales(), mesh=init_device_mesh("cpu", (world,)))
-    ours = fully_shard(Scales())
-    scales = [train(model, new_scaler(), fused=False) for model in (theirs, ours)]
-    assert scales[0] == scales[1]
-    assert all(map(torch.equal, weights(theirs).values(), weights(ours).values()))
-    if world == 1:
-        return  # FSDP1 divides nothing
-    before = FullyShardedDataParallel(Scales(), use_orig_params=True, device_id=torch.device("cpu"))
-    after = fully_shard(Scales())
-    for model in (before, after):
-        assert train(model, new_scaler(ShardedGradScaler), fused=False) == scales[0]
-    assert all(map(torch.equal, weights(before).values(), weights(after).values()))
-
-
 def check_every_rank_that_shares_a_step_is_asked(rank: int, world: int) -> None:
     """An infinity in what one rank has of an ignored parameter, of a copy, and of a part."""
     mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("copies", "parts"))
     for options in ({}, options_of("replicated"), {"mesh": mesh}):
         plain = Scales()
         model = fully_shard(plain, ignored_params={plain.bias}, **options)
-        before = weights(model)
+        before = whole_state(model)
         optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1.0), new_scaler()
         scaler.scale(model(torch.ones(8))).backward()
         if rank == 0:
@@ -125,7 +93,7 @@ def check_every_rank_that_shares_a_step_is_asked(rank: int, world: int) -> None:
         scaler.step(optimizer)
         scaler.update()
         assert scaler.get_scale() == 8
-        assert all(map(torch.equal, before.values(), weights(model).values()))
+        assert distance(whole_state(model), before) == 0
 
 
 def check_plain_modules_are_asked_alone(rank: int, world: int) -> None:

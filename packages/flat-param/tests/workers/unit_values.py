@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import tempfile
+import time
 
 import torch
 import torch.distributed as dist
 from _harness import (
-    WAYS,
     batches,
     distance,
     loss_of,
-    options_of,
     plain,
     raises,
     run_checks,
@@ -19,20 +18,10 @@ from _harness import (
     share,
     whole_state,
 )
-from _whole import plain_grads, whole_grads
+from _whole import same_grads, same_step
 from torch import Tensor, nn
 
 import flat_param
-
-
-def check_whole_params_can_be_read_and_written(rank: int, world: int) -> None:
-    """Whole params can be read and written."""
-    model, reference = sharded(), plain()
-    with model.whole_params(write_back=True), torch.no_grad():
-        assert model.head.weight.shape == (11, 7)
-        assert torch.equal(model.head.weight, reference.head.weight)
-        model.head.weight.mul_(2)
-    assert torch.equal(whole_state(model)["head.weight"], 2 * reference.head.weight)
 
 
 def check_reassigned_parameter_is_taken_up(rank: int, world: int) -> None:
@@ -42,13 +31,7 @@ def check_reassigned_parameter_is_taken_up(rank: int, world: int) -> None:
     model.head.weight = nn.Parameter(fresh.clone())
     reference.head.weight = nn.Parameter(fresh.clone())
     (ids,) = batches(world, 1)
-    loss_of(model, share(ids, rank)).backward()
-    loss_of(reference, ids).backward()
-    assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
-    model.head.weight = nn.Parameter(torch.ones(2, 2))
-    model.comm_counts()
-    raises(flat_param.ParameterError, "'head.weight'", lambda: model(share(ids, rank)))
-    assert not model.comm_counts(), "an error must come before the first collective"
+    same_step(model, reference, ids, rank)
 
 
 def _whole(model: nn.Module) -> Tensor:
@@ -100,22 +83,6 @@ def check_loaded_values_replace_what_was_reassigned(rank: int, world: int) -> No
     assert torch.equal(model(ids), other(ids))
 
 
-def check_whole_weights_are_never_older_than_the_last_step(rank: int, world: int) -> None:
-    """Whole weights are never older than the last step."""
-    (ids,) = batches(world, 1)
-    for way in WAYS:
-        model, reference = sharded(**options_of(way)), plain()
-        optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, reference)]
-        loss_of(model, share(ids, rank)).backward()
-        loss_of(reference, ids).backward()
-        model(share(ids, rank))  # keeps whole parameters for a backward that never comes
-        for optimizer in optimizers:
-            optimizer.step()
-        with torch.no_grad():
-            got, expected = model(ids), reference(ids)
-        assert torch.allclose(got, expected, atol=1e-5), way
-
-
 def check_plain_state_loads_and_mismatches_are_named(rank: int, world: int) -> None:
     """Plain state loads and mismatches are named."""
     model, other = sharded(), plain(seed=5)
@@ -157,12 +124,15 @@ def check_missing_values_and_other_shapes_are_refused_by_name(rank: int, world: 
         (lambda: put(None), "None"),
         (lambda: delattr(model.head, "weight"), "None"),
         (lambda: put(torch.ones(7, 11)), "(7, 11)"),
+        (lambda: put(torch.ones(2, 2)), "(2, 2)"),
         (lambda: put(torch.ones(())), "()"),
     ):
         param = model.head.weight
         change()
         text = f"parameter 'head.weight' was re-assigned with shape {shape}, but it was sharded"
+        model.comm_counts()
         raises(flat_param.ParameterError, text, lambda: model(ids))
+        assert not model.comm_counts(), "an error must come before the first collective"
         assert model.head.weight is param
         assert torch.equal(model(ids), expected)
 
@@ -177,13 +147,30 @@ def check_parameters_are_frozen_and_trained_again(rank: int, world: int) -> None
             module.head.requires_grad_(trained)
             loss_of(module, part).backward()
             assert (module.head.weight.grad is not None) == trained
-        assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
+        same_grads(model, reference)
     other = plain()
     other.head.requires_grad_(False)
     flat_param.fully_shard(other)
     other.head.requires_grad_(True)
     text = "parameter 'head.weight' was frozen when it was sharded and is trainable now"
     raises(flat_param.ParameterError, text, lambda: other(ids))
+
+
+def check_mistake_of_all_ranks_can_be_mended(rank: int, world: int) -> None:
+    """Every rank refuses the same shape, mends it, casts alike, and trains on while one is slow."""
+    model = sharded()
+    (ids,) = batches(world, 1)
+    kept = model.head.bias
+    for value in (1, 2):
+        model.head.bias = nn.Parameter(torch.zeros(value))
+        text = "re-assigned with shape"
+        raises(flat_param.ParameterError, text, lambda: model(share(ids, rank)))
+        model.head.bias = kept
+        model.to(torch.float64 if value == 1 else torch.float32)
+        if rank == 0:
+            time.sleep(0.8)  # longer than a rank waits before it looks for notices
+        loss_of(model, share(ids, rank)).backward()
+    assert model.head.bias.grad.dtype == torch.float32
 
 
 if __name__ == "__main__":

@@ -30,20 +30,6 @@ from sac_policies._errors import (
 )
 from sac_policies._in_slices import in_slices
 from sac_policies.eager._moved_stats import offload_stats
-from sac_policies.policies._builders import (
-    offload,
-    recompute_all,
-    recompute_ops,
-    save_all,
-    save_by_bytes,
-    save_by_flops,
-    save_by_shape,
-    save_every_nth,
-    save_modules,
-    save_named,
-    save_ops,
-    scoped,
-)
 from sac_policies.policies._catalogue import (
     ATTENTION,
     COLLECTIVES,
@@ -51,13 +37,25 @@ from sac_policies.policies._catalogue import (
     MATMULS,
     MATMULS_2D,
     QUANTISED,
-    RANDOM,
 )
 from sac_policies.policies._names import checkpoint_name
 from sac_policies.policies._policies import Policy, first_match
+from sac_policies.policies._rules import (
+    offload,
+    recompute_all,
+    recompute_ops,
+    save_all,
+    save_by_bytes,
+    save_by_flops,
+    save_every_nth,
+    save_modules,
+    save_named,
+    save_ops,
+    scoped,
+)
 
 if TYPE_CHECKING:
-    from sac_policies.budget import fit_, plan_region, profile, profile_step, solve
+    from sac_policies.budget import fit_, profile, solve
     from sac_policies.reports import report
 
 __all__ = [
@@ -67,7 +65,6 @@ __all__ = [
     "MATMULS",
     "MATMULS_2D",
     "QUANTISED",
-    "RANDOM",
     "BudgetError",
     "ConflictError",
     "DecisionError",
@@ -88,16 +85,13 @@ __all__ = [
     "in_slices",
     "offload",
     "offload_stats",
-    "plan_region",
     "profile",
-    "profile_step",
     "recompute_all",
     "recompute_ops",
     "report",
     "save_all",
     "save_by_bytes",
     "save_by_flops",
-    "save_by_shape",
     "save_every_nth",
     "save_modules",
     "save_named",

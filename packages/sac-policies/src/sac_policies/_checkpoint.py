@@ -13,17 +13,18 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ._errors import EngineError, PolicyError, shown
-from ._options import refused_option, split
 from ._torch_compat import in_func_transform, is_traced
 from .compiled._tags import tags
 from .eager import _run as tape
 from .eager import _second_forward as second_forward
 from .eager._parted import parted
-from .policies._functions import PolicyLike, as_policy
-from .policies._handles import behind
-from .policies._policies import Policy
+from .policies._functions import PolicyLike, as_policy, is_selective, selective
+from .policies._policies import Policy, behind
 from .policies._rules import RECOMPUTE_ALL
-from .policies._selective import is_selective, selective
+
+_OPTIONS = ("use_reentrant", "preserve_rng_state", "determinism_check", "early_stop", "debug")
+CHECKS = ("default", "bits", "none")
+"""When bits are compared: in the first step of each region, in each step, never."""
 
 T = TypeVar("T")
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -79,7 +80,7 @@ def checkpoint(
         check_call(function, kwargs, where="checkpoint")
     if is_traced():
         return _run_traced(function, args, kwargs, functools.partial(tags, policy))
-    own = split(kwargs)[0] if kwargs else {}
+    own = own_arguments(kwargs) if kwargs else {}
     return tape.run(function, args, own, policy, kwargs.get("determinism_check", "default"))
 
 
@@ -228,11 +229,28 @@ def check_call(function: object, kwargs: Mapping[str, Any], *, where: str) -> No
         EngineError: with the reason.
     """
     check_function(function, where=where)
-    reason = refused_option(kwargs) if kwargs else ""
-    if not reason and in_func_transform():
+    check, reason = kwargs.get("determinism_check", "default"), ""
+    if kwargs.get("use_reentrant"):
+        reason = (
+            "use_reentrant True goes with a policy, but reentrant checkpointing knows no "
+            "policies. Leave it out."
+        )
+    elif not (isinstance(check, str) and check in CHECKS):
+        reason = (
+            f"determinism_check {shown(check)} is unknown, but it must be one of {CHECKS}. "
+            "Leave it out: bits are then compared in the first step of each region."
+        )
+    elif "context_fn" in kwargs:
+        reason = "context_fn is given beside policy, but both decide the same. Give one of them."
+    elif in_func_transform():
         reason = (
             "a torch.func transform is active, but it does not take the saved-tensor hooks of "
             "checkpointing. Differentiate with torch.autograd.grad, or call the function plainly."
         )
     if reason:
         raise EngineError(f"sac_policies.{where}: {reason}")
+
+
+def own_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments of the function, without options of torch's checkpoint."""
+    return {name: value for name, value in kwargs.items() if name not in _OPTIONS}

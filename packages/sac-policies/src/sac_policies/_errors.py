@@ -79,16 +79,6 @@ def shown(value: object, most: int = 80) -> str:
     return f"{text[: most - 4]}..." if len(text) > most else text
 
 
-def shown_text(text: str, most: int = 200) -> str:
-    """Cut a sentence for a message to `most` characters.
-
-    Example:
-        >>> shown_text("a long one", 9)
-        'a long...'
-    """
-    return f"{text[: most - 3]}..." if len(text) > most else text
-
-
 def did_you_mean(given: str, known: Iterable[str], *, otherwise: str) -> str:
     """Suggest the known names closest to a misspelt one; `otherwise` if none is close.
 

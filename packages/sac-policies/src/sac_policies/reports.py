@@ -9,19 +9,18 @@ from typing import Any
 
 import torch
 
-from ._checkpoint import check_call
+from ._checkpoint import check_call, own_arguments
 from ._errors import EngineError
 from ._frames import user_line
-from ._options import split
 from ._torch_compat import is_traced
 from .eager import _run as tape
 from .eager._moved_stats import OffloadStats
 from .eager._observed import Observed
 from .policies._catalogue import ATTENTION, CONVOLUTIONS, MATMULS, Group
-from .policies._decisions import Decision
+from .policies._decisions import Answer, Decision
 from .policies._flops import flops_of
 from .policies._functions import PolicyLike, as_policy
-from .policies._policies import DEPENDS, Answer, Constant, Policy
+from .policies._policies import DEPENDS, Constant, Policy
 from .policies._views import Operator, OpView
 
 __all__ = ["OffloadStats", "Report", "Row", "report"]
@@ -98,19 +97,6 @@ class Report:
         Backward repeats those that saved tensors are computed from.
         """
         return sum(row.flops for row in self.rows if not (row.decision.keeps or row.why))
-
-    @property
-    def decisions(self) -> tuple[tuple[str, int, Decision], ...]:
-        """(operator, number, decision) of every call, in order; comparable between reports."""
-        return tuple((row.op, row.index, row.decision) for row in self.rows)
-
-    def differs_from(self, other: Report) -> tuple[tuple[Row, Row | None], ...]:
-        """Rows that `other` decides differently, with their counterparts there."""
-        theirs = {(row.op, row.index): row for row in other.rows}
-        pairs = ((row, theirs.get((row.op, row.index))) for row in self.rows)
-        return tuple(
-            (row, twin) for row, twin in pairs if twin is None or twin.decision != row.decision
-        )
 
     def __str__(self) -> str:
         """Summarise: saved, offloaded, otherwise held and recomputed operators."""
@@ -196,10 +182,6 @@ class _Recorded(Policy):
         del op
         return DEPENDS
 
-    def counts(self, op: Operator) -> bool:
-        del op
-        return True
-
     @property
     def offloads(self) -> bool:
         return self.inner.offloads
@@ -212,10 +194,6 @@ class _Recorded(Policy):
     def reads_names(self) -> bool:
         """Return True, so that names have rows for any policy."""
         return True
-
-    @property
-    def text(self) -> str:
-        return self.inner.text
 
 
 def _row(policy: Policy, view: OpView, answer: Answer) -> Row:
@@ -273,7 +251,7 @@ def report(function: Callable[..., Any], *args: Any, policy: PolicyLike, **kwarg
         )
     recorded, observed = _Recorded(given), Observed()
     with torch.random.fork_rng(devices=[]):
-        out = tape.run(function, args, split(kwargs)[0], recorded, "none", observed)
+        out = tape.run(function, args, own_arguments(kwargs), recorded, "none", observed)
     held = observed.held()
     del out
     rows = []

@@ -105,10 +105,10 @@ def assign_grad(param: Tensor, grad: Tensor) -> None:
         vars(stand_in).update(vars(grad))
 
 
-def grad_hooks(param: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
-    """The hooks of `param.register_hook`, in order."""
-    hooks: dict[int, Any] | None = getattr(param, "_backward_hooks", None)
-    return list(hooks.values()) if hooks else []
+def has_grad_hook(param: Tensor) -> bool:
+    """Whether a hook of `param.register_hook` is set."""
+    with without_torch_function():
+        return bool(getattr(param, "_backward_hooks", None))
 
 
 def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:

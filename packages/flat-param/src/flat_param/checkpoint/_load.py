@@ -160,9 +160,9 @@ def _memory_for(word: str, entry: Any, named: NamedParam) -> Any:
     device = named.param.device
     if piece is not None and word != "step" and size == piece.shape:
         return piece.present(torch.empty(piece.shard.numel, dtype=dtype, device=device))
-    rows = None if piece is None else piece.rows
-    if piece is not None and rows is not None and size[:1] == (rows.total,):
-        return piece.present_rows(torch.empty(rows.count, *size[1:], dtype=dtype, device=device))
+    if piece is not None and piece.blocks and size[:1] == (piece.blocks,):
+        rows = torch.empty(piece.held_blocks, *size[1:], dtype=dtype, device=device)
+        return piece.present_rows(rows)
     if piece is None and size == tuple(named.param.shape):
         return torch.empty_like(named.param.detach(), dtype=dtype)
     return _memory(entry)

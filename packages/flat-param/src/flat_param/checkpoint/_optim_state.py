@@ -72,8 +72,8 @@ def _check_shared(params: Iterable[NamedParam], optimizer: Optimizer) -> None:
                 continue
             place = value.device, value.data_ptr(), tuple(value.shape)
             other = first.setdefault(place, named)
-            rows = (each.piece and each.piece.rows for each in (named, other))
-            if other is not named and any(each and each.fits_piece(key, value) for each in rows):
+            pieces = [each.piece for each in (named, other) if each.piece is not None]
+            if other is not named and any(piece.has_rows(key, value) for piece in pieces):
                 raise StateError(
                     f"flat_param.state_dict: optimizer state '{key}' of parameter '{other.name}' "
                     f"is shared with parameter '{named.name}' and has as many rows as one of them "

@@ -8,86 +8,58 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from .._errors import CommError
-from ..layout._spec import ParamSpec
+from ..layout._spec import ParamSpec, contiguous_stride
 from ._comm import Communicator
 
 Description = tuple[tuple[str, str], ...]
 """Names and values that must be the same on every rank, in order."""
 
+P = TypeVar("P")
+
 
 def describe(specs: Sequence[ParamSpec], settings: Mapping[str, object]) -> Description:
     """Return the text that must be equal on every rank, parameters first."""
-    params = ((f"parameter '{spec.name}'", _describe_param(spec)) for spec in specs)
-    return (*params, *((name, str(value)) for name, value in settings.items()))
+    params = [(f"parameter '{spec.name}'", _describe_param(spec)) for spec in specs]
+    return (*params, *[(name, str(value)) for name, value in settings.items()])
 
 
 def _describe_param(spec: ParamSpec) -> str:
-    unusual = [
-        "" if spec.requires_grad else ", frozen",
-        "" if spec == _row_major(spec) else f", of stride {spec.stride}",
-        f", tied to {', '.join(spec.aliases)}" if spec.aliases else "",
-    ]
-    return f"{spec.shape} of {spec.dtype}{''.join(unusual)}"
+    frozen = "" if spec.requires_grad else ", frozen"
+    is_usual = spec.stride == contiguous_stride(spec.shape)
+    stride = "" if is_usual else f", of stride {spec.stride}"
+    tied = f", tied to {', '.join(spec.aliases)}" if spec.aliases else ""
+    return f"{spec.shape} of {spec.dtype}{frozen}{stride}{tied}"
 
 
-def _row_major(spec: ParamSpec) -> ParamSpec:
-    return ParamSpec(
-        spec.name,
-        spec.shape,
-        spec.dtype,
-        requires_grad=spec.requires_grad,
-        aliases=spec.aliases,
-    )
-
-
-@dataclass(frozen=True)
-class Note:
-    """The digest of one rank's plan, or its error."""
-
-    rank: int
-    digest: str = ""
-    refusal: str = ""
-
-
-class Described(Protocol):
-    """A plan that ranks can compare."""
-
-    @property
-    def description(self) -> Description:
-        """Text that must be equal on every rank."""
-
-
-P = TypeVar("P", bound=Described)
-
-
-def agree(comms: Sequence[Communicator], plan: Callable[[], P]) -> P:
+def agree(comms: Sequence[Communicator], plan: Callable[[], tuple[P, Description]]) -> P:
     """Plan on every rank, and return this rank's plan if all descriptions are equal. Collective."""
+    rank = dist.get_rank()
     try:
-        planned = plan()
+        planned, description = plan()
     except Exception as error:
-        _from_all(comms, Note(dist.get_rank(), refusal=f"{type(error).__name__}: {error}"))
+        _from_all(comms, (rank, "", f"{type(error).__name__}: {error}"))
         raise
-    note = Note(dist.get_rank(), digest=_digest(planned.description))
-    notes = _from_all(comms, note)
-    _refuse_without(notes)
-    if any(other.digest != note.digest for other in notes):
-        _refuse_first_difference(_from_all(comms, (note.rank, planned.description)))
-    return planned
-
-
-def _refuse_without(notes: Sequence[Note]) -> None:
-    for note in notes:
-        if note.refusal:
+    digest = hashlib.sha256(repr(description).encode()).hexdigest()
+    notes = _from_all(comms, (rank, digest, ""))
+    for other, _, refusal in notes:
+        if refusal:
             raise CommError(
-                f"flat_param.fully_shard: rank {note.rank} cannot shard its module, but all ranks "
-                f"must shard the same one. Correct the error of that rank: {note.refusal}"
+                f"flat_param.fully_shard: rank {other} cannot shard its module, but all ranks must "
+                f"shard the same one. Correct the error of that rank: {refusal}"
             )
+    if any(theirs != digest for _, theirs, _ in notes):
+        (first, here), *others = _from_all(comms, (rank, description))
+        reasons = (_difference(here, there, ranks=(first, other)) for other, there in others)
+        raise CommError(
+            f"flat_param.fully_shard: {next(filter(None, reasons))}, but all ranks must shard the "
+            "same model in the same way. Build it from the same settings on every rank."
+        )
+    return planned
 
 
 def _from_all(comms: Sequence[Communicator], note: Any) -> list[Any]:
@@ -97,22 +69,7 @@ def _from_all(comms: Sequence[Communicator], note: Any) -> list[Any]:
     return notes
 
 
-def _digest(description: Description) -> str:
-    return hashlib.sha256(repr(description).encode()).hexdigest()
-
-
-def _refuse_first_difference(found: Sequence[tuple[int, Description]]) -> None:
-    (first, reference), *others = found
-    for rank, description in others:
-        reason = difference(reference, description, ranks=(first, rank))
-        if reason:
-            raise CommError(
-                f"flat_param.fully_shard: {reason}, but all ranks must shard the same model in the "
-                "same way. Build it from the same settings on every rank."
-            )
-
-
-def difference(first: Description, other: Description, *, ranks: tuple[int, int]) -> str:
+def _difference(first: Description, other: Description, *, ranks: tuple[int, int]) -> str:
     """The first value that differs between two ranks; empty if none does."""
     here, there = dict(first), dict(other)
     for name in [*here, *there]:

@@ -25,9 +25,8 @@ from .._errors import CommError
 from ._capturing import is_capturing
 from ._exchange import to_gather_halves, to_sum
 from ._exit import dropped_at_exit
-from ._fault_detector import FaultDetector
 from ._home_stream import at_home
-from ._trail import Trail, wait_here
+from ._trail import Trail
 
 # torch 2.13 renamed the single-tensor collectives and warns about the old names.
 _all_gather: Callable[..., dist.Work | None] = (
@@ -92,7 +91,6 @@ class Pending:
     """A collective under way; `wait` returns when its result may be read.
 
     Attributes:
-        by_gloo: whether the host waits for it instead of a stream.
         home: the stream that waits; None for the current one.
         device: the device that runs it; None if the host waits.
         captured: whether it is part of a graph.
@@ -104,7 +102,6 @@ class Pending:
     finish: Callable[[], object] | None = None
     number: int = 0
     label: str = ""
-    by_gloo: bool = True
     home: torch.Stream | None = None
     device: torch.device | None = None
     captured: bool = False
@@ -143,23 +140,21 @@ class Communicator:
     Args:
         group: the process group, or None for a communicator of one rank, which never communicates.
         log: where calls are counted.
-        number: of the unit that uses the communicator, see _trail.py.
 
     Attributes:
+        number: of the unit that uses the communicator, see _trail.py.
         unit: the name of that unit, for messages.
         trail: the collectives that this rank has started in the group.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, *, log: CommLog, number: int = 0) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, *, log: CommLog) -> None:
         self.group = group
         self.log = log
-        self.number = number
+        self.number = 0
         self.unit = ""
-        self._marks: dict[tuple[str, bool], tuple[str, bytes]] = {}
+        self._marks: dict[tuple[str, bool, int], tuple[str, bytes]] = {}
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
-        self._carriers = {} if group is None else _carriers_of(group)
-        self.board = None if group is None else FaultDetector.of(group)
         self.trail = None if group is None else Trail.of(group)
         if group is not None:
             dropped_at_exit(self, "group")
@@ -180,7 +175,7 @@ class Communicator:
 
     def is_gloo(self, device_type: str) -> bool:
         """Whether gloo moves tensors of these devices in this group."""
-        return self._carriers.get(device_type) == "gloo"
+        return self.trail is not None and self.trail.backends.get(device_type) == "gloo"
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
         """Fill `out` (world * shard,) from every rank's `shard` (shard,). Collective."""
@@ -232,7 +227,8 @@ class Communicator:
         if self.world_size == 1:
             return [note]
         self.log.add("share", 0)
-        device = None if "cpu" in self._carriers else torch.accelerator.current_accelerator()
+        has_cpu = self.trail is not None and "cpu" in self.trail.backends
+        device = None if has_cpu else torch.accelerator.current_accelerator()
         try:
             return _gather_notes(note, self.group, self.world_size, device)
         except RuntimeError as error:
@@ -240,50 +236,34 @@ class Communicator:
 
     def finish(self, pending: Pending) -> None:
         """Wait for a collective; raise `CommError` that names dead ranks if it fails."""
-        work, what = pending.work, pending.what
-        if work is None:
+        work, what, trail = pending.work, pending.what, self.trail
+        if work is None or trail is None:
             return
-        if not pending.by_gloo:
+        if pending.device is not None:
             work.wait()  # orders the current stream; the backend's watchdog names dead ranks
             return
-        assert self.board is not None, "it has a group"
         polls = 0
         try:
             while not self._finished_within(work, what, timedelta(seconds=_POLL_S)):
-                trouble = self.board.trouble()
+                trouble = trail.trouble()
                 if trouble:
                     raise self._fault(what, trouble)
                 polls += 1
                 if polls % _POLLS_OF_A_DEADLOCK == 0:
-                    self._look_for_deadlock(pending, self.board)
+                    self._look_for_deadlock(pending)
         finally:
             if polls >= _POLLS_OF_A_DEADLOCK:
-                self.board.stop_waiting()
+                trail.stop_waiting()
 
-    def _look_for_deadlock(self, pending: Pending, board: FaultDetector) -> None:
+    def _look_for_deadlock(self, pending: Pending) -> None:
         assert self.trail is not None, "it has a group"
-        reason = board.deadlock(wait_here(self.trail, pending.label, pending.number))
+        reason = self.trail.deadlock(pending.label, pending.number)
         if reason:
-            board.diagnosis(reason)
+            self.trail.diagnosis(reason)
             raise CommError(
                 f"flat_param.fully_shard: {reason}, but all ranks must run the same units in the "
                 "same order. Look for a unit that only some ranks have called, and restart from "
                 "the last checkpoint."
-            )
-
-    def refuse(self, reason: str) -> None:
-        """Send other ranks the reason why this rank does not start its next collective."""
-        if self.board is not None:
-            self.board.refuse(reason)
-
-    def share_change(self, change: str) -> None:
-        """Wait until every rank has made a change. Collective through the store."""
-        reason = "" if self.board is None else self.board.share_change(change)
-        if self.board is not None and reason:
-            self.board.diagnosis(reason)
-            raise CommError(
-                f"flat_param.fully_shard: {change} on rank {dist.get_rank()} after .to(), but all "
-                f"ranks must change alike. Call .to() on every rank. ({reason})"
             )
 
     def _finished_within(self, work: dist.Work, what: str, limit: timedelta) -> bool:
@@ -296,45 +276,42 @@ class Communicator:
         return True
 
     def _start(
-        self, what: str, call: Callable[..., dist.Work | None], *args: object, of_unit: bool = True
+        self,
+        what: str,
+        call: Callable[..., dist.Work | None],
+        tensor: Tensor,
+        *args: object,
+        of_unit: bool = True,
     ) -> Pending:
-        label, mark = self._mark(what, of_unit)
-        assert self.trail is not None
-        devices = [each.device for each in args if isinstance(each, Tensor)]
-        by_gloo = any(self.is_gloo(each.type) for each in devices)
-        device = None if by_gloo else devices[0]
+        label, mark = self._mark(what, of_unit, tensor.nbytes)
+        assert self.trail is not None, "it has a group"
+        device = None if self.is_gloo(tensor.device.type) else tensor.device
         captured = device is not None and is_capturing(device)
         number = 0 if captured else self.trail.add(label, mark)
         try:
-            work = call(*args, group=self.group, async_op=True)
+            work = call(tensor, *args, group=self.group, async_op=True)
         except RuntimeError as error:
             raise self._fault(what, str(error)) from error
-        pending = Pending(self, what, work, number=number, label=label, by_gloo=by_gloo)
-        pending.device, pending.captured = device, captured
-        return pending
+        return Pending(
+            self, what, work, number=number, label=label, device=device, captured=captured
+        )
 
-    def _mark(self, what: str, of_unit: bool) -> tuple[str, bytes]:
+    def _mark(self, what: str, of_unit: bool, nbytes: int) -> tuple[str, bytes]:
         """A collective in words, and its bytes in the trail's checksum."""
-        known = self._marks.get((what, of_unit))
+        known = self._marks.get((what, of_unit, nbytes))
         if known is None:
             label = f"{what} of {self.unit}" if of_unit and self.unit else what
-            known = (label, f"{what} {self.number if of_unit else ''}".encode())
-            self._marks[what, of_unit] = known
+            mark = f"{what} {self.number if of_unit else ''} {nbytes}".encode()
+            known = self._marks[what, of_unit, nbytes] = (label, mark)
         return known
 
     def _fault(self, what: str, reason: str) -> CommError:
-        assert self.board is not None, "it has a group"
+        assert self.trail is not None, "it has a group"
         return CommError(
-            f"flat_param.{what}: {self.board.diagnosis(reason)} did not complete the collective"
+            f"flat_param.{what}: {self.trail.diagnosis(reason)} did not complete the collective"
             f"{' of ' + self.unit if self.unit else ''}, but every rank of the group must. "
             f"Restart from the last checkpoint. ({reason.splitlines()[0]})"
         )
-
-
-def _carriers_of(group: dist.ProcessGroup) -> dict[str, str]:
-    """The backend of each device type: one group may have several."""
-    pairs = (each.partition(":") for each in str(dist.get_backend_config(group)).split(","))
-    return {device: backend for device, _, backend in pairs}
 
 
 def _broadcast_from_first(

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from .._errors import StateError
 from ..buffers._views import unflatten
 from ._chunks import Chunk
-from ._flat_segment import FlatSegment
+from ._flat_segments import FlatSegment
 
 _HOW = ("capturable", "differentiable", "foreach", "fused", "param_names", "params")
 

@@ -7,32 +7,20 @@ an H200, fused AdamW took 50.9 ms over 4,213 leaves of 256 Ki elements, and 9.4 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import cache
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from .._errors import StateError
-from ..buffers._loaded_state import LoadedStates
-from ..layout._layout import Segment
+from ..buffers._elementwise import ELEMENTWISE
 from ._flat_grad import FlatGrad
-from ._flat_segment import FlatSegment
+from ._flat_segments import FlatSegment, FlatSegments
 
 CPU_NUMEL = 1 << 18  # a float32 leaf of AdamW and its state then take 4 MiB
-
-
-class _Gone:
-    """Placeholder for the segment of an unflattened module."""
-
-    @property
-    def grad(self) -> FlatGrad:
-        raise StateError(
-            "flat_param.FlatParams.chunks: a chunk belongs to a module that was unflattened, but "
-            "stepping it would train nothing. Build a new optimizer, from the parameters or from "
-            "new chunks."
-        )
 
 
 class Chunk(nn.Parameter):
@@ -42,37 +30,45 @@ class Chunk(nn.Parameter):
     the segment, as a parameter's gradient does after `optimizer.zero_grad()`.
     """
 
-    _flat_segment: FlatSegment | _Gone
+    _flat_segment: FlatSegment
     _start: int
     _cleared_at: int
     _seen: tuple[Tensor, Tensor] | None  # the flat gradient, and this part of it
 
     @property
     def grad(self) -> Tensor | None:
-        grad = self._flat_segment.grad
-        flat = grad.synced
+        grad, flat = self._flat_grad()
         return None if grad.arrivals == self._cleared_at else self._tensor_slice(flat)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        tensor_slice = self._tensor_slice(self._flat_segment.grad.synced)
+        grad, flat = self._flat_grad()
         if value is None:
-            tensor_slice.zero_()
-            self._cleared_at = self._flat_segment.grad.arrivals
+            self._tensor_slice(flat).zero_()
+            self._cleared_at = grad.arrivals
         else:
-            tensor_slice.copy_(value)
+            self._tensor_slice(flat).copy_(value)
             self._cleared_at = -1
 
-    @property
-    def segment(self) -> FlatSegment:
-        """The segment that it is a part of."""
-        assert isinstance(self._flat_segment, FlatSegment)
-        return self._flat_segment
+    def _flat_grad(self) -> tuple[FlatGrad, Tensor]:
+        """The flat gradient of the present segment, up to date."""
+        grad = self._flat_segment.grad
+        if not grad.is_stale:
+            return grad, grad.flat
+        self._flat_segment.sync()
+        grad = self._flat_segment.grad
+        return grad, grad.vector
 
     def _tensor_slice(self, flat: Tensor) -> Tensor:
         if self._seen is None or self._seen[0] is not flat:
             self._seen = flat, flat[self._start : self._start + self.numel()]
         return self._seen[1]
+
+    @torch.no_grad()
+    def attach(self, segment: FlatSegment) -> None:
+        """Become a part of a segment; of the new one after a new plan."""
+        self._flat_segment, self._cleared_at, self._seen = segment, 0, None
+        self.data = segment.buffer[self._start : self._start + self.numel()]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a plain parameter, since a chunk without its segment is only a tensor."""
@@ -85,86 +81,65 @@ class Chunk(nn.Parameter):
         return copied
 
 
-def default_numel(device: torch.device, total: int) -> int:
-    """Return the default number of elements per leaf, at least 1.
+def make_chunks(segments: FlatSegments, numel: int | None) -> list[Chunk]:
+    """Make leaves of at most `numel` elements over the trainable segments.
 
-    Args:
-        device: of the segment.
-        total: its elements.
+    None: 256 Ki elements on a CPU, one leaf for each segment on other devices.
     """
-    return CPU_NUMEL if device.type == "cpu" else max(total, 1)
-
-
-class Chunks:
-    """The chunks of one module; they follow new plans with equal sizes of trainable segments."""
-
-    def __init__(self) -> None:
-        self._all: list[Chunk] = []
-
-    def make(self, segments: Iterable[FlatSegment], numel: int | None) -> list[Chunk]:
-        """Make leaves of at most `numel` elements over the trainable segments.
-
-        None: as many as `default_numel` says.
-        """
-        _check_loaded_states()
-        made = []
-        for segment in segments:
-            total = segment.plan.layout.numel
-            size = default_numel(segment.buffer.device, total) if numel is None else numel
-            for start in range(0, total, size):
-                made.append(_make_chunk(segment, start, min(start + size, total)))
-        self._all += made
-        return made
-
-    def check(self, now: Iterable[FlatSegment], plans: Iterable[Segment]) -> None:
-        """Refuse a new plan that existing leaves cannot follow.
-
-        Raises:
-            StateError: there are leaves, and the trainable segments would have other sizes.
-        """
-        numels = [segment.plan.layout.numel for segment in now]
-        if self._all and numels != [plan.layout.numel for plan in plans if plan.trainable]:
-            raise StateError(
-                "flat_param.FlatParams: the trainable segments changed, but chunks are in use. "
-                "Call flat_param.unflatten(module), flatten it again, and build a new optimizer."
-            )
-
-    def follow(self, before: Iterable[FlatSegment], now: Iterable[FlatSegment]) -> None:
-        """Point every leaf at the segment that replaces its segment."""
-        after = dict(zip(before, now, strict=False))
-        for chunk in self._all:
-            _attach(chunk, after[chunk.segment], chunk._start)
-
-    def detach(self) -> None:
-        """Detach the leaves from their segments, so that stepping them raises an error."""
-        for chunk in self._all:
-            chunk._flat_segment, chunk._seen = _Gone(), None
-        self._all = []
+    _watch_steps()
+    made = []
+    for segment in segments.trainable:
+        total = segment.plan.layout.numel
+        default = CPU_NUMEL if segment.buffer.device.type == "cpu" else max(total, 1)
+        size = default if numel is None else numel
+        for start in range(0, total, size):
+            chunk = Chunk(segment.buffer[start : start + size], requires_grad=True)
+            chunk._start = start
+            chunk.attach(segment)
+            made.append(chunk)
+    segments.follow(made)
+    return made
 
 
 @cache
-def _check_loaded_states() -> None:
-    """Check the shapes of optimizer state before steps, from the first chunk on."""
-    LoadedStates("_flat_segment", _not_of_chunk).install()
+def _watch_steps() -> None:
+    """Look at chunks and at their state before each optimizer step, from the first chunk on."""
+    register_optimizer_step_pre_hook(_sync_chunks)
+    register_optimizer_step_pre_hook(_check_state)
 
 
-def _not_of_chunk(chunk: Chunk, key: str, shape: tuple[int, ...]) -> StateError:
-    return StateError(
-        f"flat_param.FlatParams.chunks: optimizer state '{key}' has shape {shape}, but the chunk "
-        f"that it was loaded for has {tuple(chunk.shape)}: it was saved over separate parameters. "
-        "Nothing was stepped. Load it with flat.load_optimizer_state(optimizer, state)."
-    )
+def _sync_chunks(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    chunks = (p for group in optimizer.param_groups for p in group["params"] if type(p) is Chunk)
+    for segment in {id(chunk._flat_segment): chunk._flat_segment for chunk in chunks}.values():
+        segment.sync()
 
 
-def _make_chunk(flat_segment: FlatSegment, start: int, stop: int) -> Chunk:
-    """Make a leaf over `[start, stop)` of a segment."""
-    chunk = Chunk(flat_segment.buffer[start:stop], requires_grad=True)
-    _attach(chunk, flat_segment, start)
-    return chunk
+_checked: WeakSet[Optimizer] = WeakSet()
+_hooked: WeakSet[Optimizer] = WeakSet()
 
 
-@torch.no_grad()
-def _attach(chunk: Chunk, flat_segment: FlatSegment, start: int) -> None:
-    """Point a leaf at a segment's present buffer."""
-    chunk._flat_segment, chunk._start, chunk._cleared_at, chunk._seen = flat_segment, start, 0, None
-    chunk.data = flat_segment.buffer[start : start + chunk.numel()]
+def _check_state(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Refuse state of separate parameters in the first step, and in the first after each load.
+
+    torch loads state by position and compares no shapes. Fused kernels then read as many elements
+    of the state as the chunk has, beyond the state's end. Optimizers that are not torch's may have
+    state of any shape.
+    """
+    if optimizer in _checked:
+        return
+    classes = type(optimizer).__mro__  # offloading adds a class of this package
+    own = next(cls for cls in classes if not cls.__module__.startswith("flat_param."))
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for param in params if own in ELEMENTWISE else ():
+        for key, value in optimizer.state.get(param, {}).items() if type(param) is Chunk else ():
+            if isinstance(value, Tensor) and value.dim() and value.shape != param.shape:
+                raise StateError(
+                    f"flat_param.FlatParams.chunks: optimizer state '{key}' has shape "
+                    f"{tuple(value.shape)}, but the chunk that it was loaded for has "
+                    f"{tuple(param.shape)}: it was saved over separate parameters. Nothing was "
+                    "stepped. Load it with flat.load_optimizer_state(optimizer, state)."
+                )
+    _checked.add(optimizer)
+    if optimizer not in _hooked:
+        _hooked.add(optimizer)
+        optimizer.register_load_state_dict_post_hook(_checked.discard)

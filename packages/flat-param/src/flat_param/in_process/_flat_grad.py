@@ -6,9 +6,8 @@ Invariants:
   itself adds to a view.
 - Whenever the flat gradient is read, it is zero where a parameter's gradient is None.
 - It is allocated at the first gradient. A frozen segment has none.
-- A gradient that was assigned or cleared without a backward is found by `vector`, the norms and
-  clipping, which compare all parameters. Chunks are read several times a step, so they compare
-  only after an arrival, or if the first or the last parameter has changed.
+- A gradient that was assigned or cleared without a backward is found by `vector`, which compares
+  all parameters. Chunks are read several times a step, so they do so only if `is_stale`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from .._errors import StateError
-from .._torch_compat import backward_is_running
 from ..buffers._grads import GradBuffer
 from ..buffers._views import zeros
 from ..layout._layout import Segment
@@ -34,60 +32,33 @@ class FlatGrad:
 
     Args:
         segment: layout and trainability.
-        params: in layout order; the owner changes this list and then calls `replace`.
+        params: in layout order.
         buffer: the parameters' vector; gives size, dtype and device.
 
     Attributes:
         arrivals: gradients accumulated so far; distinguishes a new gradient from a cleared one.
+        is_closed: whether another flat gradient, or none, has replaced this one.
     """
 
     def __init__(self, segment: Segment, params: list[nn.Parameter], buffer: Tensor) -> None:
         self.segment: Segment = segment
         self._params, self._buffer = params, buffer
         self.arrivals: int = sum(param.grad is not None for param in params)
+        self.is_closed: bool = False
         self._seen: tuple[int, ...] = ()
         self._held: GradBuffer | None = None
-        self._is_closed = False
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        try:
-            for index in range(len(params) if segment.trainable else 0):
-                self._hooks.append(self._watch(index))
-        except BaseException:
-            self.close()
-            raise
-
-    def _watch(self, index: int) -> torch.utils.hooks.RemovableHandle:
         # Weak: the garbage collector does not see the reference that C++ holds to a parameter's
         # hooks. A strong hook would keep the buffers alive after the model is deleted.
-        arrive = partial(_arrived, ref(self), index)
-        return self._params[index].register_post_accumulate_grad_hook(arrive)
+        self._hooks = [
+            param.register_post_accumulate_grad_hook(partial(_arrived, ref(self), index))
+            for index, param in enumerate(params if segment.trainable else ())
+        ]
 
     def close(self) -> None:
         """Remove the hooks; parameters keep their gradients."""
-        self._is_closed = True  # a hook may be left if its registration was interrupted
+        self.is_closed = True
         for hook in self._hooks:
             hook.remove()
-
-    def replace(self, index: int) -> None:
-        """Watch another parameter at a position."""
-        if self._hooks:
-            self._hooks[index].remove()
-            self._hooks[index] = self._watch(index)
-
-    def attached(self) -> list[Tensor]:
-        """Gradients that are views of the flat one.
-
-        Raises:
-            StateError: a backward is running.
-        """
-        if self._hooks and backward_is_running():
-            raise StateError(
-                f"flat_param.unflatten: segment '{self.segment.name}' is in a backward, which "
-                "still writes to the flat gradient. Call unflatten after the backward."
-            )
-        views = () if self._held is None else self._held.views
-        pairs = zip(map(_grad_of, self._params), views, strict=False)
-        return [view for grad, view in pairs if grad is view]
 
     @property
     def vector(self) -> Tensor:
@@ -101,28 +72,31 @@ class FlatGrad:
                 f"flat_param.FlatParams: segment '{self.segment.name}' is frozen, but only a "
                 "trainable segment has a gradient. Name a trainable segment."
             )
-        held = self._allocated()
-        self._take_all(held)
+        self._take_all()
         self._seen = self._state()
-        return held.flat
+        return self.flat
 
     @property
-    def synced(self) -> Tensor:
-        """`vector`, without comparing all parameters again if none seems to have changed."""
-        if self._held is None or self._seen != self._state():
-            return self.vector
-        return self._held.flat
+    def flat(self) -> Tensor:
+        """The flat gradient as it is; up to date unless `is_stale`."""
+        return self._allocated().flat
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a gradient has arrived, or the first or the last one has changed."""
+        return self.is_closed or self._seen != self._state()
 
     def zero_(self) -> None:
         """Zero the flat gradient with one fill; gradients that are None stay None."""
         if self._held is not None or any(param.grad is not None for param in self._params):
-            self.synced.zero_()
+            self.vector.zero_()
 
     def _state(self) -> tuple[int, ...]:
         return self.arrivals, id(self._params[0].grad), id(self._params[-1].grad)
 
     @torch.no_grad()
-    def _take_all(self, held: GradBuffer) -> None:
+    def _take_all(self) -> None:
+        held = self._allocated()
         if all(map(is_, map(_grad_of, self._params), held.views)):
             return
         for index, param in enumerate(self._params):
@@ -151,10 +125,15 @@ class FlatGrad:
         self.arrivals += 1
         held, grad = self._allocated(), param.grad
         if grad is not None and grad is not held.views[index]:
-            self._take(held, index, param, grad)
+            try:
+                self._take(held, index, param, grad)
+            except RuntimeError:
+                # `param.data` has another shape, dtype or device. The gradient stays apart until
+                # the flat view is used, which plans again or raises the error.
+                return
 
 
 def _arrived(of: ref[FlatGrad], index: int, param: Tensor) -> None:
     grad = of()
-    if grad is not None and not grad._is_closed:
+    if grad is not None and not grad.is_closed:
         grad.arrive(index, param)

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._errors import StateError, VectorError
+from .._errors import VectorError
 from ..buffers._views import unflatten, zero_gaps_
 from ..layout._layout import FlatLayout
 from ._chunk_state import by_name, chunks_of, one_setting, to_chunks, to_parameters
+from ._chunks import make_chunks
 from ._flat_segments import FlatSegments
 from ._norm import joint_norm
 
@@ -36,30 +37,25 @@ class FlatParams:
         >>> flat.zero_grad()
     """
 
-    def __init__(self, flat_segments: FlatSegments) -> None:
-        self._made_of = flat_segments
+    def __init__(self, module: nn.Module, flat_segments: FlatSegments) -> None:
+        self._module, self._made_of = module, flat_segments
 
     @property
     def _flat_segments(self) -> FlatSegments:
-        if self._made_of.closed:
-            raise StateError(
-                f"flat_param.FlatParams: {type(self.module).__name__} was unflattened, but this "
-                "view belongs to a flat module. Use what the next flatten returns."
-            )
+        """The segments, planned again if the module has changed."""
+        self._made_of.sync()
         return self._made_of
 
     @property
     def module(self) -> nn.Module:
         """The flattened root."""
-        return self._made_of.module
+        return self._module
 
     def __repr__(self) -> str:
         if self._made_of.closed:
             return f"FlatParams({type(self.module).__name__}, unflattened)"
         parts = ", ".join(f"{s.plan.name}: {s.plan.layout.numel}" for s in self._flat_segments.all)
         return f"FlatParams({type(self.module).__name__}, {parts})"
-
-    # Properties
 
     @property
     def layouts(self) -> dict[str, FlatLayout]:
@@ -74,7 +70,8 @@ class FlatParams:
     def as_vector(self, segment: str | None = None) -> Tensor:
         """The parameters of a segment as one vector, without a copy.
 
-        Writing to it writes to the parameters. Leave gaps zero, or use `load_vector`.
+        Writing to it writes to the parameters. Leave gaps zero, or use `load_vector`. Get it again
+        after the module was moved or a parameter was replaced.
 
         Returns:
             `(numel,)`, outside autograd.
@@ -82,7 +79,6 @@ class FlatParams:
         Raises:
             VectorError: no such segment, or several are trainable and none was named.
         """
-        self.sync()
         return self._flat_segments.find(segment).buffer
 
     def grad_vector(self, segment: str | None = None) -> Tensor:
@@ -107,7 +103,6 @@ class FlatParams:
         Raises:
             VectorError: the numel differs; then nothing has changed.
         """
-        self.sync()
         one = self._flat_segments.find(segment)
         layout = one.plan.layout
         if vector.shape != (layout.numel,):
@@ -156,8 +151,6 @@ class FlatParams:
             params.update(unflatten(vector, layout))
         return torch.func.functional_call(self.module, params, args, kwargs)
 
-    # Whole-module arithmetic
-
     @torch.no_grad()
     def norm(self, ord: float = 2.0) -> Tensor:
         """Return the norm of all trainable parameters as one vector; a 0-dim tensor."""
@@ -198,14 +191,15 @@ class FlatParams:
         Raises:
             VectorError: the layouts differ; then nothing has changed.
         """
-        if self._flat_segments.outline != other._flat_segments.outline:
+        mine, theirs = self._flat_segments, other._flat_segments
+        if mine.outline != theirs.outline:
             raise VectorError(
                 f"flat_param.FlatParams.lerp_: {self!r} and {other!r} have different layouts, but "
                 "they must match. Use a deep copy of the module."
             )
-        for mine, theirs in zip(self._flat_segments.all, other._flat_segments.all, strict=True):
-            if mine.plan.trainable or theirs.plan.trainable:
-                mine.buffer.lerp_(theirs.buffer, weight)
+        for one, another in zip(mine.all, theirs.all, strict=True):
+            if one.plan.trainable or another.plan.trainable:
+                one.buffer.lerp_(another.buffer, weight)
 
     def zero_grad(self) -> None:
         """Zero every gradient with one fill per segment; gradients that are None stay None."""
@@ -234,7 +228,7 @@ class FlatParams:
                 f"flat_param.FlatParams.chunks: numel is {numel}, but a chunk has at least one "
                 "element. Pass a larger number, or leave it out."
             )
-        return list(self._flat_segments.chunks(numel))
+        return list(make_chunks(self._flat_segments, numel))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Convert the state of an optimizer over chunks to one over the module's parameters.
@@ -288,15 +282,3 @@ class FlatParams:
         new = {index: found[param] for index, param in enumerate(order) if found[param]}
         groups = [{**group, **options, "params": group["params"]} for group in now["param_groups"]]
         optimizer.load_state_dict({"state": new, "param_groups": groups})
-
-    def sync(self) -> None:
-        """Copy parameters whose storage was replaced; costs one pointer comparison each.
-
-        Every eager forward and whole-vector call does it. Call it yourself after `param.data = x`
-        and before `norm`, `lerp_` or a compiled forward.
-
-        Raises:
-            ParameterError: parameters share memory or have gradients of other shapes; names them.
-            StateError: a shape or trainability changed, and chunks are in use.
-        """
-        self._flat_segments.sync()

@@ -1,95 +1,131 @@
 """All segments of one module, kept flat for as long as the module lives.
 
-- Values of the planned shape, dtype and device are copied into the buffer.
-- A new parameter object of another shape, or of another flattened module or unit, is refused by
-  name when it is assigned.
-- Other changes of shape, dtype, device or trainability cause a new plan. Chunks in an optimizer
-  follow it if they can, see `Chunks`.
+Whenever the flat view is read, and before each optimizer step over chunks, the module is compared
+with the last plan: the same modules, parameters and memory. After any difference (`.to()`, loading
+with `assign=True`, a new parameter or module, `param.data = x`) the module is planned again, and
+its parameters are copied into new buffers. Chunks follow, or the plan is refused.
+
+Nothing looks at the module in its forward: `functional_call` puts other parameters there for one
+call, and a compiled forward would trace the comparison.
+
+The module refers to its segments, and they refer to it weakly, so a deleted module frees its
+buffers at once.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
+from operator import is_, methodcaller
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
-from .._errors import VectorError
+from .._errors import StateError, VectorError
 from ..buffers._overlap import check_apart
 from ..buffers._owners import FLATTENED, UNIT, Owner, check_owners
-from ..layout._layout import plan_segments
+from ..buffers._views import ParamViews, allocate, over, param_views
+from ..layout._layout import Segment, plan_segments
 from ..layout._spec import check_grads, check_one_device, collect_params
-from ._aliasing import Tree, registered
-from ._chunks import Chunk, Chunks
-from ._flat_segment import FlatSegment, check_shape
+from ._flat_grad import FlatGrad
+
+ATTRIBUTE = "_flat_segments"
+"""Name under which a flattened root has its segments."""
+
+_values = methodcaller("values")  # of a scripted module, which has no dict
+
+
+class FlatSegment:
+    """The tensors of one segment.
+
+    Each parameter has a separate storage over its part of the buffer's memory, so that state dicts
+    do not look tied (see `over`). In shared memory, parameters are plain views of the buffer.
+
+    Args:
+        plan: names, layout and trainability.
+        params: in layout order; become views of a new buffer.
+        owner: the segments of the module.
+
+    Attributes:
+        buffer: `(plan.layout.numel,)`, outside autograd.
+        grad: the flat gradient.
+    """
+
+    def __init__(self, plan: Segment, params: list[nn.Parameter], owner: FlatSegments) -> None:
+        self.plan, self.params, self._owner = plan, params, ref(owner)
+        whole = allocate(plan.layout, device=params[0].device)
+        if whole.device.type == "cpu" and any(param.is_shared() for param in params):
+            whole.share_memory_()
+        memory = whole.untyped_storage()
+        self.buffer: Tensor = over(memory, whole)
+        views = param_views(self.buffer, plan.layout)
+        ParamViews(params, [over(memory, view) for view in views]).take_all()
+        self.grad: FlatGrad = FlatGrad(plan, params, self.buffer)
+
+    def sync(self) -> None:
+        """Compare the module with the plan.
+
+        Raises:
+            StateError: the module was unflattened.
+        """
+        owner = self._owner()
+        if owner is not None:
+            owner.sync()
+        elif self.grad.is_closed:
+            raise unflattened("the module")
 
 
 class FlatSegments:
     """The segments of one module.
 
     Attributes:
-        module: the flattened root.
         all: every segment, in plan order.
         outline: equal for two modules whose vectors can be combined.
         closed: whether the module was unflattened.
     """
 
-    module: nn.Module
     all: tuple[FlatSegment, ...]
-    outline: str
+    outline: tuple[Any, ...]
     closed: bool
 
     def __init__(self, module: nn.Module, *, align_bytes: int) -> None:
-        self.module = module
-        self._align_bytes = align_bytes
-        self._handle: torch.utils.hooks.RemovableHandle | None = None
-        self._start()
-        try:
-            self._rebuild()
-        except BaseException:
-            self.close()
-            raise
+        self.__setstate__({"module": module, "align_bytes": align_bytes})
+        self._plan(module)
+        vars(module).update({ATTRIBUTE: self, "_apply": self.apply_module})
 
-    def _start(self) -> None:
-        self.all, self.closed = (), False
-        self._chunks = Chunks()
-        self._tree: Tree | None = None
+    def __getstate__(self) -> dict[str, Any]:
+        return {"module": self._module(), "align_bytes": self._align_bytes}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A copied module is restored after this. Its first use plans it.
+        self._module, self._align_bytes = ref(state["module"]), state["align_bytes"]
+        self.all, self.outline, self.closed = (), (), False
+        self._chunks: list[Any] = []
         self._owner: Owner | None = None
-        self._places: dict[tuple[int, str], tuple[FlatSegment, int]] = {}
-        self._is_stale = False  # whether the next use plans again
-        self._tree_is_stale = False  # whether the next use walks the tree
-
-    def bind(self, flat: object) -> None:
-        """Install the hooks and the flat view on the root."""
-        self._handle = self.module.register_forward_pre_hook(self.before_forward)
-        vars(self.module)["_apply"] = self.apply_module
-        vars(self.module)["_flat_params"] = flat
+        self._registries: list[Any] = []
+        self._seen: list[object] | None = None
+        self._tensors: list[Tensor] = []
+        self._pointers: list[int] = []
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def close(self) -> None:
-        """Give every tensor separate memory, and remove all hooks from the module.
-
-        Raises:
-            StateError: a backward is running; then nothing has changed.
-        """
-        copies = [pair for segment in self.all for pair in segment.copies()]
+    def close(self, module: nn.Module) -> None:
+        """Give every tensor separate memory, and leave nothing on the module."""
+        params = [param for segment in self.all for param in segment.params]
+        grads = [param.grad for param in params if param.grad is not None]
+        held: list[Tensor] = [*params, *(grad for grad in grads if not grad.requires_grad)]
+        copies = [tensor.detach().clone() for tensor in held]
         for segment in self.all:
             segment.grad.close()
-        for tensor, copied in copies:
+        for tensor, copied in zip(held, copies, strict=True):
             tensor.data = copied
-        self._chunks.detach()
-        tree = self._tree or Tree(self.module, self.assigned)  # a copy carries bound methods
-        tree.leave()
-        if self._handle is not None:
-            self._handle.remove()
-        for name in ("_apply", "_flat_params"):
-            vars(self.module).pop(name, None)
+        for name in (ATTRIBUTE, "_apply"):
+            del vars(module)[name]
         if self._owner is not None:
             self._owner.drop()
-        self._start()
+        self.__setstate__(self.__getstate__())
         self.closed = True
 
     @property
@@ -114,154 +150,95 @@ class FlatSegments:
             "Name one of them."
         )
 
-    def chunks(self, numel: int | None) -> list[Chunk]:
-        """Make leaves over the trainable segments, which are attached again at every new plan."""
-        return self._chunks.make(self.trainable, numel)
+    def follow(self, chunks: Sequence[Any]) -> None:
+        """Have chunks of these segments attached again after every new plan."""
+        self._chunks += chunks
 
     def sync(self) -> None:
-        """Copy in parameters whose storage was replaced, and follow changes of the tree."""
-        if self._tree_is_stale or self._tree is None or self._tree.changed():
-            self._look_over()
-        moved = [(segment, index) for segment in self.all for index in segment.moved()]
-        if not moved and not self._is_stale:
-            return
-        if self._is_stale or not all(s.fits(index, s.params[index]) for s, index in moved):
-            self._rebuild()
-            return
-        self._check_apart([segment.params[index] for segment, index in moved])
-        for segment, index in moved:
-            segment.adopt(index, segment.params[index])
+        """Plan again if a module, a parameter or its memory was replaced.
 
-    def _look_over(self) -> None:
-        """Collect the registered parameters again; return whether they have changed."""
-        self._watch_tree()
-        homes = {id(param): (s, at) for s in self.all for at, param in enumerate(s.params)}
-        places = registered(self.module)
-        self._is_stale |= homes.keys() != {id(param) for _, _, param in places}
-        self._is_stale |= len(places) != len(self._places)
-        if not self._is_stale:
-            self._set_places([(owner, name, *homes[id(param)]) for owner, name, param in places])
+        Raises:
+            ParameterError: parameters share memory, belong to another module, or have gradients
+                of other shapes; names them.
+            StateError: the module was unflattened, or chunks cannot follow.
+        """
+        module = self._module()
+        if self.closed:
+            raise unflattened(type(module).__name__)
+        if module is not None and not torch.compiler.is_compiling() and self._changed():
+            self._plan(module)
 
-    def _watch_tree(self) -> None:
-        before, self._tree = self._tree, Tree(self.module, self.assigned)
-        self._tree_is_stale = False
-        if before is not None:
-            before.leave(self._tree)
+    def _changed(self) -> bool:
+        """Compare; some 100 ns for each module and each parameter."""
+        now, seen = self._registered(), self._seen
+        if seen is None or len(now) != len(seen) or not all(map(is_, now, seen)):
+            return True
+        return self._pointers != list(map(Tensor.data_ptr, self._tensors))
+
+    def _registered(self) -> list[object]:
+        return list(chain.from_iterable(map(_values, self._registries)))
 
     @torch.inference_mode(False)
-    def _rebuild(self) -> None:
-        """Plan again for the module's present parameters, and move them into new buffers."""
-        specs, params = collect_params(self.module)
+    def _plan(self, module: nn.Module) -> None:
+        """Plan for the module's present parameters, and move them into new buffers."""
+        specs, params = collect_params(module)
         named = [(spec.name, param) for spec, param in zip(specs, params, strict=True)]
-        self._check_owners(named)
+        check_owners("FlatParams", module, named, (UNIT, FLATTENED), never=UNIT)
         check_one_device(specs, params)
-        check_apart("flatten", self.module, params)
+        check_apart("flatten", module, params)
         check_grads(specs, params)
         plans = plan_segments(specs, align_bytes=self._align_bytes) if specs else ()
-        self._chunks.check(self.trainable, plans)
-        by_name = dict(named)
+        self._check_chunks(plans)
         for segment in self.all:
             segment.grad.close()
-        segments: list[FlatSegment] = []
-        try:
-            for plan in plans:
-                own = [by_name[spec.name] for spec in plan.layout.specs]
-                segments.append(FlatSegment(plan, own))
-            homes = {id(param): (s, at) for s in segments for at, param in enumerate(s.params)}
-            places = [(owner, name, *homes[id(p)]) for owner, name, p in registered(self.module)]
-            self._use(segments, places)
-        except BaseException:
-            for segment in segments:
-                segment.grad.close()
-            raise
-        self._watch_tree()
+        self._seen = None
+        before, by_name = self.trainable, dict(named)
+        self.all = tuple(
+            [FlatSegment(p, [by_name[s.name] for s in p.layout.specs], self) for p in plans]
+        )
+        for chunk, segment in zip(self._chunks, self._homes(before), strict=True):
+            chunk.attach(segment)
+        self._owner = Owner(FLATTENED, module, named)
+        self.outline = tuple(map(_outline, plans))
+        self._registries = [
+            registry for each in module.modules() for registry in (each._modules, each._parameters)
+        ]
+        self._tensors = [each for one in self.all for each in (one.buffer, *one.params)]
+        self._pointers = list(map(Tensor.data_ptr, self._tensors))
+        self._seen = self._registered()
 
-    def _use(self, segments: list[FlatSegment], places: list[_Place]) -> None:
-        before, self.all = self.trainable, tuple(segments)
-        self._is_stale = False
-        self._owner = Owner(FLATTENED, self.module, self._named())
-        self._set_places(places)
-        self.outline = _outline(segments)
-        self._chunks.follow(before, self.trainable)
+    def _check_chunks(self, plans: Sequence[Segment]) -> None:
+        now = [segment.plan.layout.numel for segment in self.trainable]
+        if self._chunks and now != [plan.layout.numel for plan in plans if plan.trainable]:
+            raise StateError(
+                "flat_param.FlatParams: the trainable segments changed, but chunks are in use. "
+                "Call flat_param.unflatten(module), flatten it again, and build a new optimizer."
+            )
 
-    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for segment in self.all:
-            specs = segment.plan.layout.specs
-            yield from zip((spec.name for spec in specs), segment.params, strict=True)
-
-    def _set_places(self, places: list[_Place]) -> None:
-        self._owners = places
-        self._places = {(id(owner), name): (segment, at) for owner, name, segment, at in places}
-
-    def assigned(self, owner: nn.Module, attribute: str, param: nn.Parameter | None) -> None:
-        """Copy in a newly registered parameter, or mark the plan as stale."""
-        place = self._places.get((id(owner), attribute))
-        if place is None or param is None:
-            self._tree_is_stale = True
-            return
-        segment, index = place
-        if param is segment.params[index]:
-            return
-        if any(param is known for each in self.all for known in each.params):
-            self._is_stale = True
-            return
-        spec = segment.plan.layout.specs[index]
-        check_shape(spec.name, param, spec.shape)
-        self._check_owners([(spec.name, param)])
-        self._check_apart([param])
-        if segment.fits(index, param) and list(self._places.values()).count(place) == 1:
-            segment.adopt(index, param)
-        else:
-            self._is_stale = True
-
-    def _check_owners(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        check_owners("FlatParams", self.module, named, (UNIT, FLATTENED), never=UNIT)
-
-    def _check_apart(self, params: Sequence[nn.Parameter]) -> None:
-        """Refuse tensors that share another parameter's memory."""
-        if any(segment.contains(param) for segment in self.all for param in params):
-            check_apart("FlatParams", self.module, params)
+    def _homes(self, before: Sequence[FlatSegment]) -> list[FlatSegment]:
+        """The segment that replaces the segment of each chunk."""
+        after = dict(zip(map(id, before), self.trainable, strict=False))
+        return [after[id(chunk._flat_segment)] for chunk in self._chunks]
 
     def apply_module(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Move or cast the module, then flatten the result; replaces the root's `_apply`."""
-        result = type(self.module)._apply(self.module, fn, recurse)
-        self._is_stale |= not all(segment.has_strides() for segment in self.all)
-        self._tree_is_stale = True  # `_apply` makes new parameters if `.data` cannot be set
+        module = self._module()
+        assert module is not None
+        result = type(module)._apply(module, fn, recurse)
         self.sync()
         return result
 
-    def before_forward(self, module: nn.Module, args: Any) -> None:
-        """Copy in parameters whose memory was replaced; a no-op while tracing."""
-        if not torch.compiler.is_compiling():
-            self.sync()
 
-    def __getstate__(self) -> dict[str, Any]:
-        numbers = {id(segment): number for number, segment in enumerate(self.all)}
-        return {
-            "module": self.module,
-            "align_bytes": self._align_bytes,
-            "handle": self._handle,
-            "segments": [(segment.plan, segment.params) for segment in self.all],
-            "owners": [(own, name, numbers[id(s)], at) for own, name, s, at in self._owners],
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.module, self._align_bytes = state["module"], state["align_bytes"]
-        self._handle = state["handle"]
-        # The module itself is restored after this; its tree is walked at the first use.
-        self._start()
-        segments = [FlatSegment(plan, params) for plan, params in state["segments"]]
-        self._use(
-            segments,
-            [(own, name, segments[no], at) for own, name, no, at in state["owners"]],
-        )
+def unflattened(name: str) -> StateError:
+    """The error for a view or a chunk of an unflattened module."""
+    return StateError(
+        f"flat_param.FlatParams: {name} was unflattened, but its flat view or a chunk of it is "
+        "used, which would train nothing. Use the view that the next flatten returns, and build a "
+        "new optimizer."
+    )
 
 
-_Place = tuple[nn.Module, str, FlatSegment, int]
-
-
-def _outline(segments: Sequence[FlatSegment]) -> str:
-    """Properties that two flat views must share to be combined; interned for fast comparison."""
-    layouts = [segment.plan.layout for segment in segments]
-    places = [[(s.name, s.shape, s.stride) for s in layout.specs] for layout in layouts]
-    return sys.intern(repr([(lay.dtype, lay.offsets) for lay in layouts] + places))
+def _outline(plan: Segment) -> tuple[Any, ...]:
+    layout = plan.layout
+    places = [(spec.name, spec.shape, spec.stride) for spec in layout.specs]
+    return layout.dtype, layout.offsets, *places

@@ -10,7 +10,7 @@ from ..buffers._owners import FLATTENED, UNIT, check_owners, owner_of
 from ..layout._arguments import check_is_module
 from ..layout._layout import DEFAULT_ALIGN_BYTES
 from ._flat_params import FlatParams
-from ._flat_segments import FlatSegments
+from ._flat_segments import ATTRIBUTE, FlatSegments
 
 
 def flatten(module: nn.Module, *, align_bytes: int = DEFAULT_ALIGN_BYTES) -> FlatParams:
@@ -42,14 +42,7 @@ def flatten(module: nn.Module, *, align_bytes: int = DEFAULT_ALIGN_BYTES) -> Fla
     """
     check_is_module("flatten", module)
     _check(module)
-    flat_segments = FlatSegments(module, align_bytes=align_bytes)
-    try:
-        flat = FlatParams(flat_segments)
-        flat_segments.bind(flat)
-    except BaseException:
-        flat_segments.close()
-        raise
-    return flat
+    return FlatParams(module, FlatSegments(module, align_bytes=align_bytes))
 
 
 def unflatten(module: nn.Module) -> None:
@@ -65,7 +58,7 @@ def unflatten(module: nn.Module) -> None:
         module: a root that was passed to `flatten`, or a deep copy or loaded copy of it.
 
     Raises:
-        StateError: the module is not such a root, or a backward is running; then nothing changed.
+        StateError: the module is not such a root.
 
     Example:
         >>> import torch, flat_param
@@ -76,15 +69,15 @@ def unflatten(module: nn.Module) -> None:
         >>> flat_param.flatten(layer).numel
         16
     """
-    flat = flat_params_of(module)
-    if flat is None:
+    segments: FlatSegments | None = vars(module).get(ATTRIBUTE)
+    if segments is None:
         inside = any(owner_of(param, FLATTENED)[0] for param in module.parameters())
         raise StateError(
             f"flat_param.unflatten: {type(module).__name__} is "
             f"{'not the root of a flattened module' if inside else 'not flattened'}, but only what "
             "flatten was called on can be. Pass that module."
         )
-    flat._flat_segments.close()
+    segments.close(module)
 
 
 def flat_params_of(module: nn.Module) -> FlatParams | None:
@@ -97,7 +90,8 @@ def flat_params_of(module: nn.Module) -> FlatParams | None:
         >>> flat_param.flat_params_of(copy.deepcopy(layer)).numel
         8
     """
-    return module.__dict__.get("_flat_params")
+    segments = vars(module).get(ATTRIBUTE)
+    return None if segments is None else FlatParams(module, segments)
 
 
 def _check(module: nn.Module) -> None:
@@ -127,10 +121,10 @@ def _check(module: nn.Module) -> None:
                 "can be flattened. Give the optimizer module.parameters(), or flatten modules that "
                 "are not sharded."
             )
-    for name, param in module.named_parameters():
-        if owner_of(param, FLATTENED)[0]:
-            raise StateError(
-                f"flat_param.flatten: parameter '{name}' is flattened already, but a parameter can "
-                "be in one buffer only. Use the FlatParams of the first call, or call unflatten "
-                "first."
-            )
+    inside = any(ATTRIBUTE in vars(submodule) for submodule in module.modules())
+    if inside or any(owner_of(param, FLATTENED)[0] for param in module.parameters()):
+        raise StateError(
+            f"flat_param.flatten: {type(module).__name__}, or a module inside or around it, is "
+            "flattened already, but a parameter can be in one buffer only. Use the FlatParams of "
+            "the first call, or call unflatten first."
+        )

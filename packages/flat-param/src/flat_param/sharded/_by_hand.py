@@ -1,8 +1,8 @@
 """`unshard()` and `reshard()` of units, called by the user.
 
 The unsharded parameters are shown until `reshard()`, or until the unit's next forward or backward
-is over. Code that reads shards first calls `units_at_rest`, which reshards such units and copies
-replaced parameters into the shards. An interrupted gather leaves the unit resharded.
+is over. Code that reads shards first calls `units_at_rest`, which reshards such units. An
+interrupted gather leaves the unit resharded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .._errors import StateError
 from ._unit import Unit
 
 STOPPED = object()
-"""Placeholder for the unit of a module while `fully_shard` cuts its parameters."""
+"""Placeholder for the unit of a module while `fully_shard` makes it."""
 
 
 class UnshardHandle:
@@ -36,7 +36,7 @@ class UnshardHandle:
 def _show(unit: Unit) -> None:
     """Show a unit that `unshard` has gathered and nothing has freed."""
     unit.schedule.settle()
-    if unit.is_by_hand and not unit.sites.shows:
+    if unit.is_by_hand and not unit.is_shown:
         try:
             unit.show()
         except BaseException:
@@ -50,7 +50,7 @@ def begin_unshard(unit: Unit) -> UnshardHandle:
     schedule.settle()
     if not schedule.computes(unit):
         try:
-            if not unit.sites.shows:
+            if not unit.is_shown:
                 unit.take_changes()
             if unit.is_stale:
                 unit.reshard()
@@ -104,7 +104,7 @@ def units_at_rest(module: nn.Module) -> list[Unit]:
 
 
 def put_to_rest(unit: Unit) -> None:
-    """Reshard a unit that `unshard` gathered, and copy replaced parameters into the shard."""
+    """Reshard a unit that `unshard` gathered, and copy re-assigned pieces into the shard."""
     if unit.is_by_hand:
         reshard(unit)
     unit.take_changes()

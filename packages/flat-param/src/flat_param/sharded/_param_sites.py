@@ -4,7 +4,7 @@
 |---|---|
 | between steps | the optimizer's parameters, which are pieces |
 | in the unit's forward and backward | the leaves, which are full |
-| after `unshard()` | the leaves, until the unit is resharded; writes are dropped, as in FSDP2 |
+| after `unshard()` | the leaves, until the unit is resharded; changes are dropped, as in FSDP2 |
 | inside `whole_params()` | full copies in the parameters' own dtype |
 
 A user may assign other tensors. They are copied into the shard before the next gather, and
@@ -81,42 +81,25 @@ class ParamSites:
             for registry, key, param, _ in self._entries:
                 registry[key] = param
 
-    def show(self, copies: Mapping[ShardedParams, Sequence[Tensor]] | None = None) -> None:
-        """Set full tensors between steps: the leaves, or copies (one per parameter)."""
-        self.shows_copies = copies is not None
-        whole = copies or {part: part.leaves for part in self._parts}
-        self._shown = tuple(whole[site.part][site.index] for site in self._param_sites)
+    def show(self, copies: Mapping[ShardedParams, Sequence[Tensor]]) -> None:
+        """Set full copies (one per parameter) between steps."""
+        self.shows_copies = True
+        self._shown = tuple(copies[site.part][site.index] for site in self._param_sites)
         self._put(self._shown)
 
     def _put(self, tensors: Sequence[Tensor]) -> None:
         for site, tensor in zip(self._param_sites, tensors, strict=True):
             site.registry[site.key] = tensor  # type: ignore[assignment]
 
-    @property
-    def shows(self) -> bool:
-        """Whether the leaves are set between steps."""
-        return bool(self._shown) and not self.shows_copies
-
     def end_show(self) -> list[Found]:
-        """Set the optimizer's parameters.
+        """Set the optimizer's parameters, and return the tensors that replaced the copies.
 
-        Returns:
-            Tensors that a user assigned instead of leaves, or all tensors instead of copies. Those
-            of re-assigned copies come last.
+        Those of re-assigned copies come last.
         """
-        shown, any_value = self._shown, self.shows_copies
+        known = set(map(id, self._shown))
         self._shown, self.shows_copies = (), False
-        found: list[Found] = []
-        for site, entry in zip(self._param_sites, self._entries, strict=True):
-            registry, key, param, leaf = entry
-            current = registry.get(key)
-            if current is leaf and site.part.has_moved(site.index):  # by `.data = ...`
-                found.append((site, current.detach()))
-                site.part.attach_leaf(site.index)
-            elif any_value or not (current is param or current is leaf):
-                found.append((site, current))
+        found: list[Found] = [(site, site.registry.get(site.key)) for site in self._param_sites]
         self.swap_out()
-        known = set(map(id, shown))
         return sorted(found, key=lambda each: id(each[1]) not in known)
 
     def have_changed(self) -> bool:

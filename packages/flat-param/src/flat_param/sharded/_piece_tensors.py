@@ -12,20 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._errors import FlatParamError, ParameterError, StateError
 from .._torch_compat import allow_foreach, without_torch_function
-from ..layout._param_shard import stays_whole
-
-if TYPE_CHECKING:
-    from ._param_piece import ParamPiece
-
-PIECE = "_flat_param_piece"
-"""The attribute of a tensor that says what it is a piece of."""
+from ._param_piece import PIECE, ParamPiece, piece_of
 
 _SELF_ONLY = {
     *("argmax", "argmin", "count_nonzero", "cumsum", "kthvalue", "logsumexp"),
@@ -93,11 +87,9 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def as_piece(tensor: Tensor, piece: ParamPiece) -> Tensor:
-    """Return a gradient as a piece; unchanged if this rank has all of the parameter."""
-    if _is_all(piece):
-        return tensor
+    """Return a gradient as a piece; a plain tensor if this rank has all of the parameter."""
     with without_torch_function():
-        found = tensor.as_subclass(Piece)
+        found = tensor if piece.is_whole else tensor.as_subclass(Piece)
     setattr(found, PIECE, piece)
     return found
 
@@ -105,19 +97,14 @@ def as_piece(tensor: Tensor, piece: ParamPiece) -> Tensor:
 def be_piece(param: nn.Parameter, piece: ParamPiece) -> None:
     """Turn a parameter into a piece; the object stays the same."""
     setattr(param, PIECE, piece)
-    if type(param) is nn.Parameter and not _is_all(piece):
+    if type(param) is nn.Parameter and not piece.is_whole:
         param.__class__ = PieceParameter
-
-
-def _is_all(piece: ParamPiece) -> bool:
-    """Whether this rank has all elements of a parameter that is never cut."""
-    return piece.shard.numel == piece.shard.spec.numel and stays_whole(piece.plan, piece.index)
 
 
 def _call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     name = getattr(func, "__name__", "")
     if name in _SELF_ONLY or name in _WHOLE:
-        for tensor, piece in _pieces_in(args):
+        for tensor, piece in _pieces_in((*args, *kwargs.values())):
             if _is_wrong(name, tensor, piece, args, kwargs):
                 raise _refused(name, piece)
     try:
@@ -128,7 +115,7 @@ def _call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             # A write to a piece, as by an optimizer, is no computation of a module.
             read = args[1:] if name.endswith("_") or name.startswith("__i") else args
             for _, piece in _pieces_in((*read, *kwargs.values())):
-                if not _is_all(piece):
+                if not piece.is_whole:
                     raise outside_unit(piece, f"{name} computes with it") from error
         raise
     if type(found) is not Tensor or (name == "__get__" and func not in _VIEWS):
@@ -149,7 +136,7 @@ def _call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _pieces_in(args: Iterable[Any]) -> Iterator[tuple[Tensor, ParamPiece]]:
     for each in args:
         if isinstance(each, (Piece, PieceParameter)):
-            piece = getattr(each, PIECE, None)
+            piece = piece_of(each)
             if piece is not None:
                 yield each, piece
         elif isinstance(each, (list, tuple)):
@@ -159,7 +146,7 @@ def _pieces_in(args: Iterable[Any]) -> Iterator[tuple[Tensor, ParamPiece]]:
 def _is_wrong(
     name: str, tensor: Tensor, piece: ParamPiece, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> bool:
-    if _is_all(piece):
+    if piece.is_whole:
         return False
     if name in _WHOLE:
         return True

@@ -16,17 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from .._torch_compat import without_torch_function
-from ..buffers._dtensors import DTensorPlace, as_plain, local_of, place_of_dtensor
-from ..buffers._views import ParamViews, memory_order, param_view, param_views, zeros
+from ..buffers._dtensors import as_plain, local_of, place_of_dtensor
+from ..buffers._views import ParamViews, memory_order, param_views, zeros
+from ..comm._clip import spread_of
 from ..comm._comm import Communicator, Pending
 from ..comm._groups import CommGroups
 from ..layout._layout import Segment
 from ..layout._options import UnitOptions
-from ..layout._param_shard import keeps_dims, make_param_shards
+from ..layout._param_shard import make_param_shards
 from ..layout._shard import plan_shard
-from ._guards import mark_param
 from ._host_copies import HostCopy
 from ._param_piece import ParamPiece, PieceSegment
+from ._piece_tensors import be_piece
 
 
 class ShardedParams:
@@ -66,7 +67,8 @@ class ShardedParams:
         home = torch.device("cpu") if options.cpu_offload else device
         self.shard = self._zero_shard(segment.layout.dtype, home)
         self.held = self._move_into_shard(params)
-        self._mark_pieces()
+        self.param_pieces = self._make_pieces()
+        self._mark_params()
         self._make_full()
 
     @property
@@ -87,33 +89,26 @@ class ShardedParams:
             moved.append(as_plain(param, views[index]))
         return ParamViews(moved, views)
 
-    def _mark_pieces(self) -> None:
-        world_size = self.plan.world_size
-        known: Sequence[ParamPiece] = getattr(self, "param_pieces", ())
-        segment = PieceSegment(self.plan, self.comms.gather, self.device)
-        self.param_pieces = [
-            ParamPiece(piece, index, segment, self.places[index])
-            for index, piece in enumerate(self.pieces)
-        ]
-        for piece_now, before in zip(self.param_pieces, known, strict=False):
-            piece_now.follow(before)
-        for index, (piece, param) in enumerate(zip(self.pieces, self.held.params, strict=True)):
-            mark_param(
-                param,
-                name=piece.spec.name,
-                world_size=world_size,
-                comms=self._ranks_with(self.places[index]),
-                whole=tuple(piece.spec.shape),
-                piece=self.param_pieces[index],
+    def _make_pieces(self) -> list[ParamPiece]:
+        comms, segment = self.comms, PieceSegment(self.plan, self.comms.gather, self.device)
+        made = []
+        for index, (shard, place) in enumerate(zip(self.pieces, self.places, strict=True)):
+            axes = () if place is None else map(place.mesh.get_group, range(place.mesh.ndim))
+            together = [Communicator(each, log=comms.log) for each in axes]
+            piece = ParamPiece(
+                shard,
+                index,
+                segment,
+                place=place,
+                spread=(comms.reduce, *spread_of(place, comms.log)),
+                together=(comms.reduce, comms.replicate, *together),
             )
+            made.append(piece)
+        return made
 
-    def _ranks_with(self, place: DTensorPlace | None) -> tuple[Communicator, ...]:
-        """Return communicators to all ranks that step a parameter together with this one."""
-        known = (self.comms.reduce, self.comms.replicate)
-        if place is None:
-            return known
-        axes = map(place.mesh.get_group, range(place.mesh.ndim))
-        return (*known, *[Communicator(each, log=self.comms.log) for each in axes])
+    def _mark_params(self) -> None:
+        for param, piece in zip(self.held.params, self.param_pieces, strict=True):
+            be_piece(param, piece)
 
     def _make_full(self) -> None:
         dtype = self.options.precision.compute_dtype(self.shard.dtype)
@@ -149,17 +144,13 @@ class ShardedParams:
 
     @property
     def version(self) -> int:
-        """A number that changes with every in-place change of a parameter."""
-        with without_torch_function():
-            return sum([param._version for param in self.held.params])
+        """A number that changes with every in-place change of a parameter, and with every step.
 
-    def leaves_out(self, index: int) -> bool:
-        """Whether the optimizer skips the parameter here, because another rank has all of its rows.
-
-        Optimizers that need full tensors would divide by zero elements there.
+        Steps count on all ranks, also on those without elements.
         """
-        divided = self.plan.world_size > 1 and keeps_dims(self.plan)
-        return divided and not self.pieces[index].numel
+        with without_torch_function():
+            versions = sum([param._version for param in self.held.params])
+        return versions + self.param_pieces[0].segment.steps
 
     def start_gather(self) -> Pending | None:
         """Begin to fill the full buffer from every rank's shard. Collective."""
@@ -190,15 +181,14 @@ class ShardedParams:
         if not self.aliased:
             self._make_full()
 
-    def has_moved(self, index: int) -> bool:
-        """Whether a leaf has other memory than the full buffer's."""
-        leaf = local_of(self.leaves[index])
-        return leaf.untyped_storage().data_ptr() != self.full.untyped_storage().data_ptr()
-
-    def attach_leaf(self, index: int) -> None:
-        """Give a leaf its part of the full buffer again."""
-        view = param_view(self.full, self.segment.layout, index)
-        local_of(self.leaves[index]).data = view.data
+    def attach_leaves(self) -> None:
+        """Give leaves that have other memory, as after `leaf.data = ...`, the full buffer again."""
+        memory = self.full.untyped_storage().data_ptr()
+        for leaf, view in zip(
+            map(local_of, self.leaves), param_views(self.full, self.segment.layout), strict=True
+        ):
+            if leaf.untyped_storage().data_ptr() != memory:
+                leaf.data = view.data
 
     def free(self) -> None:
         """Free the full buffer's memory; the leaves stay."""
@@ -256,13 +246,8 @@ class ShardedParams:
         self.shard = moved
         if remade:
             self._make_full()
-        self._mark_pieces()
-
-
-def placement_of(parts: Sequence[ShardedParams]) -> str:
-    """Describe dtypes and device types of shards, in words that are the same on every rank."""
-    kinds = (f"{part.shard.dtype} on {part.shard.device.type}" for part in parts)
-    return f"parameters are {', '.join(kinds)}"
+        self.param_pieces[0].segment.device = self.device
+        self._mark_params()
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .._errors import FlatParamError, StateError
+from ..buffers._views import flat_view
 from ._by_hand import put_to_rest
 from ._param_sites import ParamSite
 from ._unit import Unit
@@ -56,8 +57,6 @@ def _present(
 ) -> None:
     if unit.sites.shows_copies:
         return
-    from ._flat_shard import flat_view
-
     for name, site in _named(sites, prefix):
         if isinstance(state.get(name), Tensor):
             param = site.part.params[site.index]

@@ -143,6 +143,21 @@ def switches_of(module: nn.Module) -> Switches:
 
 
 @contextmanager
+def call_replaced(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
+    """Replace what a call of a module runs."""
+    place = called_at(module)
+    before, was_there = vars(module).get(place), place in vars(module)
+    setattr(module, place, call)
+    try:
+        yield
+    finally:
+        if was_there:
+            setattr(module, place, before)
+        else:
+            delattr(module, place)
+
+
+@contextmanager
 def around_calls(
     module: nn.Module, begin: Callable[[Any, Any], None], end: Callable[[Any], None]
 ) -> Iterator[None]:
@@ -155,8 +170,7 @@ def around_calls(
         begin: called with the positional and keyword arguments before a call.
         end: called with the result, or None if the call raised.
     """
-    place = called_at(module)
-    inner, was_there = getattr(module, place), place in vars(module)
+    inner = getattr(module, called_at(module))
 
     def outer(*args: Any, **kwargs: Any) -> Any:
         begin(args, kwargs)
@@ -167,11 +181,5 @@ def around_calls(
             end(out)
         return out
 
-    setattr(module, place, outer)
-    try:
+    with call_replaced(module, outer):
         yield
-    finally:
-        if was_there:
-            setattr(module, place, inner)
-        else:
-            delattr(module, place)

@@ -3,33 +3,27 @@
 Uses `policies`, and runs plans through `checkpoint`.
 """
 
-from sac_policies.budget._fit import Fit, plan_region
 from sac_policies.budget._fit_in_place import InPlaceFit, fit_
 from sac_policies.budget._levels import RegionFit
 from sac_policies.budget._profile import profile
 from sac_policies.budget._sizes import format_size, parse_size
 from sac_policies.budget._solve import solve
-from sac_policies.budget._step_trace import StepTrace, profile_step
 from sac_policies.budget._trace import Held, Item, Trace, TracedOp, TracedPack
-from sac_policies.policies._budget_plan import BudgetPlan, Infeasible
+from sac_policies.policies._plans import BudgetPlan, Infeasible
 
 __all__ = [
     "BudgetPlan",
-    "Fit",
     "Held",
     "InPlaceFit",
     "Infeasible",
     "Item",
     "RegionFit",
-    "StepTrace",
     "Trace",
     "TracedOp",
     "TracedPack",
     "fit_",
     "format_size",
     "parse_size",
-    "plan_region",
     "profile",
-    "profile_step",
     "solve",
 ]

@@ -46,19 +46,19 @@ def largest_each(values: list[int]) -> list[int]:
     return [max(each) for each in zip(*_from_all(values), strict=False)]
 
 
-def check_equal(digest: str, *, what: str, where: str = "plan_region") -> None:
+def check_equal(digest: str, *, what: str) -> None:
     """Raise on every rank unless all ranks passed the same digest. Collective.
 
     Raises:
         BudgetError: with the digest of each rank.
 
     Example:
-        >>> check_equal("1d0c", what="trace")
+        >>> check_equal("1d0c", what="block")
     """
     digests = _from_all(digest)
     if len(set(digests)) > 1:
         raise BudgetError(
-            f"sac_policies.{where}: {what} digests {digests} differ between ranks, but one plan "
+            f"sac_policies.fit_: {what} digests {digests} differ between ranks, but one plan "
             "needs one sequence of operators. Give every rank the same model and batch shape."
         )
 

@@ -21,12 +21,12 @@ from torch import nn
 
 from .._errors import BudgetError, RecomputeError
 from .._torch_compat._module_calls import around_calls, graph_breaks, is_compiled, is_taggable
-from ..policies._budget_plan import Infeasible
+from ..policies._plans import Infeasible
 from ._agree import check_equal, from_first_rank, largest
 from ._checkpointed import Checkpointed, Tagged, is_checkpointed, region_of, release
 from ._helps import what_helps
 from ._hidden import Hidden, hidden_by
-from ._intervals import Measured, Steps, marked
+from ._intervals import Steps, marked
 from ._levels import (
     AGAIN,
     HIDDEN_AWAY,
@@ -39,12 +39,10 @@ from ._levels import (
     Region,
     RegionFit,
 )
-from ._limit import Limit
 from ._measure import Interval, Marks, highest
 from ._repeating import Seen, called_again, check_compiled, inside, kind_of, repeating
 from ._sizes import Budget, format_size
-from ._step import Loss, Step, check_order, check_step
-from ._times import Spent
+from ._step import Limit, Loss, Step, check_order, check_step
 
 _TRIES = 2
 """Mixtures that are measured until one fits."""
@@ -167,10 +165,10 @@ def fit_(
         True
         >>> found.undo()
     """
-    check_step("fit_", model, loss)
-    check_order("fit_", batch, budget)
+    check_step(model, loss)
+    check_order(batch, budget)
     limit = Limit(budget, reserve)
-    step, search = Step("fit_", model, batch, loss, optimizer), None
+    step, search = Step(model, batch, loss, optimizer), None
     fitted = [path for path, module in model.named_modules() if is_checkpointed(module)]
     if fitted:
         raise BudgetError(
@@ -234,11 +232,10 @@ class _Search:
             for path, module in regions
             if path not in seen.operators
         ]
-        check_equal(repr(list(seen.operators)), what="block", where="fit_")
+        check_equal(repr(list(seen.operators)), what="block")
         self._levels = AGAIN + 1 if step.device.type == "cpu" else len(LEVELS)
         self._rounds: list[tuple[int, int]] = []
         self._tried: dict[int, list[str]] = {}
-        self._spent: list[Spent] = []
 
     def run(self, limit: Limit) -> InPlaceFit | Infeasible:
         """Measure each level, choose a mixture, and measure it."""
@@ -254,7 +251,7 @@ class _Search:
         for level in range(1, self._levels):
             intervals.append(self._intervals(level))
             peaks.append(self._peak(intervals[level]))
-        steps, before = self._steps(intervals, self._spent), self._step.resident()
+        steps, before = self._steps(intervals), self._step.resident()
         room = allowed - before
         fitting = [level for level, peak in enumerate(peaks) if peak <= allowed]
         for _ in range(_TRIES):
@@ -278,9 +275,8 @@ class _Search:
         best = min(fitting, key=lambda level: sum(cost[level] for cost in steps.costs))
         return self._found((best,) * count, peaks[best], peaks[best], peaks[0], allowed)
 
-    def _steps(self, intervals: list[list[Interval]], spent: Sequence[Spent]) -> Steps:
-        kinds = [kind_of(region.module) for region in self._regions]
-        return Steps(kinds, list(map(Measured, intervals, spent)), HOLDING)
+    def _steps(self, intervals: list[list[Interval]]) -> Steps:
+        return Steps([kind_of(region.module) for region in self._regions], intervals, HOLDING)
 
     def _peak(self, intervals: list[Interval]) -> int:
         return self._step.resident() + highest(intervals)
@@ -364,7 +360,6 @@ class _Search:
         marks = Marks(self._step.device)
         with marked([region.module for region in self._regions], marks):
             found = self._step.intervals(self._model, marks)
-        self._spent.append(self._step.most(marks.spent))
         self._note(done, self._peak(found))
         return found
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ._measure import Interval, highest, storage_bytes
-from ._run import BACKWARD
 from ._sizes import format_size
-from ._step import Step
+from ._step import BACKWARD, Step
 
 SLICES = 16
 _WORTH = 0.01

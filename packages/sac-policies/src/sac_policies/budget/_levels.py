@@ -8,11 +8,11 @@ from typing import Any
 from torch import nn
 
 from .._torch_compat._module_calls import original
-from ..policies._builders import offload, recompute_all, save_named, save_ops
 from ..policies._catalogue import ATTENTION, CONVOLUTIONS
 from ..policies._catalogue import MATMULS as PRODUCTS
 from ..policies._plans import Plan
 from ..policies._policies import Policy
+from ..policies._rules import offload, recompute_all, save_named, save_ops
 
 KEEPS, MATMULS, AGAIN, INPUTS_AWAY, HIDDEN_AWAY = range(5)
 LEVELS = (

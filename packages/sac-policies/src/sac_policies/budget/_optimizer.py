@@ -37,7 +37,7 @@ if hasattr(optim, "Muon"):
     _TENSORS[optim.Muon] = _always(1)
 
 
-def check_optimizer(optimizer: object, device: torch.device, *, where: str) -> None:
+def check_optimizer(optimizer: object, device: torch.device) -> None:
     """Refuse objects that are not optimizers, and optimizers whose state is not known.
 
     Raises:
@@ -45,14 +45,14 @@ def check_optimizer(optimizer: object, device: torch.device, *, where: str) -> N
     """
     if not isinstance(optimizer, optim.Optimizer):
         raise BudgetError(
-            f"sac_policies.{where}: optimizer {shown(optimizer)} is a {type(optimizer).__name__}, "
+            f"sac_policies.fit_: optimizer {shown(optimizer)} is a {type(optimizer).__name__}, "
             "but its state is counted. Pass a torch.optim.Optimizer, or leave it out."
         )
     if type(optimizer) not in _TENSORS and not optimizer.state:
         raise BudgetError(
-            f"sac_policies.{where}: optimizer {type(optimizer).__name__} has no state yet, but "
+            f"sac_policies.fit_: optimizer {type(optimizer).__name__} has no state yet, but "
             "only of torch's elementwise optimizers it is known before the first step. Run one "
-            f"step of it, then call {where}."
+            "step of it, then call fit_."
         )
 
 

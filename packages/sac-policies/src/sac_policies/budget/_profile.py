@@ -1,23 +1,34 @@
-"""Make the trace of a function from a recorded forward."""
+"""Make the trace of a function: run its forward on a tape that keeps nothing, and read the tape."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, get_args
+from weakref import WeakKeyDictionary, ref
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .._errors import BudgetError, shown
-from .._tensors import tensors_in
-from .._torch_compat import is_fake
-from ..policies._checked import is_count
+from .._tensors import is_accelerator, tensors_in
+from .._torch_compat import is_fake, storage_key, storage_under
+from .._watching_mode import WatchingMode
+from ..eager._masks import UNPACK
+from ..eager._recorders import Table
+from ..eager._tape import Region, Tape
+from ..eager._values import Call, Value
+from ..policies._decisions import Answer
+from ..policies._flops import flops_of
+from ..policies._modules import root_of
 from ..policies._operators import facts_of
 from ..policies._plans import Unit
-from ._rehearsal import made_again
-from ._run import Recorder, Run
+from ..policies._policies import Policy
+from ..policies._rules import is_count
+from ..policies._unmatched import Watch
+from ..policies._views import OpView
 from ._trace import Held, Trace, TracedOp, TracedPack
 
 
@@ -51,7 +62,11 @@ def profile(
         >>> [op.name for op in profile(lambda a: (a @ a).sin(), x).ops]
         ['aten.mm.default', 'aten.sin.default']
     """
-    check_unit(unit, where="profile")
+    if not (unit is None or (isinstance(unit, str) and unit in get_args(Unit))):
+        raise BudgetError(
+            f"sac_policies.profile: unit {shown(unit)} is unknown, but work is measured in one of "
+            f"{get_args(Unit)}. Leave it out."
+        )
     if not callable(function):
         raise BudgetError(
             f"sac_policies.profile: function {shown(function)} is a {type(function).__name__}, but "
@@ -67,94 +82,188 @@ def profile(
             "sac_policies.profile: gradients are off, but without them nothing is saved. "
             "Call it outside of torch.no_grad()."
         )
-    chosen = unit or unit_of((args, kwargs))
-    call = partial(function, *args, **kwargs)
-    runs = [recorded_forward(call, chosen) for _ in range(repeats)]
-    return trace_of(runs[-1], runs, chosen, where="profile")
-
-
-def check_unit(unit: object, *, where: str) -> None:
-    """Refuse an unknown unit; None is accepted.
-
-    Raises:
-        BudgetError: with the units.
-    """
-    if not (unit is None or (isinstance(unit, str) and unit in get_args(Unit))):
-        raise BudgetError(
-            f"sac_policies.{where}: unit {shown(unit)} is unknown, but work is measured in one of "
-            f"{get_args(Unit)}. Leave it out."
-        )
-
-
-def unit_of(values: Any) -> Unit:
-    """Return the default unit for work on these tensors."""
-    return "flops" if any(map(is_fake, tensors_in(values))) else "ns"
-
-
-def recorded_forward(call: Callable[[], Any], unit: Unit) -> Run:
-    """Record one forward, and the work of each of its calls."""
-    recorder = Recorder(unit)
-    return recorder.record(partial(recorder.forward, call))
-
-
-def trace_of(run: Run, timed: Sequence[Run], unit: Unit, *, where: str) -> Trace:
-    """Return the trace of a recorded forward.
-
-    Args:
-        run: the forward, or a step that begins with it.
-        timed: forwards with measured work; the minimum of each call counts.
-        unit: unit of the work.
-        where: the public function, for messages.
-
-    Raises:
-        BudgetError: the forwards ran different operators.
-    """
-    calls = list(run.forward())
-    costs = [[call.cost for call in calls]] if not timed else []
-    for each in timed:
-        others = list(each.forward())
-        if [call.op for call in others] != [call.op for call in calls]:
+    chosen: Unit = unit or ("flops" if any(map(is_fake, tensors_in((args, kwargs)))) else "ns")
+    traces = [_traced(function, args, kwargs, chosen) for _ in range(repeats)]
+    last = traces[-1]
+    for each in traces:
+        if [op.name for op in each.ops] != [op.name for op in last.ops]:
             raise BudgetError(
-                f"sac_policies.{where}: forwards ran {len(others)} and {len(calls)} operators that "
-                "differ, but a plan is for one sequence. Fix what changes between calls."
+                f"sac_policies.profile: forwards ran {len(each.ops)} and {len(last.ops)} operators "
+                "that differ, but a plan is for one sequence. Fix what changes between calls."
             )
-        costs.append([call.cost for call in others])
-    makers: dict[int, tuple[int, int]] = {}
-    ops: list[TracedOp] = []
-    counts: Counter[str] = Counter()
-    for at, (call, *cost) in enumerate(zip(calls, *costs, strict=True)):
-        for storage in call.written:
-            if storage in makers:
-                maker = makers[storage][0]
-                ops[maker] = replace(ops[maker], overwritten=True)
-        read = {run.layouts[number].storage for number in call.inputs}
-        name = str(call.op)
-        ops.append(
-            TracedOp(
-                name=name,
-                call=counts[name],
-                out_bytes=sum(run.sizes[storage] for storage in call.made),
-                cost=min(cost),
-                inputs=tuple(sorted({makers[each][0] for each in read if each in makers})),
-                draws=facts_of(call.op).draws(call.args),
-            )
-        )
-        counts[name] += 1
-        makers.update((storage, (at, number)) for number, storage in enumerate(call.made))
-    return Trace(unit, tuple(ops), tuple(_packs(run, makers)))
+    runs = zip(*(each.ops for each in traces), strict=True)
+    ops = (replace(same[-1], cost=min(op.cost for op in same)) for same in runs)
+    return replace(last, ops=tuple(ops))
 
 
-def _packs(run: Run, makers: dict[int, tuple[int, int]]) -> list[TracedPack]:
-    others: dict[tuple[int, int], int] = {}  # storages allocated before the calls, numbered from 1
-    found = []
-    for each in made_again(run):
-        reads = []
-        for key, size in each.reads.items():
-            if size:
-                made = makers.get(key[0]) or (-1, others.setdefault(key, len(others) + 1))
-                reads.append(Held(*made, size))
-        made_by, output = makers.get(each.storage, (-1, 0))
-        size = run.sizes[each.storage] if each.storage >= 0 else 0
-        kept = size if each.held is None else each.held
-        found.append(TracedPack(each.producer, made_by, output, kept, tuple(sorted(reads))))
+def _traced(function: Callable[..., Any], args: Any, kwargs: Any, unit: Unit) -> Trace:
+    """Run one forward, and return its trace."""
+    clock = _Clock() if unit == "ns" else None
+    calls = _Calls(clock)
+    region = Region(calls, Table(calls), Watch(calls), root_of(function), checks=False)
+    tape = _Profiled(region, calls)
+    with clock or nullcontext():
+        out = tape.run(function, args, kwargs)
+    found = Trace(unit, tuple(calls.ops), tuple(_packs(tape, calls)))
+    del out  # until here autograd holds what it saved
     return found
+
+
+class _Clock(WatchingMode):
+    """Times operators below the tape, by operator, until they are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._spent: dict[Any, int] = {}
+
+    def spent(self, op: Any) -> int:
+        """Return the nanoseconds of the last call of an operator."""
+        return self._spent.pop(op, 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        began = _now((args, kwargs))
+        out = func(*args, **(kwargs or {}))
+        self._spent[func] = _now(out) - began
+        return out
+
+
+def _now(values: Any) -> int:
+    for device in filter(is_accelerator, {tensor.device for tensor in tensors_in(values)}):
+        getattr(torch, device.type).synchronize(device)
+    return time.perf_counter_ns()
+
+
+@dataclass(frozen=True)
+class _Storage:
+    """A storage that the forward used.
+
+    Attributes:
+        size: its bytes; 0 for a storage from before.
+        made_by: index of the call that made it, -1 for a storage from before.
+        output: its number among those of the call.
+    """
+
+    size: int = 0
+    made_by: int = -1
+    output: int = 0
+
+
+class _Calls(Policy):
+    """Keeps nothing, and lists the calls that it is asked about: those that plans decide."""
+
+    def __init__(self, clock: _Clock | None) -> None:
+        self.ops: list[TracedOp] = []
+        self._clock = clock
+        self._storages = WeakIdKeyDictionary()
+
+    def decide(self, view: OpView) -> Answer:
+        """List a call."""
+        args, kwargs, facts = view.args, dict(view.kwargs), facts_of(view.op)
+        read = {self.storage_of(each).made_by for each in tensors_in((args, kwargs))}
+        for tensor in facts.written(args, kwargs):
+            maker = self.storage_of(tensor).made_by
+            if maker >= 0:
+                self.ops[maker] = replace(self.ops[maker], overwritten=True)
+        results, made = tensors_in(view.output), list[int]()
+        for tensor in results:
+            storage = storage_under(tensor)
+            if storage is not None and storage not in self._storages:
+                own = _Storage(storage.nbytes(), len(self.ops), len(made))
+                self._storages[storage] = own
+                made.append(own.size)
+        if self._clock is None:
+            cost = flops_of(view.op, args, kwargs, view.output)
+            cost = cost or sum(each.numel() for each in results)
+        else:
+            cost = self._clock.spent(view.op)
+        inputs, draws = tuple(sorted(read - {-1})), facts.draws(args)
+        op = TracedOp(str(view.op), view.index, sum(made), cost, inputs, draws=draws)
+        self.ops.append(op)
+        return None
+
+    def storage_of(self, tensor: torch.Tensor, new: _Storage | None = None) -> _Storage:
+        """Return the storage of a tensor; one that was not seen is `new`, or from before."""
+        storage = storage_under(tensor)
+        if storage is None:
+            return _Storage()
+        found: _Storage = self._storages.setdefault(storage, new or _Storage())
+        return found
+
+    def held(self, tensor: torch.Tensor) -> tuple[_Storage, int]:
+        """Return the storage of a held tensor and its key; the tape makes unknown ones."""
+        storage = storage_under(tensor)
+        if storage is None or storage in self._storages:
+            return self.storage_of(tensor), storage_key(tensor)
+        return _Storage(storage.nbytes()), storage_key(tensor)
+
+
+class _Profiled(Tape):
+    """A tape that lists what autograd saves.
+
+    Attributes:
+        saves: the values that it saved, in order.
+        storages: their storages.
+    """
+
+    def __init__(self, region: Region, calls: _Calls) -> None:
+        super().__init__(region, None)
+        self._calls = calls
+        self.saves: list[ref[Value]] = []
+        self.storages: WeakKeyDictionary[Value, _Storage] = WeakKeyDictionary()
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        saved = super()._pack(tensor)
+        if isinstance(saved, Value):  # not a wrapper, whose parts are saved one by one
+            self.saves.append(ref(saved))
+            self.storages[saved] = self._calls.storage_of(tensor)
+        return saved
+
+    def _unpack(self, saved: Any) -> torch.Tensor:
+        """Read a value for a gradient inside the forward; a replay stands for the original."""
+        tensor = super()._unpack(saved)
+        if isinstance(saved, Value):
+            self._calls.storage_of(tensor, self.storages[saved])
+        return tensor
+
+
+def _packs(tape: _Profiled, calls: _Calls) -> Iterator[TracedPack]:
+    """Yield what autograd holds, in the order in which it was saved."""
+    live = [value for value in (each() for each in tape.saves) if value is not None]
+    others: dict[int, int] = {}  # storages that the tape made, numbered from 1
+    for value in live:
+        storage = tape.storages[value]
+        call = value.made_by if value.held is None else None
+        if call is None or call.recorder is UNPACK:
+            held = value.held if call is None else call.inputs[0].held
+            size = 0 if held is None else calls.held(held)[0].size
+            yield TracedPack("", storage.made_by, storage.output, size)
+            continue
+        reads = set()
+        for each in _held_behind(call, set(live)):
+            own, key = calls.held(each)
+            if own.size and own.made_by < 0:
+                reads.add(Held(-1, others.setdefault(key, len(others) + 1), own.size))
+            elif own.size:
+                reads.add(Held(own.made_by, own.output, own.size))
+        yield TracedPack(
+            str(call.recorder.op),
+            storage.made_by,
+            storage.output,
+            storage.size,
+            tuple(sorted(reads)),
+        )
+
+
+def _held_behind(call: Call, saved: set[Value]) -> Iterator[torch.Tensor]:
+    """Yield the held tensors that a call reads, directly or through unsaved calls."""
+    seen: set[Value] = set()
+    stack = [call]
+    while stack:
+        for each in stack.pop().inputs:
+            if each in seen:
+                continue
+            seen.add(each)
+            if each.held is not None:
+                yield each.held
+            elif each not in saved and each.made_by is not None:
+                stack.append(each.made_by)

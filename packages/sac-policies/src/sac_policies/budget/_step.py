@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,39 +17,33 @@ from .._torch_compat import is_fake
 from ._agree import check_equal, largest, largest_each
 from ._measure import Interval, Marks, Moved, free_bytes, highest, storage_bytes
 from ._optimizer import check_optimizer, existing_bytes, state_bytes
-from ._run import BACKWARD
-from ._times import Spent
+from ._sizes import Budget, budget_bytes
 
 Loss = Callable[[Any], torch.Tensor]
+BACKWARD = "backward"
+"""Key of the interval from the end of forward, with the loss, until the next mark."""
 
 
-class Marked(Protocol):
-    """Divides a step at marks."""
-
-    def mark(self, key: Any) -> None:
-        """Begin an interval."""
-
-
-def check_step(where: str, model: object, loss: object) -> None:
+def check_step(model: object, loss: object) -> None:
     """Raise a `BudgetError` for a model that is no module, or a loss that cannot be called."""
     if not isinstance(model, nn.Module):
         raise BudgetError(
-            f"sac_policies.{where}: model {shown(model)} is a {type(model).__name__}, but the "
+            f"sac_policies.fit_: model {shown(model)} is a {type(model).__name__}, but the "
             "state of a module is put back after measuring. Pass an nn.Module."
         )
     if not (loss is None or callable(loss)):
         raise BudgetError(
-            f"sac_policies.{where}: loss {shown(loss)} is a {type(loss).__name__}, but it is "
+            f"sac_policies.fit_: loss {shown(loss)} is a {type(loss).__name__}, but it is "
             "called with the model's output. Pass a function to a scalar, or leave it out."
         )
 
 
-def check_order(where: str, batch: object, budget: object) -> None:
+def check_order(batch: object, budget: object) -> None:
     """Raise a `BudgetError` if budget and batch are in the wrong order."""
     if isinstance(batch, (str, float)) and not isinstance(budget, (str, int, float)):
         raise BudgetError(
-            f"sac_policies.{where}: batch is {shown(batch)} and budget is {shown(budget)}, but the "
-            f"order is model, batch, budget. Write {where}(model, batch, {batch!r})."
+            f"sac_policies.fit_: batch is {shown(batch)} and budget is {shown(budget)}, but the "
+            f"order is model, batch, budget. Write fit_(model, batch, {batch!r})."
         )
 
 
@@ -57,14 +51,12 @@ class Step:
     """One forward and backward of a model on one batch.
 
     Args:
-        where: the public function, for messages.
         model: on the device it trains on.
         batch: a tuple of its arguments, a dict of its keyword arguments, or its one argument.
         loss: from its output to a scalar; by default its own loss, else the sum of its tensors.
         optimizer: its state is in memory during each step.
 
     Attributes:
-        where: the public function, for messages.
         model: the model.
         device: of its parameters.
 
@@ -74,13 +66,12 @@ class Step:
 
     def __init__(
         self,
-        where: str,
         model: nn.Module,
         batch: Any,
         loss: Loss | None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        self.where, self.model, self._optimizer = where, model, optimizer
+        self.model, self._optimizer = model, optimizer
         self._loss = loss or self._default_loss
         self._args = batch if isinstance(batch, tuple) else ()
         self._kwargs = batch if isinstance(batch, dict) else {}
@@ -88,7 +79,7 @@ class Step:
             self._args = (batch,)
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         if optimizer is not None:
-            check_optimizer(optimizer, self.device, where=where)
+            check_optimizer(optimizer, self.device)
 
     def loss(self, call: Callable[..., Any]) -> torch.Tensor:
         """Run a forward through `call`; return the loss."""
@@ -96,7 +87,7 @@ class Step:
         torch.manual_seed(0)
         return self._loss(call(*self._args, **self._kwargs))
 
-    def run(self, call: Callable[..., Any], marks: Marked | None = None) -> None:
+    def run(self, call: Callable[..., Any], marks: Marks | None = None) -> None:
         """Run a forward through `call`, and backward; gradients are not accumulated."""
         self._clear()
         loss = self.loss(call)
@@ -134,12 +125,12 @@ class Step:
         self._settle()
         own = marks.intervals(lambda: self.run(call, marks))
         keys = [each.key for each in own]
-        check_equal(repr(keys), what="order of blocks", where=self.where)
-        most = largest_each([n for one in own for n in (one.grown, one.most, *one.moved)])
-        each = len(most) // len(own)
+        check_equal(repr(keys), what="order of blocks")
+        rows = [(one.grown, one.most, one.ns, *one.moved) for one in own]
+        numbers = iter(largest_each([number for row in rows for number in row]))
         found = [
-            Interval(key, most[at], most[at + 1], moved=Moved(*most[at + 2 : at + each]))
-            for key, at in zip(keys, range(0, len(most), each), strict=True)
+            Interval(key, grown, most, None, Moved(*moved), ns)
+            for key, grown, most, ns, *moved in zip(keys, *[numbers] * len(rows[0]), strict=True)
         ]
         at = keys.index(BACKWARD) - 1
         freed = own[at].freed
@@ -147,10 +138,6 @@ class Step:
             sizes = largest_each([freed.get(number, 0) for number in range(at)])
             found[at] = replace(found[at], freed=dict(enumerate(sizes)))
         return found
-
-    def most(self, spent: Spent) -> Spent:
-        """Return the longest time of each interval on any rank. Collective."""
-        return dict(zip(spent, largest_each(list(spent.values())), strict=True))
 
     def resident(self) -> int:
         """Return bytes of parameters, buffers, batch and state; maximum over ranks. Collective."""
@@ -164,20 +151,15 @@ class Step:
         tensors = [*self._tensors(), *(p.grad for p in self.model.parameters())]
         state = existing_bytes(self._optimizer, self.device) if self._optimizer else 0
         own = storage_bytes(tensors, device=self.device) + state
-        return -largest(-(free_bytes(self.device, where=self.where) + own))
-
-    @property
-    def is_dry(self) -> bool:
-        """Whether the step's tensors have no data."""
-        return any(is_fake(each) for each in self._tensors())
+        return -largest(-(free_bytes(self.device) + own))
 
     def check_data(self) -> None:
         """Raise a `BudgetError` for tensors without data: steps are measured."""
-        if self.is_dry:
+        if any(is_fake(each) for each in self._tensors()):
             raise BudgetError(
-                f"sac_policies.{self.where}: the model or its batch has no data (fake, or on the "
-                "meta device), but what a step takes is measured. Predict it with "
-                "step = profile_step(model, batch), step.peak_bytes(solve(step.trace, budget))."
+                "sac_policies.fit_: the model or its batch has no data (fake, or on the meta "
+                "device), but what a step takes is measured. Pass real tensors, or plan without "
+                "them: python -m sac_policies plan --help."
             )
 
     def _tensors(self) -> list[torch.Tensor]:
@@ -229,7 +211,7 @@ class Step:
         tensors = [tensor for tensor in tensors_in(out) if tensor.requires_grad]
         if not tensors:
             raise BudgetError(
-                f"sac_policies.{self.where}: the model's output has no tensor that needs a "
+                "sac_policies.fit_: the model's output has no tensor that needs a "
                 "gradient, but a step ends in backward. Pass loss=, from the output to a scalar."
             )
         return torch.stack([tensor.sum().float() for tensor in tensors]).sum()
@@ -244,3 +226,35 @@ def _put_back(
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)
+
+
+class Limit:
+    """A budget and its reserve, checked before anything runs.
+
+    Args:
+        budget: bytes, a share of the peak without checkpointing, text, or "device".
+        reserve: part that stays free: bytes, text, or a share of the budget.
+
+    Raises:
+        BudgetError: one of them is not a size.
+    """
+
+    def __init__(self, budget: Budget, reserve: Budget) -> None:
+        self._budget, self._reserve = budget, reserve
+        self._is_device = isinstance(budget, str) and budget == "device"
+        for each, what in ((0 if self._is_device else budget, "budget"), (reserve, "reserve")):
+            budget_bytes(each, total_bytes=0, what=what)
+
+    def settle(self, step: Step) -> None:
+        """Read the device's free memory, before the step runs. Collective.
+
+        Raises:
+            BudgetError: the budget is "device" on a device that does not report its free memory.
+        """
+        if self._is_device:
+            self._budget = step.available()
+
+    def allowed(self, plain_bytes: int) -> int:
+        """Return the allowed bytes, given the peak without checkpointing."""
+        whole = budget_bytes(self._budget, total_bytes=plain_bytes)
+        return max(0, whole - budget_bytes(self._reserve, total_bytes=whole, what="reserve"))

@@ -7,8 +7,6 @@ them are kept.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import Counter
 from collections.abc import Set
 from dataclasses import dataclass
@@ -149,21 +147,6 @@ class Trace:
     def is_kept(self, pack: TracedPack, saved: Set[int]) -> bool:
         """Whether a saved tensor is kept if these calls are."""
         return not pack.producer or (pack.storage in self.replayable and pack.made_by in saved)
-
-    @property
-    def slack_bytes(self) -> int:
-        """Bytes by which `fixed_bytes` plus items may exceed the bytes of a plan.
-
-        They exceed it if several values are recomputed from one tensor.
-        """
-        return self.fixed_bytes() + sum(self._weights().values()) - self.total_bytes()
-
-    @cached_property
-    def digest(self) -> str:
-        """Sixteen hexadecimal digits of operators and saved tensors, without sizes and times."""
-        names = [op.name for op in self.ops]
-        packs = [(pack.producer, *pack.storage) for pack in self.packs]
-        return hashlib.sha256(json.dumps([names, packs]).encode()).hexdigest()[:16]
 
     @cached_property
     def replayable(self) -> dict[tuple[int, int], int]:

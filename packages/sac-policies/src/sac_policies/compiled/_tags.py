@@ -8,11 +8,10 @@ trace has each operator once.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -24,7 +23,7 @@ from ..policies._names import NAME_OP
 from ..policies._operators import facts_of
 from ..policies._policies import Policy
 from ..policies._unmatched import watch_of
-from ..policies._views import Operator, OpView, RegionState, RegionSummary
+from ..policies._views import Operator, OpView, RegionSummary
 
 _Values = defaultdict[Operator, list[Any]]
 _TAGS = ("recompute", "ac_graph_id")
@@ -56,8 +55,8 @@ class TagForward(_TagMode):
     def __init__(self, policy: Policy, values: _Values) -> None:
         super().__init__(values)
         self._policy = policy
-        self._state = RegionState()
-        self._kept: set[Operator] = set()
+        self._calls: Counter[Operator] = Counter()
+        self._kept = False
         self.ac_graph_id: int | None = None
         self._outside: dict[str, Any] = {}
 
@@ -74,8 +73,7 @@ class TagForward(_TagMode):
             if tag in self._outside:
                 meta[tag] = self._outside[tag]
         if error[0] is None and traced_graph() is not None:
-            seen = RegionSummary(self._state.calls(), kept=frozenset(self._kept))
-            watch_of(self._policy).forward_traced(seen)
+            watch_of(self._policy).forward_traced(RegionSummary(self._calls, kept=self._kept))
 
     def __torch_dispatch__(
         self, op: Operator, types: Any, args: Any = (), kwargs: Any = None
@@ -101,11 +99,10 @@ class TagForward(_TagMode):
         self, op: Operator, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> CheckpointPolicy:
         label = args[1] if op is NAME_OP else None
-        index = self._state.enter(op)
-        view = OpView(op, index, out, args, kwargs, running_modules(), label, self._state)
+        view = OpView(op, self._calls[op], out, args, kwargs, running_modules(), label)
+        self._calls[op] += 1
         decision = self._policy.decide(view)
-        if decision is not None and decision.keeps:
-            self._kept.add(op)
+        self._kept |= decision is Decision.SAVE
         if decision is Decision.OFFLOAD:
             raise EngineError(
                 f"sac_policies.checkpoint: policy offloads operator {op} "
@@ -120,7 +117,7 @@ class TagRecompute(_TagMode):
 
     def __init__(self, values: _Values) -> None:
         super().__init__(values)
-        self._next: dict[Operator, int] = {}
+        self._calls: Counter[Operator] = Counter()
 
     def __torch_dispatch__(
         self, op: Operator, types: Any, args: Any = (), kwargs: Any = None
@@ -128,16 +125,15 @@ class TagRecompute(_TagMode):
         """Return the traced value of this call."""
         if facts_of(op).bookkeeping:
             return op(*args, **(kwargs or {}))
-        index = self._next.get(op, 0)
-        self._next[op] = index + 1
+        index = self._calls[op]
+        self._calls[op] += 1
         if index < len(self.values[op]):
             return self.values[op][index]
         return op(*args, **(kwargs or {}))
 
 
-def tags(policy: Policy, *, root: nn.Module | None = None) -> tuple[TagForward, TagRecompute]:
+def tags(policy: Policy) -> tuple[TagForward, TagRecompute]:
     """Return the two modes of one traced region."""
-    del root
     values: _Values = defaultdict(list)
     return TagForward(policy, values), TagRecompute(values)
 

@@ -18,11 +18,11 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from .._torch_compat._dispatch import HOOKS_PASSED_BY
 from .._torch_compat._module_calls import called_at
+from ..policies._functions import is_selective, selective
 from ..policies._modules import ModulePath
 from ..policies._names import NAME_OP
 from ..policies._policies import Policy
-from ..policies._selective import is_selective, selective
-from ..policies._views import OpView, RegionState
+from ..policies._views import OpView
 from ._parted import parted
 
 
@@ -111,5 +111,5 @@ def _run(
 def _keeps_all(region: Region) -> bool:
     """Whether the policy also keeps operators that it does not name."""
     module = "" if region.path is None else region.path.now
-    answer = region.policy.decide(OpView(NAME_OP, 0, None, (), {}, module, None, RegionState()))
+    answer = region.policy.decide(OpView(NAME_OP, 0, module=module))
     return answer is not None and answer.keeps

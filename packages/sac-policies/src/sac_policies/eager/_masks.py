@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from .._torch_compat import FAKE_TENSOR
+
 LEAST_ELEMENTS = 1024
 """Smaller masks are held as they are."""
 
@@ -25,7 +27,7 @@ class _Unpack:
 def takes(tensor: Any) -> bool:
     """Whether a tensor is stored as bits: it is large and contiguous."""
     return (
-        type(tensor) is torch.Tensor
+        type(tensor) in (torch.Tensor, FAKE_TENSOR)
         and tensor.numel() >= LEAST_ELEMENTS
         and (tensor.is_contiguous() or _is_dense(tensor))
     )

@@ -100,7 +100,7 @@ class Recorder:
         facts: facts from its schema.
         run: runs one call.
         answer: the policy's constant answer.
-        asks: whether the policy is called after each call, or counts calls.
+        asks: whether each call is counted, and the policy is called after it.
         shares: whether its results share memory with its first argument.
         why: reason why its results are held although the policy does not keep them.
     """
@@ -129,7 +129,7 @@ class Recorder:
         if self.facts.is_view and self.answer is not DEPENDS:
             self.answer = None  # a view costs nothing to recompute
         is_told = self.answer in (DEPENDS, Decision.OFFLOAD)
-        self.asks = not self.facts.bookkeeping and (is_told or policy.counts(op))
+        self.asks = not self.facts.bookkeeping and is_told
         schema = getattr(op, "_schema", None)
         self.is_aten = schema is not None and op.namespace in ("aten", "prims")
         self._short = "" if schema is None else schema.name.partition("::")[2]

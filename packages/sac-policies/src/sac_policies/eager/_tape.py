@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 from weakref import WeakSet, ref
@@ -31,11 +31,11 @@ from .._torch_compat import (
 from .._torch_compat._dispatch import LETS_COMPILE, is_wrapper, no_dispatch, unseen_alias
 from .._torch_compat._module_calls import compiled_in
 from ..policies._decisions import Decision
-from ..policies._modules import ModulePath, named_root
+from ..policies._modules import ModulePath
 from ..policies._names import NAME_OP, listening
 from ..policies._policies import DEPENDS, Policy
 from ..policies._unmatched import Watch
-from ..policies._views import Operator, OpView, RegionState, RegionSummary
+from ..policies._views import Operator, OpView, RegionSummary
 from ._aliasing import UNVERSIONED, copy_of, storage_of, tensors_among, version_of
 from ._compiled_calls import follow_compiled
 from ._fsdp import Ranges
@@ -56,10 +56,11 @@ class Region:
         policy: the policy of the region.
         table: the recorders of the policy.
         watch: names and operators of the policy's regions so far.
-        state: call counts of operators.
+        calls: number of calls of each operator that the policy is asked about, by `id`, because
+            hashing an operator runs Python.
         checks: whether replays are compared with the bits of the forward.
         labels: names given to tensors.
-        kept: operators of which the policy kept a result.
+        kept: whether the policy kept a value by an answer to one call.
         inside: operators of nested regions.
         path: the running module, if the policy reads modules.
         compiled: the compiled modules below the root.
@@ -76,11 +77,11 @@ class Region:
         observer: Observed | None = None,
     ) -> None:
         self.policy, self.table, self.watch, self.checks = policy, table, watch, checks
-        self.state = RegionState()
+        self.calls: dict[Any, int] = {}
         self.labels: set[str] = set()
-        self.kept: set[Operator] = set()
+        self.kept = False
         self.inside: set[Operator] = set()
-        self.path = ModulePath(named_root(root)) if policy.reads_modules else None
+        self.path = ModulePath(root) if policy.reads_modules else None
         # Up to torch 2.9 compiled code runs eagerly under a dispatch mode.
         self.compiled = compiled_in(root) if LETS_COMPILE and root is not None else []
         self.observer = observer
@@ -96,7 +97,7 @@ class Region:
     ) -> OpView:
         """Return one call as the policy sees it."""
         module = "" if self.path is None else self.path.now
-        return OpView(op, index, out, args, kwargs, module, label, self.state)
+        return OpView(op, index, out, args, kwargs, module, label)
 
     def follow(self, until: ExitStack, named: Callable[[torch.Tensor, str], None]) -> None:
         """Follow compiled modules, and modules and names if the policy reads them."""
@@ -109,11 +110,9 @@ class Region:
 
     def seen(self) -> RegionSummary:
         """Summarize the region, to find entries of the policy that match nothing."""
-        recorders = self.table.recorders
-        calls = {**dict.fromkeys((*recorders, *self.inside), 0), **self.state.calls()}
-        kept = self.kept | {op for op, each in recorders.items() if each.keeps}
+        calls = {op: self.calls.get(id(op), 0) for op in (*self.inside, *self.table.recorders)}
         paths = frozenset() if self.path is None else self.path.known
-        return RegionSummary(calls, frozenset(self.labels), paths, frozenset(kept))
+        return RegionSummary(calls, frozenset(self.labels), paths, self.kept)
 
 
 class _Flattened:
@@ -284,7 +283,8 @@ class Tape(TorchDispatchMode):
         """Hold a mask as bits."""
         if not takes(mask):
             return
-        with no_dispatch():
+        # Hidden from its mode, a fake tensor would be one of the meta device.
+        with nullcontext() if is_fake(mask) else no_dispatch():
             bits = packed(mask)
         if self.region.observer is not None:
             self.region.observer.replaced(bits, mask)
@@ -351,9 +351,11 @@ class Tape(TorchDispatchMode):
     ) -> bool:
         """Count a call, and return whether the policy keeps its result."""
         region, op = self.region, recorder.op
-        is_compiled = isinstance(op, torch._ops.HigherOrderOperator) and args
-        key = (op, args[0]) if is_compiled and not isinstance(args[0], torch.Tensor) else op
-        index = region.state.enter(key)
+        key: Any = id(op)
+        if isinstance(op, torch._ops.HigherOrderOperator) and args:
+            key = key if isinstance(args[0], torch.Tensor) else (op, args[0])
+        index = region.calls.get(key, 0)
+        region.calls[key] = index + 1
         answer = recorder.answer
         if answer is DEPENDS:
             answer = region.policy.decide(region.view(op, index, out, args, kwargs))
@@ -361,7 +363,7 @@ class Tape(TorchDispatchMode):
             region.observer.called(recorder, index, out)
         if answer is None or not answer.keeps or recorder.facts.is_view:
             return False
-        region.kept.add(op)
+        region.kept = True
         if answer is Decision.OFFLOAD and not recorder.shares:
             for each in tensors_among((out,)):
                 self._marked[id(each)] = ref(each)
@@ -431,7 +433,8 @@ class Tape(TorchDispatchMode):
         """Hold a named tensor, if the policy keeps it."""
         region = self.region
         region.labels.add(label)
-        index = region.state.enter(NAME_OP)
+        index = region.calls.get(id(NAME_OP), 0)
+        region.calls[id(NAME_OP)] = index + 1
         view = region.view(NAME_OP, index, tensor, (tensor, label), {}, label)
         answer = region.policy.decide(view)
         if region.observer is not None:
@@ -439,7 +442,6 @@ class Tape(TorchDispatchMode):
             region.observer.called(region.table.recorders[NAME_OP], index, tensor)
         if answer is None or not answer.keeps:
             return
-        region.kept.add(NAME_OP)
         for each in map(self._whole, parts_of(tensor)):
             value = self.value_of(each)
             self._keep(value, each)

@@ -18,7 +18,7 @@ from torch import nn
 
 from .._errors import BudgetError
 from .._tensors import tensors_in
-from .._torch_compat._module_calls import called_at
+from .._torch_compat._module_calls import call_replaced, called_at
 
 _PLAIN = (bool, int, float, str, type(None))
 _REAL = 2
@@ -47,7 +47,7 @@ class Blocks:
         with ExitStack() as stack:
             for number in self.like:
                 call = partial(_stand_in, self.outputs[number])
-                stack.enter_context(_replaced(self.modules[number], call))
+                stack.enter_context(call_replaced(self.modules[number], call))
             yield
 
 
@@ -78,7 +78,7 @@ def find_blocks(candidates: Sequence[nn.Module], run: Callable[[], object]) -> B
             number = kinds[type(block)]
             kinds[type(block)] += 1
             forward = getattr(block, called_at(block))
-            stack.enter_context(_replaced(block, partial(call, block, number, forward)))
+            stack.enter_context(call_replaced(block, partial(call, block, number, forward)))
         run()
     times = Counter(block for block, *_ in calls)
     once = [each for each in calls if times[each[0]] == 1]
@@ -96,21 +96,6 @@ def find_blocks(candidates: Sequence[nn.Module], run: Callable[[], object]) -> B
             found.like[number] = numbers[_REAL - 1]
             found.outputs[number] = outputs[key]
     return found
-
-
-@contextmanager
-def _replaced(block: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
-    """Replace a block's forward by a function."""
-    place = called_at(block)
-    before = vars(block).get(place)
-    setattr(block, place, call)
-    try:
-        yield
-    finally:
-        if before is None:
-            delattr(block, place)
-        else:
-            setattr(block, place, before)
 
 
 def _facts(block: nn.Module, number: int) -> Hashable:

@@ -26,10 +26,10 @@ from ..budget._link import Link
 from ..budget._profile import profile
 from ..budget._repeating import repeating
 from ..eager._parted import parted
-from ..policies._builders import recompute_all
 from ..policies._decisions import Decision
 from ..policies._plans import Plan
 from ..policies._policies import Policy
+from ..policies._rules import recompute_all
 from ._alike import Blocks, find_blocks
 from ._devices import Device
 from ._mixture import SLICES, Measured, Step, offloaded

@@ -16,18 +16,14 @@ class Group:
     """A named set of operators.
 
     Attributes:
-        entry: the group's name in policies and JSON, with a leading "@".
+        entry: the group's name in policies and messages, with a leading "@".
         why: what its members have in common.
         reasons: (operator name, overload or packet; why it is listed).
-        parts: operators that run instead of a member if torch has no kernel for the inputs.
-        instead: a sentence that says what to write in that case.
     """
 
     entry: str
     why: str
     reasons: tuple[tuple[str, str], ...]
-    parts: tuple[str, ...] = ()
-    instead: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -92,11 +88,6 @@ ATTENTION = Group(
         ("xformers_flash.flash_fwd", "xformers' copy of flash attention"),
         ("xformers.efficient_attention_forward_cutlass", "xformers' CUTLASS kernel"),
     ),
-    parts=("aten._safe_softmax", "aten._softmax", "aten.bmm", "aten.baddbmm"),
-    instead=(
-        "save_every_nth('aten.bmm', n=2, phase=1) keeps the second product of each, which is what "
-        "attention returns; save_ops('aten.bmm') keeps the scores too."
-    ),
 )
 
 CONVOLUTIONS = Group(
@@ -145,34 +136,11 @@ QUANTISED = Group(
     ),
 )
 
-RANDOM = Group(
-    "@random",
-    "Keeping one saves the generator state that replaying it needs.",
-    (
-        ("aten.native_dropout", "dropout on CUDA: keeps value and mask"),
-        ("aten.bernoulli", "dropout masks on CPU"),
-        ("aten.bernoulli_", "dropout masks on CPU, in place"),
-        ("aten.rand", "uniform numbers"),
-        ("aten.rand_like", "uniform numbers"),
-        ("aten.randn", "normal numbers"),
-        ("aten.randn_like", "normal numbers"),
-        ("aten.randint", "random integers"),
-        ("aten.randperm", "random orders"),
-        ("aten.multinomial", "samples of a distribution"),
-        ("aten.normal", "normal numbers"),
-        ("aten.normal_", "normal numbers, in place"),
-        ("aten.uniform_", "uniform numbers, in place"),
-        ("aten.exponential_", "Gumbel noise of routers"),
-        ("aten.rrelu_with_noise", "random slopes"),
-        ("prims.inductor_random", "random numbers of compiled code"),
-    ),
-)
-
-CATALOGUE = (MATMULS, MATMULS_2D, ATTENTION, CONVOLUTIONS, COLLECTIVES, QUANTISED, RANDOM)
+CATALOGUE = (MATMULS, MATMULS_2D, ATTENTION, CONVOLUTIONS, COLLECTIVES, QUANTISED)
 _BY_ENTRY = {group.entry: group for group in CATALOGUE}
 
 
-def group_named(entry: str, *, where: str) -> Group:
+def group_named(entry: str, *, where: str = "checkpoint") -> Group:
     """Return the group with a "@name".
 
     Raises:
@@ -181,7 +149,6 @@ def group_named(entry: str, *, where: str) -> Group:
     if entry not in _BY_ENTRY:
         raise PolicyError(
             f"sac_policies.{where}: group {shown(entry)} is unknown, but a leading '@' names a "
-            "group "
-            f"of the catalogue. Use one of {', '.join(_BY_ENTRY)}."
+            f"group of the catalogue. Use one of {', '.join(_BY_ENTRY)}."
         )
     return _BY_ENTRY[entry]

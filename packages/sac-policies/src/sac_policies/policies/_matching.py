@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from fnmatch import translate
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -63,56 +64,37 @@ def entry_of(given: OpEntry, *, where: str) -> str:
     return text
 
 
-class Matcher:
-    """Returns whether a list of entries names an operator; each operator is checked once.
+@lru_cache(maxsize=4096)
+def is_named(entries: tuple[str, ...], op: Operator) -> bool:
+    """Whether one of the entries names an operator.
 
     Example:
-        >>> Matcher(("aten.mm", "aten.sin*"))(torch.ops.aten.mm.default)
+        >>> is_named(("aten.mm", "aten.sin*"), torch.ops.aten.mm.default)
         True
     """
-
-    def __init__(self, entries: tuple[str, ...]) -> None:
-        self._names, self._globs = _plain_and_globs(entries)
-        self._found: dict[Operator, bool] = {}
-
-    def __call__(self, op: Operator) -> bool:
-        """Whether one of the entries names `op`."""
-        found = self._found.get(op)
-        if found is None:
-            found = self._found[op] = self._look_up(names_of(op))
-        return found
-
-    def _look_up(self, names: tuple[str, str]) -> bool:
-        if not self._names.isdisjoint(names):
-            return True
-        return any(glob(name) for glob in self._globs for name in names)
+    return any(map(_pattern(entries), names_of(op)))
 
 
 def unmatched_entries(entries: tuple[str, ...], ops: Iterable[Operator]) -> tuple[str, ...]:
-    """List the entries that name none of `ops`.
+    """Return all entries if none names one of `ops`.
+
+    Lists are often written for several models and devices, so one matching entry is enough.
 
     Example:
         >>> unmatched_entries(("aten.mm", "aten.s*"), [torch.ops.aten.sin.default])
-        ('aten.mm',)
+        ()
     """
-    ran = {name for op in ops for name in names_of(op)}
-
-    def is_met(entry: str) -> bool:
-        names, globs = _plain_and_globs((entry,))
-        return not names.isdisjoint(ran) or any(glob(name) for glob in globs for name in ran)
-
-    return tuple(entry for entry in entries if not is_met(entry))
+    return () if any(is_named(entries, op) for op in ops) else entries
 
 
-def _plain_and_globs(entries: tuple[str, ...]) -> tuple[frozenset[str], list[Any]]:
-    """Split entries, with groups expanded, into names and compiled globs."""
-    groups = (
-        group_named(each, where="matches").names if each.startswith("@") else (each,)
-        for each in entries
+@lru_cache(maxsize=256)
+def _pattern(entries: tuple[str, ...]) -> Callable[[str], Any]:
+    names = (
+        name
+        for entry in entries
+        for name in (group_named(entry).names if entry.startswith("@") else (entry,))
     )
-    every = {name for names in groups for name in names}
-    globs = {name for name in every if not _GLOB.isdisjoint(name)}
-    return frozenset(every - globs), [re.compile(translate(glob)).match for glob in sorted(globs)]
+    return re.compile("|".join(map(translate, names))).match
 
 
 def names_of(op: Operator) -> tuple[str, str]:

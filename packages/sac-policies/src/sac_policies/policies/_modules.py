@@ -18,12 +18,11 @@ from .._errors import PolicyError
 
 def root_of(function: object) -> nn.Module | None:
     """Return the module if `function` is one, is a method of one, or a partial of those."""
-    if isinstance(function, nn.Module):
-        return function
-    if isinstance(function, functools.partial):
-        return root_of(function.func)
-    owner = getattr(function, "__self__", function)
-    return owner if isinstance(owner, nn.Module) else None
+    while isinstance(function, functools.partial):
+        function = function.func
+    if not isinstance(function, nn.Module):
+        function = getattr(function, "__self__", None)
+    return function if isinstance(function, nn.Module) else None
 
 
 class ModulePath:
@@ -33,7 +32,13 @@ class ModulePath:
         known: every path below `root`.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module | None) -> None:
+        if root is None:
+            raise PolicyError(
+                "sac_policies.checkpoint: policy names modules, whose paths begin at a module, but "
+                "the function is neither a module nor a module's method. Checkpoint the module "
+                "itself."
+            )
         self._names = {id(module): path for path, module in root.named_modules()}
         self._running = [""]
         self.known = frozenset(self._names.values())
@@ -71,17 +76,3 @@ class ModulePath:
     def _stop(self, module: nn.Module, args: Any, output: Any) -> None:
         del module, args, output
         self._running.pop()
-
-
-def named_root(root: nn.Module | None) -> nn.Module:
-    """Return the module that paths are relative to.
-
-    Raises:
-        PolicyError: there is no such module.
-    """
-    if root is None:
-        raise PolicyError(
-            "sac_policies.checkpoint: policy names modules, whose paths begin at a module, but "
-            "the function is neither a module nor a module's method. Checkpoint the module itself."
-        )
-    return root

@@ -12,32 +12,19 @@ from ._views import Operator
 
 # These move memory of FSDP, not of the region: FSDP gathers and frees parameters inside a region,
 # in the forward but not always in the recomputation (pytorch#185178).
-_NOT_OURS = frozenset({"c10d", "fsdp"})
-# Checkpointing itself runs a different number of these in forward and recomputation.
-_ALIASES = frozenset({"aten.detach.default", "aten.lift_fresh.default"})
-_GEOMETRY = frozenset(
+_NOT_OURS = frozenset({"c10d", "fsdp", "prim"})
+# Checkpointing runs other numbers of the first two in forward and recomputation; a nested tensor
+# is asked for its geometry by the others.
+_BOOKKEEPING = frozenset(
     f"aten.{name}.default"
     for name in (
+        "detach",
+        "lift_fresh",
         "_nested_tensor_size",
         "_nested_tensor_strides",
         "_nested_tensor_storage_offsets",
-        "sym_size",
-        "sym_stride",
-        "sym_numel",
-        "sym_storage_offset",
-        "size",
-        "stride",
-        "numel",
-        "storage_offset",
-        "dim",
-        "is_contiguous",
-        "sym_is_contiguous",
-        "is_non_overlapping_and_dense",
-        "is_strides_like_format",
     )
 )
-"""What is asked of a tensor that keeps its geometry elsewhere: a nested one, or a subclass."""
-
 BATCH_NORMS = frozenset(
     getattr(torch.ops.aten, name).default
     for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
@@ -123,10 +110,4 @@ def facts_of(op: Operator) -> Facts:
 
 def _is_bookkeeping(op: Operator, schema: Any) -> bool:
     returns_tensor = any("Tensor" in str(result.type) for result in schema.returns)
-    return (
-        not returns_tensor or op.namespace in _NOT_OURS or str(op) in _ALIASES or _is_geometry(op)
-    )
-
-
-def _is_geometry(op: Operator) -> bool:
-    return op.namespace == "prim" or str(op) in _GEOMETRY
+    return not returns_tensor or op.namespace in _NOT_OURS or str(op) in _BOOKKEEPING

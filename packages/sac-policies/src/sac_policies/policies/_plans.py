@@ -1,17 +1,15 @@
-"""A policy with a decision for each listed operator call, as solvers return it."""
+"""Plans: policies with a decision for each listed operator call, as a solver returns them."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
 from .._errors import PolicyError, shown
-from ._decisions import Decision
-from ._policies import DEPENDS, Answer, Constant, Policy
+from ._decisions import Answer, Decision
+from ._policies import DEPENDS, Constant, Policy
 from ._views import Operator, OpView, RegionSummary
 
 Call = tuple[str, int]
@@ -31,60 +29,81 @@ class Plan(Policy):
 
     choices: tuple[tuple[Call, Decision], ...]
 
-    def __post_init__(self) -> None:
-        seen: set[Call] = set()
-        for row in self.choices:
-            reason = _wrong(row, seen)
-            if reason:
-                raise PolicyError(f"sac_policies.save_by_index: {reason}")
-            seen.add(row[0])
-
     def decide(self, view: OpView) -> Answer:
         """Look the call up."""
         return self._by_call.get((str(view.op), view.index))
 
     def constant(self, op: Operator) -> Constant:
         """Return no answer for operators that are not listed."""
-        return DEPENDS if str(op) in self._named else None
-
-    def counts(self, op: Operator) -> bool:
-        """Whether a call of `op` is listed."""
-        return str(op) in self._named
+        name = str(op)
+        return DEPENDS if any(call[0] == name for call, _ in self.choices) else None
 
     @property
     def offloads(self) -> bool:
         """Whether a call is offloaded."""
-        return Decision.OFFLOAD in self._by_call.values()
+        return any(choice is Decision.OFFLOAD for _, choice in self.choices)
 
     def unmatched(self, seen: RegionSummary) -> tuple[str, ...]:
         """Return listed calls that the region did not have."""
         calls = {str(op): count for op, count in seen.ops.items()}
         return tuple(
-            f"{name}[{index}]" for (name, index), _ in self.choices if index >= calls.get(name, 0)
+            f"{name}[{index}]"
+            for (name, index), _ in self.choices
+            if name not in calls or index >= calls[name] > 0
         )
 
     def __repr__(self) -> str:
         """Format briefly, since a plan lists every call of a region."""
-        return f"{type(self).__name__}(digest={self.digest!r}, {len(self.choices)} calls)"
-
-    @cached_property
-    def digest(self) -> str:
-        """Sixteen hexadecimal digits; equal on every rank that holds the same plan.
-
-        Example:
-            >>> save_by_index({("aten.mm.default", 0): Decision.SAVE}).digest
-            '2dfdf749e6687ba5'
-        """
-        rows = [[name, index, choice.value] for (name, index), choice in self.choices]
-        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
+        return f"{type(self).__name__}({len(self.choices)} calls)"
 
     @cached_property
     def _by_call(self) -> dict[Call, Decision]:
         return dict(self.choices)
 
-    @cached_property
-    def _named(self) -> frozenset[str]:
-        return frozenset(name for (name, _), _ in self.choices)
+
+@dataclass(frozen=True, repr=False)
+class BudgetPlan(Plan):
+    """Decisions for a budget.
+
+    Attributes:
+        kept_bytes: bytes kept between forward and backward; at most the budget.
+        recompute_cost: work that backward repeats, in `unit`.
+        unit: "ns" or "flops".
+    """
+
+    kept_bytes: int
+    recompute_cost: int
+    unit: Unit
+
+
+@dataclass(frozen=True)
+class Infeasible:
+    """A solver's result if nothing fits: false, with the smallest budget.
+
+    Attributes:
+        budget_bytes: the requested budget.
+        smallest_bytes: the smallest budget that has a plan.
+        how: levels that need `smallest_bytes`; "" for a plan of the solver.
+        helps: further options, with bytes; "" if only the budget is known.
+    """
+
+    budget_bytes: int
+    smallest_bytes: int
+    how: str = ""
+    helps: str = ""
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __str__(self) -> str:
+        """Describe the missing bytes and the smallest budget."""
+        short = self.smallest_bytes - self.budget_bytes
+        how = self.how and f" ({self.how})"
+        helps = self.helps or "divide the batch, or offload or shard what is left"
+        return (
+            f"nothing fits {self.budget_bytes:,} bytes: {self.smallest_bytes:,} are needed{how}, "
+            f"{short:,} more. Raise the budget, or save memory: {helps}"
+        )
 
 
 def save_by_index(decisions: Mapping[Call, Decision] | Iterable[tuple[Call, Decision]]) -> Plan:
@@ -107,36 +126,27 @@ def save_by_index(decisions: Mapping[Call, Decision] | Iterable[tuple[Call, Deci
             f"{type(decisions).__name__}, but a mapping of calls to decisions, or pairs of them, "
             "is needed. Write {('aten.mm.default', 0): Decision.SAVE}."
         )
-    plan = Plan(tuple(rows))
-    return Plan(tuple(sorted(plan.choices, key=lambda row: row[0])))
+    found: dict[Call, Decision] = {}
+    for row in rows:
+        if not _is_row(row):
+            raise PolicyError(
+                f"sac_policies.save_by_index: row {shown(row)} decides no call, but a row is "
+                "(operator name, number from 0) and a Decision. "
+                "Write (('aten.mm.default', 0), Decision.SAVE)."
+            )
+        call, choice = row
+        if call in found:
+            raise PolicyError(
+                f"sac_policies.save_by_index: call {shown(call)} is listed twice, but one call has "
+                "one decision. Remove one of the two."
+            )
+        found[call] = choice
+    return Plan(tuple(sorted(found.items(), key=lambda row: row[0])))
 
 
-def _wrong(row: Any, seen: set[Call]) -> str:
-    """Return why a row is not a decision for a call; "" if it is."""
-    if not (isinstance(row, (tuple, list)) and len(row) == 2):
-        return (
-            f"row {shown(row)} is a {type(row).__name__}, but a row is a call and its decision. "
-            "Write (('aten.mm.default', 0), Decision.SAVE)."
-        )
-    call, choice = row
-    if not (isinstance(call, tuple) and [type(each) for each in call] == [str, int]):
-        return (
-            f"call {shown(call)} is not a call, but a call is (operator name, number). "
-            "Write ('aten.mm.default', 0)."
-        )
-    if call[1] < 0:
-        return (
-            f"call {shown(call)} has a negative number, but calls count from 0. "
-            "Number them in forward order."
-        )
-    if not isinstance(choice, Decision):
-        return (
-            f"call {shown(call)} maps to {shown(choice)}, but only a Decision is one. "
-            "Use Decision.SAVE."
-        )
-    if call in seen:
-        return (
-            f"call {shown(call)} is listed twice, but one call has one decision. "
-            "Remove one of the two."
-        )
-    return ""
+def _is_row(row: Any) -> bool:
+    if not (isinstance(row, (tuple, list)) and len(row) == 2 and isinstance(row[1], Decision)):
+        return False
+    call = row[0]
+    is_call = isinstance(call, tuple) and [type(each) for each in call] == [str, int]
+    return is_call and call[1] >= 0

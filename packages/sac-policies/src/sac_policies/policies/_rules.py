@@ -1,21 +1,19 @@
-"""The built-in rules. Each refuses invalid values; `_builders.py` has the public functions."""
+"""The built-in rules, each after the public function that makes it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cached_property, lru_cache
+from functools import lru_cache
+from typing import Any
 
 from .._errors import PolicyError, shown
-from .._frames import user_line
-from ._catalogue import group_named
-from ._checked import check_texts, is_count
-from ._decisions import Decision
+from ._decisions import Answer, Decision
 from ._flops import flops_of
-from ._matching import Matcher, unmatched_entries
+from ._matching import OpEntry, entry_of, is_named, unmatched_entries
 from ._names import NAME_OP
-from ._policies import DEPENDS, Answer, Constant, Policy
-from ._views import Operator, OpView, RegionSummary, Unmatched, runs_of
+from ._policies import DEPENDS, OFFLOADED, Constant, Policy, Replaced, check_policy
+from ._views import Missing, Operator, OpView, RegionSummary, runs_of
 
 
 @dataclass(frozen=True)
@@ -33,132 +31,142 @@ class Always(Policy):
         return self.answer
 
 
-RECOMPUTE_ALL = Always(Decision.RECOMPUTE)
-"""Keeps nothing."""
+SAVE_ALL, RECOMPUTE_ALL = Always(Decision.SAVE), Always(Decision.RECOMPUTE)
+
+
+def save_all() -> Policy:
+    """Save the output of every operator."""
+    return SAVE_ALL
+
+
+def recompute_all() -> Policy:
+    """Recompute everything: full checkpointing."""
+    return RECOMPUTE_ALL
 
 
 @dataclass(frozen=True)
-class _Entries(Policy):
-    """Base of rules that name operators."""
-
-    entries: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        check_texts(self.entries, "operator", where=self._builder)
-        for entry in self.entries:
-            if entry.startswith("@"):
-                group_named(entry, where=self._builder)
-
-    @property
-    def _builder(self) -> str:
-        """The public function that makes the rule."""
-        return "save_every_nth"
-
-    @cached_property
-    def _names(self) -> Matcher:
-        return Matcher(self.entries)
-
-    def unmatched(self, seen: RegionSummary) -> tuple[str, ...]:
-        """Return all entries if none names an operator of the region.
-
-        Lists are often written for several models and devices, so one matching entry is enough.
-        """
-        found = unmatched_entries(self.entries, map(_plain, seen.ops))
-        return found if len(found) == len(self.entries) else ()
-
-
-@dataclass(frozen=True)
-class OpRule(_Entries):
+class OpRule(Policy):
     """One decision for every call of the named operators."""
 
+    entries: tuple[str, ...]
     answer: Decision
-
-    @property
-    def _builder(self) -> str:
-        return _BUILDERS[self.answer]
 
     def decide(self, view: OpView) -> Answer:
         """Return the decision for the named operators."""
-        return self.answer if self._names(view.op) else None
+        return self.answer if is_named(self.entries, view.op) else None
 
     def constant(self, op: Operator) -> Constant:
         """Return the same as `decide`: it reads only the operator."""
-        return self.answer if self._names(op) else None
+        return self.answer if is_named(self.entries, op) else None
 
     @property
     def offloads(self) -> bool:
         """Whether the decision is OFFLOAD."""
         return self.answer is Decision.OFFLOAD
 
+    def unmatched(self, seen: RegionSummary) -> tuple[str, ...]:
+        """Return all entries if none names an operator of the region."""
+        return unmatched_entries(self.entries, seen.ops)
 
-_BUILDERS = {
-    Decision.SAVE: "save_ops",
-    Decision.OFFLOAD: "offload",
-    Decision.RECOMPUTE: "recompute_ops",
-}
+
+def save_ops(*ops: OpEntry) -> Policy:
+    """Save every output of the named operators.
+
+    Args:
+        ops: overloads, packets, names ("aten.mm", "ns::op"), globs or catalogue groups.
+
+    Raises:
+        PolicyError: no entry, or a name without wildcard that no operator has.
+
+    Example:
+        >>> save_ops("aten.mm", "aten._scaled_dot_product_*").entries
+        ('aten.mm', 'aten._scaled_dot_product_*')
+    """
+    return OpRule(_entries(ops, "save_ops"), Decision.SAVE)
+
+
+def recompute_ops(*ops: OpEntry) -> Policy:
+    """Recompute every output of the named operators, unless an earlier rule decides.
+
+    Example:
+        >>> recompute_ops("aten.max").answer.value
+        'recompute'
+    """
+    return OpRule(_entries(ops, "recompute_ops"), Decision.RECOMPUTE)
+
+
+def offload(*what: OpEntry | Policy) -> Policy:
+    """Keep results of these operators, or the values that a policy saves, in host memory.
+
+    Args:
+        what: operators as for `save_ops`, or one policy.
+
+    Example:
+        >>> offload("aten.mm").answer.value
+        'offload'
+        >>> policy = offload(save_by_bytes(at_least=2**20))
+    """
+    if len(what) == 1 and isinstance(what[0], Policy):
+        return Replaced(what[0], OFFLOADED)
+    return OpRule(_entries(what, "offload"), Decision.OFFLOAD)
 
 
 @dataclass(frozen=True)
-class EveryNth(_Entries):
-    """Save calls `phase`, `phase + n`, ... among all calls of the named operators together."""
+class EveryNth(Policy):
+    """Save calls `phase`, `phase + n`, ... of each named operator."""
 
+    entries: tuple[str, ...]
     n: int
     phase: int
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (is_count(self.n) and is_count(self.phase) and self.phase < self.n):
-            raise PolicyError(
-                f"sac_policies.save_every_nth: n {shown(self.n)} and phase {shown(self.phase)} "
-                "pick no call, but 0 <= phase < n in whole numbers is needed. Use n=2 for the "
-                "first of every two."
-            )
-
     def decide(self, view: OpView) -> Answer:
         """Save one call in `n`, recompute the others."""
-        if not self._names(view.op):
+        if not is_named(self.entries, view.op):
             return None
-        calls = view.region.calls().items()
-        number = sum(count for op, count in calls if self._names(_plain(op))) - 1
-        return Decision.SAVE if number % self.n == self.phase else Decision.RECOMPUTE
+        return Decision.SAVE if view.index % self.n == self.phase else Decision.RECOMPUTE
 
     def constant(self, op: Operator) -> Constant:
         """Return no answer for operators that are not named."""
-        return DEPENDS if self._names(op) else None
+        return DEPENDS if is_named(self.entries, op) else None
 
-    def counts(self, op: Operator) -> bool:
-        """Whether `op` is one of the named operators, whose calls are counted."""
-        return self._names(op)
+    def unmatched(self, seen: RegionSummary) -> tuple[str, ...]:
+        """Return all entries if none names an operator of the region."""
+        return unmatched_entries(self.entries, seen.ops)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SourceLocated(Policy):
-    """Base of rules that record their line for messages; not part of their value."""
+def save_every_nth(*ops: OpEntry, n: int, phase: int = 0) -> Policy:
+    """Save every n-th call of each named operator, counted from 0 in each forward.
 
-    line: str = field(default_factory=user_line, compare=False, repr=False)
+    Args:
+        ops: as for `save_ops`.
+        n: distance between saved calls; at least 1.
+        phase: number of the first saved call; 0 <= phase < n.
 
-    @property
-    def text(self) -> str:
-        """Its value and line."""
-        return f"{self!r} (written at {self.line})"
+    Example:
+        >>> save_every_nth("aten.mm", n=2).phase
+        0
+    """
+    if not (is_count(n) and is_count(phase) and phase < n):
+        raise PolicyError(
+            f"sac_policies.save_every_nth: n {shown(n)} and phase {shown(phase)} pick no call, but "
+            "0 <= phase < n in whole numbers is needed. Use n=2 for the first of every two."
+        )
+    return EveryNth(_entries(ops, "save_every_nth"), n, phase)
 
 
 @dataclass(frozen=True)
-class NameRule(SourceLocated):
-    """One decision for tensors with one of these names, given by `checkpoint_name`."""
+class NameRule(Policy):
+    """Save tensors with one of these names, given by `checkpoint_name`."""
 
     labels: tuple[str, ...]
-    answer: Decision
     missing_ok: bool = False
 
-    def __post_init__(self) -> None:
-        check_texts(self.labels, "name", where="save_named")
-
     def decide(self, view: OpView) -> Answer:
-        """Return the decision for the listed names and globs."""
+        """Save tensors with a listed name."""
         if view.op is not NAME_OP or view.label is None:
             return None
-        return self.answer if any(fnmatchcase(view.label, each) for each in self.labels) else None
+        is_listed = any(fnmatchcase(view.label, each) for each in self.labels)
+        return Decision.SAVE if is_listed else None
 
     def constant(self, op: Operator) -> Constant:
         """Return no answer for operators other than the one that names tensors."""
@@ -169,29 +177,38 @@ class NameRule(SourceLocated):
         """True: names decide."""
         return True
 
-    def missing(self, seen: RegionSummary) -> tuple[Unmatched, ...]:
+    def missing(self, seen: RegionSummary) -> tuple[Missing, ...]:
         """List the names that no tensor has."""
         return tuple(
-            Unmatched(each, "save_named", "tensor", self.line)
+            Missing("tensor", each)
             for each in self.labels
             if not (self.missing_ok or any(fnmatchcase(label, each) for label in seen.labels))
         )
 
 
+def save_named(*labels: str, missing_ok: bool = False) -> Policy:
+    """Save tensors with one of these names, given by `checkpoint_name`; globs are allowed.
+
+    Args:
+        labels: names, or globs over names.
+        missing_ok: accept names that no tensor has. Otherwise the first backward raises
+            `UnmatchedNameError` for a name that no region of its forward had.
+
+    Example:
+        >>> save_named("attn_*").labels
+        ('attn_*',)
+    """
+    _check_texts(labels, "name", where="save_named")
+    return NameRule(labels, missing_ok)
+
+
 @dataclass(frozen=True)
-class Scoped(SourceLocated):
+class Scoped(Policy):
     """`inner`, applied only inside modules whose path matches one of `modules`."""
 
     inner: Policy
     modules: tuple[str, ...]
     missing_ok: bool = False
-
-    def __post_init__(self) -> None:
-        check_texts(self.modules, "module path", where=self._builder)
-
-    @property
-    def _builder(self) -> str:
-        return "save_modules" if self.inner == Always(Decision.SAVE) else "scoped"
 
     def decide(self, view: OpView) -> Answer:
         """Call `inner` inside the modules; no answer outside."""
@@ -212,14 +229,46 @@ class Scoped(SourceLocated):
         """True: module paths decide."""
         return True
 
-    def missing(self, seen: RegionSummary) -> tuple[Unmatched, ...]:
+    def missing(self, seen: RegionSummary) -> tuple[Missing, ...]:
         """Return globs that match no module, and missing names of `inner`."""
         mine = (
-            Unmatched(each, self._builder, "module", self.line)
+            Missing("module", each)
             for each in self.modules
             if not (self.missing_ok or any(is_inside(path, each) for path in seen.modules))
         )
         return (*mine, *self.inner.missing(seen))
+
+
+def save_modules(*paths: str, missing_ok: bool = False) -> Policy:
+    """Save every output made inside modules whose path matches; arguments as for `scoped`.
+
+    Example:
+        >>> save_modules("attn").modules
+        ('attn',)
+    """
+    _check_texts(paths, "module path", where="save_modules")
+    return Scoped(SAVE_ALL, paths, missing_ok)
+
+
+def scoped(policy: Policy, *paths: str, missing_ok: bool = False) -> Policy:
+    """Apply `policy` only inside some modules.
+
+    Args:
+        policy: any policy.
+        paths: globs over module paths. A glob matches a run of path components: "attn"
+            matches inside "blocks.3.attn.out" and inside "attn". Paths start below the module
+            that is checkpointed.
+        missing_ok: accept paths of no module, as on ranks that hold other parts of a model.
+            Otherwise the first backward raises `UnmatchedNameError` for a path that no region
+            of its forward had.
+
+    Example:
+        >>> scoped(save_ops("aten.mm"), "attn", "blocks.0.*").modules
+        ('attn', 'blocks.0.*')
+    """
+    check_policy(policy, where="scoped")
+    _check_texts(paths, "module path", where="scoped")
+    return Scoped(policy, paths, missing_ok)
 
 
 @dataclass(frozen=True)
@@ -229,46 +278,28 @@ class SizeRule(Policy):
     at_least: int
     at_most: int | None
 
-    def __post_init__(self) -> None:
-        most = self.at_least if self.at_most is None else self.at_most
-        if not (is_count(self.at_least) and is_count(most) and self.at_least <= most):
-            raise PolicyError(
-                f"sac_policies.save_by_bytes: bounds {shown(self.at_least)} to "
-                f"{shown(self.at_most)} bytes hold no size, but 0 <= at_least <= at_most in whole "
-                "bytes is needed. Swap or drop one of them, or write parse_size('1 MiB')."
-            )
-
     def decide(self, view: OpView) -> Answer:
         """Compare the output's bytes."""
-        fits = self.at_least <= view.out_bytes and (
-            self.at_most is None or view.out_bytes <= self.at_most
+        size = view.out_bytes
+        fits = self.at_least <= size and (self.at_most is None or size <= self.at_most)
+        return Decision.SAVE if fits else None
+
+
+def save_by_bytes(*, at_least: int = 0, at_most: int | None = None) -> Policy:
+    """Save outputs of `at_least` to `at_most` bytes.
+
+    Example:
+        >>> save_by_bytes(at_most=4096).at_most
+        4096
+    """
+    most = at_least if at_most is None else at_most
+    if not (is_count(at_least) and is_count(most) and at_least <= most):
+        raise PolicyError(
+            f"sac_policies.save_by_bytes: bounds {shown(at_least)} to {shown(at_most)} bytes hold "
+            "no size, but 0 <= at_least <= at_most in whole bytes is needed. Swap or drop one of "
+            "them, or write parse_size('1 MiB')."
         )
-        return Decision.SAVE if fits else None
-
-
-@dataclass(frozen=True)
-class ShapeRule(Policy):
-    """Save outputs of one of these shapes; None matches any size."""
-
-    shapes: tuple[tuple[int | None, ...], ...]
-
-    def __post_init__(self) -> None:
-        if not self.shapes:
-            raise PolicyError(
-                "sac_policies.save_by_shape: no shape is given, but at least one is needed. "
-                "Use recompute_all() to keep nothing."
-            )
-        for shape in self.shapes:
-            if not (isinstance(shape, tuple) and all(map(_is_size, shape))):
-                raise PolicyError(
-                    f"sac_policies.save_by_shape: shape {shown(shape)} is not a shape, but a shape "
-                    "is a tuple of whole numbers and None. Write for example (None, 256)."
-                )
-
-    def decide(self, view: OpView) -> Answer:
-        """Compare the shape of every output tensor."""
-        fits = any(_fits(shape, each) for shape in self.shapes for each in view.shapes)
-        return Decision.SAVE if fits else None
+    return SizeRule(at_least, at_most)
 
 
 @dataclass(frozen=True)
@@ -277,45 +308,30 @@ class FlopRule(Policy):
 
     at_least: int
 
-    def __post_init__(self) -> None:
-        if not is_count(self.at_least):
-            raise PolicyError(
-                f"sac_policies.save_by_flops: at_least {shown(self.at_least)} is not a count, but "
-                "operators count in whole numbers from 0. Use 1 for every operator that has a "
-                "known count."
-            )
-
     def decide(self, view: OpView) -> Answer:
         """Count multiplications and additions of this call."""
         flops = flops_of(view.op, view.args, view.kwargs, view.output)
         return Decision.SAVE if flops >= self.at_least else None
 
 
-@dataclass(frozen=True)
-class Offloaded(Policy):
-    """Values that `inner` saves, kept in host memory instead."""
+def save_by_flops(*, at_least: int) -> Policy:
+    """Save outputs of operators that do `at_least` floating point operations.
 
-    inner: Policy
+    Example:
+        >>> save_by_flops(at_least=10**9).at_least
+        1000000000
+    """
+    if not is_count(at_least):
+        raise PolicyError(
+            f"sac_policies.save_by_flops: at_least {shown(at_least)} is not a count, but operators "
+            "count in whole numbers from 0. Use 1 for every operator that has a known count."
+        )
+    return FlopRule(at_least)
 
-    def decide(self, view: OpView) -> Answer:
-        """Turn SAVE into OFFLOAD."""
-        answer = self.inner.decide(view)
-        return Decision.OFFLOAD if answer is Decision.SAVE else answer
 
-    def constant(self, op: Operator) -> Constant:
-        """Turn a constant SAVE into OFFLOAD."""
-        answer = self.inner.constant(op)
-        return Decision.OFFLOAD if answer is Decision.SAVE else answer
-
-    @property
-    def parts(self) -> tuple[Policy, ...]:
-        """The inner policy."""
-        return (self.inner,)
-
-    @property
-    def offloads(self) -> bool:
-        """True: what `inner` saves is offloaded."""
-        return True
+def is_count(value: object) -> bool:
+    """Whether `value` is an int from 0 that fits in 64 bits."""
+    return type(value) is int and 0 <= value < 2**63
 
 
 @lru_cache(maxsize=4096)
@@ -329,16 +345,27 @@ def is_inside(path: str, glob: str) -> bool:
     return any(fnmatchcase(run, glob) for run in runs_of(path))
 
 
-def _plain(counted: Operator) -> Operator:
-    """Return the operator of a counted call; compiled callables are counted in pairs."""
-    return counted[0] if isinstance(counted, tuple) else counted
+def _entries(ops: tuple[Any, ...], where: str) -> tuple[str, ...]:
+    _check_given(ops, "operator", where)
+    return tuple(entry_of(each, where=where) for each in ops)
 
 
-def _is_size(given: object) -> bool:
-    return given is None or is_count(given)
+def _check_given(given: tuple[object, ...], what: str, where: str) -> None:
+    if not given:
+        raise PolicyError(
+            f"sac_policies.{where}: no {what} is given, but at least one is needed. "
+            "Use recompute_all() to keep nothing."
+        )
 
 
-def _fits(shape: tuple[int | None, ...], actual: tuple[int, ...]) -> bool:
-    if len(shape) != len(actual):
-        return False
-    return all(size is None or size == found for size, found in zip(shape, actual, strict=True))
+def _check_texts(texts: tuple[object, ...], what: str, *, where: str) -> None:
+    _check_given(texts, what, where)
+    for text in texts:
+        if not (isinstance(text, str) and text):
+            hint = "Write for example 'attn'."
+            if isinstance(text, (list, tuple, set)):
+                hint = f"Pass each as an argument of its own: {where}(*names)."
+            raise PolicyError(
+                f"sac_policies.{where}: {what} {shown(text)} is a {type(text).__name__}, but a "
+                f"{what} is text that is not empty. {hint}"
+            )

@@ -1,8 +1,7 @@
 """Reports entries of a policy that match nothing in its regions.
 
-- An operator may run for other inputs or on another device, so an entry that matches no operator
-  only gives a warning. It is given after the first forward of each module or function under the
-  policy.
+- An operator may run for other inputs or on another device, so a list of which no entry matches
+  only gives a warning, after the first forward of each module or function under the policy.
 - A module path or a tensor name that no region had when backward starts is an error, since the
   forward has ended. Modules count even if they did not run.
 - Compiled code only warns about operators, once for each set of operators: a trace does not know
@@ -22,10 +21,10 @@ from typing import Any
 
 from .._errors import UnmatchedEntryWarning, UnmatchedNameError, did_you_mean, shown
 from .._frames import user_stacklevel
-from ._catalogue import ATTENTION, CONVOLUTIONS, MATMULS, QUANTISED, Group, group_named
+from ._catalogue import ATTENTION, CONVOLUTIONS, MATMULS, QUANTISED, group_named
 from ._modules import root_of
 from ._policies import Policy
-from ._views import RegionSummary, Unmatched
+from ._views import Missing, RegionSummary, runs_of
 
 _MOST_SAID = 8
 _CALL = re.compile(r"(.+)\[\d+\]")
@@ -46,7 +45,7 @@ class Watch:
         self._known: dict[int, weakref.ref[Any]] = {}
         self._traced: set[frozenset[str]] = set()
         self.open = True
-        self.missing: tuple[Unmatched, ...] = ()
+        self.missing: tuple[Missing, ...] = ()
         self.running = 0
 
     def is_new(self, function: object) -> bool:
@@ -58,7 +57,7 @@ class Watch:
         ran = frozenset(_names(seen))
         if ran not in self._traced:
             self._traced.add(ran)
-            warn_unmatched(self._policy, seen, "")
+            self._warn(seen, "")
 
     def forward_ended(self, seen: RegionSummary, function: object) -> None:
         """Record a forward; warn after the first one of a function."""
@@ -66,30 +65,45 @@ class Watch:
             known, subject = self._known, subject_of(function)
             key = id(subject)
             known[key] = weakref.ref(subject, lambda gone: known.pop(key, None) and None)
-            warn_unmatched(self._policy, seen, name_of(function))
-        if not self.open:
-            return
-        before = self._seen
-        self._seen = RegionSummary({}, before.labels | seen.labels, before.modules | seen.modules)
-        self.missing = self._policy.missing(self._seen)
-        self.open = bool(self.missing)
+            self._warn(seen, f" {_name_of(function)!r}")
+        if self.open:
+            before = self._seen
+            self._seen = RegionSummary(
+                {}, before.labels | seen.labels, before.modules | seen.modules
+            )
+            self.missing = self._policy.missing(self._seen)
+            self.open = bool(self.missing)
 
     def error(self) -> UnmatchedNameError:
         """Make the error about the first missing name."""
-        first = self.missing[0]
-        known = first.known(self._seen)
-        if first.kind == "module":
+        kind, entry = self.missing[0]
+        if kind == "module":
+            known = {run for path in self._seen.modules for run in runs_of(path) if run}
             rule, none = "paths start below the checkpointed module", "It has no modules."
         else:
-            rule = f"forward must call checkpoint_name(tensor, {first.entry!r}) in a region"
+            known = set(self._seen.labels)
+            rule = f"forward must call checkpoint_name(tensor, {entry!r}) in a region"
             none = "No tensor was named."
-        there = _listed(sorted(known)) if known else none
+        hint = did_you_mean(entry, known, otherwise=_listed(known) if known else none)
         return UnmatchedNameError(
-            f"sac_policies.{first.rule}: {first.kind} {first.entry!r} (written at {first.line}) "
-            f"is in no region of the forward that ended, but {rule}. "
-            f"{did_you_mean(first.entry, known, otherwise=there)} If some models lack it, pass "
-            "missing_ok=True."
+            f"sac_policies.checkpoint: {kind} {entry!r} of the policy is in no region of the "
+            f"forward that ended, but {rule}. {hint} If some models lack it, pass missing_ok=True."
         )
+
+    def _warn(self, seen: RegionSummary, region: str) -> None:
+        """Warn about all entries that match nothing."""
+        entries = self._policy.unmatched(seen)
+        if entries:
+            said = ", ".join(map(shown, entries[:_MOST_SAID]))
+            more = len(entries) - _MOST_SAID
+            warnings.warn(
+                f"sac_policies.checkpoint: entries {said}{f' and {more} more' if more > 0 else ''} "
+                f"match nothing in the region{region}, but at least one entry of each list should. "
+                f"{_hint(entries[0], _names(seen))} Remove them, "
+                "or see what ran with sac_policies.report(function, *args, policy=policy).",
+                UnmatchedEntryWarning,
+                stacklevel=user_stacklevel(),
+            )
 
 
 @lru_cache
@@ -109,34 +123,12 @@ def subject_of(function: object) -> object:
     return code if isinstance(code, CodeType) else type(function)
 
 
-def name_of(function: object) -> str:
-    """Name a region in a message.
-
-    Example:
-        >>> name_of(watch_of)
-        " 'watch_of'"
-    """
+def _name_of(function: object) -> str:
     subject = subject_of(function)
     if isinstance(subject, CodeType):
-        return f" {subject.co_name!r}"
+        return subject.co_name
     kind = subject if isinstance(subject, type) else type(subject)
-    return f" {getattr(function, '__name__', kind.__name__)!r}"
-
-
-def warn_unmatched(policy: Policy, seen: RegionSummary, region: str) -> None:
-    """Warn about all entries of `policy` that match nothing in `seen`."""
-    entries = policy.unmatched(seen)
-    if entries:
-        said = ", ".join(map(shown, entries[:_MOST_SAID]))
-        more = len(entries) - _MOST_SAID
-        warnings.warn(
-            f"sac_policies.checkpoint: entries {said}{f' and {more} more' if more > 0 else ''} "
-            f"match nothing in the region{region}, but at least one entry of each list should. "
-            f"{_hint(entries[0], _names(seen))} Remove them, "
-            "or see what ran with sac_policies.report(function, *args, policy=policy).",
-            UnmatchedEntryWarning,
-            stacklevel=user_stacklevel(),
-        )
+    return str(getattr(function, "__name__", kind.__name__))
 
 
 def _names(seen: RegionSummary) -> list[str]:
@@ -146,14 +138,15 @@ def _names(seen: RegionSummary) -> list[str]:
 def _hint(entry: str, ran: list[str]) -> str:
     """Say what an entry means, and suggest one that ran."""
     if entry.startswith("@"):
-        return _group_hint(group_named(entry, where="checkpoint"), ran)
+        first, more = group_named(entry).names[:3], len(group_named(entry).names) - 3
+        return f"{entry} stands for {', '.join(first)} and {more} more. None of them ran."
     call = _CALL.fullmatch(entry)
     if call is not None:
         return f"A plan lists it: it is for a function that calls {call[1]} more often."
     if "(" in entry:
         return "Compare op with the overload."
     if "*" in entry or "?" in entry or "[" in entry:
-        return f"No operator that ran fits the glob. {_listed(sorted(set(ran)))}"
+        return f"No operator that ran fits the glob. {_listed(set(ran))}"
     twin = _twin_hint(".".join(entry.split(".")[:2]), ran)
     if twin:
         return twin
@@ -178,18 +171,5 @@ def _twin_hint(packet: str, ran: list[str]) -> str:
     return ""
 
 
-def _group_hint(group: Group, ran: list[str]) -> str:
-    names = group.names
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    covers = f"{group.entry} stands for {', '.join(names[:3])}{more}."
-    parts = [part for part in group.parts if part in ran]
-    if not parts:
-        return f"{covers} None of them ran."
-    return (
-        f"{covers} Here it ran as its parts, {' and '.join(parts)}, as it does where no kernel "
-        f"takes the inputs: {group.instead}"
-    )
-
-
-def _listed(known: list[str]) -> str:
-    return f"There are {', '.join(map(repr, known[:5]))}." if known else "There are none."
+def _listed(known: set[str]) -> str:
+    return f"There are {', '.join(map(repr, sorted(known)[:5]))}." if known else "There are none."
