@@ -135,8 +135,10 @@ def test_lerp_refuses_another_layout(mlp):
 
 def test_chunks_need_an_element(mlp):
     """A chunk of nothing is refused."""
-    with pytest.raises(fp.VectorError, match="numel is 0, but a chunk has at least one element"):
-        fp.flatten(mlp).chunks(0)
+    flat = fp.flatten(mlp)
+    for numel in (0, "big"):
+        with pytest.raises(fp.VectorError, match=f"numel is {numel!r}, but a chunk has a whole"):
+            flat.chunks(numel)
 
 
 def test_chunks_refuse_a_plan_of_other_sizes(mlp):

@@ -6,20 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from flat_param.plan import CommCount, RankBytes, TrainingPlan
+from flat_param.plan import RankBytes, TrainingPlan
 
 GIB = 2**30
 SIZES = RankBytes(
     params=GIB, grads=2 * GIB, optimizer=4 * GIB, whole_params_peak=8 * GIB, whole_grads_peak=GIB
 )
 PLAN = TrainingPlan(
-    reshard_after_forward=True,
     world_size=4,
-    replicas=2,
     numel=1_234_567,
     padding_numel=13,
     rank_bytes=SIZES,
-    collectives={"all_gather": CommCount(12, GIB // 2), "all_reduce": CommCount(1, 0)},
 )
 
 
@@ -39,15 +36,13 @@ def test_padding_is_a_part_of_all_elements(numel: int, padding: int, frac: float
 
 
 def test_text_is_a_table_of_kinds() -> None:
-    """A head, a line per kind of memory and one of their total, a line per collective."""
+    """A head, a line per kind of memory, and one of their total."""
     assert str(PLAN).splitlines() == [
-        "4 ranks x 2 copies, 1,234,567 parameters, padding 0.0011%",
+        "4 ranks, 1,234,567 parameters, padding 0.0011%",
         "  params                   1.0000 GiB",
         "  grads                    2.0000 GiB",
         "  optimizer                4.0000 GiB",
         "  whole_params_peak        8.0000 GiB",
         "  whole_grads_peak         1.0000 GiB",
         "  total                   16.0000 GiB",
-        "  all_gather             12 calls       0.5000 GiB sent",
-        "  all_reduce              1 calls       0.0000 GiB sent",
     ]

@@ -18,9 +18,7 @@ from ..buffers._dtensors import DTensorPlace
 from ..buffers._views import outer_first
 from ..comm._clip import Spread
 from ..comm._comm import Communicator
-from ..layout._boundary import boundaries_of, numel_of_block
-from ..layout._param_shard import ParamShard, keeps_dims, stays_whole
-from ..layout._shard import ShardPlan
+from ..layout._shard import ParamShard, ShardPlan
 
 if TYPE_CHECKING:
     from ._flat_shard import FlatShard
@@ -94,12 +92,6 @@ class PieceSegment:
     device: torch.device
     steps: int = 0
 
-    @cached_property
-    def held(self) -> list[dict[int, tuple[int, int]]]:
-        """`[start, stop)` of each parameter that a rank has elements of, by rank."""
-        ranks = range(self.plan.world_size)
-        return [{p.index: (p.start, p.stop) for p in self.plan.parts(rank)} for rank in ranks]
-
 
 class ParamPiece:
     """This rank's piece of a parameter. Holds no parameter, so it makes no reference cycle.
@@ -130,13 +122,13 @@ class ParamPiece:
         self.spread, self.together = spread, together
         self.plan, self.comm, self.name = segment.plan, segment.comm, shard.spec.name
         self.is_stepped = False
-        self.stays_whole = stays_whole(self.plan, index)  # one rank has all of it
+        self.stays_whole = self.plan.stays_whole(index)  # one rank has all of it
         self.is_whole = self.stays_whole and shard.numel == shard.spec.numel
         # Whether ranks have different elements of the parameter.
         self.is_cut = self.plan.world_size > 1 and shard.spec.numel > 0
         # Whether the optimizer steps the parameter only on ranks that have elements: those that
         # need full tensors would divide by zero elements elsewhere.
-        self.leaves_ranks_out = self.is_cut and keeps_dims(self.plan)
+        self.leaves_ranks_out = self.is_cut and self.plan.keeps_rows
         self.skips = self.leaves_ranks_out and not shard.numel
         # Shape of the whole parameter, before tensor parallelism too.
         self.shape = tuple(shard.spec.shape if place is None else place.shape)
@@ -156,7 +148,8 @@ class ParamPiece:
 
     def ranges(self) -> list[tuple[int, int]]:
         """The elements `[start, stop)` that each rank has."""
-        return [held.get(self.index, (0, 0)) for held in self.segment.held]
+        ranks = range(self.plan.world_size)
+        return [self.plan.held(self.index, rank) for rank in ranks]
 
     @cached_property
     def first_holder(self) -> int:
@@ -177,8 +170,7 @@ class ParamPiece:
         """Elements between two places where the parameter may be cut; 0 without such places."""
         if not self.is_cut or self.place is not None:
             return 0
-        spec, (boundary,) = self.shard.spec, boundaries_of(self.plan.boundary, [self.name])
-        return numel_of_block(spec.shape, spec.stride, boundary)
+        return self.plan.cuts[self.index].block_numel
 
     @property
     def blocks(self) -> int:

@@ -37,6 +37,7 @@ from ..comm._clip import Spread, norm_over, spread_of
 from ..comm._comm import Pending
 from ..comm._groups import CommGroups
 from ..comm._home_stream import at_home, home_stream
+from ..layout._options import reduction_dtype
 from ._guards import by_comm, groups_of
 from ._piece_tensors import as_piece
 from ._sharded_params import ShardedParams
@@ -82,7 +83,7 @@ class ShardedGrads:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the reduction."""
-        return self.owner.options.precision.reduction_dtype(self.owner.shard.dtype)
+        return reduction_dtype(self.owner.options.precision, self.owner.shard.dtype)
 
     def take(self, index: int) -> None:
         """Move one leaf's gradient into the flat gradient, or add it to an existing one."""

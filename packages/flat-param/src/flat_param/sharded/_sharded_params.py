@@ -22,8 +22,7 @@ from ..comm._clip import spread_of
 from ..comm._comm import Communicator, Pending
 from ..comm._groups import CommGroups
 from ..layout._layout import Segment
-from ..layout._options import UnitOptions
-from ..layout._param_shard import make_param_shards
+from ..layout._options import UnitOptions, compute_dtype
 from ..layout._shard import plan_shard
 from ._host_copies import HostCopy
 from ._param_piece import ParamPiece, PieceSegment
@@ -62,7 +61,8 @@ class ShardedParams:
         self.device = device
         world_size = comms.gather.world_size
         self.plan = plan_shard(segment.layout, world_size=world_size, boundary=options.boundary)
-        self.pieces = make_param_shards(self.plan, comms.gather.rank)
+        count, rank = len(segment.layout.specs), comms.gather.rank
+        self.pieces = tuple(self.plan.piece(index, rank) for index in range(count))
         self.places = tuple(place_of_dtensor(param) for param in params)
         home = torch.device("cpu") if options.cpu_offload else device
         self.shard = self._zero_shard(segment.layout.dtype, home)
@@ -111,7 +111,7 @@ class ShardedParams:
             be_piece(param, piece)
 
     def _make_full(self) -> None:
-        dtype = self.options.precision.compute_dtype(self.shard.dtype)
+        dtype = compute_dtype(self.options.precision, self.shard.dtype)
         alone = self.comms.gather.world_size == 1
         if alone and dtype == self.shard.dtype and self.shard.device == self.device:
             self.full = self.shard
