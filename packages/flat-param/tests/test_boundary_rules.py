@@ -95,7 +95,7 @@ def test_plan_for_later_takes_names() -> None:
     shapes = unit_shapes(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)), units=nn.Linear)
     even = plan_training(shapes, world_size=4)
     whole = plan_training(shapes, world_size=4, boundary=by_name({"weight": "tensor"}))
-    assert whole.rank_bytes.params > even.rank_bytes.params
+    assert whole.params > even.params
 
 
 def test_blocks_are_cut_between_them() -> None:

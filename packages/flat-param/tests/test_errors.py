@@ -24,7 +24,6 @@ def test_leaves_are_also_the_standard_errors():
     ("call", "words"),
     [
         (lambda: fp.plan.plan_layout([]), "flat_param.plan_layout: specs is empty, but"),
-        (lambda: fp.plan.plan_segments([]), "flat_param.plan_segments: specs is empty, but"),
         (
             lambda: fp.plan.plan_layout([fp.plan.ParamSpec("w", (1,), F32)], align_bytes=12),
             "align_bytes is 12, but it must be a power of two",

@@ -13,6 +13,7 @@ import flat_param
 from flat_param import Blocks
 from flat_param.plan import (
     ParamSpec,
+    TrainingPlan,
     UnitShape,
     plan_segments,
     plan_shard,
@@ -29,26 +30,25 @@ ROOT = UnitShape("", (ParamSpec("head", (6,), torch.float32),))
 def test_bytes_full_shard_are_those_of_the_buffers() -> None:
     """100 and 6 floats on 4 ranks: shards of 28 (aligned to 4) and 4 floats."""
     plan = plan_training([BLOCK, ROOT], world_size=4)
-    assert plan.rank_bytes.params == (28 + 4) * 4
-    assert plan.rank_bytes.grads == plan.rank_bytes.params
-    assert plan.rank_bytes.optimizer == 2 * (28 + 4) * 4
-    assert plan.rank_bytes.whole_params_peak == 4 * (28 + 4) * 4
-    assert plan.padding_numel == 4 * (28 + 4) - 106
+    assert plan.params == (28 + 4) * 4
+    assert plan.grads == plan.params
+    assert plan.optimizer == 2 * (28 + 4) * 4
+    assert plan.whole_params_peak == 4 * (28 + 4) * 4
 
 
 def test_mixed_precision_halves_whole_parameters() -> None:
     """Shards stay float32; full parameters are bfloat16."""
     high = plan_training([BLOCK, ROOT], world_size=4)
     low = plan_training([BLOCK, ROOT], world_size=4, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
-    assert low.rank_bytes.params == high.rank_bytes.params
-    assert 2 * low.rank_bytes.whole_params_peak == high.rank_bytes.whole_params_peak
+    assert low.params == high.params
+    assert 2 * low.whole_params_peak == high.whole_params_peak
 
 
 def test_one_rank_has_no_whole_buffers() -> None:
     """It computes with its shards, which are all of each parameter."""
     plan = plan_training([BLOCK, ROOT], world_size=1)
-    assert plan.rank_bytes.params == (100 + 8) * 4
-    assert plan.rank_bytes.whole_params_peak == 0
+    assert plan.params == (100 + 8) * 4
+    assert plan.whole_params_peak == 0
 
 
 def test_parameters_that_stay_whole_are_summed() -> None:
@@ -58,9 +58,9 @@ def test_parameters_that_stay_whole_are_summed() -> None:
     kept = plan_training(units, world_size=4, reshard_after_forward=False)
     freed = plan_training(units, world_size=4)
     whole = {"small": 4 * 4, "block": 4 * 28, "large": 4 * 52, "": 4 * 4}
-    assert kept.rank_bytes.whole_params_peak == 4 * sum(whole.values())
-    assert freed.rank_bytes.whole_params_peak == 4 * (whole[""] + whole["large"] + whole["block"])
-    assert freed.rank_bytes.whole_grads_peak == freed.rank_bytes.whole_params_peak
+    assert kept.whole_params_peak == 4 * sum(whole.values())
+    assert freed.whole_params_peak == 4 * (whole[""] + whole["large"] + whole["block"])
+    assert freed.whole_grads_peak == freed.whole_params_peak
 
 
 _SIZES = (("small", 16), ("large", 200))
@@ -70,24 +70,24 @@ def test_frozen_parameters_need_neither_gradients_nor_state() -> None:
     """Only shards and full parameters."""
     frozen = UnitShape("block", (ParamSpec("w", (10, 10), torch.float32, requires_grad=False),))
     plan = plan_training([frozen, ROOT], world_size=4)
-    assert plan.rank_bytes.params == (28 + 4) * 4
-    assert plan.rank_bytes.grads == 4 * 4
-    assert plan.rank_bytes.optimizer == 2 * 4 * 4
-    assert plan.rank_bytes.whole_grads_peak == 4 * 4 * 4
+    assert plan.params == (28 + 4) * 4
+    assert plan.grads == 4 * 4
+    assert plan.optimizer == 2 * 4 * 4
+    assert plan.whole_grads_peak == 4 * 4 * 4
 
 
 def test_one_rank_that_computes_in_another_dtype_has_whole_buffers() -> None:
     """100 and 8 numbers of two bytes, beside the shards."""
     plan = plan_training([BLOCK, ROOT], world_size=1, mp_policy=MixedPrecisionPolicy(torch.half))
-    assert plan.rank_bytes.whole_params_peak == (100 + 8) * 2
+    assert plan.whole_params_peak == (100 + 8) * 2
 
 
 def test_gradients_are_summed_in_the_reduce_dtype() -> None:
     """They are kept in the parameters' dtype."""
     precision = MixedPrecisionPolicy(torch.bfloat16, torch.float64)
     plan = plan_training([BLOCK, ROOT], world_size=4, mp_policy=precision)
-    assert plan.rank_bytes.grads == (28 + 4) * 4
-    assert plan.rank_bytes.whole_grads_peak == 4 * (28 + 4) * 8
+    assert plan.grads == (28 + 4) * 4
+    assert plan.whole_grads_peak == 4 * (28 + 4) * 8
 
 
 def test_units_are_divided_as_by_nested_calls() -> None:
@@ -121,8 +121,8 @@ def test_microbatches_keep_gradients_of_all_units() -> None:
     one, four = (
         plan_training([BLOCK, BLOCK, BLOCK, ROOT], world_size=4, microbatches=m) for m in (1, 4)
     )
-    assert one.rank_bytes.whole_grads_peak == 4 * (2 * 28 + 4) * 4
-    assert four.rank_bytes.whole_grads_peak == 4 * (3 * 28 + 4) * 4
+    assert one.whole_grads_peak == 4 * (2 * 28 + 4) * 4
+    assert four.whole_grads_peak == 4 * (3 * 28 + 4) * 4
 
 
 @pytest.mark.parametrize("boundary", ["element", "row", "tensor", Blocks(7)])
@@ -134,5 +134,18 @@ def test_longest_shard_is_planned(boundary: Any, world: int) -> None:
     plan = plan_training(
         [UnitShape("", specs)], world_size=world, boundary=boundary, state_tensors=1
     )
-    assert plan.rank_bytes.params == plan.rank_bytes.optimizer == 4 * cut.shard_numel
-    assert plan.padding_numel == cut.numel - 9 * 11 - 13
+    assert plan.params == plan.optimizer == 4 * cut.shard_numel
+
+
+def test_plan_prints_bytes_by_kind() -> None:
+    """A line for each kind of memory, and one of their total."""
+    gib = 2**30
+    plan = TrainingPlan(gib, 2 * gib, 4 * gib, whole_params_peak=8 * gib, whole_grads_peak=gib // 2)
+    assert str(plan).splitlines() == [
+        "params                   1.0000 GiB",
+        "grads                    2.0000 GiB",
+        "optimizer                4.0000 GiB",
+        "whole_params_peak        8.0000 GiB",
+        "whole_grads_peak         0.5000 GiB",
+        "total                   15.5000 GiB",
+    ]

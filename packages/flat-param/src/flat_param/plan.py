@@ -32,7 +32,6 @@ __all__ = [
     "FlatLayout",
     "ParamShard",
     "ParamSpec",
-    "RankBytes",
     "Segment",
     "ShardPlan",
     "TrainingPlan",
@@ -60,7 +59,7 @@ class UnitShape:
 
 
 @dataclass(frozen=True)
-class RankBytes:
+class TrainingPlan:
     """Bytes on the rank with the longest shards, padding included.
 
     Args:
@@ -83,37 +82,10 @@ class RankBytes:
         kept = self.params + self.grads + self.optimizer
         return kept + self.whole_params_peak + self.whole_grads_peak
 
-
-@dataclass(frozen=True)
-class TrainingPlan:
-    """What one rank needs for a training step.
-
-    Args:
-        world_size: ranks that share one replica.
-        numel: parameters of the model.
-        padding_numel: padding elements over all ranks.
-        rank_bytes: memory of a rank.
-    """
-
-    world_size: int
-    numel: int
-    padding_numel: int
-    rank_bytes: RankBytes
-
-    @property
-    def padding_frac(self) -> float:
-        """Padding as a fraction of all elements."""
-        return self.padding_numel / max(1, self.numel + self.padding_numel)
-
     def __str__(self) -> str:
         """Format bytes by kind as a table."""
-        sizes = self.rank_bytes
-        rows = {kind: getattr(sizes, kind) for kind in (*sizes.__dataclass_fields__, "total")}
-        head = (
-            f"{self.world_size} ranks, {self.numel:,} parameters, padding {self.padding_frac:.4%}"
-        )
-        lines = (f"  {kind:18s} {size / 2**30:12.4f} GiB" for kind, size in rows.items())
-        return "\n".join([head, *lines])
+        kinds = (*self.__dataclass_fields__, "total")
+        return "\n".join(f"{kind:18s} {getattr(self, kind) / 2**30:12.4f} GiB" for kind in kinds)
 
 
 def unit_shapes(
@@ -188,7 +160,7 @@ def plan_training(
         >>> from flat_param.plan import ParamSpec, UnitShape
         >>> shape = UnitShape("", (ParamSpec("w", (6, 4), torch.float32),))
         >>> plan = plan_training([shape], world_size=2)
-        >>> plan.rank_bytes.params, plan.rank_bytes.optimizer
+        >>> plan.params, plan.optimizer
         (48, 96)
     """
     if not isinstance(units, (list, tuple)) or not all(isinstance(u, UnitShape) for u in units):
@@ -220,16 +192,11 @@ def plan_training(
     whole = [each.whole_params for each in sizes]
     grads = [each.whole_grads for each in sizes]
     return TrainingPlan(
-        world_size=world_size,
-        numel=sum(spec.numel for unit in units for spec in unit.specs),
-        padding_numel=sum(each.padding_numel for each in sizes),
-        rank_bytes=RankBytes(
-            params=sum(each.params for each in sizes),
-            grads=trained,
-            optimizer=state_tensors * trained,
-            whole_params_peak=_outermost_and_two(whole) if reshard_after_forward else sum(whole),
-            whole_grads_peak=_outermost_and_two(grads) if microbatches == 1 else sum(grads),
-        ),
+        params=sum(each.params for each in sizes),
+        grads=trained,
+        optimizer=state_tensors * trained,
+        whole_params_peak=_outermost_and_two(whole) if reshard_after_forward else sum(whole),
+        whole_grads_peak=_outermost_and_two(grads) if microbatches == 1 else sum(grads),
     )
 
 
@@ -241,7 +208,6 @@ class _UnitBytes:
     trained: int = 0
     whole_params: int = 0
     whole_grads: int = 0
-    padding_numel: int = 0
 
 
 def _bytes_of(
@@ -251,12 +217,11 @@ def _bytes_of(
     precision: MixedPrecisionPolicy,
 ) -> _UnitBytes:
     sizes = _UnitBytes()
-    for segment in plan_segments(specs) if specs else ():
+    for segment in plan_segments(specs):
         plan = plan_shard(segment.layout, world_size=world_size, boundary=boundary)
         dtype = segment.layout.dtype
         compute = compute_dtype(precision, dtype)
         sizes.params += plan.shard_numel * dtype.itemsize
-        sizes.padding_numel += plan.numel - segment.layout.used_numel
         if world_size > 1 or compute != dtype:  # otherwise the shard itself is used
             sizes.whole_params += plan.numel * compute.itemsize
         if segment.trainable:

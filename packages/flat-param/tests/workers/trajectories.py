@@ -54,7 +54,7 @@ def measure(rank: int, world: int, way: str, boundary: Any) -> dict[str, Any]:
         "param_error": distance(whole_state(model), whole_state(reference)),
         "calls": calls,
         "bytes": sum(part.shard.nbytes for part in parts),
-        "planned_bytes": planned.rank_bytes.params,
+        "planned_bytes": planned.params,
     }
 
 

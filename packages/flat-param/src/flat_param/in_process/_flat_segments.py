@@ -187,7 +187,7 @@ class FlatSegments:
         check_one_device("flatten", specs, [param.device for param in params])
         check_apart("flatten", module, params)
         check_grads(specs, params)
-        plans = plan_segments(specs, align_bytes=self._align_bytes) if specs else ()
+        plans = plan_segments(specs, align_bytes=self._align_bytes)
         self._check_chunks(plans)
         for segment in self.all:
             segment.grad.close()

@@ -18,10 +18,10 @@ parameter, since users and optimizers group parameters by the number of dimensio
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from torch import Tensor
 
@@ -227,29 +227,19 @@ class _CutPlaces:
         room = end - limit - stop
         return 0 if room <= 0 else (room - 1) // length + 1
 
-    def needed(self, limit: int) -> int | None:
-        """How many ranges of at most `limit` elements cover the buffer; None if impossible."""
+    def _fits(self, limit: int, world_size: int) -> bool:
+        """Whether so many ranges of at most `limit` elements cover the buffer."""
         ranges, end = 0, 0
         for start, length, count in self.runs(limit):
             ranges, end = ranges + count, start + length * count
-        return ranges if end >= self.layout.numel else None
-
-    def shortest_longest(self, world_size: int) -> int:
-        """The smallest possible length of the longest of `world_size` ranges."""
-        low, high = -(-self.layout.numel // world_size), self.layout.numel
-        while low < high:
-            guess = (low + high) // 2
-            needed = self.needed(guess)
-            if needed is not None and needed <= world_size:
-                high = guess
-            else:
-                low = guess + 1
-        return high
+        return end >= self.layout.numel and ranges <= world_size
 
     def ranges(self, world_size: int) -> Iterator[tuple[int, int]]:
         """Return `(start, stop)` per rank; ranks beyond the data have empty ranges at the end."""
-        made = 0
-        for start, length, count in self.runs(self.shortest_longest(world_size)):
+        mean, made = -(-self.layout.numel // world_size), 0
+        limits = range(mean, self.layout.numel)
+        limit = mean + bisect_left(limits, True, key=partial(self._fits, world_size=world_size))
+        for start, length, count in self.runs(limit):
             yield from ((start + length * i, start + length * (i + 1)) for i in range(count))
             made += count
         end = self.layout.numel

@@ -1,10 +1,9 @@
-"""Temporary full parameters, and state outside of units."""
+"""Temporary full parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +11,6 @@ from torch import nn
 from .._errors import StateError
 from ..buffers._views import param_views
 from ._by_hand import units_at_rest, units_below
-from ._param_sites import ParamSite
 from ._sharded_params import ShardedParams
 from ._unit import Unit
 
@@ -63,28 +61,3 @@ def _refuse_inside_step(units: list[Unit]) -> None:
             "flat_param.whole_params: called inside forward or backward, but there the module "
             "computes with whole parameters of its own. Call it between steps."
         )
-
-
-def local_state(module: nn.Module, *, live: bool = True) -> dict[str, Any]:
-    """Return entries of the plain state dict outside of units, such as buffers. Not a collective.
-
-    Args:
-        module: sharded, or with units inside.
-        live: return the buffers themselves, for writing, although dtypes may differ.
-    """
-    managed = dict(named_sites(module))
-    state = module.state_dict()
-    buffers = dict(module.named_buffers(remove_duplicate=False)) if live else {}
-    return {k: buffers.get(k, value) for k, value in state.items() if k not in managed}
-
-
-def named_sites(module: nn.Module) -> Iterator[tuple[str, ParamSite]]:
-    """Yield every parameter of units below a module by qualified name, with all tied names."""
-    by_registry = {
-        (id(site.registry), site.key): site for unit in units_at_rest(module) for site in unit.sites
-    }
-    for path, child in module.named_modules(remove_duplicate=False):
-        for key in child._parameters:
-            site = by_registry.get((id(child._parameters), key))
-            if site is not None:
-                yield (f"{path}.{key}" if path else key), site

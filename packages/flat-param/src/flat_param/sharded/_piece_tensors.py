@@ -5,7 +5,7 @@ the whole tensor (a norm, a sum, a matmul) would silently give this rank's value
 Optimizers that need full tensors are detected by the functions they call. If any other function
 fails, for instance in a layer that is called without its unit, the error names the piece.
 
-A piece has as many dimensions as the whole parameter, see layout/_param_shard.py.
+A piece has as many dimensions as the whole parameter, see layout/_shard.py.
 """
 
 from __future__ import annotations

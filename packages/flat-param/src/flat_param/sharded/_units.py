@@ -225,7 +225,7 @@ def _plan_unit(
     check_apart("fully_shard", module, params)
     place = one_device(specs, params, mesh)
     check_rules(options.boundary, specs)
-    segments = tuple(plan_segments(specs)) if specs else ()
+    segments = plan_segments(specs)
     settings: dict[str, object] = {
         **{field.name: getattr(options, field.name) for field in fields(options)},
         **others,
