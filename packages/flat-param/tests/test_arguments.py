@@ -52,6 +52,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "init": ({"init_fn": "zeros"}, StateError, "init_fn is 'zeros', but it is called with each"),
     "freeing": ({"reshard_after_forward": "no"}, StateError, "got 'no'. Pass True or False."),
     "ranks": ({"reshard_after_forward": 8}, StateError, "fewer ranks with a 2-D mesh"),
+    "ignored name": (
+        {"ignored_params": ["weight"]},
+        ParameterError,
+        "ignored_params has a str, but it must be a set of parameters",
+    ),
     "ignored": (
         {"ignored_params": nn.Parameter(torch.ones(2, 2))},
         ParameterError,

@@ -21,7 +21,6 @@ NOT_HERE = {
     "freed_units_are_gathered_again": "counts gathers",
     "freeing_is_switched_off_and_on": "counts gathers",
     "frozen_segments_have_no_gradient_memory_or_traffic": "counts sums over ranks",
-    "gradient_hooks_see_whole_gradients_or_are_refused": "no tensor is cut",
     "lists_change_when_and_not_what_is_gathered": "counts gathers",
     "no_sync_accumulates_and_stays_silent": "counts gathers",
     "state_of_whole_parameters_is_not_stepped_over_pieces": "no tensor is cut",
@@ -30,7 +29,6 @@ NOT_HERE = {
 }
 """Claims that are not tried in a group of one, and why."""
 OF_ITS_OWN_DTYPE = {
-    "missing_values_and_other_shapes_are_refused_by_name",
     "peak_of_whole_gradients_is_as_planned",
     "peak_of_whole_parameters_is_as_planned",
     "ranks_come_from_a_mesh_or_a_group",

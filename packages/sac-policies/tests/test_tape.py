@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sac_policies import (
     RecomputeError,
@@ -454,6 +455,40 @@ def test_gradient_inside_region_keeps_what_backward_reads(xw, counting):
     with counting() as counts:
         out.sum().backward()
     assert counts[MM] == 0
+
+
+class _Made(TorchDispatchMode):
+    """Notes the results of multiplications with a number, weakly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[weakref.ref[torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mul.Tensor and not isinstance(args[1], torch.Tensor):
+            self.seen.append(weakref.ref(out))
+        return out
+
+
+def test_open_region_frees_a_replayed_value_after_each_read(xw, no_collector):
+    """A later reader in the same backward replays it again: memory of the region stays its own."""
+    x, _ = xw
+    made, alive = _Made(), []
+
+    def run(t):
+        h = t * 2
+        sine = h.sin()
+        sine.register_hook(lambda grad: alive.append([each() is not None for each in made.seen]))
+        later = h.cos()
+        del h
+        with made:
+            torch.autograd.grad((sine + later).sum(), t, retain_graph=True)
+        return sine + later
+
+    taped(run, x).sum().backward()
+    assert alive[0] == [False] * len(alive[0])
+    assert len(alive[0]) >= 1
 
 
 # Other tensors and operators

@@ -20,7 +20,7 @@ from .layout._arguments import check_is_module
 from .layout._boundary import Boundary, check_boundary
 from .layout._layout import FlatLayout, Segment, plan_layout, plan_segments
 from .layout._options import compute_dtype, precision_of, reduction_dtype
-from .layout._shard import ParamShard, ShardPlan, plan_shard
+from .layout._shard import ShardPlan, plan_shard
 from .layout._spec import ParamSpec, collect_params
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 __all__ = [
     "CommCount",
     "FlatLayout",
-    "ParamShard",
     "ParamSpec",
     "Segment",
     "ShardPlan",

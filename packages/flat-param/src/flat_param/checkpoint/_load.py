@@ -159,7 +159,7 @@ def _memory_for(word: str, entry: Any, named: NamedParam) -> Any:
     size, dtype, piece = tuple(entry.size), entry.properties.dtype, named.piece
     device = named.param.device
     if piece is not None and word != "step" and size == piece.shape:
-        return piece.present(torch.empty(piece.shard.numel, dtype=dtype, device=device))
+        return piece.present(torch.empty(piece.numel, dtype=dtype, device=device))
     if piece is not None and piece.blocks and size[:1] == (piece.blocks,):
         rows = torch.empty(piece.held_blocks, *size[1:], dtype=dtype, device=device)
         return piece.present_rows(rows)

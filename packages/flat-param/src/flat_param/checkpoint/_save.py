@@ -157,7 +157,7 @@ def _short(told: Any) -> Any:
 def _steps_of(module: nn.Module) -> list[int]:
     """Return the number of optimizer steps on each part of the module in this process."""
     parts = [part for unit in units_below(module) for part in unit.parts]
-    return [piece.segment.steps for part in parts for piece in part.param_pieces[:1]]
+    return [piece.segment.steps for part in parts for piece in part.pieces[:1]]
 
 
 def _write(state: dict[str, Any], path: Path, word: str, world: World) -> None:

@@ -8,8 +8,7 @@ Note [Two communicators]
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -41,17 +40,6 @@ class CommGroups:
     def world_size(self) -> int:
         """Number of ranks whose gradients are averaged."""
         return self.reduce.world_size * self.replicate.world_size
-
-    @contextmanager
-    def telling_others(self) -> Iterator[None]:
-        """Send an error of the block to all ranks that share the unit. Not a collective."""
-        try:
-            yield
-        except Exception as error:
-            for trail in (self.gather.trail, self.replicate.trail):
-                if trail is not None:
-                    trail.refuse(str(error))
-            raise
 
     def name(self, unit: str) -> None:
         """Set the name of the unit in messages."""

@@ -5,14 +5,11 @@ shapes are equal. Each rank keeps a checksum of the collectives it has started i
 ranks compare them in the collective that ends a backward, see sharded/_order.py. A unit is
 identified by the number of its `fully_shard` call in the group, which is the same on every rank.
 
-Messages explain why a collective never ends. As long as collectives complete and no rank refuses,
-nothing is written or read.
+Messages explain why a collective never ends. As long as collectives complete, nothing is written
+or read.
 
 - A rank whose collective fails raises an alarm. Every waiting rank sees it within a second and
   answers, and the error names the ranks that do not.
-- A rank that raises before a collective writes a message with the number of its refusals so far.
-  Ranks that run the same program have equal numbers. A message with a higher number comes from a
-  rank that diverged.
 - Ranks that skip a unit can deadlock. After two seconds, a waiting rank writes which collective it
   waits for, and how many collectives it has started in each group. Ranks that wait for each other
   in a circle are deadlocked. Slow ranks and networks do not match this.
@@ -41,7 +38,6 @@ _KEPT = 4096  # labels; enough to name the first difference in any step
 _ANSWER_S = 3.0
 
 _made: Counter[tuple[int, ...]] = Counter()
-_refusals: Counter[tuple[int, ...]] = Counter()
 _trails: WeakKeyDictionary[dist.ProcessGroup, Trail] = WeakKeyDictionary()
 
 
@@ -93,24 +89,13 @@ class Trail:
 
     # Messages.
 
-    def refuse(self, reason: str) -> None:
-        """Write why this rank does not start its next collective."""
-        _refusals[self.ranks] += 1
-        with suppress(RuntimeError):  # without a store, others see this rank as dead
-            self._store.set(self._refusal(), f"rank {self._rank}: {reason}")
-
     def trouble(self) -> str:
-        """Why a collective may never end: an alarm, or another rank's refusal; else empty."""
+        """The alarm of another rank; empty without one."""
         try:
-            for key in (self._refusal(1), _key("alarm")):
-                if self._store.check([key]):
-                    return str(self._store.get(key).decode())
+            is_raised = self._store.check([_key("alarm")])
+            return str(self._store.get(_key("alarm")).decode()) if is_raised else ""
         except RuntimeError:
             return "the store is gone"
-        return ""
-
-    def _refusal(self, more: int = 0) -> str:
-        return _key(f"refusal/{'-'.join(map(str, self.ranks))}/{_refusals[self.ranks] + more}")
 
     def diagnosis(self, reason: str) -> str:
         """Raise the alarm, wait at most three seconds for answers, and name the silent ranks."""

@@ -5,65 +5,18 @@ have the same length and start aligned, so one collective moves them; elements b
 padding and zero. Other boundaries never cut through a row of dim 0, a block or a tensor; the
 longest range is then as short as a contiguous cut allows, and exceeds the mean by less than the
 largest atom and the gap before it.
-
-Every rank has a piece of every parameter, which may be empty. A piece has as many dimensions as the
-parameter, since users and optimizers group parameters by the number of dimensions:
-
-- Whole rows of `(6, 4)`: `(rows, 4)`.
-- Elements, or blocks of consecutive elements: `(elements, 1)`.
-- Rows of the matrices of `(2, 6, 4)`: `(rows, 1, 4)`.
-- A 0-d parameter on a rank without its element: `(0,)`.
 """
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-from torch import Tensor
-
 from .._errors import LayoutError
 from ._boundary import Boundary, Cut, check_boundary, cut_of
 from ._layout import FlatLayout, round_up
-from ._spec import ParamSpec, contiguous_stride
-
-
-@dataclass(frozen=True)
-class ParamShard:
-    """Elements `[start, stop)` of one parameter, at `offset` in the shard.
-
-    Attributes:
-        spec: the whole parameter.
-        offset: first element in the shard.
-        start: first element of the parameter, in memory order.
-        stop: one past the last element.
-        shape: of the piece in the optimizer.
-        stride: of the piece in the shard.
-    """
-
-    spec: ParamSpec
-    offset: int
-    start: int
-    stop: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """Elements held here; may be 0."""
-        return self.stop - self.start
-
-    def view(self, shard: Tensor) -> Tensor:
-        """Return the piece as a view of a shard, outside autograd."""
-        offset = shard.storage_offset() + self.offset
-        return shard.detach().as_strided(self.shape, self.stride, offset)
-
-    def flat(self, shard: Tensor) -> Tensor:
-        """Return the piece's elements as a 1-D view of a shard."""
-        return shard.detach()[self.offset : self.offset + self.numel]
 
 
 @dataclass(frozen=True)
@@ -110,30 +63,12 @@ class ShardPlan:
         """Whether a parameter is only cut between rows, blocks or tensors, or not at all."""
         return self.world_size == 1 or any(cut.inner is not None for cut in self.cuts)
 
-    def stays_whole(self, index: int) -> bool:
-        """Whether a parameter is never cut, so that one rank has all of it."""
-        return self.world_size == 1 or self.cuts[index].whole
-
     def held(self, index: int, rank: int) -> tuple[int, int]:
         """Elements `[start, stop)` of a parameter that a rank has; `(0, 0)` for none."""
         start, stop = self.ranges[rank]
         offset, numel = self.layout.offsets[index], self.layout.specs[index].numel
         first, last = max(start - offset, 0), min(stop - offset, numel)
         return (first, last) if first < last else (0, 0)
-
-    def piece(self, index: int, rank: int) -> ParamShard:
-        """A rank's piece of a parameter."""
-        spec, cut = self.layout.specs[index], self.cuts[index]
-        start, stop = self.held(index, rank)
-        numel = stop - start
-        offset = self.layout.offsets[index] + start - self.ranges[rank][0] if numel else 0
-        shape, stride = spec.shape, spec.stride
-        if self.world_size > 1 and not (numel and (cut.whole or not shape)):
-            inner = cut.inner or ()
-            between = (1,) * (len(shape) - 1 - len(inner))
-            shape = (numel // max(1, math.prod(inner)), *between, *inner)
-            stride = contiguous_stride(shape) if between or not stride else stride
-        return ParamShard(spec, offset, start, stop, shape, stride)
 
 
 def plan_shard(layout: FlatLayout, *, world_size: int, boundary: Boundary = "element") -> ShardPlan:

@@ -7,8 +7,7 @@ interrupted gather leaves the unit resharded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 
 from torch import nn
 
@@ -22,26 +21,22 @@ STOPPED = object()
 class UnshardHandle:
     """A gather that `ShardedModule.unshard` has started."""
 
-    def __init__(self, wait: Callable[[], None]) -> None:
-        self._wait = wait
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
 
     def wait(self) -> None:
         """Wait for the unsharded parameters and show them.
 
         Does nothing in a second call, or after a forward, backward or `reshard()` freed them.
         """
-        self._wait()
-
-
-def _show(unit: Unit) -> None:
-    """Show a unit that `unshard` has gathered and nothing has freed."""
-    unit.schedule.settle()
-    if unit.is_by_hand and not unit.is_shown:
-        try:
-            unit.show()
-        except BaseException:
-            unit.reshard()
-            raise
+        unit = self._unit
+        unit.schedule.settle()
+        if unit.is_by_hand and not unit.is_shown:
+            try:
+                unit.show()
+            except BaseException:
+                unit.reshard()
+                raise
 
 
 def begin_unshard(unit: Unit) -> UnshardHandle:
@@ -59,7 +54,7 @@ def begin_unshard(unit: Unit) -> UnshardHandle:
         except BaseException:
             unit.reshard()
             raise
-    return UnshardHandle(partial(_show, unit))
+    return UnshardHandle(unit)
 
 
 def reshard(unit: Unit) -> None:

@@ -21,24 +21,26 @@ def full_params(module: nn.Module, *, write_back: bool) -> Iterator[None]:
 
     Raises:
         StateError: called during forward or backward, or inside another such context.
-        ParameterError: one was replaced by another shape, and is to be written back.
+        ParameterError: one was replaced, and is to be written back.
     """
     _refuse_inside_step(list(units_below(module)))
     units = units_at_rest(module)
     copies = {unit: {part: _copies_of(part) for part in unit.parts} for unit in units}
+    errors = []
     try:
         for unit in units:
-            unit.sites.show(copies[unit])
+            unit.sites.copies = copies[unit]
+            unit.sites.swap_out()
         yield
     finally:
-        found = {unit: unit.sites.end_show() for unit in units if unit.sites.shows_copies}
+        errors = [unit.sites.drop_copies() for unit in units]
     if write_back:
-        values = {}
-        for unit, each in found.items():  # check all of them before writing
-            with unit.comms.telling_others():
-                values[unit] = unit.sites.checked(each)
-        for unit in found:
-            unit.sites.write(values[unit])
+        for error in filter(None, errors):
+            raise error
+        for unit in units:
+            for part, wholes in copies[unit].items():
+                for index, whole in enumerate(wholes):
+                    part.load_full(index, whole)
             unit.reshard()
 
 

@@ -138,7 +138,7 @@ def _present(
         if piece.has_rows(key, value):
             return piece.present_rows(value)
     shapes = [tuple(tensor.shape) for tensor in tensors_in(value) if tensor.dim()]
-    held, numel = piece.shard.numel, math.prod(piece.shape)
+    held, numel = piece.numel, math.prod(piece.shape)
     if shapes and (counted or held not in (0, numel)):
         raise StateError(
             f"flat_param.state_dict: optimizer state '{key}' of parameter '{name}' has a tensor of "
@@ -199,7 +199,7 @@ def _take(key: str, value: Any, param: Tensor, piece: ParamPiece, now: Any) -> A
         return type(now)(number.item()) if type(now) in (int, float) else number
     if piece.has_rows(key, value, whole=True):
         return piece.rows_of(value)
-    if is_dtensor(value) or piece.shard.numel not in (0, math.prod(piece.shape)):
+    if is_dtensor(value) or piece.numel not in (0, math.prod(piece.shape)):
         raise StateError(
             f"flat_param.load_state_dict: optimizer state '{key}' of parameter '{piece.name}' has "
             f"shape {tuple(value.shape)}, but the whole parameter has {piece.shape}. Nothing was "

@@ -39,9 +39,8 @@ def publish(reduced: list[Unit]) -> None:
         groups.setdefault(key, []).append(unit)
     for units in groups.values():
         all_grads = [grads for unit in units for grads in unit.grads]
-        with units[0].comms.telling_others():
-            for grads in all_grads:
-                grads.check_hooks()
+        for grads in all_grads:
+            grads.check_hooks()
         agreed = _agree([flag for grads in all_grads for flag in grads.used], units[0])
         for grads in all_grads:
             mine, agreed = agreed[: len(grads.used)], agreed[len(grads.used) :]
@@ -116,9 +115,8 @@ def _check(said: Tensor, labels: list[list[str]], comms: CommGroups, *, last: Tr
                 first_difference(found)
                 or "ranks sent other numbers of bytes, as after a one-sided .to()"
             )
-            with comms.telling_others():
-                raise CommError(
-                    f"flat_param.fully_shard: {reason}, but all ranks must run the same units in "
-                    "the same order. No gradient of this step was handed out; make the order the "
-                    "same on every rank and restart from the last checkpoint."
-                )
+            raise CommError(
+                f"flat_param.fully_shard: {reason}, but all ranks must run the same units in the "
+                "same order. No gradient of this step was handed out; make the order the same on "
+                "every rank and restart from the last checkpoint."
+            )

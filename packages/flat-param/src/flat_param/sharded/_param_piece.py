@@ -18,7 +18,9 @@ from ..buffers._dtensors import DTensorPlace
 from ..buffers._views import outer_first
 from ..comm._clip import Spread
 from ..comm._comm import Communicator
-from ..layout._shard import ParamShard, ShardPlan
+from ..layout._boundary import Cut
+from ..layout._shard import ShardPlan
+from ..layout._spec import ParamSpec, contiguous_stride
 
 if TYPE_CHECKING:
     from ._flat_shard import FlatShard
@@ -96,8 +98,15 @@ class PieceSegment:
 class ParamPiece:
     """This rank's piece of a parameter. Holds no parameter, so it makes no reference cycle.
 
+    Every rank has a piece of every parameter, which may be empty. A piece has as many dimensions as
+    the parameter, since users and optimizers group parameters by the number of dimensions:
+
+    - Whole rows of `(6, 4)`: `(rows, 4)`.
+    - Elements, or blocks of consecutive elements: `(elements, 1)`.
+    - Rows of the matrices of `(2, 6, 4)`: `(rows, 1, 4)`.
+    - A 0-d parameter on a rank without its element: `(0,)`.
+
     Args:
-        shard: the piece.
         index: of the parameter in its segment.
         segment: its segment.
         place: placement by tensor parallelism; None without it.
@@ -105,12 +114,24 @@ class ParamPiece:
         together: communicators of all ranks that step the parameter.
 
     Attributes:
-        is_stepped: whether other ranks step the parameter, if the optimizer skips this rank.
+        spec: the parameter, after tensor parallelism.
+        shape: of the whole parameter, before tensor parallelism.
+        start: its first element here, in memory order.
+        stop: one past its last element here.
+        offset: of the first element in the shard.
+        piece_shape: shape in the optimizer.
+        piece_stride: stride in the shard.
+        is_cut: whether ranks have different elements of it.
+        stays_whole: whether one rank has all of it.
+        is_whole: whether this is that rank.
+        leaves_ranks_out: whether the optimizer steps it only on ranks that have elements: those
+            that need full tensors would divide by zero elements elsewhere.
+        skips: whether the optimizer skips this rank.
+        is_stepped: whether other ranks step it, if the optimizer skips this one.
     """
 
     def __init__(
         self,
-        shard: ParamShard,
         index: int,
         segment: PieceSegment,
         *,
@@ -118,23 +139,36 @@ class ParamPiece:
         spread: Spread,
         together: Spread,
     ) -> None:
-        self.shard, self.index, self.segment, self.place = shard, index, segment, place
+        self.index, self.segment, self.place = index, segment, place
         self.spread, self.together = spread, together
-        self.plan, self.comm, self.name = segment.plan, segment.comm, shard.spec.name
+        self.plan, self.comm = segment.plan, segment.comm
+        plan, spec = self.plan, self.plan.layout.specs[index]
+        self.spec = spec
+        self.name = spec.name
+        self.shape = tuple(spec.shape if place is None else place.shape)
+        self.start, self.stop = plan.held(index, self.comm.rank)
+        self.numel = self.stop - self.start
+        first = plan.layout.offsets[index] + self.start
+        self.offset = first - plan.ranges[self.comm.rank][0] if self.numel else 0
+        self.piece_shape, self.piece_stride = _shape_of(spec, self.numel, plan, plan.cuts[index])
+        self.is_cut = plan.world_size > 1 and spec.numel > 0
+        self.stays_whole = plan.world_size == 1 or plan.cuts[index].whole
+        self.is_whole = self.stays_whole and self.numel == spec.numel
+        self.leaves_ranks_out = self.is_cut and plan.keeps_rows
+        self.skips = self.leaves_ranks_out and not self.numel
         self.is_stepped = False
-        self.stays_whole = self.plan.stays_whole(index)  # one rank has all of it
-        self.is_whole = self.stays_whole and shard.numel == shard.spec.numel
-        # Whether ranks have different elements of the parameter.
-        self.is_cut = self.plan.world_size > 1 and shard.spec.numel > 0
-        # Whether the optimizer steps the parameter only on ranks that have elements: those that
-        # need full tensors would divide by zero elements elsewhere.
-        self.leaves_ranks_out = self.is_cut and self.plan.keeps_rows
-        self.skips = self.leaves_ranks_out and not shard.numel
-        # Shape of the whole parameter, before tensor parallelism too.
-        self.shape = tuple(shard.spec.shape if place is None else place.shape)
 
     def __deepcopy__(self, memo: object) -> ParamPiece:
         return self  # gradients have it as an attribute
+
+    def view(self, shard: Tensor) -> Tensor:
+        """Return the piece as a view of a shard, outside autograd."""
+        offset = shard.storage_offset() + self.offset
+        return shard.detach().as_strided(self.piece_shape, self.piece_stride, offset)
+
+    def flat(self, shard: Tensor) -> Tensor:
+        """Return the piece's elements as a 1-D view of a shard."""
+        return shard.detach()[self.offset : self.offset + self.numel]
 
     @property
     def device(self) -> torch.device:
@@ -159,11 +193,9 @@ class ParamPiece:
     @cached_property
     def extent(self) -> Extent:
         """The elements of this rank."""
-        spec, place = self.shard.spec, self.place
-        offsets = (0,) * len(self.shape) if place is None else place.offsets
-        order = tuple(outer_first(spec))
-        start, stop = self.shard.start, self.shard.stop
-        return Extent(self.name, tuple(spec.shape), order, start, stop, self.shape, offsets)
+        offsets = (0,) * len(self.shape) if self.place is None else self.place.offsets
+        shape, order = tuple(self.spec.shape), tuple(outer_first(self.spec))
+        return Extent(self.name, shape, order, self.start, self.stop, self.shape, offsets)
 
     @cached_property
     def _block(self) -> int:
@@ -175,7 +207,7 @@ class ParamPiece:
     @property
     def blocks(self) -> int:
         """Blocks of the parameter, between which it may be cut. The last one may be short."""
-        return -(-self.shard.spec.numel // self._block) if self._block else 0
+        return -(-self.spec.numel // self._block) if self._block else 0
 
     def has_rows(self, key: str, state: Any, *, whole: bool = False) -> bool:
         """Whether optimizer state has one row per block, such as scales of 8-bit moments.
@@ -188,19 +220,18 @@ class ParamPiece:
         if key == "step" or not self._block or not state.dim():
             return False
         rows = self.blocks if whole else self.held_blocks
-        return state.shape[0] == rows if state.numel() else not self.shard.numel
+        return state.shape[0] == rows if state.numel() else not self.numel
 
     @property
     def held_blocks(self) -> int:
         """Blocks that this rank has."""
-        return -(-self.shard.stop // self._block) - self.shard.start // self._block
+        return -(-self.stop // self._block) - self.start // self._block
 
     def present(self, local: Tensor) -> Tensor:
         """Return this rank's elements, 1-D, in the form of a state dict."""
         if self.is_cut:
             return self._as_shard(local, self.extent)
-        spec = self.shard.spec
-        whole = local.as_strided(spec.shape, spec.stride)
+        whole = local.as_strided(self.spec.shape, self.spec.stride)
         return whole if self.place is None else self.place.over(whole)
 
     def present_rows(self, rows: Tensor) -> FlatShard:
@@ -253,6 +284,20 @@ class ParamPiece:
         inner = tuple(value.shape[1:])
         extent, _ = self._extent_of_rows(inner)
         return local_elements(value, extent, None).view(-1, *inner)
+
+
+def _shape_of(
+    spec: ParamSpec, numel: int, plan: ShardPlan, cut: Cut
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and stride of a piece with `numel` elements."""
+    if plan.world_size == 1 or (cut.whole and numel) or (numel and not spec.shape):
+        return spec.shape, spec.stride
+    if not spec.shape:
+        return (0,), (1,)
+    inner = cut.inner or ()
+    between = (1,) * (len(spec.shape) - 1 - len(inner))
+    shape = (numel // max(1, math.prod(inner)), *between, *inner)
+    return shape, contiguous_stride(shape) if between else spec.stride
 
 
 def rebuild_shard(local: Tensor, *extent: Any) -> Tensor:

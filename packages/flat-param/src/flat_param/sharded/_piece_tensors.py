@@ -5,7 +5,7 @@ the whole tensor (a norm, a sum, a matmul) would silently give this rank's value
 Optimizers that need full tensors are detected by the functions they call. If any other function
 fails, for instance in a layer that is called without its unit, the error names the piece.
 
-A piece has as many dimensions as the whole parameter, see layout/_shard.py.
+A piece has as many dimensions as the whole parameter, see _param_piece.py.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _is_wrong(
     dims = (dims,) if isinstance(dims, int) else tuple(dims)
     first = min((dim % len(shape) for dim in dims), default=0)
     # In a piece's shape, dimensions of size one precede the dimensions that are not cut.
-    if not first or (shape == piece.shard.shape and first < len(shape) - len(cut.inner)):
+    if not first or (shape == piece.piece_shape and first < len(shape) - len(cut.inner)):
         return True
     together = prod(shape[first:])  # rows of a piece, or blocks that an optimizer has viewed it as
     return cut.atom_numel % max(together, 1) != 0
@@ -171,19 +171,18 @@ def _is_wrong(
 def outside_unit(piece: ParamPiece, where: str) -> StateError:
     """The error for a piece that was used as a full parameter, outside of its unit's forward."""
     return StateError(
-        f"flat_param.fully_shard: parameter '{piece.name}' is a piece of shape {piece.shard.shape} "
+        f"flat_param.fully_shard: parameter '{piece.name}' is a piece of shape {piece.piece_shape} "
         f"where {where}, but only a call of {piece.comm.unit} makes it whole, "
-        f"{tuple(piece.shard.spec.shape)}. Call that module, make the module that computes with it "
+        f"{tuple(piece.spec.shape)}. Call that module, make the module that computes with it "
         "a unit of its own, do not shard it by itself, or read the parameter between unshard() and "
         "reshard()."
     )
 
 
 def _refused(name: str, piece: ParamPiece) -> ParameterError:
-    shard = piece.shard
     return ParameterError(
         f"flat_param.fully_shard: {name} was called with parameter '{piece.name}' or its gradient, "
-        f"but this rank has {shard.numel} of {shard.spec.numel} elements. Use the module's "
+        f"but this rank has {piece.numel} of {piece.spec.numel} elements. Use the module's "
         "clip_grad_norm_ for norms, whole_params() or full_state_dict for values, unshard() to "
         "compute a loss, as_subclass(torch.Tensor) for the elements of this rank, and for "
         "optimizers of whole tensors shard with boundary='tensor'. In an optimizer's step, "

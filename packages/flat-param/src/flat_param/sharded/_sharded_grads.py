@@ -5,9 +5,8 @@
     grad       (shard,)        gradient dtype; allocated at the first backward; `.grad` views it.
 
 - A frozen segment has neither. A parameter that no rank used keeps its previous `.grad`.
-- autograd only sees the leaves, so hooks of the optimizer's parameters are called after the
-  reduction: those of `register_hook` with the mean gradient, which must be on one rank, those of
-  `register_post_accumulate_grad_hook` once `.grad` is set.
+- autograd only sees the leaves, so post-accumulate hooks of the optimizer's parameters are called
+  once `.grad` is set.
 - All work runs on the stream on which the leaves' gradients arrive, which autograd chooses. Buffers
   are allocated there, so no other stream waits for them.
 - Until replicas are reduced, this rank's sum, `(shard,)`, is kept and added to the next one.
@@ -90,7 +89,7 @@ class ShardedGrads:
         leaf = self.leaves[index]
         grad, leaf.grad = leaf.grad, None
         if grad is not None:
-            place = self.owner.places[index]
+            place = self.owner.pieces[index].place
             local = grad.detach() if place is None else place.local_of_grad(grad)
             (self.held or self.need_held()).take(index, local)
 
@@ -151,10 +150,7 @@ class ShardedGrads:
         if grad is None or grad.dtype != shard.dtype or grad.device != shard.device:
             pinned = self.owner.pins(shard.device)
             grad = zeros(shard.numel(), dtype=shard.dtype, device=shard.device, pinned=pinned)
-            self._pieces = tuple(
-                as_piece(piece.view(grad), whole)
-                for piece, whole in zip(self.owner.pieces, self.owner.param_pieces, strict=True)
-            )
+            self._pieces = tuple([as_piece(p.view(grad), p) for p in self.owner.pieces])
             self._grad = grad
         return grad
 
@@ -192,8 +188,8 @@ class ShardedGrads:
             return
         with at_home(self._home):
             for index, used in enumerate(used_anywhere):
-                if used and self.owner.param_pieces[index].skips:
-                    self.owner.param_pieces[index].is_stepped = True
+                if used and self.owner.pieces[index].skips:
+                    self.owner.pieces[index].is_stepped = True
                 elif used:
                     self._assign(index, self.owner.held.params[index], reduced)
             del reduced
@@ -231,7 +227,7 @@ class ShardedGrads:
         for param, piece in zip(self.owner.held.params, self.owner.pieces, strict=True):
             if has_grad_hook(param):
                 raise ParameterError(
-                    f"flat_param.fully_shard: parameter '{piece.spec.name}' has a hook of "
+                    f"flat_param.fully_shard: parameter '{piece.name}' has a hook of "
                     "register_hook, but autograd only sees unsharded parameters, so it would never "
                     "be called. Use register_post_accumulate_grad_hook, which gets this rank's "
                     "piece."
@@ -276,7 +272,7 @@ def norm_of(
     spread: dict[object, tuple[Spread, list[Tensor]]] = {
         groups_of(piece.spread): (piece.spread, [])
         for segment in of
-        for piece in segment.owner.param_pieces
+        for piece in segment.owner.pieces
     }
     left = [grad for key, grad in grads.items() if key not in known]
     for each, found in by_comm(left).items():

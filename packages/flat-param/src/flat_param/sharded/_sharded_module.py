@@ -57,7 +57,8 @@ def _run(
 class ShardedModule(nn.Module):
     """What `fully_shard` adds to a module's class. Do not create it by hand.
 
-    Methods that communicate must be called on every rank. Every rank must make the same settings.
+    Methods marked "Collective" must be called on every rank; no other communicates. Every rank must
+    make the same settings, with `recurse` also for the units inside.
     """
 
     _flat_param: Unit
@@ -122,7 +123,7 @@ class ShardedModule(nn.Module):
         return handle if is_async else None
 
     def reshard(self) -> None:
-        """Free this unit's own full parameters until they are needed. Not a collective.
+        """Free this unit's own full parameters until they are needed.
 
         Tensors that were taken from the module while it was unsharded lose their memory. A later
         backward gathers them again: every rank must call this, or none.
@@ -135,16 +136,11 @@ class ShardedModule(nn.Module):
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Set whether backward passes reduce gradients, until it is set again. Not a collective.
-
-        `no_sync` does this temporarily.
-
-        Args:
-            requires_gradient_sync: whether to reduce.
-            recurse: must be True: the units of a tree reduce together.
+        """Set whether backward passes reduce gradients; `no_sync` does this temporarily.
 
         Raises:
-            StateError: `recurse` is False, or the module is not the outermost unit.
+            StateError: `recurse` is False, or the module is not the outermost unit: the units of a
+                tree reduce together.
         """
         name = "set_requires_gradient_sync"
         if self._flat_param.name or not recurse:
@@ -155,14 +151,10 @@ class ShardedModule(nn.Module):
         self._flat_param.schedule.sync = checked_flag(requires_gradient_sync, name)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Set whether full parameters are freed between forward and backward. Not a collective.
+        """Set whether full parameters are freed between forward and backward.
 
         True is ZeRO-3, False is ZeRO-2; the outermost unit's stay in any case, as its backward
         begins at once. A forward without gradients always frees them.
-
-        Args:
-            reshard_after_forward: whether they are freed until backward.
-            recurse: also for the units inside.
 
         Raises:
             StateError: it is a number of ranks; use a mesh with two axes.
@@ -174,15 +166,11 @@ class ShardedModule(nn.Module):
     def set_reshard_after_backward(
         self, reshard_after_backward: bool | None, *, recurse: bool = True
     ) -> None:
-        """Set whether full parameters are freed after backward. Not a collective.
+        """Set whether full parameters are freed after backward; None restores the default.
 
         By default they are, except those that stay after forward, inside `no_sync`, and all after a
         backward with `create_graph=True`, until the one through its graph is over. If they stay,
         the next forward gathers nothing, unless a parameter has changed.
-
-        Args:
-            reshard_after_backward: whether they are freed; None restores the default.
-            recurse: also for the units inside.
         """
         frees = reshard_after_backward
         if frees is not None:
@@ -193,23 +181,18 @@ class ShardedModule(nn.Module):
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether backward passes reduce gradients over the first axis of a mesh with two.
 
-        Not a collective. If False, gradients are reduced over the ranks that share the parameters,
-        this rank's part is kept, and no `.grad` is set. The first backward that also reduces over
-        replicas then sets `.grad` to the sum.
-
-        Args:
-            requires_all_reduce: whether to reduce over replicas.
-            recurse: also for the units inside.
+        If False, gradients are reduced over the ranks that share the parameters, this rank's part
+        is kept, and no `.grad` is set. The first backward that also reduces over replicas then sets
+        `.grad` to the sum.
         """
         sums = checked_flag(requires_all_reduce, "set_requires_all_reduce")
         for unit in self._units(recurse):
             unit.reduction = replace(unit.reduction, sums_copies=sums)
 
     def set_gradient_divide_factor(self, factor: float | None) -> None:
-        """Set the divisor of this unit's own gradient sums. Not a collective.
+        """Set the divisor of this unit's own gradient sums; units inside are left alone.
 
-        The default is the number of ranks: gradients are means. Units inside are left alone, as in
-        FSDP2. Applies to all reductions from now on.
+        The default is the number of ranks: gradients are means.
 
         Args:
             factor: above 0; 1 gives sums; None restores the mean.
@@ -220,8 +203,8 @@ class ShardedModule(nn.Module):
     def set_all_reduce_hook(self, hook: Callable[[Tensor], object] | None) -> None:
         """Set a function that changes this unit's own sums in place before the division.
 
-        Not a collective, but the function may be one: it is called on every rank in the same order.
-        Units inside are left alone.
+        It is called on every rank in the same order, so it may communicate. Units inside are left
+        alone.
 
         Args:
             hook: called with this rank's part of a sum, `(shard,)`, in the reduce dtype, once for
@@ -231,7 +214,7 @@ class ShardedModule(nn.Module):
         unit.reduction = replace(unit.reduction, on_sum=hook)
 
     def set_modules_to_forward_prefetch(self, modules: list[ShardedModule]) -> None:
-        """Set which units are gathered when this one's forward begins to compute. Not a collective.
+        """Set which units are gathered when this one's forward begins to compute.
 
         By default it is the unit that came next in the last pass. Units that have begun already are
         skipped, and units that are listed but not used are freed when the outermost forward ends.
@@ -285,7 +268,7 @@ class ShardedModule(nn.Module):
             schedule.sync = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, also those accumulated inside `no_sync`. Not a collective.
+        """Clear gradients, also those accumulated inside `no_sync`.
 
         An optimizer's `zero_grad()` clears only `.grad`.
         """
@@ -322,12 +305,11 @@ class ShardedModule(nn.Module):
         `state_dict()` returns them.
 
         Args:
-            write_back: keep values that were written to them or replaced them; every rank must
-                write the same.
+            write_back: keep values that were written to them; every rank must write the same.
 
         Raises:
             StateError: called in forward or backward, or inside another one.
-            ParameterError: one was replaced by another shape, and is to be written back.
+            ParameterError: one was replaced, and is to be written back.
         """
         with full_params(self, write_back=write_back):
             yield

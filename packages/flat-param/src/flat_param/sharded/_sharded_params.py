@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from .._errors import ParameterError
 from .._torch_compat import without_torch_function
 from ..buffers._dtensors import as_plain, local_of, place_of_dtensor
 from ..buffers._views import ParamViews, memory_order, param_views, zeros
@@ -43,7 +44,7 @@ class ShardedParams:
     Attributes:
         held: the optimizer's parameters as views of the shard.
         leaves: the full parameters that the module computes with, in layout order.
-        places: placements of the leaves that are DTensors; None for others.
+        pieces: the piece of each parameter.
     """
 
     def __init__(
@@ -61,13 +62,10 @@ class ShardedParams:
         self.device = device
         world_size = comms.gather.world_size
         self.plan = plan_shard(segment.layout, world_size=world_size, boundary=options.boundary)
-        count, rank = len(segment.layout.specs), comms.gather.rank
-        self.pieces = tuple(self.plan.piece(index, rank) for index in range(count))
-        self.places = tuple(place_of_dtensor(param) for param in params)
+        self.pieces = self._make_pieces(params)
         home = torch.device("cpu") if options.cpu_offload else device
         self.shard = self._zero_shard(segment.layout.dtype, home)
         self.held = self._move_into_shard(params)
-        self.param_pieces = self._make_pieces()
         self._mark_params()
         self._make_full()
 
@@ -89,14 +87,14 @@ class ShardedParams:
             moved.append(as_plain(param, views[index]))
         return ParamViews(moved, views)
 
-    def _make_pieces(self) -> list[ParamPiece]:
+    def _make_pieces(self, params: Sequence[nn.Parameter]) -> tuple[ParamPiece, ...]:
         comms, segment = self.comms, PieceSegment(self.plan, self.comms.gather, self.device)
         made = []
-        for index, (shard, place) in enumerate(zip(self.pieces, self.places, strict=True)):
+        for index, param in enumerate(params):
+            place = place_of_dtensor(param)
             axes = () if place is None else map(place.mesh.get_group, range(place.mesh.ndim))
             together = [Communicator(each, log=comms.log) for each in axes]
             piece = ParamPiece(
-                shard,
                 index,
                 segment,
                 place=place,
@@ -104,10 +102,10 @@ class ShardedParams:
                 together=(comms.reduce, comms.replicate, *together),
             )
             made.append(piece)
-        return made
+        return tuple(made)
 
     def _mark_params(self) -> None:
-        for param, piece in zip(self.held.params, self.param_pieces, strict=True):
+        for param, piece in zip(self.held.params, self.pieces, strict=True):
             be_piece(param, piece)
 
     def _make_full(self) -> None:
@@ -129,7 +127,7 @@ class ShardedParams:
 
     def placed(self, index: int, local: Tensor) -> Tensor:
         """Return a parameter as the module has it; `local` is this rank's part."""
-        place = self.places[index]
+        place = self.pieces[index].place
         return local if place is None else place.over(local)
 
     def pins(self, home: torch.device) -> bool:
@@ -150,7 +148,7 @@ class ShardedParams:
         """
         with without_torch_function():
             versions = sum([param._version for param in self.held.params])
-        return versions + self.param_pieces[0].segment.steps
+        return versions + self.pieces[0].segment.steps
 
     def start_gather(self) -> Pending | None:
         """Begin to fill the full buffer from every rank's shard. Collective."""
@@ -199,34 +197,37 @@ class ShardedParams:
     def load_full(self, index: int, whole: Tensor) -> None:
         """Copy this rank's piece of a full parameter, of any dtype. Not a collective."""
         piece = self.pieces[index]
-        whole = self.local_of_value(index, whole)
+        whole = whole if piece.place is None else piece.place.local_of_value(whole)
         if piece.numel:
             elements = memory_order(whole, piece.spec)[piece.start : piece.stop]
             piece.flat(self.shard).copy_(elements)
 
-    def fits(self, index: int, value: Tensor) -> bool:
-        """Whether a value is a full parameter, or this rank's piece of one."""
-        piece = self.pieces[index]
-        return tuple(value.shape) in (tuple(piece.spec.shape), tuple(piece.shape))
-
     @torch.no_grad()
-    def load(self, index: int, value: Tensor) -> None:
-        """Copy a value that fits, and make the parameter a view of the shard again."""
-        if tuple(value.shape) == tuple(self.pieces[index].spec.shape):
-            self.load_full(index, value)
-        else:
-            self.held.views[index].copy_(value)
-        self.held.attach(index)
+    def take_moved(self) -> bool:
+        """Copy values that parameters have in other memory into the shard; whether there are any.
+
+        Raises:
+            ParameterError: one has another shape than the piece.
+        """
+        moved = self.held.moved()
+        for index in moved:
+            values, view = self.held.params[index].detach(), self.held.views[index]
+            if values.shape != view.shape:
+                self.held.attach(index)
+                name = self.pieces[index].name
+                raise ParameterError(
+                    f"flat_param.fully_shard: the data of parameter '{name}' was replaced by a "
+                    f"tensor of shape {tuple(values.shape)}, but this rank's piece has "
+                    f"{tuple(view.shape)}. The piece is back. Load full values by "
+                    "load_state_dict, or write them under whole_params(write_back=True)."
+                )
+            self.held.take(index, values)
+        return bool(moved)
 
     @torch.no_grad()
     def write(self, index: int, elements: Tensor) -> None:
         """Copy this rank's elements of a parameter, 1-D, into the shard. Not a collective."""
         self.pieces[index].flat(self.shard).copy_(elements)
-
-    def local_of_value(self, index: int, value: Tensor) -> Tensor:
-        """Return this rank's part of a value for a parameter, after tensor parallelism."""
-        place = self.places[index]
-        return value if place is None else place.local_of_value(value)
 
     @torch.no_grad()
     def rebind(self, tensors: Sequence[Tensor]) -> None:
@@ -246,7 +247,7 @@ class ShardedParams:
         self.shard = moved
         if remade:
             self._make_full()
-        self.param_pieces[0].segment.device = self.device
+        self.pieces[0].segment.device = self.device
         self._mark_params()
 
 

@@ -33,7 +33,7 @@ def install_module_hooks(module: nn.Module, unit: Unit) -> None:
 
 
 def _before(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    if not unit.sites.shows_copies:
+    if unit.sites.copies is None:
         _rest(unit, "state_dict")
 
 
@@ -55,12 +55,12 @@ def _present(
     prefix: str,
     metadata: Any,
 ) -> None:
-    if unit.sites.shows_copies:
+    if unit.sites.copies is not None:
         return
     for name, site in _named(sites, prefix):
         if isinstance(state.get(name), Tensor):
             param = site.part.params[site.index]
-            piece = site.part.param_pieces[site.index]
+            piece = site.part.pieces[site.index]
             state[name] = (
                 param.detach() if piece.is_plain else piece.present(flat_view(param, param))
             )
@@ -85,7 +85,7 @@ def _take(
         if not isinstance(value, Tensor) or value is param:
             continue  # torch passes the module's own parameters for missing values
         try:
-            elements = site.part.param_pieces[site.index].elements(value, name)
+            elements = site.part.pieces[site.index].elements(value, name)
         except FlatParamError as error:
             errors.append(str(error))
             state[name] = param

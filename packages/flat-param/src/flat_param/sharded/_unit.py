@@ -144,7 +144,7 @@ class Unit:
     def _refuse_grads_of_pieces(self) -> None:
         before, found = set(map(id, self._piece_nodes)), []
         for part in self.parts:
-            for param, piece in zip(part.held.params, part.param_pieces, strict=True):
+            for param, piece in zip(part.held.params, part.pieces, strict=True):
                 with without_torch_function():
                     is_cut = piece.is_cut and param.requires_grad
                     node = get_gradient_edge(param).node if is_cut else None
@@ -169,11 +169,9 @@ class Unit:
             gathering.append(part.start_gather())
 
     def take_changes(self) -> None:
-        """Copy parameters that a user replaced into the shard. Errors are raised on every rank."""
-        if self.sites.have_changed():
-            with self.comms.telling_others():
-                if self.sites.take_changes():
-                    self._version = None
+        """Copy parameters that a user replaced into the shard."""
+        if self.sites.have_changed() and self.sites.take_changes():
+            self._version = None
 
     def unshard(self) -> None:
         """Gather the full parameters. Collective, unless they are gathered already."""

@@ -22,8 +22,7 @@ from torch.autograd.profiler import profile, record_function
 from .._errors import BudgetError
 from .._torch_compat import storage_bytes as bytes_under
 from .._torch_compat import storage_key
-from ..eager._moved import measured
-from ..eager._moved_stats import counters
+from ..eager._moved import counters, measured
 
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
 _MARK = "sac_policies.mark:"
