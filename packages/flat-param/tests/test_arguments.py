@@ -62,6 +62,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ParameterError,
         "ignored_params has a Tensor, but it must be a set of parameters",
     ),
+    "ignored module": (
+        {"ignored_params": nn.Linear(2, 2)},
+        ParameterError,
+        "ignored_params has a Linear, but it must be a set of parameters",
+    ),
 }
 
 

@@ -46,7 +46,7 @@ def options_of(way: str) -> dict[str, Any]:
 def planned_as(way: str, world: int) -> dict[str, Any]:
     """The same for `plan_training`."""
     if way == "replicated":
-        return {"world_size": 1, "replicas": world}
+        return {"world_size": 1}
     return {"world_size": world, "reshard_after_forward": way != "ZeRO-2"}
 
 

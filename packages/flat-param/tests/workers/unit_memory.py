@@ -55,7 +55,7 @@ def check_peak_of_whole_parameters_is_as_planned(rank: int, world: int) -> None:
         for ids in batches(world, 2):
             loss_of(model, share(ids, rank)).backward()
         plan = flat_param.plan.plan_training(units, **planned_as(way, world))
-        assert max(seen) == plan.rank_bytes.whole_params_peak, (way, max(seen), str(plan))
+        assert max(seen) == plan.whole_params_peak, (way, max(seen), str(plan))
 
 
 def check_peak_of_whole_gradients_is_as_planned(rank: int, world: int) -> None:
@@ -68,7 +68,7 @@ def check_peak_of_whole_gradients_is_as_planned(rank: int, world: int) -> None:
         for ids in batches(world, 2):
             loss_of(model, share(ids, rank)).backward()
         plan = flat_param.plan.plan_training(units, **planned_as(way, world))
-        assert max(seen) == plan.rank_bytes.whole_grads_peak, (way, max(seen), str(plan))
+        assert max(seen) == plan.whole_grads_peak, (way, max(seen), str(plan))
 
 
 def check_frozen_segments_have_no_gradient_memory_or_traffic(rank: int, world: int) -> None:

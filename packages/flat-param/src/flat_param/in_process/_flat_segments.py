@@ -136,10 +136,10 @@ class FlatSegments:
         specs, params = collect_params(module)
         named = [(spec.name, param) for spec, param in zip(specs, params, strict=True)]
         check_owners("FlatParams", module, named, (UNIT, FLATTENED), never=UNIT)
-        check_one_device(specs, params)
+        check_one_device("flatten", specs, [param.device for param in params])
         check_apart("flatten", module, params)
         check_grads(specs, params)
-        plans = plan_segments(specs, align_bytes=self._align_bytes) if specs else ()
+        plans = plan_segments(specs, align_bytes=self._align_bytes)
         self._check_chunks(plans)
         for segment in self.all:
             segment.close()
