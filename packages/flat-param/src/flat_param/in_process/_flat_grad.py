@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from .._errors import StateError
 from ..buffers._grads import GradBuffer
-from ..buffers._views import zeros
 from ..layout._layout import Segment
 
 _grad_of = attrgetter("grad")
@@ -116,7 +115,7 @@ class FlatGrad:
         if self._held is None:
             buffer = self._buffer
             with torch.inference_mode(False):
-                flat = zeros(buffer.numel(), dtype=buffer.dtype, device=buffer.device)
+                flat = torch.zeros(buffer.numel(), dtype=buffer.dtype, device=buffer.device)
                 self._held = GradBuffer(flat, self.segment.layout, [False] * len(self._params))
         return self._held
 

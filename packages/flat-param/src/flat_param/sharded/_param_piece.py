@@ -200,7 +200,7 @@ class ParamPiece:
     def extent(self) -> Extent:
         """The elements of this rank."""
         offsets = (0,) * len(self.shape) if self.place is None else self.place.offsets
-        shape, order = tuple(self.spec.shape), tuple(outer_first(self.spec))
+        shape, order = tuple(self.spec.shape), tuple(outer_first(self.spec.stride))
         return Extent(self.name, shape, order, self.start, self.stop, self.shape, offsets)
 
     @cached_property
