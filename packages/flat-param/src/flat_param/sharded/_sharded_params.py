@@ -188,14 +188,12 @@ class ShardedParams:
             elements = memory_order(whole, piece.spec.stride)[piece.start : piece.stop]
             piece.flat(self.shard).copy_(elements)
 
-    @torch.no_grad()
-    def take_moved(self) -> bool:
-        """Copy values that parameters have in other memory into the shard; whether there are any.
+    def take_moved(self, moved: Sequence[int]) -> None:
+        """Copy values that parameters have in other memory into the shard.
 
         Raises:
             ParameterError: one has another shape than the piece.
         """
-        moved = self.held.moved()
         for index in moved:
             values, view = self.held.params[index].detach(), self.held.views[index]
             if values.shape != view.shape:
@@ -208,7 +206,6 @@ class ShardedParams:
                     "load_state_dict, or write them under whole_params(write_back=True)."
                 )
             self.held.take(index, values)
-        return bool(moved)
 
     @torch.no_grad()
     def write(self, index: int, elements: Tensor) -> None:
