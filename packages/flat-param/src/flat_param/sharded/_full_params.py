@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..buffers._views import param_views
-from ._by_hand import refuse_inside_step, units_at_rest, units_below
+from ._by_hand import units_at_rest
 from ._param_sites import ParamSite
 from ._sharded_params import ShardedParams
 
@@ -22,9 +22,7 @@ def full_params(module: nn.Module, *, write_back: bool) -> Iterator[None]:
         StateError: called during forward or backward, or inside another such context.
         ParameterError: one was replaced, and is to be written back.
     """
-    for unit in units_below(module):
-        refuse_inside_step(unit, "whole_params")
-    units = units_at_rest(module)
+    units = units_at_rest(module, "whole_params")
     copies = {unit: {part: _copies_of(part) for part in unit.parts} for unit in units}
     try:
         for unit in units:

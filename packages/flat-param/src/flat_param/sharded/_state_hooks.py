@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .._errors import FlatParamError
 from ..buffers._views import memory_order
-from ._by_hand import put_to_rest, refuse_inside_step
+from ._by_hand import put_to_rest
 from ._param_sites import ParamSite
 from ._piece_tensors import plain
 from ._unit import Unit
@@ -35,12 +35,7 @@ def install_module_hooks(module: nn.Module, unit: Unit) -> None:
 
 def _before(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
     if unit.sites.copies is None:
-        _rest(unit, "state_dict")
-
-
-def _rest(unit: Unit, method: str) -> None:
-    refuse_inside_step(unit, method)
-    put_to_rest(unit)
+        put_to_rest(unit, "state_dict")
 
 
 def _present(
@@ -73,7 +68,7 @@ def _take(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    _rest(unit, "load_state_dict")
+    put_to_rest(unit, "load_state_dict")
     unit.reshard()
     for site in sites:
         name, param = prefix + site.key, site.part.held.params[site.index]
