@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..buffers._dtensors import DTensorPlace
-from ..buffers._views import outer_first
+from ..buffers._views import inverse, outer_first
 from ..comm._clip import Spread
 from ..comm._comm import Communicator
 from ..layout._boundary import Cut
@@ -66,11 +66,8 @@ class Extent:
     @property
     def stride(self) -> tuple[int, ...]:
         """Strides of the full tensor in memory of that order."""
-        stride, step = [0] * len(self.size), 1
-        for dim in reversed(self.order):
-            stride[dim] = step
-            step *= max(1, self.size[dim])
-        return tuple(stride)
+        outer = contiguous_stride(tuple(self.size[dim] for dim in self.order))
+        return tuple(outer[at] for at in inverse(self.order))
 
     def __str__(self) -> str:
         """The elements, for messages."""
@@ -193,7 +190,7 @@ class ParamPiece:
     def extent(self) -> Extent:
         """The elements of this rank."""
         offsets = (0,) * len(self.shape) if self.place is None else self.place.offsets
-        shape, order = tuple(self.spec.shape), tuple(outer_first(self.spec))
+        shape, order = tuple(self.spec.shape), tuple(outer_first(self.spec.stride))
         return Extent(self.name, shape, order, self.start, self.stop, self.shape, offsets)
 
     @cached_property
