@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 WORKERS = Path(__file__).parent / "workers"
-OF_UNITS = (*sorted(path.stem for path in WORKERS.glob("unit_*.py")), "hooks")
+OF_UNITS = sorted(path.stem for path in WORKERS.glob("unit_*.py"))
 NOT_HERE = {
     "freed_units_are_gathered_again": "counts gathers",
     "freeing_is_switched_off_and_on": "counts gathers",

@@ -195,22 +195,24 @@ def check_second_backward_after_a_stopped_one(rank: int, world: int) -> None:
     model, x = sharded(), torch.ones(2, 6)
     model(x).sum().backward()
     expected = [param.grad.clone() for param in model.parameters()]
-    hidden = model[0](x)
-
-        def stop(grad: Tensor) -> Tensor:
-            handle.remove()  # noqa: B023  # of this turn
-            raise ZeroDivisionError
-
-    handle = hidden.register_hook(stop)
-    loss = model[1](hidden).sum()
-    with pytest.raises(ZeroDivisionError):
-        loss.backward(retain_graph=True)
-    text = "an exception stopped the last backward"
     for _ in range(2):
-        raises(flat_param.StateError, text, lambda: loss.backward(retain_graph=True))
-    model.zero_grad()
-    loss.backward()
-    assert all(map(torch.equal, [param.grad for param in model.parameters()], expected))
+        hidden = model[0](x)
+
+    def stop(grad: Tensor) -> Tensor:
+        handle.remove()
+        raise ZeroDivisionError
+
+        handle = hidden.register_hook(stop)
+        loss = model[1](hidden).sum()
+        with pytest.raises(ZeroDivisionError):
+            loss.backward(retain_graph=True)
+        text = "an exception stopped the last backward"
+        for _ in range(2):
+            raises(flat_param.StateError, text, lambda: loss.backward(retain_graph=True))  # noqa: B023
+        model.zero_grad()
+        loss.backward()
+        found = [param.grad for param in model.parameters()]
+        assert all(map(torch.equal, found, expected))
 
 
 def check_product_with_a_piece_is_refused(rank: int, world: int) -> None:

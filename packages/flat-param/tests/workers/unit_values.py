@@ -1,16 +1,17 @@
-"""Values of a unit as others read and write them; one check per claim."""
+"""Values and dtypes of a unit, as others read and write them; one check per claim."""
 
 from __future__ import annotations
 
 import tempfile
-import time
 
 import torch
 import torch.distributed as dist
 from _harness import (
+    WAYS,
     batches,
     distance,
     loss_of,
+    options_of,
     plain,
     raises,
     run_checks,
@@ -18,10 +19,12 @@ from _harness import (
     share,
     whole_state,
 )
-from _whole import same_grads
+from _whole import plain_grads, same_grads, whole_grads
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import flat_param
+from flat_param import fully_shard
 
 
 def check_replaced_parameter_is_refused(rank: int, world: int) -> None:
@@ -109,21 +112,82 @@ def check_parameters_are_frozen_and_trained_again(rank: int, world: int) -> None
     raises(flat_param.ParameterError, text, lambda: other(ids))
 
 
-def check_mistake_of_all_ranks_can_be_mended(rank: int, world: int) -> None:
-    """Every rank refuses the same shape, mends it, casts alike, and trains on while one is slow."""
-    model = sharded()
+def check_reduce_dtype_and_inputs_are_as_asked(rank: int, world: int) -> None:
+    """Each setting alone: sums in another dtype, and inputs left as they come."""
     (ids,) = batches(world, 1)
-    kept = model.head.bias
-    for value in (1, 2):
-        model.head.bias = nn.Parameter(torch.zeros(value))
-        text = "'head.bias' was replaced by a Parameter"
-        raises(flat_param.ParameterError, text, lambda: model(share(ids, rank)))
-        model.head.bias = kept
-        model.to(torch.float64 if value == 1 else torch.float32)
-        if rank == 0:
-            time.sleep(0.8)  # longer than a rank waits before it looks for notices
+    for dtype, error in ((torch.float64, 1e-6), (torch.bfloat16, 0.05), (torch.float16, 0.01)):
+        model, reference = sharded(mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype)), plain()
         loss_of(model, share(ids, rank)).backward()
-    assert model.head.bias.grad.dtype == torch.float32
+        loss_of(reference, ids).backward()
+        assert {grads.dtype for grads in model._flat_param.grads} == {dtype}
+        assert model.head.weight.grad.dtype == torch.float32
+        assert distance(whole_grads(model), plain_grads(reference)) < error, dtype
+    for cast in (True, False):
+        seen: list[torch.dtype] = []
+        layer = nn.Linear(3, 2)
+        fully_shard(layer, mp_policy=MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=cast))
+        layer.forward = lambda x, seen=seen: seen.append(x.dtype)
+        layer(torch.ones(2, 3))
+        assert seen == [torch.bfloat16 if cast else torch.float32]
+
+
+def check_dtype_change_is_followed(rank: int, world: int) -> None:
+    """Between steps: values and gradients are those of the plain model in the new dtype."""
+    model, reference = sharded(), plain()
+    (ids,) = batches(world, 1)
+    for dtype, error in ((torch.float32, 1e-6), (torch.float64, 1e-12), (torch.float32, 1e-6)):
+        for module, part in ((model, share(ids, rank)), (reference, ids)):
+            module.zero_grad()
+            module.to(dtype)
+            loss_of(module, part).backward()
+        assert model.head.weight.dtype == model.head.weight.grad.dtype == dtype
+        assert distance(whole_grads(model), plain_grads(reference)) < error
+
+
+def check_odd_parameters_survive(rank: int, world: int) -> None:
+    """Odd parameters survive."""
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scalar = nn.Parameter(torch.tensor(2.0))
+            self.empty = nn.Parameter(torch.zeros(0, 3))
+            self.wave = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j]))
+            self.turned = nn.Parameter(torch.arange(12.0).view(3, 4).t())
+            self.column = nn.Parameter(torch.arange(12.0).view(4, 3)[:, :2])
+            self.index = nn.Parameter(torch.tensor([1, 0]), requires_grad=False)
+            self.low = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            wave = torch.view_as_real(self.wave * self.wave)[self.index].sum()
+            columns = (self.turned[:, :2] * self.column).sum()
+            return x * self.scalar * (wave + columns + self.low.float().sum()) + self.empty.sum()
+
+    for way in WAYS:
+        reference, model = Odd(), Odd()
+        expected = {k: v.clone() for k, v in whole_state(reference).items()}
+        fully_shard(model, **options_of(way))
+        state = whole_state(model)
+        assert all(torch.equal(state[k], v) for k, v in expected.items())
+        x = torch.ones(2)
+        model(x).sum().backward()
+        reference(x).sum().backward()
+        state = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+        for param in model.parameters():
+            if param.grad is not None and param.grad.dtype != torch.int64:
+                param.data.copy_(param.grad)
+        got = whole_state(model)
+        assert all(torch.allclose(got[k], v) for k, v in state.items())
+
+
+def check_sums_over_ranks_stay_in_the_range_of_float16(rank: int, world: int) -> None:
+    """The mean is in it, the sum is not; over shards and over copies."""
+    for way in ("ZeRO-3", "replicated"):
+        layer = nn.Linear(1, 8, bias=False)
+        precision = MixedPrecisionPolicy(reduce_dtype=torch.float16)
+        fully_shard(layer, mp_policy=precision, **options_of(way))
+        (40000 * layer(torch.ones(1, 1))).sum().backward()
+        assert torch.equal(whole_grads(layer)["weight"], torch.full((8, 1), 40000.0)), way
 
 
 if __name__ == "__main__":

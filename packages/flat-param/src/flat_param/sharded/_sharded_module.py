@@ -333,7 +333,7 @@ class ShardedModule(nn.Module):
                 yield from part.held.params
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedModule:
-        units_at_rest(self)
+        units_at_rest(self, "to")
         super()._apply(fn, recurse)
         for unit in self._units(recurse):
             unit.rebind()

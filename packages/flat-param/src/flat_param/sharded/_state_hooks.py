@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._errors import FlatParamError, StateError
+from .._errors import FlatParamError
 from ..buffers._views import flat_view
 from ._by_hand import put_to_rest
 from ._param_sites import ParamSite
@@ -34,17 +34,7 @@ def install_module_hooks(module: nn.Module, unit: Unit) -> None:
 
 def _before(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
     if unit.sites.copies is None:
-        _rest(unit, "state_dict")
-
-
-def _rest(unit: Unit, method: str) -> None:
-    unit.schedule.settle()
-    if unit.schedule.depth or unit.schedule.backward is not None:
-        raise StateError(
-            f"flat_param.{method}: called inside forward or backward, where the module has "
-            "unsharded parameters. Call it between steps."
-        )
-    put_to_rest(unit)
+        put_to_rest(unit, "state_dict")
 
 
 def _present(
@@ -78,7 +68,7 @@ def _take(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    _rest(unit, "load_state_dict")
+    put_to_rest(unit, "load_state_dict")
     unit.reshard()
     for name, site in _named(sites, prefix):
         value, param = state.get(name), site.part.params[site.index]
