@@ -81,12 +81,11 @@ class FlatSegments:
             segment.close()
         for tensor, copied in zip(held, copies, strict=True):
             tensor.data = copied
-        for name in (ATTRIBUTE, "_apply"):
-            del vars(module)[name]
+        self.closed, self.all, self.chunks, self._tensors = True, (), [], []
+        vars(module).pop("_apply", None)
         if self._owner is not None:
             self._owner.drop()
-        self.__setstate__(self.__getstate__())
-        self.closed = True
+        vars(module).pop(ATTRIBUTE, None)  # last: if this is interrupted, it can be called again
 
     @property
     def trainable(self) -> tuple[FlatSegment, ...]:
