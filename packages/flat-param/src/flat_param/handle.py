@@ -183,13 +183,6 @@ class FlatParamHandle:
                 "flat_param.FlatParamHandle: fsdp_extension is given, but tensor-parallel "
                 "parameters are not flattened here. Flatten their local tensors."
             )
-        self._arguments: dict[str, Any] = {  # of a copy
-            "device": device,
-            "sharding_strategy": sharding_strategy,
-            "offload_params": offload_params,
-            "mp_param_dtype": mp_param_dtype,
-            "use_orig_params": use_orig_params,
-        }
         self._use_orig_params = use_orig_params
         self._sharding_strategy = sharding_strategy
         self._offload_params = offload_params
@@ -289,11 +282,6 @@ class FlatParamHandle:
     def _deepcopy_module(self, memo: dict[int, Any]) -> nn.Module:
         """Copy the module with plain parameters, and flatten the copy with a separate handle."""
         module, flat = self._fully_sharded_module, self.flat_param
-        if not self._whole:
-            raise StateError(
-                "flat_param.FlatParamHandle: the module is sharded, but a copy needs whole "
-                "parameters. Call unshard() first."
-            )
         flat_names = [name for name, value in module._parameters.items() if value is flat]
         own = module.__dict__.pop("__deepcopy__")
         try:
@@ -306,8 +294,16 @@ class FlatParamHandle:
             for name in flat_names:
                 module._parameters[name] = flat
         params = [copied.get_parameter(fqn) for fqn in flat._fqns]
-        group = self.process_group
-        handle = FlatParamHandle(params, copied, process_group=group, **self._arguments)
+        handle = FlatParamHandle(
+            params,
+            copied,
+            self.device,
+            self._sharding_strategy,
+            self._offload_params,
+            self._fwd_bwd_param_dtype,
+            process_group=self.process_group,
+            use_orig_params=self._use_orig_params,
+        )
         for name in flat_names:
             copied._parameters[name] = handle.flat_param
         return copied

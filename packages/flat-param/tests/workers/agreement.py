@@ -42,11 +42,14 @@ def unchanged(module: nn.Module) -> None:
 DIFFERENT: tuple[tuple[dict[str, Any], str], ...] = (
     (
         {"second": torch.zeros(7), "third": torch.zeros(1)},
-        "parameter 'second' is (5,) of torch.float32 on rank 0 and (7,) of torch.float32 on rank",
+        "(5,) of torch.float32 where rank 1 has parameter 'second' (7,) of torch.float32",
     ),
-    ({"third": torch.zeros(6, dtype=torch.bfloat16)}, "parameter 'third' is (6,) of tor"),
+    (
+        {"third": torch.zeros(6, dtype=torch.bfloat16)},
+        "rank 1 has parameter 'third' (6,) of torch.bfloat16",
+    ),
     ({"first": torch.zeros(3, 4).t()}, "(4, 3) of torch.float32, of stride (1, 4)"),
-    ({"fourth": torch.zeros(2)}, "'fourth' is missing on rank 0 and (2,) of torch.floa"),
+    ({"fourth": torch.zeros(2)}, "rank 1 has parameter 'fourth' (2,) of torch.float32"),
 )
 
 
@@ -62,7 +65,7 @@ def check_first_different_parameter_is_named(rank: int, world: int) -> None:
 
 def check_missing_parameter_is_named_before_settings(rank: int, world: int) -> None:
     """They may differ because of it."""
-    text = "parameter 'second' is (5,) of torch.float32 on rank 0 and missing on rank 1"
+    text = "rank 0 has parameter 'second' (5,) of torch.float32 where rank 1 has parameter 'third'"
     module = layers(**({"second": None} if rank else {}))
     boundary = "tensor" if rank else "row"
     raises(CommError, text, partial(fully_shard, module, boundary=boundary))
@@ -73,7 +76,7 @@ def check_another_tie_is_named(rank: int, world: int) -> None:
     module = layers()
     if rank:
         module.register_parameter("tied", module.third)
-    text = "parameter 'third' is (6,) of torch.float32 on rank 0 and (6,) of torch.float32, tied to"
+    text = "rank 1 has parameter 'third' (6,) of torch.float32, tied to tied"
     raises(CommError, text, lambda: fully_shard(module))
     unchanged(module)
 
@@ -82,7 +85,7 @@ def check_another_order_is_named(rank: int, world: int) -> None:
     """The same parameters in another order."""
     tensors = {"first": torch.zeros(4, 3), "second": torch.zeros(5)}
     module = Layers(**(dict(reversed(tensors.items())) if rank else tensors))
-    text = "parameter 'first' is before parameter 'second' on rank 0 and after it on rank 1"
+    text = "parameter 'first' (4, 3) of torch.float32 where rank 1 has parameter 'second' (5,)"
     raises(CommError, text, lambda: fully_shard(module))
 
 
@@ -90,13 +93,17 @@ def check_frozen_on_one_rank_is_named(rank: int, world: int) -> None:
     """Trainability decides about segments, so it must be the same."""
     module = layers()
     module.second.requires_grad_(not rank)
-    raises(CommError, "and (5,) of torch.float32, frozen on rank 1", lambda: fully_shard(module))
+    raises(
+        CommError,
+        "rank 1 has parameter 'second' (5,) of torch.float32, frozen",
+        lambda: fully_shard(module),
+    )
 
 
 def check_another_mesh_is_named(rank: int, world: int) -> None:
     """Ranks whose meshes differ meet before they shard."""
     mesh = init_device_mesh("cpu", (world, 1))
-    text = f"copies x ranks is 1 x {world} on rank 0 and {world} x 1 on rank 1"
+    text = f"rank 0 has copies x ranks 1 x {world} where rank 1 has copies x ranks {world} x 1"
     raises(CommError, text, lambda: fully_shard(layers(), mesh=mesh if rank else None))
 
 
@@ -104,13 +111,13 @@ def check_another_setting_is_named(rank: int, world: int) -> None:
     """Boundary and freeing decide about ranges and order."""
     for name, value in (("boundary", "row"), ("reshard_after_forward", False)):
         mine = {name: value} if rank else {}
-        raises(CommError, f"{name} is ", partial(fully_shard, layers(), **mine))
+        raises(CommError, f"rank 0 has {name} ", partial(fully_shard, layers(), **mine))
 
 
 def check_another_nesting_is_named(rank: int, world: int) -> None:
     """A unit that one rank has and the other has not."""
     module = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
-    text = "parameter '0.weight' is (3, 2) of torch.float32 on rank 0 and missing on rank 1"
+    text = "rank 0 has parameter '0.weight' (3, 2) of torch.float32 where rank 1 has parameter"
     raises(CommError, text, lambda: fully_shard(module[0] if rank else module))
 
 

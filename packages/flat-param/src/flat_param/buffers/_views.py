@@ -195,10 +195,6 @@ def flat_view(tensor: Tensor, like: Tensor) -> Tensor:
     """Return the elements of a tensor in the memory order of `like`, 1-D; a view if possible."""
     with without_torch_function():  # converts a piece to a plain tensor
         tensor = tensor.detach()
-    if tensor.numel() < 2 or tensor.stride() == like.stride():
-        return tensor.as_strided((tensor.numel(),), (1,))
-    if tensor.is_contiguous() and like.is_contiguous():
-        return tensor.view(-1)
     strides = like.stride()
     order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
     return tensor.permute(order).reshape(-1)

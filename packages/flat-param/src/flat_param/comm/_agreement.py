@@ -15,28 +15,25 @@ import torch.distributed as dist
 from .._errors import CommError
 from ..layout._spec import ParamSpec, contiguous_stride
 from ._comm import Communicator
-
-Description = tuple[tuple[str, str], ...]
-"""Names and values that must be the same on every rank, in order."""
+from ._trail import first_difference
 
 P = TypeVar("P")
 
 
-def describe(specs: Sequence[ParamSpec], settings: Mapping[str, object]) -> Description:
-    """Return the text that must be equal on every rank, parameters first."""
-    params = [(f"parameter '{spec.name}'", _describe_param(spec)) for spec in specs]
-    return (*params, *[(name, str(value)) for name, value in settings.items()])
+def describe(specs: Sequence[ParamSpec], settings: Mapping[str, object]) -> list[str]:
+    """Return lines that must be equal on every rank, parameters first."""
+    return [*map(_describe, specs), *[f"{name} {value}" for name, value in settings.items()]]
 
 
-def _describe_param(spec: ParamSpec) -> str:
+def _describe(spec: ParamSpec) -> str:
     frozen = "" if spec.requires_grad else ", frozen"
     is_usual = spec.stride == contiguous_stride(spec.shape)
     stride = "" if is_usual else f", of stride {spec.stride}"
     tied = f", tied to {', '.join(spec.aliases)}" if spec.aliases else ""
-    return f"{spec.shape} of {spec.dtype}{frozen}{stride}{tied}"
+    return f"parameter '{spec.name}' {spec.shape} of {spec.dtype}{frozen}{stride}{tied}"
 
 
-def agree(comms: Sequence[Communicator], plan: Callable[[], tuple[P, Description]]) -> P:
+def agree(comms: Sequence[Communicator], plan: Callable[[], tuple[P, list[str]]]) -> P:
     """Plan on every rank, and return this rank's plan if all descriptions are equal. Collective."""
     rank = dist.get_rank()
     try:
@@ -53,11 +50,10 @@ def agree(comms: Sequence[Communicator], plan: Callable[[], tuple[P, Description
                 f"shard the same one. Correct the error of that rank: {refusal}"
             )
     if any(theirs != digest for _, theirs, _ in notes):
-        (first, here), *others = _from_all(comms, (rank, description))
-        reasons = (_difference(here, there, ranks=(first, other)) for other, there in others)
+        reason = first_difference(_from_all(comms, (rank, description)), verb="has")
         raise CommError(
-            f"flat_param.fully_shard: {next(filter(None, reasons))}, but all ranks must shard the "
-            "same model in the same way. Build it from the same settings on every rank."
+            f"flat_param.fully_shard: {reason}, but all ranks must shard the same model in the "
+            "same way. Build it from the same settings on every rank."
         )
     return planned
 
@@ -67,16 +63,3 @@ def _from_all(comms: Sequence[Communicator], note: Any) -> list[Any]:
     for comm in comms:
         notes = [one for there in comm.share(notes) for one in there]
     return notes
-
-
-def _difference(first: Description, other: Description, *, ranks: tuple[int, int]) -> str:
-    """The first value that differs between two ranks; empty if none does."""
-    here, there = dict(first), dict(other)
-    for name in [*here, *there]:
-        values = [side.get(name, "missing") for side in (here, there)]
-        if values[0] != values[1]:
-            return f"{name} is {values[0]} on rank {ranks[0]} and {values[1]} on rank {ranks[1]}"
-    for name, swapped in zip(here, there, strict=True):
-        if name != swapped:
-            return f"{name} is before {swapped} on rank {ranks[0]} and after it on rank {ranks[1]}"
-    return ""

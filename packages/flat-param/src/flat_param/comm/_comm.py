@@ -91,17 +91,18 @@ class Pending:
     """A collective under way; `wait` returns when its result may be read.
 
     Attributes:
+        label: the collective, in words.
+        number: of the collective in its group.
         home: the stream that waits; None for the current one.
         device: the device that runs it; None if the host waits.
         captured: whether it is part of a graph.
     """
 
     comm: Communicator
-    what: str
+    label: str
     work: dist.Work | None = None
-    finish: Callable[[], object] | None = None
     number: int = 0
-    label: str = ""
+    finish: Callable[[], object] | None = None
     home: torch.Stream | None = None
     device: torch.device | None = None
     captured: bool = False
@@ -152,7 +153,6 @@ class Communicator:
         self.log = log
         self.number = 0
         self.unit = ""
-        self._marks: dict[tuple[str, bool, int], tuple[str, bytes]] = {}
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.trail = None if group is None else Trail.of(group)
@@ -168,11 +168,6 @@ class Communicator:
             "ranks that it is spread over. Save grad.detach(), or full_state_dict(module)."
         )
 
-    def rename(self, unit: str) -> None:
-        """Set the name of the unit in messages."""
-        self.unit = unit
-        self._marks.clear()
-
     def is_gloo(self, device_type: str) -> bool:
         """Whether gloo moves tensors of these devices in this group."""
         return self.trail is not None and self.trail.backends.get(device_type) == "gloo"
@@ -183,11 +178,11 @@ class Communicator:
             if out.data_ptr() != shard.data_ptr():
                 out.copy_(shard)
             return Pending(self, "all_gather")
-        self.log.add("all_gather", (self.world_size - 1) * shard.nbytes)
+        sent = (self.world_size - 1) * shard.nbytes
         if self.world_size == 2 and self.is_gloo(out.device.type):
             exchanged = to_gather_halves(out, shard, rank=self.rank)
-            return self._start("all_gather", dist.all_to_all_single, *exchanged)
-        return self._start("all_gather", _all_gather, out, shard)
+            return self._start("all_gather", sent, dist.all_to_all_single, *exchanged)
+        return self._start("all_gather", sent, _all_gather, out, shard)
 
     def reduce_scatter(self, out: Tensor, full: Tensor) -> Pending:
         """Sum `full` (world * shard,) over ranks into this rank's `out` (shard,). Collective.
@@ -197,11 +192,11 @@ class Communicator:
         if self.world_size == 1:
             out.copy_(full)
             return Pending(self, "reduce_scatter")
-        self.log.add("reduce_scatter", (self.world_size - 1) * out.nbytes)
+        sent, what = (self.world_size - 1) * out.nbytes, "reduce_scatter"
         if self.is_gloo(full.device.type):
             exchanged, add_up = to_sum(out, full, rank=self.rank, world_size=self.world_size)
-            return self._start("reduce_scatter", dist.all_to_all_single, *exchanged).then(add_up)
-        return self._start("reduce_scatter", _reduce_scatter, out, full)
+            return self._start(what, sent, dist.all_to_all_single, *exchanged).then(add_up)
+        return self._start(what, sent, _reduce_scatter, out, full)
 
     def all_reduce(
         self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, *, of_unit: bool = True
@@ -212,15 +207,14 @@ class Communicator:
         """
         if self.world_size == 1:
             return Pending(self, "all_reduce")
-        self.log.add("all_reduce", 2 * (self.world_size - 1) * tensor.nbytes // self.world_size)
-        return self._start("all_reduce", dist.all_reduce, tensor, op, of_unit=of_unit)
+        sent = 2 * (self.world_size - 1) * tensor.nbytes // self.world_size
+        return self._start("all_reduce", sent, dist.all_reduce, tensor, op, of_unit=of_unit)
 
     def broadcast(self, tensor: Tensor) -> Pending:
         """Give every rank the `tensor` of the group's first rank, in place. Collective."""
         if self.world_size == 1:
             return Pending(self, "broadcast")
-        self.log.add("broadcast", tensor.nbytes)
-        return self._start("broadcast", _broadcast_from_first, tensor)
+        return self._start("broadcast", tensor.nbytes, _broadcast_from_first, tensor)
 
     def share(self, note: Any) -> list[Any]:
         """Return every rank's small picklable `note`. Collective; the ranks trust each other."""
@@ -236,7 +230,7 @@ class Communicator:
 
     def finish(self, pending: Pending) -> None:
         """Wait for a collective; raise `CommError` that names dead ranks if it fails."""
-        work, what, trail = pending.work, pending.what, self.trail
+        work, label, trail = pending.work, pending.label, self.trail
         if work is None or trail is None:
             return
         if pending.device is not None:
@@ -244,10 +238,10 @@ class Communicator:
             return
         polls = 0
         try:
-            while not self._finished_within(work, what, timedelta(seconds=_POLL_S)):
+            while not self._finished_within(work, label):
                 trouble = trail.trouble()
                 if trouble:
-                    raise self._fault(what, trouble)
+                    raise self._fault(label, trouble)
                 polls += 1
                 if polls % _POLLS_OF_A_DEADLOCK == 0:
                     self._look_for_deadlock(pending)
@@ -266,51 +260,43 @@ class Communicator:
                 "the last checkpoint."
             )
 
-    def _finished_within(self, work: dist.Work, what: str, limit: timedelta) -> bool:
+    def _finished_within(self, work: dist.Work, label: str) -> bool:
         try:
-            work.wait(limit)
+            work.wait(timedelta(seconds=_POLL_S))
         except RuntimeError as error:
             if not work.is_completed():
                 return False
-            raise self._fault(what, str(error)) from error
+            raise self._fault(label, str(error)) from error
         return True
 
     def _start(
         self,
         what: str,
+        sent: int,
         call: Callable[..., dist.Work | None],
         tensor: Tensor,
         *args: object,
         of_unit: bool = True,
     ) -> Pending:
-        label, mark = self._mark(what, of_unit, tensor.nbytes)
         assert self.trail is not None, "it has a group"
+        self.log.add(what, sent)
+        label = f"{what} of {self.unit}" if of_unit and self.unit else what
+        mark = f"{what} {self.number if of_unit else ''} {tensor.nbytes}".encode()
         device = None if self.is_gloo(tensor.device.type) else tensor.device
         captured = device is not None and is_capturing(device)
         number = 0 if captured else self.trail.add(label, mark)
         try:
             work = call(tensor, *args, group=self.group, async_op=True)
         except RuntimeError as error:
-            raise self._fault(what, str(error)) from error
-        return Pending(
-            self, what, work, number=number, label=label, device=device, captured=captured
-        )
+            raise self._fault(label, str(error)) from error
+        return Pending(self, label, work, number, device=device, captured=captured)
 
-    def _mark(self, what: str, of_unit: bool, nbytes: int) -> tuple[str, bytes]:
-        """A collective in words, and its bytes in the trail's checksum."""
-        known = self._marks.get((what, of_unit, nbytes))
-        if known is None:
-            label = f"{what} of {self.unit}" if of_unit and self.unit else what
-            mark = f"{what} {self.number if of_unit else ''} {nbytes}".encode()
-            known = self._marks[what, of_unit, nbytes] = (label, mark)
-        return known
-
-    def _fault(self, what: str, reason: str) -> CommError:
+    def _fault(self, label: str, reason: str) -> CommError:
         assert self.trail is not None, "it has a group"
         return CommError(
-            f"flat_param.{what}: {self.trail.diagnosis(reason)} did not complete the collective"
-            f"{' of ' + self.unit if self.unit else ''}, but every rank of the group must. "
-            f"Restart from the last checkpoint. ({reason.splitlines()[0]})"
+            f"flat_param.fully_shard: {self.trail.diagnosis(reason)} did not complete the "
+            f"collective {label}, but every rank of the group must. Restart from the last "
+            f"checkpoint. ({reason.splitlines()[0]})"
         )
 
 

@@ -44,7 +44,7 @@ class CommGroups:
     def name(self, unit: str) -> None:
         """Set the name of the unit in messages."""
         for comm in (self.gather, self.reduce, self.replicate):
-            comm.rename(unit)
+            comm.unit = unit
 
 
 _Group = dist.ProcessGroup

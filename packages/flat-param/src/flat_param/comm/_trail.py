@@ -153,13 +153,13 @@ class Trail:
             self._store.set(_wait(self._rank), "")
 
 
-def first_difference(labels: Iterable[tuple[int, list[str]]]) -> str:
-    """The first collective in which two ranks differ; empty if there is none."""
+def first_difference(labels: Iterable[tuple[int, list[str]]], *, verb: str) -> str:
+    """The first label in which two ranks differ; empty if there is none."""
     (rank, mine), *others = labels
     for other, theirs in others:
         for here, there in zip_longest(mine, theirs, fillvalue="nothing more"):
             if here != there:
-                return f"rank {rank} did {here} where rank {other} did {there}"
+                return f"rank {rank} {verb} {here} where rank {other} {verb} {there}"
     return ""
 
 

@@ -17,8 +17,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from .._errors import StateError
 from ..buffers._elementwise import ELEMENTWISE
-from ._flat_grad import FlatGrad
-from ._flat_segments import FlatSegment, FlatSegments
+from ._flat_segment import FlatSegment
+from ._flat_segments import FlatSegments
 
 CPU_NUMEL = 1 << 18  # a float32 leaf of AdamW and its state then take 4 MiB
 
@@ -37,27 +37,28 @@ class Chunk(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        grad, flat = self._flat_grad()
-        return None if grad.arrivals == self._cleared_at else self._tensor_slice(flat)
+        flat = self._flat_segment.synced_grad
+        if flat is None:
+            flat = self._compared_grad()
+        is_cleared = self._flat_segment.arrivals == self._cleared_at
+        return None if is_cleared else self._tensor_slice(flat)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        grad, flat = self._flat_grad()
+        flat = self._flat_segment.synced_grad
+        if flat is None:
+            flat = self._compared_grad()
         if value is None:
             self._tensor_slice(flat).zero_()
-            self._cleared_at = grad.arrivals
+            self._cleared_at = self._flat_segment.arrivals
         else:
             self._tensor_slice(flat).copy_(value)
             self._cleared_at = -1
 
-    def _flat_grad(self) -> tuple[FlatGrad, Tensor]:
-        """The flat gradient of the present segment, up to date."""
-        grad = self._flat_segment.grad
-        if not grad.is_stale:
-            return grad, grad.flat
+    def _compared_grad(self) -> Tensor:
+        """The flat gradient after a comparison with the module, which may plan again."""
         self._flat_segment.sync()
-        grad = self._flat_segment.grad
-        return grad, grad.vector
+        return self._flat_segment.grad
 
     def _tensor_slice(self, flat: Tensor) -> Tensor:
         if self._seen is None or self._seen[0] is not flat:
@@ -97,7 +98,7 @@ def make_chunks(segments: FlatSegments, numel: int | None) -> list[Chunk]:
             chunk._start = start
             chunk.attach(segment)
             made.append(chunk)
-    segments.follow(made)
+    segments.chunks += made
     return made
 
 
@@ -109,9 +110,12 @@ def _watch_steps() -> None:
 
 
 def _sync_chunks(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    chunks = (p for group in optimizer.param_groups for p in group["params"] if type(p) is Chunk)
-    for segment in {id(chunk._flat_segment): chunk._flat_segment for chunk in chunks}.values():
-        segment.sync()
+    last = None
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if type(param) is Chunk and param._flat_segment is not last:
+                last = param._flat_segment
+                last.sync()
 
 
 _checked: WeakSet[Optimizer] = WeakSet()

@@ -90,16 +90,43 @@ def units_below(module: nn.Module) -> Iterator[Unit]:
             yield unit
 
 
-def units_at_rest(module: nn.Module) -> list[Unit]:
-    """The units of a module and below, resharded. Not a collective."""
+def units_at_rest(module: nn.Module, function: str = "state_dict") -> list[Unit]:
+    """The units of a module and below, after `put_to_rest`."""
     units = list(units_below(module))
     for unit in units:
-        put_to_rest(unit)
+        put_to_rest(unit, function)
     return units
 
 
-def put_to_rest(unit: Unit) -> None:
-    """Reshard a unit that `unshard` gathered, and copy re-assigned pieces into the shard."""
+def put_to_rest(unit: Unit, function: str) -> None:
+    """Reshard a unit that `unshard` gathered, and copy re-assigned pieces into the shard.
+
+    Not a collective.
+
+    Args:
+        unit: the unit.
+        function: the called function, for the message.
+
+    Raises:
+        StateError: a forward or backward runs.
+    """
+    schedule = unit.schedule
+    schedule.settle()
+    if schedule.depth or schedule.backward is not None:
+        raise StateError(
+            f"flat_param.{function}: called inside forward or backward, where the module has "
+            "unsharded parameters. Call it between steps."
+        )
     if unit.is_by_hand:
         reshard(unit)
     unit.take_changes()
+
+
+def refuse_inside_step(unit: Unit, method: str) -> None:
+    """Raise if a pass is running, in which the module has unsharded parameters."""
+    unit.schedule.settle()
+    if unit.schedule.depth or unit.schedule.backward is not None:
+        raise StateError(
+            f"flat_param.{method}: called inside forward or backward, where the module has "
+            "unsharded parameters. Call it between steps."
+        )

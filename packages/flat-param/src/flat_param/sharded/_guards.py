@@ -14,7 +14,7 @@ All are installed at the first `fully_shard`, and change nothing for other tenso
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -28,13 +28,12 @@ from torch.optim.optimizer import (
 )
 
 from .._torch_compat import replace_total_norm, replace_unscale
-from ..comm._clip import Spread, norm_over
-from ..comm._comm import CommLog, Communicator
+from ..buffers._dtensors import place_of_dtensor
+from ..comm._clip import Spread, norm_over, spread_of
+from ..comm._groups import CommGroups
 from ._first_step import check_first_step, checked
 from ._optim_state import install_state_hooks, params_of
 from ._param_piece import piece_of
-
-_ALONE = Communicator(None, log=CommLog())
 
 
 def install_guards() -> None:
@@ -69,10 +68,12 @@ def _over_ranks(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         foreach: bool | None = None,
     ) -> Tensor:
         grads = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        spread = by_comm(grads)
+        pieces = [piece_of(grad) for grad in grads]
+        spread = [() if piece is None else piece.spread for piece in pieces]
         if all(comm.world_size == 1 for comms in spread for comm in comms):
             return original(grads, norm_type, error_if_nonfinite, foreach)
-        norm = norm_over(spread.items(), float(norm_type))
+        parts = [(cut, (), grad) for cut, grad in zip(spread, grads, strict=True)]
+        norm = norm_over(parts, float(norm_type))
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(
                 f"flat_param.clip_grad_norm_: the norm of order {norm_type} is {norm.item()}, but "
@@ -83,21 +84,20 @@ def _over_ranks(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return total_norm
 
 
-def by_comm(grads: list[Tensor]) -> dict[Spread, list[Tensor]]:
-    """Group gradients by the ranks over which they are sharded, in order of first appearance."""
-    known: dict[object, Spread] = {}
-    lists: dict[Spread, list[Tensor]] = {}
-    for grad in grads:
-        piece = piece_of(grad)
-        comms = (_ALONE,) if piece is None else piece.spread
-        first = known.setdefault(groups_of(comms), comms)
-        lists.setdefault(first, []).append(grad)
-    return lists
-
-
-def groups_of(comms: Spread) -> tuple[object, ...]:
-    """A key for the ranks of a spread; equal for equal ranks."""
-    return tuple(comm.group for comm in comms)
+def norm_parts(
+    params: Iterable[Tensor], *, ignored: Sequence[Tensor], comms: CommGroups
+) -> Iterator[tuple[Spread, Spread, Tensor | None]]:
+    """Gradients for `norm_over`. Each rank has separate ones of `ignored` parameters."""
+    known = set(map(id, ignored))
+    for param in params:
+        piece, grad = piece_of(param), param.grad
+        if piece is not None:  # without elements a rank may have no gradient, and takes part
+            yield piece.spread, (), grad
+        elif grad is not None or id(param) in known:
+            place = place_of_dtensor(param)
+            local = grad if grad is None or place is None else place.local_of_grad(grad)
+            beside = (comms.reduce, comms.replicate) if id(param) in known else ()
+            yield spread_of(place, comms.log), beside, local
 
 
 def _found_by_all(original: Callable[..., dict[Any, Tensor]]) -> Callable[..., dict[Any, Tensor]]:
@@ -112,7 +112,7 @@ def _found_by_all(original: Callable[..., dict[Any, Tensor]]) -> Callable[..., d
             comm.group: comm
             for piece in pieces
             if piece is not None
-            for comm in piece.together
+            for comm in (*piece.spread, piece.segment.replicate)
             if comm.world_size > 1
         }
         if ranks:

@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
@@ -48,51 +47,34 @@ def _presenting(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[s
     def state_dict(optimizer: Optimizer) -> dict[str, Any]:
         state = original(optimizer)
         params = list(params_of(optimizer))
-        if all(piece_of(param) is None for param in params):
+        sharded = [param for param in params if piece_of(param) is not None]
+        if not sharded:
             return state
-        keys = _keys_of(state)
-        filled = _state_of_skipped(optimizer, params)
+        like = next((param for param in sharded if optimizer.state.get(param)), None)
         presented: dict[Any, Any] = {}
-        for key, param in zip(keys, params, strict=True):
+        for key, param in zip(_keys_of(state), params, strict=True):
             values, piece = state["state"].get(key), piece_of(param)
-            if not values:
-                values = filled(param)
-            if values is not None:
+            if not values and like is not None and piece is not None and piece.is_stepped:
+                values = _empty_state(param, like, optimizer.state[like])
+            if values:
                 presented[key] = values if piece is None else present_all(values, param, piece)
         return {**state, "state": presented}
 
     return state_dict
 
 
-def _state_of_skipped(
-    optimizer: Optimizer, params: list[Any]
-) -> Callable[[Any], dict[str, Any] | None]:
-    """A function that returns empty state for a parameter that the optimizer skips on this rank.
+def _empty_state(param: Tensor, like: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
+    """State of a parameter that the optimizer skips on this rank, with the keys of another one's.
 
-    torch's `set_optimizer_state_dict` raises if a parameter has no state. The keys are those of
-    another parameter.
+    torch's `set_optimizer_state_dict` raises if a parameter has no state.
     """
-    state: Mapping[Any, dict[str, Any]] = optimizer.state
-    like = next((p for p in params if state.get(p) and piece_of(p) is not None), None)
-
-    def fill(param: Any) -> dict[str, Any] | None:
-        piece, other = piece_of(param), None if like is None else piece_of(like)
-        if piece is None or other is None or not piece.is_stepped or param.numel():
-            return None
-        values = state[like].items()
-        return {key: _empty(key, value, param, like, other) for key, value in values}
-
-    return fill
-
-
-def _empty(key: str, value: Any, param: Any, like: Any, like_piece: ParamPiece) -> Any:
-    if not isinstance(value, Tensor):
-        return copy.copy(value)
-    if is_cut(key, tuple(value.shape), tuple(like.shape)):
-        return value.new_empty(param.shape)
-    return (
-        value.new_empty(0, *value.shape[1:]) if like_piece.has_rows(key, value) else value.clone()
-    )
+    piece, found = piece_of(like), dict(values)
+    for key, value in values.items():
+        if isinstance(value, Tensor) and is_cut(key, tuple(value.shape), tuple(like.shape)):
+            found[key] = value.new_empty(param.shape)
+        elif isinstance(value, Tensor) and piece is not None and piece.has_rows(key, value):
+            found[key] = value.new_empty(0, *value.shape[1:])
+    return found
 
 
 def present_all(

@@ -112,7 +112,7 @@ def _check(said: Tensor, labels: list[list[str]], comms: CommGroups, *, last: Tr
         if word[4:] != word[:4].translate(_COMPLEMENT):
             found = comm.share((dist.get_rank(), labels[at]))
             reason = (
-                first_difference(found)
+                first_difference(found, verb="did")
                 or "ranks sent other numbers of bytes, as after a one-sided .to()"
             )
             raise CommError(

@@ -85,12 +85,14 @@ class PieceSegment:
     Attributes:
         plan: which elements each rank has.
         comm: to these ranks.
+        replicate: to ranks with the same pieces.
         device: where whole parameters are.
         steps: how many steps optimizers have made on the segment's parameters.
     """
 
     plan: ShardPlan
     comm: Communicator
+    replicate: Communicator
     device: torch.device
     steps: int = 0
 
@@ -118,7 +120,6 @@ class ParamPiece:
         segment: its segment.
         place: placement by tensor parallelism; None without it.
         spread: communicators of all ranks over which the parameter is cut.
-        together: communicators of all ranks that step the parameter.
 
     Attributes:
         spec: the parameter, after tensor parallelism.
@@ -145,10 +146,8 @@ class ParamPiece:
         *,
         place: DTensorPlace | None,
         spread: Spread,
-        together: Spread,
     ) -> None:
-        self.index, self.segment, self.place = index, segment, place
-        self.spread, self.together = spread, together
+        self.index, self.segment, self.place, self.spread = index, segment, place, spread
         self.plan, self.comm = segment.plan, segment.comm
         plan, spec = self.plan, self.plan.layout.specs[index]
         self.spec = spec

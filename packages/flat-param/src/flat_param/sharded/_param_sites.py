@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from .._errors import FlatParamError, ParameterError, StateError
 from .._torch_compat import without_torch_function
+from ._param_piece import ParamPiece
 from ._sharded_params import ShardedParams
 
 
@@ -35,9 +36,9 @@ class ParamSite:
     index: int
 
     @property
-    def name(self) -> str:
-        """The parameter's name in its unit."""
-        return self.part.segment.layout.specs[self.index].name
+    def piece(self) -> ParamPiece:
+        """This rank's piece of the parameter."""
+        return self.part.pieces[self.index]
 
 
 class ParamSites:
@@ -88,7 +89,7 @@ class ParamSites:
         for site in self._param_sites if copies else ():
             copy: Tensor = copies[site.part][site.index]
             current = site.registry.get(site.key)
-            if current is not copy or tuple(copy.shape) != site.part.pieces[site.index].shape:
+            if current is not copy or tuple(copy.shape) != site.piece.shape:
                 error = _replaced(site, current)
         self.swap_out()
         return error
@@ -145,12 +146,12 @@ class ParamSites:
 def _replaced(site: ParamSite, value: Any) -> FlatParamError:
     if type(value).__name__ == "FakeTensor":
         return StateError(
-            f"flat_param.fully_shard: parameter '{site.name}' is a fake tensor, as in "
+            f"flat_param.fully_shard: parameter '{site.piece.name}' is a fake tensor, as in "
             "torch.export, which cannot trace the collectives of a sharded module. Export the "
             "plain module, with flat_param.full_state_dict."
         )
     return ParameterError(
-        f"flat_param.fully_shard: parameter '{site.name}' was replaced by a "
+        f"flat_param.fully_shard: parameter '{site.piece.name}' was replaced by a "
         f"{type(value).__name__} after it was sharded, but the optimizer has the sharded one. The "
         "sharded one is back. Write values into it by load_state_dict, or in place under "
         "whole_params(write_back=True)."
@@ -160,7 +161,7 @@ def _replaced(site: ParamSite, value: Any) -> FlatParamError:
 def _set_requires_grad(site: ParamSite, leaf: Tensor, trainable: bool) -> None:
     if not site.part.segment.trainable:
         raise ParameterError(
-            f"flat_param.fully_shard: parameter '{site.name}' was frozen when it was sharded "
+            f"flat_param.fully_shard: parameter '{site.piece.name}' was frozen when it was sharded "
             "and is trainable now, but frozen segments have no gradient buffers. Make it "
             "trainable before fully_shard."
         )

@@ -124,7 +124,7 @@ class Schedule:
         if not recomputes:
             self._prefetch_forward(unit)
             if torch.is_grad_enabled():
-                unit.inputs.add((args, kwargs, unit.ignored))
+                unit.hook_inputs((args, kwargs, unit.ignored))
         dtype = unit.options.precision.input_dtype
         return cast_floats(args, dtype), cast_floats(kwargs, dtype)
 
@@ -143,9 +143,8 @@ class Schedule:
     def _clear_chain(self) -> None:
         if self._chain_is_spent:
             self._chain, self._chain_is_spent = {}, False
-            for unit in self.units:  # no backward will reach their inputs
-                unit.inputs.clear()
-                unit.around.clear()
+            for unit in self.units:
+                unit.forget_inputs()
         elif self._chain:
             # A backward may have been stopped before its pass was recorded here.
             for unit in self.units:
@@ -287,7 +286,7 @@ class Schedule:
         """Reduce and reshard a unit as soon as the docstring of the file allows it."""
         if not state.begun or state.arrived < state.expected or state.freed:
             return
-        inputs = unit.inputs.count
+        inputs = unit.input_count
         missing = inputs - state.inputs_arrived
         if state.expected == len(unit.nodes) or (inputs and missing <= 0):
             self._on_grads(unit)

@@ -14,9 +14,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -24,19 +25,15 @@ from torch import Tensor
 from .._errors import ParameterError
 from .._torch_compat import (
     assign_grad,
-    has_grad_hook,
     post_accumulate_grad_hooks,
+    with_grad_hook,
     without_torch_function,
 )
-from ..buffers._dtensors import place_of_dtensor
 from ..buffers._grads import GradBuffer
 from ..buffers._views import zero_gaps_, zeros
 from ..comm._buffer_pool import acquire, release
-from ..comm._clip import Spread, norm_over, spread_of
 from ..comm._comm import Pending
-from ..comm._groups import CommGroups
 from ..comm._home_stream import at_home, home_stream
-from ._guards import by_comm, groups_of
 from ._piece_tensors import as_piece
 from ._sharded_params import ShardedParams
 
@@ -61,6 +58,7 @@ class ShardedGrads:
 
     Attributes:
         leaves: of the segment, at construction.
+        dtype: of the reduction.
         used: which leaves had a gradient on this rank in the sums since `.grad` was last set.
         kept: this rank's sum, `(shard,)`, if it waits for the reduction over replicas.
     """
@@ -69,6 +67,7 @@ class ShardedGrads:
         self.owner = owner
         self.leaves = owner.leaves
         self.comms = owner.comms
+        self.dtype = owner.options.precision.reduction_dtype(owner.shard.dtype)
         self.used = [False] * len(owner.leaves)
         self._borrowed: Tensor | None = None
         self.held: GradBuffer | None = None
@@ -77,11 +76,6 @@ class ShardedGrads:
         self._reduced: Tensor | None = None
         self.kept: Tensor | None = None
         self._home: torch.Stream | None = None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the reduction."""
-        return self.owner.options.precision.reduction_dtype(self.owner.shard.dtype)
 
     def take(self, index: int) -> None:
         """Move one leaf's gradient into the flat gradient, or add it to an existing one."""
@@ -155,7 +149,8 @@ class ShardedGrads:
 
     def _is_clear(self) -> bool:
         with without_torch_function():
-            return self.kept is None and all(p.grad is None for p in self.owner.held.params)
+            grads = [param.grad for param in self.owner.held.params]
+        return self.kept is None and all(map(partial(is_, None), grads))
 
     def _after_reduce(self, how: Reduction, factor: float) -> None:
         self._release()
@@ -223,14 +218,12 @@ class ShardedGrads:
         Raises:
             ParameterError: names the parameter.
         """
-        for param, piece in zip(self.owner.held.params, self.owner.pieces, strict=True):
-            if has_grad_hook(param):
-                raise ParameterError(
-                    f"flat_param.fully_shard: parameter '{piece.name}' has a hook of "
-                    "register_hook, but autograd only sees unsharded parameters, so it would never "
-                    "be called. Use register_post_accumulate_grad_hook, which gets this rank's "
-                    "piece."
-                )
+        for index in with_grad_hook(self.owner.held.params):
+            raise ParameterError(
+                f"flat_param.fully_shard: parameter '{self.owner.pieces[index].name}' has a hook "
+                "of register_hook, but autograd only sees unsharded parameters, so it would never "
+                "be called. Use register_post_accumulate_grad_hook, which gets this rank's piece."
+            )
 
     def forget(self) -> None:
         """Drop the gradients of a stopped backward.
@@ -239,44 +232,6 @@ class ShardedGrads:
         """
         self.used = [False] * len(self.used)
         self.kept = self._reduced = self._borrowed = self.held = None
-
-
-def norm_of(
-    grads: Mapping[int, Tensor],
-    norm_type: float,
-    *,
-    of: Iterable[ShardedGrads],
-    ignored: Sequence[Tensor],
-    comms: CommGroups,
-) -> Tensor:
-    """Return the norm over all ranks of the gradients of some units. Collective.
-
-    Args:
-        grads: this rank's, by `id` of the parameter.
-        norm_type: order of the norm.
-        of: the units' segments.
-        ignored: parameters with separate gradients on each rank.
-        comms: of the outermost unit.
-    """
-    known, ranks = set(map(id, ignored)), (comms.reduce, comms.replicate)
-    apart: dict[object, tuple[Spread, Spread, list[Tensor]]] = {}
-    for param in ignored:
-        place = place_of_dtensor(param)
-        cut = spread_of(place, comms.log)
-        *_, beside = apart.setdefault(groups_of(cut), (cut, ranks, []))
-        grad = grads.get(id(param))
-        if grad is not None:
-            beside.append(grad if place is None else place.local_of_grad(grad))
-    # If rows stay whole, a rank may have no gradient; it still takes part in the reduction.
-    spread: dict[object, tuple[Spread, list[Tensor]]] = {
-        groups_of(piece.spread): (piece.spread, [])
-        for segment in of
-        for piece in segment.owner.pieces
-    }
-    left = [grad for key, grad in grads.items() if key not in known]
-    for each, found in by_comm(left).items():
-        spread.setdefault(groups_of(each), (each, []))[1].extend(found)
-    return norm_over(spread.values(), norm_type, apart=apart.values())
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from .._errors import StateError
 from .._torch_compat import pass_over_frames
-from ..comm._clip import checked_norms, clip_
+from ..comm._clip import checked_norms, clip_, norm_over
 from ..comm._comm import CommCount
 from ._by_hand import UnshardHandle, begin_unshard, reshard, units_at_rest, units_below
 from ._full_params import full_params
-from ._sharded_grads import norm_of
+from ._guards import norm_parts
 from ._unit import Unit
 
 _classes: WeakValueDictionary[type, type] = WeakValueDictionary()
@@ -290,11 +290,10 @@ class ShardedModule(nn.Module):
         Raises:
             StateError: `max_norm` is not 0 or more, or `norm_type` is 0 or no number.
         """
-        grads = {id(each): each.grad for each in self._all_params() if each.grad is not None}
         max_norm, norm_type = checked_norms(max_norm, norm_type)
-        own, segments = self._flat_param, [each for unit in self._units() for each in unit.grads]
-        norm = norm_of(grads, norm_type, of=segments, ignored=own.ignored, comms=own.comms)
-        clip_(grads.values(), norm, max_norm)
+        own, params = self._flat_param, {id(each): each for each in self._all_params()}.values()
+        norm = norm_over(norm_parts(params, ignored=own.ignored, comms=own.comms), norm_type)
+        clip_([each.grad for each in params if each.grad is not None], norm, max_norm)
         return norm
 
     @contextmanager
@@ -333,7 +332,7 @@ class ShardedModule(nn.Module):
                 yield from part.held.params
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedModule:
-        units_at_rest(self)
+        units_at_rest(self, "to")
         super()._apply(fn, recurse)
         for unit in self._units(recurse):
             unit.rebind()

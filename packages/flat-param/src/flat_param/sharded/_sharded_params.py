@@ -20,7 +20,7 @@ from .._torch_compat import without_torch_function
 from ..buffers._dtensors import as_plain, local_of, place_of_dtensor
 from ..buffers._views import ParamViews, memory_order, param_views, zeros
 from ..comm._clip import spread_of
-from ..comm._comm import Communicator, Pending
+from ..comm._comm import Pending
 from ..comm._groups import CommGroups
 from ..layout._layout import Segment
 from ..layout._options import UnitOptions
@@ -64,18 +64,11 @@ class ShardedParams:
         self.plan = plan_shard(segment.layout, world_size=world_size, boundary=options.boundary)
         self.pieces = self._make_pieces(params)
         home = torch.device("cpu") if options.cpu_offload else device
-        self.shard = self._zero_shard(segment.layout.dtype, home)
+        dtype, numel = segment.layout.dtype, self.plan.shard_numel
+        self.shard = zeros(numel, dtype=dtype, device=home, pinned=self.pins(home))
         self.held = self._move_into_shard(params)
         self._mark_params()
         self._make_full()
-
-    @property
-    def params(self) -> tuple[nn.Parameter, ...]:
-        """The optimizer's parameters, in layout order."""
-        return tuple(self.held.params)
-
-    def _zero_shard(self, dtype: torch.dtype, home: torch.device) -> Tensor:
-        return zeros(self.plan.shard_numel, dtype=dtype, device=home, pinned=self.pins(home))
 
     @torch.no_grad()
     def _move_into_shard(self, params: Sequence[nn.Parameter]) -> ParamViews:
@@ -88,22 +81,13 @@ class ShardedParams:
         return ParamViews(moved, views)
 
     def _make_pieces(self, params: Sequence[nn.Parameter]) -> tuple[ParamPiece, ...]:
-        comms, segment = self.comms, PieceSegment(self.plan, self.comms.gather, self.device)
+        comms = self.comms
+        segment = PieceSegment(self.plan, comms.gather, comms.replicate, self.device)
         parts = {part.index: part for part in self.plan.parts(comms.gather.rank)}
         made = []
-        for index, param in enumerate(params):
-            place = place_of_dtensor(param)
-            axes = () if place is None else map(place.mesh.get_group, range(place.mesh.ndim))
-            together = [Communicator(each, log=comms.log) for each in axes]
-            piece = ParamPiece(
-                index,
-                parts.get(index),
-                segment,
-                place=place,
-                spread=(comms.reduce, *spread_of(place, comms.log)),
-                together=(comms.reduce, comms.replicate, *together),
-            )
-            made.append(piece)
+        for index, place in enumerate(map(place_of_dtensor, params)):
+            spread = (comms.reduce, *spread_of(place, comms.log))
+            made.append(ParamPiece(index, parts.get(index), segment, place=place, spread=spread))
         return tuple(made)
 
     def _mark_params(self) -> None:
@@ -154,9 +138,9 @@ class ShardedParams:
 
     def start_gather(self) -> Pending | None:
         """Begin to fill the full buffer from every rank's shard. Collective."""
-        if self.full is self.shard:
+        if self.aliased:
             return None
-        alloc_storage(self.full)
+        self.full.untyped_storage().resize_(self.full.nbytes)
         return self.gather_into(self.full)
 
     def gather_into(self, full: Tensor) -> Pending:
@@ -191,9 +175,9 @@ class ShardedParams:
                 leaf.data = view.data
 
     def free(self) -> None:
-        """Free the full buffer's memory; the leaves stay."""
+        """Free the full buffer's memory; the leaves stay, and are valid after the next gather."""
         if not self.aliased:
-            free_storage(self.full)
+            self.full.untyped_storage().resize_(0)
 
     @torch.no_grad()
     def load_full(self, index: int, whole: Tensor) -> None:
@@ -239,7 +223,7 @@ class ShardedParams:
             tensors: in layout order, each of its piece's shape; all of one dtype and device.
         """
         dtype, home = tensors[0].dtype, tensors[0].device
-        moved = self._zero_shard(dtype, home)
+        moved = zeros(len(self.shard), dtype=dtype, device=home, pinned=self.pins(home))
         views = [piece.view(moved) for piece in self.pieces]
         for view, tensor in zip(views, tensors, strict=True):
             view.copy_(tensor)
@@ -256,13 +240,3 @@ class ShardedParams:
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return a flat tensor of any dtype as bytes, so that every backend can move it."""
     return tensor.view(torch.uint8)
-
-
-def alloc_storage(tensor: Tensor) -> None:
-    """Give a flat tensor its storage again, uninitialised."""
-    tensor.untyped_storage().resize_(tensor.nbytes)
-
-
-def free_storage(tensor: Tensor) -> None:
-    """Free a flat tensor's storage; its views stay, and are valid again after `alloc_storage`."""
-    tensor.untyped_storage().resize_(0)

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from .._torch_compat import is_view
 
@@ -76,46 +72,6 @@ def cast_floats(value: Any, dtype: torch.dtype | None) -> Any:
     if dtype is None:
         return value
     return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
-
-
-class InputHooks:
-    """Hooks on input tensors, one per tensor, even if it is an input several times.
-
-    Args:
-        told: a method that is called when an input's gradient is computed; held by a weak
-            reference.
-
-    Attributes:
-        count: inputs hooked since the last `clear`.
-    """
-
-    def __init__(self, told: Callable[[], None]) -> None:
-        self.count = 0
-        self._told = weakref.WeakMethod(told)
-        self._hooked: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
-        self._handles: dict[int, RemovableHandle] = {}
-
-    def add(self, inputs: Any) -> None:
-        """Hook the tensors in `inputs`, each once."""
-        for tensor in tensors_in(inputs):
-            if tensor.requires_grad and self._hooked.get(id(tensor)) is not tensor:
-                self.count += 1
-                self._hooked[id(tensor)] = tensor
-                self._handles[id(tensor)] = tensor.register_hook(partial(_tell, self._told))
-
-    def clear(self) -> None:
-        """Remove all hooks."""
-        self.count = 0
-        for handle in self._handles.values():
-            handle.remove()
-        self._handles.clear()
-        self._hooked.clear()
-
-
-def _tell(told: weakref.WeakMethod[Any], _: Tensor) -> None:
-    method = told()
-    if method is not None:
-        method()
 
 
 def hook_nodes(tensors: Iterable[Tensor], told: Callable[[object], None]) -> bool:

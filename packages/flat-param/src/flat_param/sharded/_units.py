@@ -22,7 +22,7 @@ from ..buffers._owners import (
     Owner,
     check_owners,
 )
-from ..comm._agreement import Description, agree, describe
+from ..comm._agreement import agree, describe
 from ..comm._groups import CommGroups, MeshGroups
 from ..layout._arguments import (
     check_no_grads,
@@ -118,7 +118,7 @@ def fully_shard(
         "sync_module_states": sync_module_states,
     }
 
-    def plan() -> tuple[_UnitPlan, Description]:
+    def plan() -> tuple[_UnitPlan, list[str]]:
         modules = modules_of(module)
         check_placement(shard_placement_fn)
         checked_flag(reshard_after_forward, "fully_shard(reshard_after_forward=)")
@@ -207,18 +207,18 @@ def _plan_unit(
     others: Mapping[str, object],
     ignored_params: Iterable[nn.Parameter] | None,
     init_fn: Callable[[nn.Module], None] | None,
-) -> tuple[_UnitPlan, Description]:
+) -> tuple[_UnitPlan, list[str]]:
     """Check a module completely, and describe it for other ranks."""
     copies, world_size = groups.sizes
     module = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-    inner = tuple(units_at_rest(module))
+    inner = tuple(units_at_rest(module, "fully_shard"))
     for each in modules:
         if isinstance(each, ShardedModule):
             raise StateError(
                 f"flat_param.fully_shard: {type(each).__name__} is sharded already, but a module "
                 "is one unit. Shard its parts first and then the module around them."
             )
-    taken = [param for unit in inner for part in unit.parts for param in part.params]
+    taken = [param for unit in inner for part in unit.parts for param in part.held.params]
     beside = [param for unit in inner for param in unit.ignored]
     given = () if ignored_params is None else ignored_params
     ignored = find_ignored(module, given, owned=taken, nested=beside)
@@ -313,7 +313,7 @@ def _make_unit(
     )
     named = []
     for part in parts:
-        for spec, param in zip(part.segment.layout.specs, part.params, strict=True):
+        for spec, param in zip(part.segment.layout.specs, part.held.params, strict=True):
             named.append((spec.name, param))
             if param is not params[spec.name]:
                 mark_replaced(params[spec.name], name=spec.name)

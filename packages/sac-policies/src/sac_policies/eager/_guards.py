@@ -12,13 +12,12 @@ backward: reading them earlier would synchronize with the device at each replay.
 from __future__ import annotations
 
 import operator
-import weakref
 from collections.abc import Callable
 from functools import cache, lru_cache
 
 import torch
 
-from .._torch_compat import after_backward, backward_id, is_freed
+from .._torch_compat import after_backward, is_freed
 from .._torch_compat._dispatch import no_dispatch
 from ._aliasing import is_dense
 
@@ -73,45 +72,18 @@ class Guard:
             _raise_unless((self._sums == fingerprint(tensor)).all(), error)
 
 
-class _Comparisons:
-    """Results of comparisons in one backward, read at its end.
+def _raise_unless(same: torch.Tensor, error: Callable[[], Exception]) -> None:
+    """Raise `error` at the end of backward if `same` is False; at once outside of a backward.
 
-    The autograd engine holds them, and drops them if the backward fails. A nested backward has
-    separate results. The thread that ends a backward may not be the one that compared.
+    The autograd engine holds the comparison, and drops it if the backward fails.
     """
 
-    __slots__ = ("__weakref__", "_results")
+    def settle() -> None:
+        if not same:
+            raise error()
 
-    def __init__(self) -> None:
-        self._results: list[tuple[torch.Tensor, Callable[[], Exception]]] = []
-
-    def add(self, same: torch.Tensor, error: Callable[[], Exception]) -> None:
-        self._results.append((same, error))
-
-    def settle(self) -> None:
-        for same, error in self._results:
-            if not same:
-                raise error()
-
-
-_running: weakref.WeakValueDictionary[int, _Comparisons] = weakref.WeakValueDictionary()
-"""By the number of the backward."""
-
-
-def _raise_unless(same: torch.Tensor, error: Callable[[], Exception]) -> None:
-    """Raise `error` at the end of backward if `same` is False; at once outside of a backward."""
-    backward = backward_id()
-    found = _running.get(backward)
-    if found is None and backward >= 0:
-        found = _Comparisons()
-        if after_backward(found.settle):
-            _running[backward] = found
-        else:
-            found = None
-    if found is not None:
-        found.add(same, error)
-    elif not same:
-        raise error()
+    if not after_backward(settle):
+        settle()
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:

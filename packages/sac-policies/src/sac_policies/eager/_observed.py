@@ -77,5 +77,5 @@ def _reason(recorder: Recorder, is_float: bool) -> str:
     if not torch.is_grad_enabled():
         return "it was made without gradients"
     if is_float and recorder.why == "integer results are held":
-        return "it was written to"
+        return "it is small" if recorder.reduces else "it was written to"
     return recorder.why

@@ -54,6 +54,9 @@ _OUTSIDE = frozenset(("fsdp", "profiler", "prim"))
 _MASKS = {"bernoulli_": 0, "bernoulli": 0, "native_dropout": 1}
 """Operators that draw masks, and which of their results is one."""
 
+MUCH_SMALLER = 32
+"""Times that the result of a reduction is smaller than its argument to be held."""
+
 _is_grad_enabled = torch.is_grad_enabled
 
 
@@ -105,6 +108,11 @@ class Recorder:
         self.run, self.why = self._kind(schema)
 
     @property
+    def reduces(self) -> bool:
+        """Whether its result may be held because it is small."""
+        return self.run == self._reduction
+
+    @property
     def keeps(self) -> bool:
         return self.answer is Decision.SAVE
 
@@ -140,12 +148,13 @@ class Recorder:
             return self._held, "it does not return the same bits each time"
         if self.is_aten and self._short in _UNDEFINED:
             return self._held, "its result is not determined by its arguments"
-        if not _returns_tensors(schema):
+        if self.keeps or not _returns_tensors(schema):
             return self._held, ""
-        if self.keeps:
-            return self._held, ""
-        run = self._single if _returns_one(schema) else self._several
-        return run, "integer results are held"
+        if not _returns_one(schema):
+            return self._several, "integer results are held"
+        if any(each.name == "keepdim" for each in schema.arguments):
+            return self._reduction, "integer results are held"
+        return self._single, "integer results are held"
 
     def _kind_of_write(self, schema: Any) -> tuple[Run, str]:
         first = schema.arguments[0].alias_info if schema.arguments else None
@@ -165,7 +174,7 @@ class Recorder:
     def _held(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self.call(*args, **kwargs) if kwargs else self.call(*args)
         if self.asks:
-            self._keeps(tape, out, args, kwargs)
+            tape.decide(self, out, args, kwargs)
         return out
 
     def _range(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -175,7 +184,7 @@ class Recorder:
 
     def _single(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self.call(*args, **kwargs) if kwargs else self.call(*args)
-        if self.asks and self._keeps(tape, out, args, kwargs):
+        if self.asks and tape.decide(self, out, args, kwargs):
             return out
         version = 0
         if self.shares:
@@ -200,9 +209,16 @@ class Recorder:
                 tape.known[seen.key] = seen
         return out
 
+    def _reduction(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Hold a result that is much smaller than its argument: it costs less than a replay."""
+        out = self._single(tape, args, kwargs)
+        if out.numel() * MUCH_SMALLER <= args[0].numel():
+            tape.known.pop(id(out), None)
+        return out
+
     def _several(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self.call(*args, **kwargs) if kwargs else self.call(*args)
-        if self.asks and self._keeps(tape, out, args, kwargs):
+        if self.asks and tape.decide(self, out, args, kwargs):
             return out
         if self.shares:
             seen = tape.known.get(id(args[0]))
@@ -305,7 +321,7 @@ class Recorder:
         call = self._recorded(tape, args, kwargs, copies=True)
         tape.before_write([target])
         out = self.call(*args, **kwargs) if kwargs else self.call(*args)
-        if not (self.asks and self._keeps(tape, out, args, kwargs)):
+        if not (self.asks and tape.decide(self, out, args, kwargs)):
             tape.note(target, call, version_of(target) + 1)
         return out
 
@@ -345,9 +361,6 @@ class Recorder:
         if dtype is torch.bool:
             return False
         return any(each.is_floating_point() for each in tensors_among(args))
-
-    def _keeps(self, tape: Tape, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        return tape.decide(self, out, args, kwargs) and not self._is_view
 
 
 def _listed(tape: Tape, arg: Any, inputs: list[Value]) -> Any:
