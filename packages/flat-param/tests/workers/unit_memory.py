@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from _harness import (
     WAYS,
     Block,
@@ -28,19 +27,6 @@ import flat_param
 def note(seen: list[int], count: Callable[[nn.Module], int], model: nn.Module, *_: Any) -> None:
     """A hook that notes how much is whole."""
     seen.append(count(model))
-
-
-def check_memory_of_whole_parameters_is_given_back(rank: int, world: int) -> None:
-    """Memory of whole parameters is given back."""
-    (ids,) = batches(world, 1)
-    for way in WAYS:
-        model = sharded(**options_of(way))
-        assert whole_bytes(model) == 0
-        with torch.no_grad():
-            model(share(ids, rank))
-        assert whole_bytes(model) == 0, way
-        loss_of(model, share(ids, rank)).backward()
-        assert whole_bytes(model) == 0, way
 
 
 def check_peak_of_whole_parameters_is_as_planned(rank: int, world: int) -> None:
